@@ -1,0 +1,89 @@
+"""Every error that autoshard raises on purpose.
+
+    AutoshardError
+    ├── InputError                  what was handed in is wrong; also a ValueError
+    │   ├── GraphError              the exported graph
+    │   │   ├── ArchiveError        not a readable .pt2 archive
+    │   │   ├── SchemaError         model.json is not a program we understand
+    │   │   └── UnsupportedError    a program feature or operator without a rule
+    │   ├── LayoutError             a layout that cannot exist, or cannot be reached
+    │   ├── MeshError               mesh, topology or bandwidths
+    │   ├── OptionError             planning options that contradict each other or the graph
+    │   ├── ProblemError            an optimization problem that is malformed
+    │   └── PlanError               a plan document that does not fit its graph, mesh or model
+    └── ServiceError                talking to the service failed
+        ├── ServiceUnavailableError nobody answered, or the answer says to come back later
+        └── RequestRejectedError    the service refused; carries its problem details
+
+An outcome of planning (infeasible, timed out, cancelled) is a value of
+`autoshard.solve.Status`, not an error. Anything else that is raised is a bug.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class AutoshardError(Exception):
+    """Base of every error that autoshard raises on purpose."""
+
+
+class InputError(AutoshardError, ValueError):
+    """Something that was handed in is wrong; the message names it and the way out."""
+
+
+class GraphError(InputError):
+    """The exported graph cannot be planned."""
+
+
+class ArchiveError(GraphError):
+    """The bytes are not a readable `.pt2` archive."""
+
+
+class SchemaError(GraphError):
+    """The archive's `model.json` is not an exported program that we understand."""
+
+
+class UnsupportedError(GraphError):
+    """The program uses a feature or an operator that has no rule."""
+
+
+class LayoutError(InputError):
+    """A layout is illegal for its tensor, or cannot be converted as asked."""
+
+
+class MeshError(InputError):
+    """A mesh, a topology or a bandwidth is impossible."""
+
+
+class OptionError(InputError):
+    """Planning options contradict each other or the graph."""
+
+
+class ProblemError(InputError):
+    """An optimization problem is malformed."""
+
+
+class PlanError(InputError):
+    """A plan does not fit its schema, its graph, its mesh or its model."""
+
+
+class ServiceError(AutoshardError):
+    """Talking to the planning service failed."""
+
+
+class ServiceUnavailableError(ServiceError):
+    """The service did not answer, or asked to be called again later."""
+
+
+class RequestRejectedError(ServiceError):
+    """The service refused the request.
+
+    Attributes:
+        status: HTTP status code.
+        problem: the RFC 9457 problem details that the service sent.
+    """
+
+    def __init__(self, message: str, *, status: int, problem: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.status = status
+        self.problem = dict(problem)

@@ -1,0 +1,233 @@
+"""The imported model: an immutable graph of operators and the tensors between them.
+
+Nothing here knows torch. Operators keep PyTorch's names (`aten.linear.default`), and
+arguments keep the names of the operator's schema, so that a runtime can call them again.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+
+class DType(StrEnum):
+    """Element type of a tensor, by PyTorch's name."""
+
+    UINT8 = "uint8"
+    INT8 = "int8"
+    INT16 = "int16"
+    INT32 = "int32"
+    INT64 = "int64"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    COMPLEX32 = "complex32"
+    COMPLEX64 = "complex64"
+    COMPLEX128 = "complex128"
+    BOOL = "bool"
+    BFLOAT16 = "bfloat16"
+    UINT16 = "uint16"
+    UINT32 = "uint32"
+    UINT64 = "uint64"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether tensors of this type can carry a gradient."""
+        return self.value.startswith(("float", "bfloat", "complex"))
+
+
+_ITEMSIZE = {
+    DType.UINT8: 1,
+    DType.INT8: 1,
+    DType.INT16: 2,
+    DType.INT32: 4,
+    DType.INT64: 8,
+    DType.FLOAT16: 2,
+    DType.FLOAT32: 4,
+    DType.FLOAT64: 8,
+    DType.COMPLEX32: 4,
+    DType.COMPLEX64: 8,
+    DType.COMPLEX128: 16,
+    DType.BOOL: 1,
+    DType.BFLOAT16: 2,
+    DType.UINT16: 2,
+    DType.UINT32: 4,
+    DType.UINT64: 8,
+    DType.FLOAT8_E4M3FN: 1,
+    DType.FLOAT8_E5M2: 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Shape and element type of a value.
+
+    Attributes:
+        shape: sizes, all static.
+        dtype: element type.
+        requires_grad: whether a gradient flows to this value in training.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is a value of the graph, by the value's name."""
+
+    name: str
+
+
+class TokenKind(StrEnum):
+    """What a symbolic argument stands for."""
+
+    DTYPE = "dtype"
+    DEVICE = "device"
+    LAYOUT = "layout"
+    MEMORY_FORMAT = "memory_format"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """An argument that names a torch object: a dtype, a device, a memory format."""
+
+    kind: TokenKind
+    value: str
+
+
+Argument = None | bool | int | float | str | Ref | Token | tuple["Argument", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call of an operator.
+
+    Attributes:
+        name: unique among the nodes of its graph.
+        operator: namespace, packet and overload, as in `aten.add.Tensor`.
+        arguments: schema name and value of each argument given, in schema order;
+            arguments left at their default are absent.
+        outputs: names of the values made, in order; a list output is flattened.
+        module: dotted path of the module that made the call; empty at the root.
+    """
+
+    name: str
+    operator: str
+    arguments: tuple[tuple[str, Argument], ...]
+    outputs: tuple[str, ...]
+    module: str = ""
+
+    def argument(self, name: str, default: Argument = None) -> Argument:
+        """The argument of that schema name, or the default where it was left out."""
+        return next((value for key, value in self.arguments if key == name), default)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values used, in argument order, lists flattened, repeats kept."""
+        return tuple(
+            ref.name for _, argument in self.arguments for ref in references(argument)
+        )
+
+
+def references(argument: Argument) -> Iterator[Ref]:
+    """Every value an argument refers to, in order, through nested lists."""
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from references(item)
+
+
+class InputKind(StrEnum):
+    """Where a graph input comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    """A tensor that the model captured; its values travel with the model, not the graph."""
+    USER = "user"
+    """A tensor that the caller passes to forward."""
+    LITERAL = "literal"
+    """A number, string, flag or None that the caller passes; fixed when exported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of the graph.
+
+    Attributes:
+        name: the value's name; a literal has no value but keeps its place among the inputs.
+        kind: where it comes from.
+        target: dotted name in the model (parameter, buffer, constant), else the argument.
+        aliases: further names of the same parameter in the model's state dict.
+        literal: the value of a literal.
+    """
+
+    name: str
+    kind: InputKind
+    target: str
+    aliases: tuple[str, ...] = ()
+    literal: bool | int | float | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of the graph: a value by name, or a literal where `name` is None."""
+
+    name: str | None
+    literal: bool | int | float | str | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A program: inputs, operators in execution order, outputs.
+
+    Attributes:
+        inputs: parameters, buffers and constants first, then what the caller passes.
+        nodes: in an order in which every value is made before it is used.
+        outputs: what forward returns, flattened.
+        values: shape and type of every value by name.
+        in_spec: how (args, kwargs) nest, as PyTorch's own JSON tree spec; may be empty.
+        out_spec: how the outputs nest, likewise.
+    """
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    values: Mapping[str, Tensor]
+    in_spec: str = ""
+    out_spec: str = ""
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
+        """For each value the (node index, input position) pairs that use it, in order."""
+        uses: dict[str, list[tuple[int, int]]] = {name: [] for name in self.values}
+        for i, node in enumerate(self.nodes):
+            for position, name in enumerate(node.inputs):
+                uses[name].append((i, position))
+        return {name: tuple(pairs) for name, pairs in uses.items()}
+
+    @property
+    def parameters(self) -> tuple[Input, ...]:
+        """The inputs that are parameters."""
+        return tuple(i for i in self.inputs if i.kind is InputKind.PARAMETER)
