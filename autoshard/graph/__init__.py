@@ -1,5 +1,8 @@
 """Exported archive -> immutable graph. Knows no torch, except to export."""
 
+from typing import TYPE_CHECKING, Any
+
+from autoshard.graph.archive import Archive, ArchiveLimits, read_archive
 from autoshard.graph.ir import (
     Argument,
     DType,
@@ -14,8 +17,15 @@ from autoshard.graph.ir import (
     TokenKind,
     references,
 )
+from autoshard.graph.load import load_graph
+from autoshard.graph.serialise import graph_digest, graph_from_json, graph_to_json
+
+if TYPE_CHECKING:
+    from autoshard.graph.export import export_model
 
 __all__ = [
+    "Archive",
+    "ArchiveLimits",
     "Argument",
     "DType",
     "Graph",
@@ -27,5 +37,20 @@ __all__ = [
     "Tensor",
     "Token",
     "TokenKind",
+    "export_model",
+    "graph_digest",
+    "graph_from_json",
+    "graph_to_json",
+    "load_graph",
+    "read_archive",
     "references",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for (PEP 562)."""
+    if name == "export_model":
+        from autoshard.graph.export import export_model  # noqa: PLC0415 - torch is slow to import
+
+        return export_model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -144,9 +144,7 @@ class Node:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values used, in argument order, lists flattened, repeats kept."""
-        return tuple(
-            ref.name for _, argument in self.arguments for ref in references(argument)
-        )
+        return tuple(ref.name for _, argument in self.arguments for ref in references(argument))
 
 
 def references(argument: Argument) -> Iterator[Ref]:

@@ -9,6 +9,12 @@ from autoshard.layouts.conversions import (
     step_price,
 )
 from autoshard.layouts.layout import Layout, legal_layouts
+from autoshard.layouts.placements import (
+    from_placements,
+    layout_of_texts,
+    placement_texts,
+    to_placements,
+)
 from autoshard.layouts.types import AxisType, I, Kind, P, R, S, parse_type
 
 __all__ = [
@@ -24,7 +30,11 @@ __all__ = [
     "R",
     "S",
     "Step",
+    "from_placements",
+    "layout_of_texts",
     "legal_layouts",
     "parse_type",
+    "placement_texts",
     "step_price",
+    "to_placements",
 ]

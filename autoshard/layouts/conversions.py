@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Protocol
 
@@ -124,9 +125,11 @@ class Conversions:
         shape: global shape.
         itemsize: bytes of an element.
         axis_sizes: size of each mesh axis.
-        differentiable: whether a gradient flows; if not, backward costs nothing and the
-            layouts have no `I`.
+        differentiable: whether the tensor has a gradient; without one I and R are the same,
+            written R, and backward costs nothing.
         partial: whether the element type can be summed.
+        backward: whether the backward pass will run through the conversion; if not, only
+            forward is priced, though the types still say what the gradient would be.
         pricer: prices of collectives and copies.
     """
 
@@ -138,12 +141,13 @@ class Conversions:
         *,
         differentiable: bool,
         partial: bool = True,
+        backward: bool = True,
         pricer: Pricer,
     ) -> None:
         self._shape = tuple(shape)
         self._itemsize = itemsize
         self._axis_sizes = tuple(axis_sizes)
-        self._differentiable = differentiable
+        self._backward = differentiable and backward
         self._pricer = pricer
         self.layouts = tuple(
             legal_layouts(shape, axis_sizes, differentiable=differentiable, partial=partial)
@@ -169,7 +173,7 @@ class Conversions:
             if chain[-1] < 0:
                 raise LayoutError(f"there is no conversion from {source} to {target}")
         chain.reverse()
-        return tuple(self._arcs[a, b] for a, b in zip(chain, chain[1:], strict=False))
+        return tuple(self._arcs[a, b] for a, b in pairwise(chain))
 
     def _number(self, layout: Layout) -> int:
         if layout not in self.index:
@@ -206,7 +210,7 @@ class Conversions:
             target=new,
             nbytes=elements * self._itemsize,
             forward=forward,
-            backward=backward if self._differentiable else Action.NOTHING,
+            backward=backward if self._backward else Action.NOTHING,
         )
 
     @cached_property

@@ -75,6 +75,28 @@ class Layout:
             local[axis_type.dim] //= axis_sizes[axis]
         return tuple(local)
 
+    def local_slices(
+        self, shape: Sequence[int], axis_sizes: Sequence[int], coordinate: Sequence[int]
+    ) -> tuple[slice, ...]:
+        """The part of the whole tensor that a rank holds, one slice per dim.
+
+        Args:
+            shape: global shape.
+            axis_sizes: size of each mesh axis.
+            coordinate: the rank's place on each mesh axis.
+
+        Raises:
+            LayoutError: an axis does not divide the dim it cuts.
+        """
+        local = self.local_shape(shape, axis_sizes)
+        starts = [0] * len(local)
+        for dim, extent in enumerate(shape):
+            remaining = extent
+            for axis in self.cutting_axes(dim):
+                remaining //= axis_sizes[axis]
+                starts[dim] += coordinate[axis] * remaining
+        return tuple(slice(a, a + n) for a, n in zip(starts, local, strict=True))
+
     def is_legal(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
         """Whether every axis divides the dim it cuts."""
         if len(self.types) != len(axis_sizes):
@@ -105,7 +127,7 @@ class Layout:
 
 
 def _checked(layout: Layout, text: str) -> Layout:
-    dims = []
+    dims: list[int] = []
     for order in layout.nesting:
         cut = {layout.types[a].dim if a < len(layout.types) else -1 for a in order}
         axes = [a for a, t in enumerate(layout.types) if t.is_shard and {t.dim} == cut]

@@ -14,7 +14,7 @@ axis sees the operator that the previous ones left.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from autoshard.layouts import AxisType, I, Layout, P, R, S
@@ -51,16 +51,7 @@ class OperatorRule:
     def cut(self, letter: str, parts: int) -> "OperatorRule":
         """The rule of one rank's share after a letter was cut into equal parts."""
         sizes = {**self.sizes, letter: self.sizes[letter] // parts}
-        return OperatorRule(
-            sizes=sizes,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            contracted=self.contracted,
-            whole=self.whole,
-            linear=self.linear,
-            addends=self.addends,
-            flops_per_point=self.flops_per_point,
-        )
+        return replace(self, sizes=sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +96,7 @@ def axis_rules(rule: OperatorRule, parts: int) -> Iterator[AxisRule]:
     for same in (I, R):
         yield AxisRule((same,) * num_inputs, (same,) * num_outputs)
     for letter, size in rule.sizes.items():
-        if letter not in rule.whole and size % parts == 0:
+        if letter not in rule.whole and size and size % parts == 0:
             cut = _cut_types(rule, letter)
             if cut is not None:
                 yield cut
@@ -115,20 +106,22 @@ def axis_rules(rule: OperatorRule, parts: int) -> Iterator[AxisRule]:
 
 
 def _cut_types(rule: OperatorRule, letter: str) -> AxisRule | None:
-    absent = P if letter in rule.contracted else R
-    inputs = [_cut_type(rule, dims, letter, R) for dims in rule.inputs]
-    outputs = [_cut_type(rule, dims, letter, absent) for dims in rule.outputs]
-    types = [t for t in (*inputs, *outputs) if t is not None]
-    if len(types) < len(inputs) + len(outputs):
+    contracted = letter in rule.contracted
+    inputs = [
+        _cut_type(rule, dims, letter, absent=P if contracted and i in rule.addends else R)
+        for i, dims in enumerate(rule.inputs)
+    ]
+    outputs = [
+        _cut_type(rule, dims, letter, absent=P if contracted else None) for dims in rule.outputs
+    ]
+    if None in inputs or None in outputs:
         return None
-    if letter in rule.contracted:
-        types[: len(inputs)] = [
-            P if i in rule.addends else t for i, t in enumerate(types[: len(inputs)])
-        ]
-    return AxisRule(tuple(types[: len(inputs)]), tuple(types[len(inputs) :]), letter)
+    return AxisRule(tuple(t for t in inputs if t), tuple(t for t in outputs if t), letter)
 
 
-def _cut_type(rule: OperatorRule, dims: Dims, letter: str, absent: AxisType) -> AxisType | None:
+def _cut_type(
+    rule: OperatorRule, dims: Dims, letter: str, *, absent: AxisType | None
+) -> AxisType | None:
     """Type of one tensor when a letter is cut; None where the cut would not be a slice."""
     for dim, letters in enumerate(dims):
         if letter in letters:

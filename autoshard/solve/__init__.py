@@ -1,1 +1,38 @@
-"""TODO."""
+"""The optimization core: numpy only, knows neither tensors nor meshes."""
+
+from autoshard.solve.brute import brute_force
+from autoshard.solve.engine import solve_problem
+from autoshard.solve.iopddl import read_iopddl
+from autoshard.solve.problem import (
+    USAGE_TOLERANCE,
+    BoolArray,
+    Edge,
+    FloatArray,
+    IntArray,
+    Node,
+    Problem,
+    Solution,
+    Status,
+)
+from autoshard.solve.reference import solve_reference
+from autoshard.solve.search import CancelToken, Progress
+from autoshard.solve.usage import minimum_usage
+
+__all__ = [
+    "USAGE_TOLERANCE",
+    "BoolArray",
+    "CancelToken",
+    "Edge",
+    "FloatArray",
+    "IntArray",
+    "Node",
+    "Problem",
+    "Progress",
+    "Solution",
+    "Status",
+    "brute_force",
+    "minimum_usage",
+    "read_iopddl",
+    "solve_problem",
+    "solve_reference",
+]

@@ -19,6 +19,10 @@ from autoshard.errors import ProblemError
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.intp]
+BoolArray = NDArray[np.bool_]
+
+USAGE_TOLERANCE = 1e-9
+"""Relative excess over a usage limit that counts as rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,34 +105,56 @@ class Problem:
         return total
 
     @cached_property
-    def live_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes alive at each time that can be a peak, each set maximal and listed once.
+    def peak_times(self) -> IntArray:
+        """Times at which the usage can peak, ascending, shape [T].
 
-        Usage only grows when a node becomes alive, so the starts of intervals suffice.
+        Usage only grows when a node becomes alive, so the starts of intervals suffice; a
+        start counts only if some node ends before or at the next one.
         """
-        starts = sorted({n.interval[0] for n in self.nodes if n.interval[0] < n.interval[1]})
-        first = np.array([n.interval[0] for n in self.nodes])
-        last = np.array([n.interval[1] for n in self.nodes])
-        sets: list[frozenset[int]] = []
-        for time in starts:
-            alive = frozenset(np.flatnonzero((first <= time) & (time < last)).tolist())
-            if sets and sets[-1] <= alive:
-                sets[-1] = alive
-            elif not sets or not alive <= sets[-1]:
-                sets.append(alive)
-        return tuple(tuple(sorted(alive)) for alive in sets)
+        spans = [n.interval for n in self.nodes if n.interval[0] < n.interval[1]]
+        starts = np.unique(np.array([first for first, _ in spans], dtype=np.intp))
+        ends = np.array([last for _, last in spans], dtype=np.intp)
+        ends_per_start = np.bincount(
+            np.searchsorted(starts, ends, side="left") - 1, minlength=len(starts)
+        )
+        return starts[ends_per_start > 0]
+
+    @cached_property
+    def peak_spans(self) -> IntArray:
+        """Span [first, last) of each node in `peak_times`, shape [N, 2]."""
+        intervals = np.array([n.interval for n in self.nodes], dtype=np.intp).reshape(-1, 2)
+        return np.searchsorted(self.peak_times, intervals)
+
+    @cached_property
+    def live_sets(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes alive at each of `peak_times`."""
+        first, last = self.peak_spans.T
+        times = range(len(self.peak_times))
+        return tuple(tuple(np.flatnonzero((first <= t) & (t < last)).tolist()) for t in times)
 
     def peak_usage(self, choice: Sequence[int] | IntArray) -> float:
         """Largest usage over time, of a choice per node; 0 where nothing is alive."""
         use = np.array([n.usage[s] for n, s in zip(self.nodes, choice, strict=True)])
-        return max((float(use[list(alive)].sum()) for alive in self.live_sets), default=0.0)
+        first, last = self.peak_spans.T
+        alive = first < last
+        if not alive.any():
+            return 0.0
+        if np.isinf(use[alive]).any():
+            return float("inf")
+        size = len(self.peak_times) + 1
+        grows = np.bincount(first[alive], weights=use[alive], minlength=size)
+        falls = np.bincount(last[alive], weights=use[alive], minlength=size)
+        return float(np.cumsum(grows - falls)[:-1].max())
 
-    def is_feasible(self, choice: Sequence[int] | IntArray, *, rtol: float = 1e-9) -> bool:
+    def is_feasible(
+        self, choice: Sequence[int] | IntArray, *, rtol: float = USAGE_TOLERANCE
+    ) -> bool:
         """Whether a choice keeps the ties and the limit and has a finite price."""
         tied = all(len({int(choice[i]) for i in group}) == 1 for group in self.ties)
         if not tied or not np.isfinite(self.objective(choice)):
             return False
-        return self.peak_usage(choice) <= self.usage_limit * (1 + rtol)
+        room = self.usage_limit + abs(self.usage_limit) * rtol
+        return self.peak_usage(choice) <= room
 
 
 class Status(StrEnum):
@@ -187,6 +213,10 @@ def _validate_nodes(nodes: Sequence[Node]) -> None:
             )
         if np.isnan(node.cost).any() or np.isnan(node.usage).any():
             raise ProblemError(f"{where} has a NaN cost or usage")
+        if np.isneginf(node.cost).any():
+            raise ProblemError(f"{where} has a cost of -inf; costs are numbers or +inf")
+        if (node.usage < 0).any():
+            raise ProblemError(f"{where} has a negative usage; a node can only take room")
 
 
 def _validate_edges(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
@@ -200,10 +230,10 @@ def _validate_edges(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
         for index, end, dim in ends:
             if len(index) != nodes[end].num_strategies:
                 raise ProblemError(f"{where} does not index every strategy of node {end}")
-            if len(index) and not (0 <= index.min() and index.max() < edge.cost.shape[dim]):
+            if len(index) and not (index.min() >= 0 and index.max() < edge.cost.shape[dim]):
                 raise ProblemError(f"{where} indexes outside its cost matrix")
-        if np.isnan(edge.cost).any():
-            raise ProblemError(f"{where} has a NaN cost")
+        if np.isnan(edge.cost).any() or np.isneginf(edge.cost).any():
+            raise ProblemError(f"{where} has a NaN or -inf cost; costs are numbers or +inf")
 
 
 def _validate_ties(nodes: Sequence[Node], ties: Sequence[Sequence[int]]) -> None:

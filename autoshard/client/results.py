@@ -1,0 +1,116 @@
+"""What the service answers, as values."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.errors import RequestRejectedError, ServiceError
+from autoshard.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """How far a job has come.
+
+    Attributes:
+        phase: what the solver does; the job's state before it starts.
+        incumbent: price of the best plan so far in seconds; None before there is one.
+        bound: proven lower bound so far in seconds; None before there is one.
+        gap: (incumbent - bound) / incumbent; None before both are known.
+        elapsed: seconds since the job was started.
+    """
+
+    phase: str
+    incumbent: float | None
+    bound: float | None
+    gap: float | None
+    elapsed: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """A job of the service.
+
+    Attributes:
+        id: of the job.
+        plan_id: id that its plan has when it is made.
+        state: queued, running, succeeded, failed or cancelled.
+        done: whether it will not change any more.
+        progress: how far it has come.
+        plan: where it has succeeded.
+        error: problem details, where it failed or was cancelled.
+    """
+
+    id: str
+    plan_id: str
+    state: str
+    done: bool
+    progress: JobProgress
+    plan: Plan | None = None
+    error: Mapping[str, Any] | None = None
+
+    def get_plan(self) -> Plan:
+        """The plan of a job that is done.
+
+        Raises:
+            RequestRejectedError: the job failed or was cancelled; carries the details.
+            ServiceError: the job is not done.
+        """
+        if self.plan is not None:
+            return self.plan
+        if self.error is None:
+            raise ServiceError(f"the job {self.id} is {self.state}; wait until it is done")
+        raise rejected(self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """The answer to a request for a plan.
+
+    Attributes:
+        plan: None where the caller did not want to wait for it.
+        cached: whether the service had the plan before.
+        job_id: job that makes or made it; None where the service did not say.
+    """
+
+    plan: Plan | None
+    cached: bool
+    job_id: str | None = None
+
+
+def rejected(problem: Mapping[str, Any], status: int = 500) -> RequestRejectedError:
+    """The error that stands for problem details."""
+    title = problem.get("title", "the service refused the request")
+    detail = problem.get("detail", "it did not say why")
+    status = int(problem.get("status", status))
+    return RequestRejectedError(f"{title}: {detail}", status=status, problem=problem)
+
+
+def read_job(document: Any) -> JobStatus:
+    """A job from its JSON document.
+
+    Raises:
+        ServiceError: the document is not a job.
+        PlanError: its result is not a plan that we understand.
+    """
+    try:
+        metadata = document["metadata"]
+        result = document.get("result")
+        return JobStatus(
+            id=str(document["id"]),
+            plan_id=str(document["plan_id"]),
+            state=str(document["state"]),
+            done=bool(document["done"]),
+            progress=JobProgress(
+                phase=str(metadata["phase"]),
+                incumbent=metadata.get("incumbent"),
+                bound=metadata.get("bound"),
+                gap=metadata.get("gap"),
+                elapsed=float(metadata["elapsed"]),
+            ),
+            plan=None if result is None else Plan.from_json(json.dumps(result)),
+            error=document.get("error"),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ServiceError(f"the service answered something that is no job: {error!r}") from error

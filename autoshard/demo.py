@@ -1,0 +1,217 @@
+"""The demonstration behind `autoshard demo`: the whole way, on one machine, without a GPU.
+
+A full-size GPT-2 is exported on the meta device, planned by a service that is started for
+the purpose, and planned again from its cache. Then a small GPT-2 runs sharded on 4 gloo
+ranks and is compared with the unsharded model.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.client import Client
+from autoshard.errors import OptionError, ServiceUnavailableError
+from autoshard.graph import export_model, load_graph
+from autoshard.mesh import Device, Mesh, Topology, make_mesh
+from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.render import format_bytes, render_plan
+from autoshard.runtime import parallelize, record_collectives, summarize
+
+BATCH, SEQUENCE = 8, 1024
+RANKS_SHAPE = (2, 2)
+_TOLERANCE = 1e-5
+
+
+def run_demo(console: Console) -> None:
+    """Plan, plan again from the cache, run, compare.
+
+    Raises:
+        OptionError: transformers is not installed.
+    """
+    console.rule("GPT-2, 12 layers, exported on the meta device")
+    archive = export_gpt2()
+    console.print(f"{format_bytes(len(archive))} of graph; the weights stay where they are")
+    with tempfile.TemporaryDirectory() as folder:
+        with service(Path(folder)) as url:
+            console.rule(f"Posted to the service at {url}, mesh 2x4")
+            _plan_twice(console, url, archive)
+        console.rule("A small GPT-2 on 4 gloo ranks, mesh 2x2")
+        _run_ranks(console, Path(folder))
+
+
+def _plan_twice(console: Console, url: str, archive: bytes) -> None:
+    with Client(url) as client:
+        for attempt in ("first", "second"):
+            start = time.perf_counter()
+            result = client.request_plan(archive, mesh=(2, 4))
+            seconds = time.perf_counter() - start
+            if attempt == "first":
+                console.print(render_plan(result.plan))
+            origin = "answered from the cache" if result.cached else "solved"
+            console.print(f"{attempt} request: {origin} in {seconds:.3f} s", style="bold green")
+
+
+def export_gpt2() -> bytes:
+    """GPT-2 as it is (124 million parameters), for a batch of 8 x 1024 tokens with labels."""
+    config_class, model_class = _gpt2_classes()
+    with torch.device("meta"):
+        model = model_class(config_class())
+        ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    return export_model(model, (), {"input_ids": ids, "labels": ids, "use_cache": False})
+
+
+def _gpt2_classes() -> tuple[Any, Any]:
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415  optional
+    except ImportError:
+        raise OptionError(
+            "the demo needs transformers; install it with: pip install 'autoshard[transformers]'"
+        ) from None
+    return GPT2Config, GPT2LMHeadModel
+
+
+@contextmanager
+def service(folder: Path) -> Iterator[str]:
+    """A planning service of its own, with an empty cache in `folder`; yields its URL.
+
+    Raises:
+        ServiceUnavailableError: it does not answer within a minute.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    store = f"sqlite:///{folder / 'cache.sqlite3'}"
+    command = [sys.executable, "-m", "autoshard_server", "--port", str(port), "--store-url", store]
+    process = subprocess.Popen([*command, "--log-level", "warning"])  # noqa: S603  our own program
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(process, url)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
+    with Client(url) as client:
+        for _ in range(600):
+            if process.poll() is not None:
+                raise ServiceUnavailableError(f"the service ended with {process.returncode}")
+            try:
+                client.health()
+            except ServiceUnavailableError:
+                time.sleep(0.1)
+            else:
+                return
+    raise ServiceUnavailableError(f"the service at {url} did not answer within a minute")
+
+
+def small_gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    """A GPT-2 that trains in a moment, and a batch for it; the same on every rank."""
+    config_class, model_class = _gpt2_classes()
+    torch.manual_seed(0)
+    config = config_class(
+        n_layer=2,
+        n_embd=64,
+        n_head=4,
+        n_positions=32,
+        vocab_size=256,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    ids = torch.randint(0, 256, (8, 32))
+    return model_class(config), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def demo_mesh() -> Mesh:
+    """Four ranks with a slow processor each, so that even a small model is worth cutting."""
+    cpu = make_mesh(RANKS_SHAPE, topology="cpu-100gbe").topology
+    device = Device(
+        name="one slow core",
+        peak_flops={"float32": 1e9},
+        memory_bandwidth=1e9,
+        memory=cpu.device.memory,
+        launch_overhead=0.0,
+    )
+    topology = Topology(
+        name="four slow cores",
+        device=device,
+        levels=cpu.levels,
+        backend=cpu.backend,
+        collective_overhead=cpu.collective_overhead,
+        source="figures made up for the demonstration",
+    )
+    return Mesh(make_mesh(RANKS_SHAPE).axes, topology)
+
+
+def _run_ranks(console: Console, folder: Path) -> None:
+    model, batch = small_gpt2()
+    plan = make_plan(load_graph(export_model(model, (), batch)), demo_mesh(), PlanOptions())
+    console.print(render_plan(plan))
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    start = time.perf_counter()
+    torch.multiprocessing.spawn(_rank, args=(str(folder),), nprocs=4)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    console.print(
+        f"4 ranks, {time.perf_counter() - start:.0f} s with start-up\n"
+        f"loss, sharded minus unsharded:            {report['loss']:+.2e}\n"
+        f"largest difference of {report['num_gradients']} gradients:      "
+        f"{report['gradient']:.2e}\n"
+        f"collectives executed equal those planned: {report['collectives_equal']}",
+        style="bold green",
+    )
+    if not report["collectives_equal"] or max(abs(report["loss"]), report["gradient"]) > _TOLERANCE:
+        raise SystemExit("the sharded model does not equal the unsharded one")
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4)
+    plan = Plan.from_json((Path(folder) / "plan.json").read_bytes())
+    axes = tuple(axis.name for axis in plan.mesh.axes)
+    device_mesh = init_device_mesh("cpu", RANKS_SHAPE, mesh_dim_names=axes)
+    expected_model, batch = small_gpt2()
+    expected = expected_model(**batch).loss
+    expected.backward()
+    model = parallelize(small_gpt2()[0], plan, device_mesh)
+    with record_collectives(device_mesh) as records:
+        loss = model(**batch).loss
+        loss.backward()
+    executed = summarize(records)
+    differences = _gradient_differences(model, expected_model)
+    if rank == 0:
+        report = {
+            "loss": loss.item() - expected.item(),
+            "gradient": max(differences),
+            "num_gradients": len(differences),
+            "collectives_equal": executed == plan.collectives,
+        }
+        (Path(folder) / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _gradient_differences(model: nn.Module, expected_model: nn.Module) -> list[float]:
+    expected = dict(expected_model.named_parameters())
+    differences = []
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor), name
+        reference = expected[name].grad
+        assert reference is not None, name
+        differences.append((gradient.full_tensor() - reference).abs().max().item())
+    return differences

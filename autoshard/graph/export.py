@@ -1,0 +1,98 @@
+"""A live model -> a `.pt2` archive without weights.
+
+The only file of this package that needs torch; the package imports it when it is called.
+"""
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import GraphError
+from autoshard.graph.archive import TIES_FILE
+
+
+def export_model(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    strict: bool = False,
+) -> bytes:
+    """Export a model on the meta device, in the training or evaluation mode it is in.
+
+    The model is neither changed nor moved, and its weights are not copied: what is exported
+    is a copy of the module tree whose tensors have shapes but no contents.
+
+    Args:
+        model: the model; its weights may be on any device, the meta device included.
+        args: example arguments of forward; the plan will be made for their shapes.
+        kwargs: example keyword arguments of forward.
+        strict: as in `torch.export.export`.
+
+    Returns:
+        The archive, which `load_graph` and `torch.export.load` read. It also records which
+        parameter names are one tensor.
+
+    Raises:
+        GraphError: the model cannot be copied, traced or saved; the message names the cause.
+    """
+    what = type(model).__name__
+    with _named(f"{what} cannot be copied to the meta device"):
+        twin = _meta_copy(model)
+        meta_args, meta_kwargs = pytree.tree_map(_to_meta, (args, kwargs or {}))
+    with _named(f"torch.export cannot trace {what}"), torch.enable_grad(), torch.device("meta"):
+        program = torch.export.export(twin, meta_args, meta_kwargs, strict=strict)
+    buffer = BytesIO()
+    ties = json.dumps({"ties": tied_names(model)})
+    with _named(f"the exported {what} cannot be saved"):
+        torch.export.save(program, buffer, extra_files={TIES_FILE: ties})
+    return buffer.getvalue()
+
+
+def tied_names(model: torch.nn.Module) -> list[list[str]]:
+    """Groups of parameter names that are one tensor each, in the model's order."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Turn whatever is raised inside into a GraphError that says what could not be done."""
+    try:
+        yield
+    except Exception as error:
+        cause = next(iter(str(error).strip().splitlines()), "")
+        raise GraphError(f"{what}: {type(error).__name__}: {cause}") from error
+
+
+def _meta_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy in which every tensor is replaced by one on the meta device.
+
+    Each tensor is entered into deepcopy's memo beforehand, so that no contents are copied
+    and tensors that are shared stay shared.
+    """
+    memo: dict[int, Any] = {id(t): _to_meta(t) for t in _tensors(model)}
+    return copy.deepcopy(model, memo)
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and tensors that modules hold in plain attributes and containers."""
+    for module in model.modules():
+        yield from (v for v in pytree.tree_leaves(vars(module)) if isinstance(v, torch.Tensor))
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("meta").requires_grad_(value.requires_grad)
+    return value

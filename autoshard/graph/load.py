@@ -1,0 +1,29 @@
+"""From an archive to a normalised graph."""
+
+from pathlib import Path
+
+from autoshard.graph.archive import ArchiveLimits, read_archive
+from autoshard.graph.ir import Graph
+from autoshard.graph.normalise import normalise
+from autoshard.graph.parse import parse_program
+
+
+def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = None) -> Graph:
+    """Read an exported program and normalise it.
+
+    Args:
+        source: path or bytes of a `.pt2` archive, or of its `models/model.json` alone.
+        limits: how large it may be.
+
+    Returns:
+        The graph, in the form that `autoshard.graph.normalise` promises.
+
+    Raises:
+        ArchiveError: the archive cannot be read or exceeds a limit.
+        SchemaError: it does not hold an exported program that we understand.
+        UnsupportedError: the program uses a feature that cannot be planned.
+    """
+    limits = limits or ArchiveLimits()
+    archive = read_archive(source, limits=limits)
+    program = parse_program(archive.model, max_nodes=limits.nodes)
+    return normalise(program, ties=archive.ties)

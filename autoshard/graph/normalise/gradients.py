@@ -1,0 +1,52 @@
+"""Where gradients flow in training.
+
+Exports record `requires_grad` only for what comes in, so it is propagated here: a value
+requires a gradient if its element type can carry one and an input of its operator requires
+one, unless the operator is one that autograd does not go through.
+"""
+
+from dataclasses import replace
+
+from autoshard.graph.ir import Graph, Node
+
+_NOT_DIFFERENTIABLE = frozenset(
+    {
+        "detach",
+        "detach_copy",
+        "empty_like",
+        "full_like",
+        "histc",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones_like",
+        "rand_like",
+        "randn_like",
+        "zeros_like",
+    }
+)
+"""Operators that read only the shape of their input, or that autograd has no formula for.
+
+Source: `output_differentiability` and `not_differentiable` in PyTorch's derivatives.yaml.
+"""
+
+
+def is_differentiable(node: Node) -> bool:
+    """Whether autograd goes through the operator at all."""
+    packet = node.operator.split(".")[1] if "." in node.operator else node.operator
+    return packet not in _NOT_DIFFERENTIABLE
+
+
+def propagate_gradients(graph: Graph) -> Graph:
+    """The graph with `requires_grad` of every made value recomputed from the inputs."""
+    values = dict(graph.values)
+    for node in graph.nodes:
+        flows = is_differentiable(node) and any(values[n].requires_grad for n in node.inputs)
+        for name in node.outputs:
+            tensor = values[name]
+            wanted = flows and tensor.dtype.is_differentiable
+            if tensor.requires_grad != wanted:
+                values[name] = replace(tensor, requires_grad=wanted)
+    return replace(graph, values=values)

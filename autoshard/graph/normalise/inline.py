@@ -1,0 +1,172 @@
+"""Regions -> plain operators.
+
+A region that switches gradients off becomes its body behind a `detach` of every value that
+comes in: nothing inside then requires a gradient, whoever runs it. A region under autocast
+is only its body where autocast is off. Where it is on, the casts happen while running and
+differ between devices; programs exported on the meta device do not even record their
+effect on the element types, so such a program is refused rather than guessed at.
+"""
+
+from collections.abc import Callable
+
+from autoshard.errors import SchemaError, UnsupportedError
+from autoshard.graph.ir import Argument, Graph, Node, Output, Ref, Tensor
+from autoshard.graph.normalise.names import Names, rewire
+from autoshard.graph.program import Body, Program, Region
+
+_SET_GRAD = "higher_order.wrap_with_set_grad_enabled"
+_AUTOCAST = "higher_order.wrap_with_autocast"
+
+
+def inline_regions(program: Program) -> Graph:
+    """A graph without nesting.
+
+    Raises:
+        UnsupportedError: a region cannot be written as plain operators.
+        SchemaError: a region takes or returns another number of values than its body.
+    """
+    inliner = _Inliner(program.body)
+    for step in program.body.steps:
+        inliner.add(step, Ref, gradients=True)
+    return Graph(
+        inputs=program.inputs,
+        nodes=tuple(inliner.nodes),
+        outputs=tuple(
+            o if o.name is None else _as_output(inliner.lookup(o.name))
+            for o in program.body.outputs
+        ),
+        values=inliner.values,
+        in_spec=program.in_spec,
+        out_spec=program.out_spec,
+    )
+
+
+def _as_output(argument: Argument) -> Output:
+    if isinstance(argument, Ref):
+        return Output(argument.name)
+    if argument is None or isinstance(argument, bool | int | float | str):
+        return Output(None, argument)
+    raise SchemaError(f"a region returns {argument!r}, which is no tensor and no number")
+
+
+class _Inliner:
+    """Collects the operators of nested bodies under names of one scope."""
+
+    def __init__(self, body: Body) -> None:
+        self.values: dict[str, Tensor] = dict(body.values)
+        self.nodes: list[Node] = []
+        self._value_names = Names(body.values)
+        self._node_names = Names(step.name for step in body.steps)
+        self._region_outputs: dict[str, Argument] = {}
+
+    def lookup(self, name: str) -> Argument:
+        """What a name of the outermost scope stands for."""
+        return self._region_outputs.get(name, Ref(name))
+
+    def add(
+        self, step: Node | Region, scope: Callable[[str], Argument], *, gradients: bool
+    ) -> None:
+        """Add a step whose references mean what `scope` says."""
+
+        def resolve(name: str) -> Argument:
+            argument = scope(name)
+            return self.lookup(argument.name) if isinstance(argument, Ref) else argument
+
+        if isinstance(step, Node):
+            self.nodes.append(rewire(step, resolve))
+        else:
+            self._add_region(step, resolve, gradients=gradients)
+
+    def _add_region(
+        self, region: Region, scope: Callable[[str], Argument], *, gradients: bool
+    ) -> None:
+        inside = _gradients_inside(region, gradients=gradients)
+        if len(region.operands) != len(region.body.inputs):
+            raise SchemaError(
+                f"region {region.name!r} passes {len(region.operands)} values to a body of "
+                f"{len(region.body.inputs)}"
+            )
+        names: dict[str, Argument] = {}
+        for operand, name in zip(region.operands, region.body.inputs, strict=True):
+            if name is not None:
+                outer = scope(operand.name) if isinstance(operand, Ref) else operand
+                detach = gradients and not inside
+                names[name] = self._detach(outer, region) if detach else outer
+        self._add_body(region, names, gradients=inside)
+
+    def _add_body(self, region: Region, names: dict[str, Argument], *, gradients: bool) -> None:
+        def scope(name: str) -> Argument:
+            return names.get(name, Ref(name))
+
+        body = region.body
+        for step in body.steps:
+            for name in step.outputs:
+                names[name] = Ref(self._new_value(name, body.values.get(name)))
+            local = self._renamed(step, names)
+            self.add(local, scope, gradients=gradients)
+        if len(region.outputs) != len(body.outputs):
+            raise SchemaError(
+                f"region {region.name!r} has {len(region.outputs)} outputs, and its body "
+                f"{len(body.outputs)}"
+            )
+        for name, output in zip(region.outputs, body.outputs, strict=True):
+            inner = output.literal if output.name is None else scope(output.name)
+            self._region_outputs[name] = (
+                self.lookup(inner.name) if isinstance(inner, Ref) else inner
+            )
+
+    def _renamed(self, step: Node | Region, names: dict[str, Argument]) -> Node | Region:
+        """The step under names that are free outside."""
+        name = self._node_names.fresh(step.name)
+        outputs = tuple(ref.name for o in step.outputs if isinstance(ref := names[o], Ref))
+        if isinstance(step, Node):
+            return Node(name, step.operator, step.arguments, outputs, step.module)
+        return Region(name, step.operator, step.settings, step.body, step.operands, outputs)
+
+    def _detach(self, value: Argument, region: Region) -> Argument:
+        if not isinstance(value, Ref) or value.name not in self.values:
+            return value
+        tensor = self.values[value.name]
+        name = self._new_value(f"{value.name}_detached", tensor)
+        node = self._node_names.fresh(f"{region.name}_detach")
+        self.nodes.append(Node(node, "aten.detach.default", (("self", value),), (name,)))
+        return Ref(name)
+
+    def _new_value(self, stem: str, tensor: Tensor | None) -> str:
+        name = self._value_names.fresh(stem)
+        if tensor is not None:
+            self.values[name] = tensor
+        return name
+
+
+def _gradients_inside(region: Region, *, gradients: bool) -> bool:
+    """Whether gradients flow inside a region.
+
+    Raises:
+        UnsupportedError: the region is no plain body.
+    """
+    if region.operator == _SET_GRAD and region.settings in ((True,), (False,)):
+        inside = region.settings == (True,)
+        if inside and not gradients:
+            raise UnsupportedError(
+                f"region {region.name!r} switches gradients on inside a part that switches them "
+                "off; take torch.no_grad() apart before exporting"
+            )
+        return inside
+    if region.operator == _AUTOCAST and len(region.settings) == _NUM_AUTOCAST_SETTINGS:
+        if region.settings[_AUTOCAST_ENABLED] is False:
+            return gradients
+        raise UnsupportedError(
+            f"region {region.name!r} runs under torch.autocast, whose casts are not part of the "
+            "exported program; export outside of autocast, with the model in the element type "
+            "that it shall run in (for example model.to(torch.bfloat16))"
+        )
+    raise UnsupportedError(
+        f"operator {region.operator} of {region.name!r} runs a sub-graph, which cannot be "
+        "planned; export the model without it"
+    )
+
+
+_NUM_AUTOCAST_SETTINGS = 4
+"""Device type, element type, enabled, cache enabled."""
+_AUTOCAST_ENABLED = 2

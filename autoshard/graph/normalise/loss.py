@@ -1,0 +1,126 @@
+"""Mean losses as a sum over a count.
+
+The mean over the labels that are not ignored is no mean of the ranks' means, because ranks
+may ignore different numbers of labels. A sum and a count can each be summed over ranks, so
+that data parallel gives the gradient of the whole batch exactly.
+"""
+
+from dataclasses import replace
+
+from autoshard.graph.ir import (
+    Argument,
+    DType,
+    Graph,
+    Node,
+    Ref,
+    Tensor,
+    Token,
+    TokenKind,
+)
+from autoshard.graph.normalise.names import Names
+from autoshard.graph.normalise.read import required
+
+_OPERATOR = "aten.cross_entropy_loss.default"
+_NONE, _MEAN, _SUM = 0, 1, 2
+"""Values of `reduction`, as in `at::Reduction`."""
+_IGNORE_INDEX = -100
+_HALF = frozenset({DType.FLOAT16, DType.BFLOAT16})
+
+
+def split_mean_losses(graph: Graph) -> Graph:
+    """The graph with every plain mean cross-entropy as a sum over a count.
+
+    Losses with class weights, label smoothing or class probabilities as targets stay as
+    they are. A loss of 16 bits is summed in 32 bits from the losses of the labels, because
+    their sum (unlike their mean) may exceed what 16 bits hold.
+    """
+    if not any(_is_plain_mean(node, graph) for node in graph.nodes):
+        return graph
+    builder = _Builder(graph)
+    for node in graph.nodes:
+        if _is_plain_mean(node, graph):
+            builder.split(node)
+        else:
+            builder.nodes.append(node)
+    return replace(graph, nodes=tuple(builder.nodes), values=builder.values)
+
+
+def _is_plain_mean(node: Node, graph: Graph) -> bool:
+    if node.operator != _OPERATOR or node.argument("reduction", _MEAN) != _MEAN:
+        return False
+    target = required(node, "target", Ref)
+    return (
+        node.argument("weight") is None
+        and node.argument("label_smoothing", 0.0) == 0.0
+        and not graph.values[target.name].dtype.is_differentiable
+    )
+
+
+class _Builder:
+    def __init__(self, graph: Graph) -> None:
+        self.nodes: list[Node] = []
+        self.values = dict(graph.values)
+        self._value_names = Names(graph.values)
+        self._node_names = Names(node.name for node in graph.nodes)
+
+    def split(self, node: Node) -> None:
+        """Replace one loss."""
+        loss = self.values[node.outputs[0]]
+        wide = DType.FLOAT32 if loss.dtype in _HALF else loss.dtype
+        total = self._half_sum(node) if loss.dtype in _HALF else self._sum(node, loss)
+        count = self._count(node, wide)
+        divide = (("self", total), ("other", count))
+        if wide is loss.dtype:
+            self.nodes.append(Node(node.name, "aten.div.Tensor", divide, node.outputs, node.module))
+            return
+        mean = self._add(node, "div.Tensor", divide, Tensor((), wide))
+        cast = (("self", mean), ("dtype", Token(TokenKind.DTYPE, loss.dtype.value)))
+        self.nodes.append(Node(node.name, "aten.to.dtype", cast, node.outputs, node.module))
+
+    def _sum(self, node: Node, loss: Tensor) -> Ref:
+        return self._add(node, "cross_entropy_loss.default", _reduced(node, _SUM), loss)
+
+    def _half_sum(self, node: Node) -> Ref:
+        target = required(node, "target", Ref)
+        loss = self.values[node.outputs[0]]
+        each = self._add(
+            node,
+            "cross_entropy_loss.default",
+            _reduced(node, _NONE),
+            replace(loss, shape=self.values[target.name].shape),
+        )
+        arguments = (("self", each), ("dtype", Token(TokenKind.DTYPE, DType.FLOAT32.value)))
+        return self._add(node, "sum.default", arguments, Tensor((), DType.FLOAT32))
+
+    def _count(self, node: Node, dtype: DType) -> Ref:
+        target = required(node, "target", Ref)
+        ignored = node.argument("ignore_index", _IGNORE_INDEX)
+        valid = self._add(
+            node,
+            "ne.Scalar",
+            (("self", target), ("other", ignored)),
+            Tensor(self.values[target.name].shape, DType.BOOL),
+        )
+        count = self._add(node, "sum.default", (("self", valid),), Tensor((), DType.INT64))
+        cast = (("self", count), ("dtype", Token(TokenKind.DTYPE, dtype.value)))
+        return self._add(node, "to.dtype", cast, Tensor((), dtype))
+
+    def _add(
+        self, origin: Node, operator: str, arguments: tuple[tuple[str, Argument], ...], out: Tensor
+    ) -> Ref:
+        stem = f"{origin.name}_{operator.split('.', maxsplit=1)[0]}"
+        name = self._value_names.fresh(stem)
+        self.values[name] = out
+        self.nodes.append(
+            Node(
+                self._node_names.fresh(stem), f"aten.{operator}", arguments, (name,), origin.module
+            )
+        )
+        return Ref(name)
+
+
+def _reduced(node: Node, reduction: int) -> tuple[tuple[str, Argument], ...]:
+    """The loss's arguments with another reduction, in schema order."""
+    given = {**dict(node.arguments), "reduction": reduction}
+    order = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    return tuple((key, given[key]) for key in order if key in given)

@@ -1,0 +1,170 @@
+"""Operators that change nothing dropped, and several spellings of one operator made one.
+
+Strides never matter in a plan, so `contiguous` and `clone` change nothing, and `view` is
+`reshape`. All tensors of a rank live on its device, so moving between devices changes
+nothing either.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+from autoshard.graph.ir import Argument, Graph, Node, Ref, Tensor, Token, TokenKind
+from autoshard.graph.normalise.memory import is_same
+from autoshard.graph.normalise.names import rewire
+from autoshard.graph.normalise.read import required
+
+_COPIES = frozenset(
+    {
+        "aten.alias.default",
+        "aten.clone.default",
+        "aten.contiguous.default",
+        "aten.lift.default",
+        "aten.lift_fresh.default",
+        "aten.lift_fresh_copy.default",
+    }
+)
+_CASTS = frozenset(
+    {
+        "aten._to_copy.default",
+        "aten.to.device",
+        "aten.to.dtype",
+        "aten.to.dtype_layout",
+        "aten.to.other",
+        "aten.type_as.default",
+    }
+)
+_RESHAPES = frozenset(
+    {
+        "aten._unsafe_view.default",
+        "aten.flatten.using_ints",
+        "aten.reshape.default",
+        "aten.reshape_as.default",
+        "aten.unflatten.int",
+        "aten.view.default",
+        "aten.view_as.default",
+    }
+)
+_SAME_IF_ALIKE = frozenset(
+    {
+        "aten.expand.default",
+        "aten.reshape.default",
+        "aten.slice.Tensor",
+        "aten.squeeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.to.dtype",
+    }
+)
+"""Operators that change nothing if they change neither shape nor element type."""
+
+
+def simplify(graph: Graph) -> Graph:
+    """The graph without operators that change nothing.
+
+    Expects explicit dims and bounds, known gradients, and no operator that writes.
+    """
+    simplifier = _Simplifier(graph.values)
+    for node in graph.nodes:
+        simplifier.add(node)
+    return replace(
+        graph,
+        nodes=tuple(simplifier.nodes),
+        outputs=tuple(
+            o if o.name is None else replace(o, name=simplifier.name(o.name)) for o in graph.outputs
+        ),
+    )
+
+
+class _Simplifier:
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.nodes: list[Node] = []
+        self._values = values
+        self._same: dict[str, str] = {}
+        self._cats: dict[str, Node] = {}
+
+    def name(self, name: str) -> str:
+        """What a value of the old graph is called in the new one."""
+        return self._same.get(name, name)
+
+    def add(self, node: Node) -> None:
+        """Take the next node of the old graph."""
+        node = _canonical(rewire(node, lambda name: Ref(self.name(name))), self._values)
+        source = self._source(node)
+        if source is not None:
+            self._same[node.outputs[0]] = source
+            return
+        node = self._cut_cat(node)
+        if node.operator == "aten.cat.default":
+            self._cats[node.outputs[0]] = node
+        self.nodes.append(node)
+
+    def _source(self, node: Node) -> str | None:
+        """The value that the node's output equals, where it changes nothing."""
+        if len(node.outputs) != 1 or not node.inputs:
+            return None
+        if node.operator == "aten.slice.Tensor":
+            parts = self._parts(node)
+            if len(parts) == 1:
+                return parts[0]
+        return node.inputs[0] if _changes_nothing(node, self._values) else None
+
+    def _cut_cat(self, node: Node) -> Node:
+        """A slice of a concatenation as the concatenation of fewer parts."""
+        parts = self._parts(node) if node.operator == "aten.slice.Tensor" else ()
+        if not parts:
+            return node
+        arguments: tuple[tuple[str, Argument], ...] = (
+            ("tensors", tuple(map(Ref, parts))),
+            ("dim", node.argument("dim")),
+        )
+        return replace(node, operator="aten.cat.default", arguments=arguments)
+
+    def _parts(self, node: Node) -> tuple[str, ...]:
+        """The parts of a concatenation that a slice takes, where it takes them whole."""
+        cat = self._cats.get(required(node, "self", Ref).name)
+        dim = required(node, "dim", int)
+        if cat is None or cat.argument("dim", 0) != dim or node.argument("step") != 1:
+            return ()
+        shapes = [self._values[name].shape for name in cat.inputs]
+        if any(len(shape) <= dim for shape in shapes):
+            return ()
+        ends = list(accumulate((shape[dim] for shape in shapes), initial=0))
+        start, end = required(node, "start", int), required(node, "end", int)
+        if start not in ends or end not in ends or start == end:
+            return ()
+        return cat.inputs[ends.index(start) : ends.index(end)]
+
+
+def _changes_nothing(node: Node, values: Mapping[str, Tensor]) -> bool:
+    source, result = values[node.inputs[0]], values[node.outputs[0]]
+    if node.operator in _COPIES or is_same(node, values):
+        return True
+    if node.operator in _SAME_IF_ALIKE:
+        return source.shape == result.shape and source.dtype is result.dtype
+    if node.operator == "aten.detach.default":
+        return not source.requires_grad
+    if node.operator == "aten.transpose.int":
+        return node.argument("dim0") == node.argument("dim1")
+    if node.operator == "aten.permute.default":
+        return node.argument("dims") == tuple(range(len(source.shape)))
+    return False
+
+
+def _canonical(node: Node, values: Mapping[str, Tensor]) -> Node:
+    """The same call under the one name that stands for all its spellings."""
+    if not node.inputs or len(node.outputs) != 1:
+        return node
+    if node.operator in _RESHAPES:
+        arguments = ("shape", values[node.outputs[0]].shape)
+        return _call(node, "aten.reshape.default", arguments)
+    if node.operator in _CASTS:
+        dtype = Token(TokenKind.DTYPE, values[node.outputs[0]].dtype.value)
+        return _call(node, "aten.to.dtype", ("dtype", dtype))
+    if node.operator == "aten.expand_as.default":
+        return _call(node, "aten.expand.default", ("size", values[node.outputs[0]].shape))
+    return node
+
+
+def _call(node: Node, operator: str, *arguments: tuple[str, Argument]) -> Node:
+    return replace(node, operator=operator, arguments=(("self", Ref(node.inputs[0])), *arguments))

@@ -1,0 +1,260 @@
+"""model.json -> `Program`: every member checked, every symbolic size replaced by its hint."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autoshard.errors import ArchiveError, SchemaError, UnsupportedError
+from autoshard.graph.arguments import parse_argument, tensor_name
+from autoshard.graph.codes import DTYPES, SCHEMA_MAJOR
+from autoshard.graph.fields import member, place, typed, union
+from autoshard.graph.ir import Argument, Input, InputKind, Node, Output, Ref, Tensor
+from autoshard.graph.program import Body, Program, Region
+from autoshard.graph.symbols import Symbols, size
+
+_SYMBOLIC_OUTPUTS = frozenset({"as_sym_int", "as_sym_float", "as_sym_bool"})
+_ASSERTIONS = frozenset(
+    {
+        "aten._assert_tensor_metadata.default",
+        "aten._assert_scalar.default",
+        "aten._assert_async.default",
+        "aten._assert_async.msg",
+        "aten.sym_constrain_range.default",
+        "aten.sym_constrain_range_for_size.default",
+    }
+)
+_REPEATED_CALL = re.compile(r"@\d+$")
+_STATE_KINDS = {
+    "parameter": (InputKind.PARAMETER, "parameter_name"),
+    "buffer": (InputKind.BUFFER, "buffer_name"),
+    "tensor_constant": (InputKind.CONSTANT, "tensor_constant_name"),
+}
+
+
+def parse_program(model: Mapping[str, Any], *, max_nodes: int) -> Program:
+    """Read a parsed model.json.
+
+    Args:
+        model: the JSON object.
+        max_nodes: most operator calls allowed, sub-graphs included.
+
+    Raises:
+        SchemaError: something is missing, mistyped or of another schema version; the
+            message names the place.
+        UnsupportedError: the program uses a feature that cannot be planned.
+        ArchiveError: there are more operator calls than allowed.
+    """
+    _check_version(model)
+    module = member(model, "graph_module", dict)
+    with place("graph_module.graph"):
+        graph = member(module, "graph", dict)
+        _check_count(graph, max_nodes)
+        symbols = Symbols.of(graph)
+        body = _parse_body(graph, symbols)
+    signature = member(module, "signature", dict)
+    with place("graph_module.signature"):
+        inputs = tuple(_parse_inputs(member(signature, "input_specs", list)))
+        _check_outputs(member(signature, "output_specs", list))
+    return Program(inputs, body, *_parse_specs(module))
+
+
+def _check_version(model: Mapping[str, Any]) -> None:
+    if "graph_module" not in model or "schema_version" not in model:
+        raise SchemaError(
+            "this JSON is not an exported program: it needs 'graph_module' and 'schema_version', "
+            "as models/model.json of a torch.export.save archive has them"
+        )
+    with place("schema_version"):
+        major = member(model["schema_version"], "major", int)
+    if major != SCHEMA_MAJOR:
+        raise SchemaError(
+            f"the program has schema version {major}, and only version {SCHEMA_MAJOR} can be "
+            "read; export it with torch 2.8 to 2.13"
+        )
+
+
+def _check_count(graph: Mapping[str, Any], limit: int) -> None:
+    count = _count_nodes(graph)
+    if count > limit:
+        raise ArchiveError(
+            f"the program has {count:,} operator calls, more than the limit of {limit:,}; "
+            "plan a part of the model, or raise ArchiveLimits.nodes"
+        )
+
+
+def _count_nodes(graph: Mapping[str, Any]) -> int:
+    nodes = member(graph, "nodes", list)
+    count = len(nodes)
+    for i, node in enumerate(nodes):
+        with place(f"nodes[{i}]"):
+            for argument in member(node, "inputs", list):
+                nested = member(argument, "arg", dict).get("as_graph")
+                if nested is not None:
+                    count += _count_nodes(member(nested, "graph", dict))
+    return count
+
+
+def _parse_body(graph: Mapping[str, Any], symbols: Symbols) -> Body:
+    values = {}
+    for name, meta in member(graph, "tensor_values", dict).items():
+        with place(f"tensor_values[{name!r}]"):
+            values[name] = _parse_tensor(meta)
+    steps: list[Node | Region] = []
+    for i, node in enumerate(member(graph, "nodes", list)):
+        label = node.get("name") if isinstance(node, dict) else None
+        with place(f"nodes[{i}]" + (f" ({label})" if label else "")):
+            step = _parse_step(node, i, symbols)
+            if step is not None:
+                steps.append(step)
+    with place("inputs"):
+        inputs = tuple(_parse_body_input(arg) for arg in member(graph, "inputs", list))
+    with place("outputs"):
+        outputs = tuple(
+            _parse_output(arg, symbols)
+            for item in member(graph, "outputs", list)
+            for arg in _flattened(item)
+        )
+    return Body(inputs, tuple(steps), outputs, values)
+
+
+def _parse_tensor(meta: object) -> Tensor:
+    code = member(meta, "dtype", int)
+    if code not in DTYPES:
+        raise UnsupportedError(f"element type code {code} is unknown; convert the tensor first")
+    shape = tuple(size(s) for s in member(meta, "sizes", list))
+    return Tensor(shape, DTYPES[code], member(meta, "requires_grad", bool))
+
+
+def _parse_body_input(arg: object) -> str | None:
+    tag, payload = union(arg, "a graph input")
+    return tensor_name(payload) if tag == "as_tensor" else None
+
+
+def _parse_output(arg: object, symbols: Symbols) -> Output:
+    argument = parse_argument(arg, symbols)
+    if isinstance(argument, Ref):
+        return Output(argument.name)
+    if argument is None or isinstance(argument, bool | int | float | str):
+        return Output(None, argument)
+    raise UnsupportedError("the model returns something that is neither a tensor nor a number")
+
+
+def _parse_step(node: object, position: int, symbols: Symbols) -> Node | Region | None:
+    """One operator; None where it only computes or asserts symbolic sizes."""
+    operator = member(node, "target", str).removeprefix("torch.ops.")
+    outputs = member(node, "outputs", list)
+    names = tuple(_output_names(outputs))
+    if operator in _ASSERTIONS or (outputs and not names):
+        return None
+    name = typed(node, dict, "a node").get("name") or (names[0] if names else f"node_{position}")
+    inputs = member(node, "inputs", list)
+    if any("as_graph" in member(item, "arg", dict) for item in inputs):
+        return _parse_region(typed(name, str, "'name'"), operator, inputs, names, symbols)
+    if not names:
+        raise UnsupportedError(f"operator {operator} makes nothing, so its effect is unknown")
+    arguments = tuple(
+        (member(item, "name", str), _named_argument(item, symbols)) for item in inputs
+    )
+    return Node(typed(name, str, "'name'"), operator, arguments, names, _module(node))
+
+
+def _named_argument(item: Mapping[str, Any], symbols: Symbols) -> Argument:
+    with place(f"argument {item['name']!r}"):
+        return parse_argument(member(item, "arg", dict), symbols)
+
+
+def _output_names(outputs: list[Any]) -> Iterator[str]:
+    for output in outputs:
+        tag, payload = union(output, "an output")
+        if tag == "as_tensor":
+            yield tensor_name(payload)
+        elif tag == "as_tensors":
+            yield from map(tensor_name, typed(payload, list, "'as_tensors'"))
+        elif tag not in _SYMBOLIC_OUTPUTS:
+            raise UnsupportedError(f"outputs of kind {tag!r} cannot be planned")
+
+
+def _flattened(arg: object) -> Iterator[object]:
+    tag, payload = union(arg, "an output")
+    if tag == "as_tensors":
+        for item in typed(payload, list, "'as_tensors'"):
+            yield {"as_tensor": item}
+    else:
+        yield arg
+
+
+def _parse_region(
+    name: str, operator: str, inputs: list[Any], names: tuple[str, ...], symbols: Symbols
+) -> Region:
+    args = [member(item, "arg", dict) for item in inputs]
+    at = [i for i, arg in enumerate(args) if "as_graph" in arg]
+    if len(at) > 1:
+        raise UnsupportedError(
+            f"{operator} chooses between sub-graphs while running, which cannot be planned; "
+            "make the choice before exporting"
+        )
+    graph = member(args[at[0]]["as_graph"], "graph", dict)
+    body = _parse_body(graph, Symbols.of(graph, symbols))
+    settings = tuple(parse_argument(arg, symbols) for arg in args[: at[0]])
+    operands = tuple(parse_argument(arg, symbols) for arg in args[at[0] + 1 :])
+    return Region(name, operator, settings, body, operands, names)
+
+
+def _module(node: object) -> str:
+    """Path of the innermost module on the stack, which reads `key,path,type;...`."""
+    stack = member(node, "metadata", dict).get("nn_module_stack")
+    fields = stack.rsplit(";", 1)[-1].split(",") if isinstance(stack, str) else []
+    return _REPEATED_CALL.sub("", fields[1]) if len(fields) > 1 else ""
+
+
+def _parse_inputs(specs: list[Any]) -> Iterator[Input]:
+    for i, spec in enumerate(specs):
+        with place(f"input_specs[{i}]"):
+            yield _parse_input(spec, i)
+
+
+def _parse_input(spec: object, position: int) -> Input:
+    tag, payload = union(spec, "an input")
+    if tag in _STATE_KINDS:
+        kind, key = _STATE_KINDS[tag]
+        return Input(tensor_name(member(payload, "arg", dict)), kind, member(payload, key, str))
+    if tag == "constant_input":
+        name = member(payload, "name", str)
+        value = parse_argument(member(payload, "value", dict), Symbols({}))
+        return _literal(name, value)
+    if tag != "user_input":
+        raise UnsupportedError(f"inputs of kind {tag!r} cannot be planned")
+    argument = member(payload, "arg", dict)
+    if "as_tensor" in argument:
+        name = tensor_name(argument["as_tensor"])
+        return Input(name, InputKind.USER, name)
+    if union(argument, "an input")[0] in _SYMBOLIC_OUTPUTS:
+        raise UnsupportedError(
+            "a number that the caller passes is symbolic; export it as a fixed number"
+        )
+    return _literal(f"literal_{position}", parse_argument(argument, Symbols({})))
+
+
+def _literal(name: str, value: Argument) -> Input:
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise SchemaError(f"the value of {name!r} is not a number, string, flag or none")
+    return Input(name, InputKind.LITERAL, name, literal=value)
+
+
+def _check_outputs(specs: list[Any]) -> None:
+    for i, spec in enumerate(specs):
+        tag, _ = union(spec, f"output_specs[{i}]")
+        if tag not in {"user_output", "loss_output"}:
+            raise UnsupportedError(
+                f"output_specs[{i}]: the program returns a {tag!r}, as it does after "
+                "run_decompositions; save the program that torch.export.export returned"
+            )
+
+
+def _parse_specs(module: Mapping[str, Any]) -> tuple[str, str]:
+    """How inputs and outputs nest, from the entry of the root module."""
+    for entry in typed(module.get("module_call_graph", []), list, "'module_call_graph'"):
+        signature = entry.get("signature") if isinstance(entry, dict) else None
+        if signature is not None and entry.get("fqn") == "":
+            return member(signature, "in_spec", str), member(signature, "out_spec", str)
+    return "", ""

@@ -1,0 +1,97 @@
+"""Sizes that were symbolic when the model was exported: each is replaced by its hint."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.errors import SchemaError, UnsupportedError
+from autoshard.graph.fields import member, typed, union
+
+Number = bool | int | float
+
+_TABLES = ("sym_int_values", "sym_float_values", "sym_bool_values")
+_LITERALS: dict[str, type[Number]] = {"as_int": int, "as_float": float, "as_bool": bool}
+
+
+@dataclass(frozen=True, slots=True)
+class Symbols:
+    """The numbers behind symbolic names.
+
+    Attributes:
+        hints: number of each name; None where the export recorded none.
+    """
+
+    hints: Mapping[str, Number | None]
+
+    @classmethod
+    def of(cls, graph: object, outer: "Symbols | None" = None) -> "Symbols":
+        """The symbols of one JSON graph, seen together with those of the graph around it."""
+        hints: dict[str, Number | None] = dict(outer.hints) if outer else {}
+        for table in _TABLES:
+            values = typed(graph, dict, "the graph").get(table) or {}
+            for name, value in typed(values, dict, repr(table)).items():
+                hints[name] = symbolic(value)
+        return cls(hints)
+
+    def resolve(self, argument: object) -> Number:
+        """The number behind a symbolic argument: a name, or a literal among names."""
+        tag, payload = union(argument, "a symbolic argument")
+        if tag != "as_name":
+            return literal(tag, payload)
+        name = typed(payload, str, "'as_name'")
+        if name not in self.hints:
+            raise SchemaError(f"symbol {name!r} is not defined")
+        hint = self.hints[name]
+        if hint is None:
+            raise UnsupportedError(
+                f"the number {name!r} depends on the data, so no size that uses it is known; "
+                "export with static shapes, and without .item() in the model"
+            )
+        return hint
+
+
+def size(value: object) -> int:
+    """A size in model.json: a literal, or the hint of an expression.
+
+    Raises:
+        UnsupportedError: the expression has no hint.
+        SchemaError: it is not a size.
+    """
+    number = symbolic(value)
+    if number is None:
+        raise UnsupportedError(
+            "a size depends on the data or was exported without a hint; export with static "
+            "shapes, or with torch.export.Dim and example inputs"
+        )
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise SchemaError(f"a size must be a non-negative integer, not {number!r}")
+    return number
+
+
+def symbolic(value: object) -> Number | None:
+    """The number in a SymInt, SymFloat or SymBool; None for an expression without a hint."""
+    tag, payload = union(value, "a symbolic number")
+    if tag != "as_expr":
+        return literal(tag, payload)
+    member(payload, "expr_str", str)
+    hint = payload.get("hint")
+    return None if hint is None else literal(*union(hint, "'hint'"))
+
+
+def literal(tag: str, payload: object) -> Number:
+    """The number of an as_int, as_float or as_bool member."""
+    kind = _LITERALS.get(tag)
+    if kind is None:
+        raise SchemaError(f"unknown kind of number {tag!r}")
+    if kind is float:
+        return to_float(payload)
+    return typed(payload, kind, repr(tag))
+
+
+def to_float(payload: object) -> float:
+    """A float of model.json, which spells the non-finite ones as strings."""
+    spelled = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+    if isinstance(payload, str) and payload in spelled:
+        return spelled[payload]
+    if isinstance(payload, bool) or not isinstance(payload, int | float):
+        raise SchemaError(f"'as_float' must be a number, not {payload!r}")
+    return float(payload)

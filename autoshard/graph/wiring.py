@@ -1,0 +1,44 @@
+"""What every graph must satisfy: names are unique, and values are made before they are used."""
+
+from collections import Counter
+
+from autoshard.errors import SchemaError
+from autoshard.graph.ir import Graph, InputKind
+
+
+def check_wiring(graph: Graph) -> None:
+    """Check that the graph is a program.
+
+    Raises:
+        SchemaError: a name is used twice, a value is used before it is made (which is also
+            what a cycle looks like) or has no shape; the message names it.
+    """
+    _check_unique("node", Counter(node.name for node in graph.nodes))
+    made = [i.name for i in graph.inputs if i.kind is not InputKind.LITERAL]
+    _check_unique("value", Counter([*made, *(o for node in graph.nodes for o in node.outputs)]))
+    known = set(made)
+    _check_shapes(graph, known, "the inputs")
+    for node in graph.nodes:
+        for name in node.inputs:
+            if name not in known:
+                raise SchemaError(
+                    f"node {node.name!r} ({node.operator}) uses {name!r}, which no input and no "
+                    "earlier node makes"
+                )
+        _check_shapes(graph, node.outputs, f"node {node.name!r} ({node.operator})")
+        known.update(node.outputs)
+    for output in graph.outputs:
+        if output.name is not None and output.name not in known:
+            raise SchemaError(f"the graph returns {output.name!r}, which nothing makes")
+
+
+def _check_unique(what: str, counts: Counter[str]) -> None:
+    name, count = next(iter(counts.most_common(1)), ("", 0))
+    if count > 1:
+        raise SchemaError(f"the {what} name {name!r} is used {count} times")
+
+
+def _check_shapes(graph: Graph, names: "set[str] | tuple[str, ...]", maker: str) -> None:
+    missing = sorted(name for name in names if name not in graph.values)
+    if missing:
+        raise SchemaError(f"{maker}: value {missing[0]!r} has no entry among the tensor values")

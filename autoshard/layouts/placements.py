@@ -1,0 +1,124 @@
+"""Layouts as DTensor placements, and back.
+
+A layout says more than placements do: `I` and `R` are both `Replicate()`, since DTensor
+does not say what the gradient is. Going back, the caller says which one is meant.
+
+DTensor cuts a dim by its axes in mesh order. Where a layout nests them in another order,
+DTensor writes the outer-by-mesh-order axis as `_StridedShard(dim, split_factor=k)`: its
+slices are strided, because k slices were cut first by axes that come later in the mesh.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import permutations
+from math import prod
+from typing import TYPE_CHECKING
+
+from autoshard.errors import LayoutError
+from autoshard.layouts.layout import Layout
+from autoshard.layouts.types import AxisType, I, Kind, P, S
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+_TEXT = re.compile(
+    r"Replicate\(\)|Partial\(sum\)|Shard\(dim=(?P<dim>\d+)\)"
+    r"|_StridedShard\(dim=(?P<strided>\d+), sf=(?P<factor>\d+)\)"
+)
+
+
+def placement_texts(layout: Layout, axis_sizes: Sequence[int]) -> tuple[str, ...]:
+    """DTensor's placements of a layout, one per mesh axis, as text."""
+    return tuple(
+        _text(layout, axis, axis_type, axis_sizes) for axis, axis_type in enumerate(layout.types)
+    )
+
+
+def _text(layout: Layout, axis: int, axis_type: AxisType, axis_sizes: Sequence[int]) -> str:
+    if axis_type.is_whole:
+        return "Replicate()"
+    if axis_type.kind is Kind.PARTIAL:
+        return "Partial(sum)"
+    factor = _split_factor(layout, axis, axis_sizes)
+    if factor == 1:
+        return f"Shard(dim={axis_type.dim})"
+    return f"_StridedShard(dim={axis_type.dim}, sf={factor})"
+
+
+def _split_factor(layout: Layout, axis: int, axis_sizes: Sequence[int]) -> int:
+    """Slices that axes later in the mesh have cut before this one cuts."""
+    order = layout.cutting_axes(layout.types[axis].dim)
+    outer = order[: order.index(axis)]
+    return prod(axis_sizes[other] for other in outer if other > axis)
+
+
+def layout_of_texts(
+    texts: Sequence[str], axis_sizes: Sequence[int], *, whole: AxisType = I
+) -> Layout:
+    """The layout that DTensor placements, as text, stand for.
+
+    Args:
+        texts: one per mesh axis, as `placement_texts` writes them.
+        axis_sizes: size of each mesh axis.
+        whole: the type that `Replicate()` stands for, I or R.
+
+    Raises:
+        LayoutError: a text is no placement, or no nesting order gives these split factors.
+    """
+    types: list[AxisType] = []
+    for text in texts:
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise LayoutError(f"{text!r} is not a placement that a layout can express")
+        dim = match["dim"] or match["strided"]
+        types.append(S(int(dim)) if dim else whole if text == "Replicate()" else P)
+    for layout in _orders(types):
+        if placement_texts(layout, axis_sizes) == tuple(texts):
+            return layout
+    raise LayoutError(f"no nesting of the axes gives the placements {tuple(texts)}")
+
+
+def _orders(types: Sequence[AxisType]) -> list[Layout]:
+    axes = range(len(types))
+    return list(dict.fromkeys(Layout.nested(types, order) for order in permutations(axes)))
+
+
+def to_placements(layout: Layout, axis_sizes: Sequence[int]) -> tuple["Placement", ...]:
+    """DTensor's placements of a layout, one per mesh axis."""
+    from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415  torch is slow
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
+    placements: list[Placement] = []
+    for axis, axis_type in enumerate(layout.types):
+        if axis_type.is_whole:
+            placements.append(Replicate())
+        elif axis_type.kind is Kind.PARTIAL:
+            placements.append(Partial("sum"))
+        elif (factor := _split_factor(layout, axis, axis_sizes)) == 1:
+            placements.append(Shard(axis_type.dim))
+        else:
+            placements.append(_StridedShard(axis_type.dim, split_factor=factor))
+    return tuple(placements)
+
+
+def from_placements(
+    placements: Sequence["Placement"], axis_sizes: Sequence[int], *, whole: AxisType = I
+) -> Layout:
+    """The layout that DTensor placements stand for; `whole` says what Replicate() means.
+
+    Raises:
+        LayoutError: a placement that no layout can express, such as a partial maximum.
+    """
+    return layout_of_texts([_describe(p) for p in placements], axis_sizes, whole=whole)
+
+
+def _describe(placement: "Placement") -> str:
+    if placement.is_replicate():
+        return "Replicate()"
+    if placement.is_partial("sum"):
+        return "Partial(sum)"
+    factor = getattr(placement, "split_factor", None)
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        return str(placement)
+    return f"Shard(dim={dim})" if factor is None else f"_StridedShard(dim={dim}, sf={factor})"

@@ -1,0 +1,213 @@
+"""Topologies that people have, with public figures and where they come from.
+
+Peaks are dense: no structured sparsity. float32 is the rate without TF32, which PyTorch
+leaves off by default. NVLink, PCIe and network figures are per device and per direction.
+
+Latencies and the overhead of a collective on GPUs are the constants of NCCL's own model
+(src/graph/tuning.cc, LL protocol: 6.6 us base for a ring; 0.6 us per step over NVLink,
+1.0 over PCIe, 2.7 over the network). The others are round estimates: 3 us for a kernel
+launch, and for gloo 25 us per TCP message and 50 us per collective.
+"""
+
+from types import MappingProxyType
+
+from autoshard.errors import MeshError
+from autoshard.mesh.topology import Device, Link, Topology
+
+DEFAULT_TOPOLOGY = "h100-sxm"
+"""What a mesh has where nothing else is said."""
+
+DEFAULT_CPU_TOPOLOGY = "cpu-100gbe"
+"""The same for the gloo backend."""
+
+NCCL_OVERHEAD = 6.6e-6
+NVLINK_LATENCY = 0.6e-6
+PCIE_LATENCY = 1.0e-6
+NETWORK_LATENCY = 2.7e-6
+GLOO_OVERHEAD = 50e-6
+TCP_LATENCY = 25e-6
+_KERNEL_LAUNCH = 3e-6
+
+# 16 GT/s on 16 lanes, 128b/130b coded: PCI Express base specification 4.0.
+_PCIE_4_X16 = 31.5e9
+
+_A100_PEAKS = {"float64": 19.5e12, "float32": 19.5e12, "float16": 312e12, "bfloat16": 312e12}
+_HOPPER_PEAKS = {
+    "float64": 66.9e12,
+    "float32": 66.9e12,
+    "float16": 989.4e12,
+    "bfloat16": 989.4e12,
+    "float8_e4m3fn": 1978.9e12,
+    "float8_e5m2": 1978.9e12,
+}
+_BLACKWELL_PEAKS = {"float64": 40e12, "float32": 80e12}
+
+
+def _blackwell_peaks(half: float) -> dict[str, float]:
+    return {
+        **_BLACKWELL_PEAKS,
+        "float16": half,
+        "bfloat16": half,
+        "float8_e4m3fn": 2 * half,
+        "float8_e5m2": 2 * half,
+    }
+
+
+def _gpu(name: str, peaks: dict[str, float], bandwidth: float, memory: float) -> Device:
+    return Device(
+        name=name,
+        peak_flops=peaks,
+        memory_bandwidth=bandwidth,
+        memory=int(memory),
+        launch_overhead=_KERNEL_LAUNCH,
+    )
+
+
+def _nvlink(
+    name: str, device: Device, size: int, *, nvlink: float, network: float, source: str
+) -> Topology:
+    links = (
+        Link("nvlink", size, nvlink, NVLINK_LATENCY),
+        Link("network", None, network, NETWORK_LATENCY),
+    )
+    return Topology(name, device, links, collective_overhead=NCCL_OVERHEAD, source=source)
+
+
+def _pcie(name: str, device: Device, size: int, *, network: float, source: str) -> Topology:
+    links = (
+        Link("pcie", size, _PCIE_4_X16, PCIE_LATENCY),
+        Link("network", None, network, NETWORK_LATENCY),
+    )
+    return Topology(name, device, links, collective_overhead=NCCL_OVERHEAD, source=source)
+
+
+# 56 cores at the base clock of 2.0 GHz. AVX-512: 2 fused multiply-adds of 16 float32 (8
+# float64) per cycle; AMX: 1024 bfloat16 operations per cycle. 8 channels of DDR5-4800.
+_XEON = Device(
+    name="Xeon Platinum 8480+",
+    peak_flops={"float64": 3.584e12, "float32": 7.168e12, "bfloat16": 114.7e12},
+    memory_bandwidth=307.2e9,
+    memory=512_000_000_000,
+    launch_overhead=_KERNEL_LAUNCH,
+)
+
+
+def _cpu(name: str, ethernet: float, source: str) -> Topology:
+    return Topology(
+        name=name,
+        device=_XEON,
+        levels=(Link("ethernet", None, ethernet, TCP_LATENCY),),
+        backend="gloo",
+        collective_overhead=GLOO_OVERHEAD,
+        source=f"{source}; Intel ARK, Xeon Platinum 8480+, with 8 x 64 GB DDR5-4800",
+    )
+
+
+_TOPOLOGIES = MappingProxyType(
+    {
+        topology.name: topology
+        for topology in (
+            _nvlink(
+                "a100-sxm-40gb",
+                _gpu("A100-SXM4-40GB", _A100_PEAKS, 1.555e12, 40e9),
+                8,
+                nvlink=300e9,
+                network=25e9,
+                source="NVIDIA A100 datasheet; DGX A100: 8 x 200 Gb/s HDR for 8 GPUs",
+            ),
+            _nvlink(
+                "a100-sxm-80gb",
+                _gpu("A100-SXM4-80GB", _A100_PEAKS, 2.039e12, 80e9),
+                8,
+                nvlink=300e9,
+                network=25e9,
+                source="NVIDIA A100 datasheet; DGX A100: 8 x 200 Gb/s HDR for 8 GPUs",
+            ),
+            _nvlink(
+                "h100-sxm",
+                _gpu("H100-SXM5-80GB", _HOPPER_PEAKS, 3.35e12, 80e9),
+                8,
+                nvlink=450e9,
+                network=50e9,
+                source="NVIDIA H100 datasheet and Hopper architecture white paper; "
+                "DGX H100: 8 x 400 Gb/s ConnectX-7 for 8 GPUs",
+            ),
+            _nvlink(
+                "h200-sxm",
+                _gpu("H200-SXM5-141GB", _HOPPER_PEAKS, 4.8e12, 141e9),
+                8,
+                nvlink=450e9,
+                network=50e9,
+                source="NVIDIA H200 datasheet; DGX H200: 8 x 400 Gb/s ConnectX-7 for 8 GPUs",
+            ),
+            _nvlink(
+                "b200-sxm",
+                _gpu("B200-SXM6-180GB", _blackwell_peaks(2250e12), 8e12, 180e9),
+                8,
+                nvlink=900e9,
+                network=50e9,
+                source="NVIDIA Blackwell architecture technical brief (HGX B200); DGX B200 "
+                "datasheet: 1440 GB and 64 TB/s for 8 GPUs, 8 x 400 Gb/s ConnectX-7",
+            ),
+            _nvlink(
+                "gb200-nvl72",
+                _gpu("GB200", _blackwell_peaks(2500e12), 8e12, 186e9),
+                72,
+                nvlink=900e9,
+                network=50e9,
+                source="NVIDIA GB200 NVL72 datasheet, each figure by 72: 13.4 TB and 576 TB/s "
+                "HBM3e, 180 PFLOP/s dense bfloat16; 400 Gb/s ConnectX-7 per GPU",
+            ),
+            _pcie(
+                "a100-pcie-80gb",
+                _gpu("A100-PCIE-80GB", _A100_PEAKS, 1.935e12, 80e9),
+                4,
+                network=2.5e9,
+                source="NVIDIA A100 datasheet; Azure NC96ads A100 v4: 4 GPUs, 80 Gb/s per "
+                "machine (its NVLink bridges between pairs are not counted)",
+            ),
+            _pcie(
+                "l40s-pcie",
+                _gpu(
+                    "L40S",
+                    {
+                        "float64": 1.43e12,
+                        "float32": 91.6e12,
+                        "float16": 362.05e12,
+                        "bfloat16": 362.05e12,
+                        "float8_e4m3fn": 733e12,
+                        "float8_e5m2": 733e12,
+                    },
+                    864e9,
+                    48e9,
+                ),
+                8,
+                network=6.25e9,
+                source="NVIDIA L40S datasheet; AWS g6e.48xlarge: 8 GPUs, 400 Gb/s per machine",
+            ),
+            _cpu("cpu-10gbe", 1.25e9, "IEEE 802.3ae, 10 Gb/s per host"),
+            _cpu("cpu-100gbe", 12.5e9, "IEEE 802.3ba, 100 Gb/s per host"),
+        )
+    }
+)
+
+
+def topology_names() -> tuple[str, ...]:
+    """Names that `get_topology` knows, sorted."""
+    return tuple(sorted(_TOPOLOGIES))
+
+
+def get_topology(name: str) -> Topology:
+    """A topology by name.
+
+    A mesh that leaves devices of a group idle (64 of the 72 of an NVL72 rack, say) wants a
+    copy of the topology whose level has the size in use: `dataclasses.replace`.
+
+    Raises:
+        MeshError: there is no topology of that name; the message lists those there are.
+    """
+    if name not in _TOPOLOGIES:
+        raise MeshError(
+            f"topology {name!r} is unknown; choose one of {', '.join(topology_names())}"
+        )
+    return _TOPOLOGIES[name]

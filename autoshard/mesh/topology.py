@@ -1,0 +1,140 @@
+"""What a cluster is made of: devices, and the nested levels of links between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from autoshard.errors import MeshError
+from autoshard.mesh.checks import check_name, check_not_negative, check_positive, check_unique
+
+BACKENDS = ("nccl", "gloo")
+"""Names of `torch.distributed` backends that a topology may ask for."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one CPU host that runs one rank.
+
+    Attributes:
+        name: for people.
+        peak_flops: dense peak in FLOP/s by PyTorch's dtype name; float32 must be among them.
+        memory_bandwidth: bytes per second, reads and writes together.
+        memory: bytes.
+        launch_overhead: seconds that an operator takes even when it has nothing to do.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory_bandwidth: float
+    memory: int
+    launch_overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "device")
+        if "float32" not in self.peak_flops:
+            raise MeshError(
+                f"device {self.name!r} has no peak_flops for float32, which stands in "
+                "for every dtype that is not listed"
+            )
+        for dtype, flops in self.peak_flops.items():
+            check_positive(flops, f"peak_flops[{dtype!r}] of device {self.name!r}")
+        check_positive(self.memory_bandwidth, f"memory_bandwidth of device {self.name!r}")
+        check_positive(self.memory, f"memory of device {self.name!r}")
+        check_not_negative(self.launch_overhead, f"launch_overhead of device {self.name!r}")
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s in a dtype; float32's where the dtype is not listed."""
+        return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of links: what connects the devices of a group.
+
+    Attributes:
+        name: for people.
+        size: devices in a group at this level; None where the level has no limit.
+        bandwidth: bytes per second that one device can send, while it receives as much.
+        latency: seconds per step of a collective.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    size: int | None
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "link")
+        if self.size is not None and self.size < 1:
+            raise MeshError(f"link {self.name!r} has size {self.size}; a group has 1 or more")
+        check_positive(self.bandwidth, f"bandwidth of link {self.name!r}")
+        check_not_negative(self.latency, f"latency of link {self.name!r}")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A cluster: equal devices under nested levels of links.
+
+    Device i lies in group i // size of each level, so the devices of a group are
+    numbered one after the other.
+
+    Attributes:
+        name: for people.
+        device: what every rank runs on.
+        levels: links from the innermost to the outermost; only the last may be unlimited.
+        backend: the `torch.distributed` backend that the links were described for.
+        collective_overhead: seconds that a collective takes on top of its steps and bytes.
+        source: where the figures come from.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    device: Device
+    levels: tuple[Link, ...]
+    backend: str = "nccl"
+    collective_overhead: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "topology")
+        check_backend(self.backend)
+        check_not_negative(
+            self.collective_overhead, f"collective_overhead of topology {self.name!r}"
+        )
+        if not self.levels:
+            raise MeshError(f"topology {self.name!r} has no levels; give at least one link")
+        check_unique((link.name for link in self.levels), "link")
+        for inner, outer in pairwise(self.levels):
+            _check_nested(inner, outer)
+
+    @property
+    def max_devices(self) -> int | None:
+        """How many devices the topology holds; None where there is no limit."""
+        return self.levels[-1].size
+
+
+def check_backend(backend: str) -> None:
+    """Raise where a backend is not one that links are described for."""
+    if backend not in BACKENDS:
+        raise MeshError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
+
+
+def _check_nested(inner: Link, outer: Link) -> None:
+    if inner.size is None:
+        raise MeshError(
+            f"link {inner.name!r} has no size, so link {outer.name!r} can never be crossed; "
+            "only the outermost level may be unlimited"
+        )
+    if outer.size is not None and (outer.size <= inner.size or outer.size % inner.size):
+        raise MeshError(
+            f"link {outer.name!r} groups {outer.size} devices, which is not a larger multiple "
+            f"of the {inner.size} of link {inner.name!r} inside it"
+        )

@@ -1,0 +1,58 @@
+"""The axes that matter: an axis of one rank cuts nothing and costs nothing.
+
+Planning sees only the axes of more than one rank. A plan shows all of them, so layouts are
+widened again at the end: an axis of one rank gets the type that is always legal.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.layouts import AxisType, I, Layout, R
+from autoshard.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ActiveAxes:
+    """A mesh seen without its axes of one rank; prices collectives by narrowed axis.
+
+    Attributes:
+        mesh: the whole mesh.
+        axes: indices into the mesh of the axes of more than one rank.
+    """
+
+    mesh: Mesh
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "ActiveAxes":
+        """The active axes of a mesh."""
+        return cls(mesh, tuple(i for i, size in enumerate(mesh.axis_sizes) if size > 1))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of each active axis."""
+        return tuple(self.mesh.axis_sizes[axis] for axis in self.axes)
+
+    def collective_time(self, action: str, axis: int, nbytes: int) -> float:
+        """Seconds of a collective over an active axis."""
+        return self.mesh.collective_time(action, self.axes[axis], nbytes)
+
+    def copy_time(self, nbytes: int) -> float:
+        """Seconds of a local copy."""
+        return self.mesh.copy_time(nbytes)
+
+    def widen(self, layout: Layout, *, differentiable: bool) -> Layout:
+        """The layout over the whole mesh."""
+        types: list[AxisType] = [I if differentiable else R] * len(self.mesh.axis_sizes)
+        for axis, axis_type in zip(self.axes, layout.types, strict=True):
+            types[axis] = axis_type
+        nesting = tuple(tuple(self.axes[a] for a in order) for order in layout.nesting)
+        return Layout(tuple(types), nesting)
+
+    def narrow(self, layout: Layout) -> Layout:
+        """The layout over the active axes only."""
+        number = {axis: i for i, axis in enumerate(self.axes)}
+        types = [layout.types[axis] for axis in self.axes]
+        order: Sequence[int] = [number[a] for o in layout.nesting for a in o if a in number]
+        rest = [a for a in range(len(types)) if a not in order]
+        return Layout.nested(types, [*order, *rest])

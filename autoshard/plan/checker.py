@@ -1,0 +1,306 @@
+"""The independent checker: is a plan legal, and does it cost what it says?
+
+It shares with the planner the rules, the table of steps and the prices of single things,
+and nothing else: no problem, no solver, no strategy enumeration. It walks the program as a
+runtime would, from layout to layout.
+"""
+
+from collections.abc import Iterator
+from math import isclose, prod
+
+from autoshard.errors import InputError, LayoutError
+from autoshard.graph import Graph, Node, graph_digest, graph_from_json
+from autoshard.layouts import (
+    STEPS,
+    Action,
+    Kind,
+    Layout,
+    Step,
+    parse_type,
+    placement_texts,
+    step_price,
+)
+from autoshard.plan.document import (
+    Conversion,
+    PlacedNode,
+    Plan,
+    PlannedStep,
+    Stage,
+    count_collectives,
+)
+from autoshard.plan.legality import local_sizes, without_invariant
+from autoshard.plan.lifetimes import Interval, input_interval, output_interval
+from autoshard.plan.pricing import Prices
+from autoshard.rules import call_of, rule_for
+
+_TOLERANCE = 1e-6
+
+
+def check_plan(plan: Plan, graph: Graph | None = None) -> tuple[str, ...]:
+    """Everything that is wrong with a plan; empty if it is right.
+
+    Args:
+        plan: the plan.
+        graph: the program that it should be a plan of; the one inside the plan if None.
+    """
+    if not plan.found:
+        return (f"there is no plan to check: {plan.reason}",)
+    try:
+        return tuple(_findings(plan, graph))
+    except InputError as error:
+        return (str(error),)
+
+
+def _findings(plan: Plan, graph: Graph | None) -> Iterator[str]:
+    for stage in plan.stages:
+        program = graph_from_json(stage.program)
+        if graph_digest(program) != plan.graph.digest:
+            yield f"{stage.name}: the program inside is not the one the plan names"
+        if graph is not None and graph_digest(graph) != plan.graph.digest:
+            yield "the plan was made for another graph"
+        yield from _StageCheck(plan, stage, program).findings()
+    if plan.collectives != count_collectives(plan.stages):
+        yield "the table of collectives does not add up to the conversions"
+    yield from _certificate_findings(plan)
+
+
+def _certificate_findings(plan: Plan) -> Iterator[str]:
+    assert plan.costs is not None
+    certificate = plan.certificate
+    parts = plan.costs.compute + plan.costs.communication + plan.costs.optimizer
+    if not isclose(plan.costs.total, parts, rel_tol=_TOLERANCE):
+        yield f"total cost {plan.costs.total} is not the sum of its parts {parts}"
+    if certificate.objective is None or certificate.bound is None or certificate.gap is None:
+        yield "a plan needs a certificate with objective, bound and gap"
+        return
+    if not isclose(certificate.objective, plan.costs.total, rel_tol=_TOLERANCE):
+        yield f"objective {certificate.objective} is not the total cost {plan.costs.total}"
+    if certificate.bound > certificate.objective * (1 + _TOLERANCE):
+        yield f"bound {certificate.bound} is above the objective {certificate.objective}"
+    gap = max(0.0, 1 - certificate.bound / certificate.objective) if certificate.objective else 0.0
+    if abs(gap - certificate.gap) > _TOLERANCE:
+        yield f"gap {certificate.gap} does not follow from objective and bound ({gap})"
+
+
+class _StageCheck:
+    def __init__(self, plan: Plan, stage: Stage, graph: Graph) -> None:
+        self.plan = plan
+        self.stage = stage
+        self.graph = graph
+        self.mesh = plan.mesh
+        self.sizes = plan.mesh.axis_sizes
+        self.prices = Prices(plan.mesh, plan.options)
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.made: dict[str, Layout] = {}
+        self.by_use = {(c.value, c.consumer, c.position): c for c in stage.conversions}
+        self.used: set[tuple[str, str | None, int]] = set()
+        self.held: list[tuple[Interval, float]] = []
+        self.optimizer_time = 0.0
+
+    def findings(self) -> Iterator[str]:
+        if tuple(self.stage.axes) != tuple(zip(self.mesh.axis_names, self.sizes, strict=True)):
+            yield f"{self.stage.name}: its axes are not the mesh's"
+            return
+        yield from self._inputs()
+        if [n.name for n in self.stage.nodes] != [n.name for n in self.graph.nodes]:
+            yield f"{self.stage.name}: its nodes are not the program's"
+            return
+        pairs = zip(self.graph.nodes, self.stage.nodes, strict=True)
+        for time, (node, placed) in enumerate(pairs):
+            yield from self._node(time, node, placed)
+        yield from self._outputs()
+        for value, consumer, position in self.by_use.keys() - self.used:
+            yield f"conversion of {value} for {consumer} at {position} serves no use"
+        yield from self._costs()
+
+    def _differentiable(self, value: str) -> bool:
+        return self.prices.training and self.graph.values[value].requires_grad
+
+    def _same(self, value: str, one: Layout, other: Layout) -> bool:
+        return self._seen(value, one) == self._seen(value, other)
+
+    def _seen(self, value: str, layout: Layout) -> Layout:
+        if self._differentiable(value):
+            return layout
+        return without_invariant(layout)
+
+    def _inputs(self) -> Iterator[str]:
+        expected = {i.name: i for i in self.graph.inputs if i.name in self.graph.values}
+        if {i.name for i in self.stage.inputs} != set(expected):
+            yield f"{self.stage.name}: its inputs are not the program's"
+        for placed in self.stage.inputs:
+            tensor = self.graph.values[placed.name]
+            layout = Layout.parse(placed.layout)
+            if placed.shape != tensor.shape or placed.dtype != tensor.dtype:
+                yield f"input {placed.name} is {placed.dtype}{placed.shape}, not {tensor}"
+            if placed.local_shape != layout.local_shape(tensor.shape, self.sizes):
+                yield f"input {placed.name}: local shape {placed.local_shape} does not follow"
+            if placed.placements != placement_texts(layout, self.sizes):
+                yield f"input {placed.name}: placements {placed.placements} do not follow"
+            kinds = {t.kind for t in self._seen(placed.name, layout).types}
+            at_rest = Kind.INVARIANT if self._differentiable(placed.name) else Kind.REPLICATE
+            if not kinds <= {at_rest, Kind.SHARD}:
+                yield f"input {placed.name} cannot rest as {layout}: its gradient is incomplete"
+            time, usage = self.prices.input(
+                expected[placed.name], tensor, [layout.local_shape(tensor.shape, self.sizes)]
+            )
+            self.optimizer_time += float(time[0])
+            interval = input_interval(self.graph, training=self.prices.training)
+            self.held.extend((interval, float(held[0])) for held in usage.values())
+            self.made[placed.name] = layout
+            yield from self._shared(placed.name)
+
+    def _shared(self, value: str) -> Iterator[str]:
+        conversion = self.by_use.get((value, None, 0))
+        if conversion is not None:
+            yield from self._convert(conversion, self.made[value])
+            self.made[value] = Layout.parse(conversion.target)
+
+    def _node(self, time: int, node: Node, placed: PlacedNode) -> Iterator[str]:
+        inputs = tuple(Layout.parse(text) for text in placed.inputs)
+        outputs = tuple(Layout.parse(text) for text in placed.outputs)
+        if (len(inputs), len(outputs)) != (len(node.inputs), len(node.outputs)):
+            yield f"node {node.name}: wrong number of layouts"
+            return
+        for position, (value, wanted) in enumerate(zip(node.inputs, inputs, strict=True)):
+            yield from self._use(value, node.name, position, wanted)
+        values = (*node.inputs, *node.outputs)
+        for value, layout in zip(values, (*inputs, *outputs), strict=True):
+            if not layout.is_legal(self.graph.values[value].shape, self.sizes):
+                yield f"node {node.name}: {layout} is illegal for {self.graph.values[value]}"
+                return
+        sizes = self._local_sizes(node, inputs, outputs)
+        if sizes is None:
+            yield f"node {node.name}: no rule of {node.operator} allows {placed}"
+            return
+        seconds, activations = self.prices.strategy(self.graph, node, sizes)
+        interval = output_interval(self.graph, time, training=self.prices.training)
+        self.held.append((interval, activations))
+        if not isclose(seconds, placed.time, rel_tol=_TOLERANCE):
+            yield f"node {node.name} takes {seconds} s, not {placed.time}"
+        for value, layout in zip(node.outputs, outputs, strict=True):
+            self.made[value] = layout
+            yield from self._shared(value)
+
+    def _local_sizes(
+        self, node: Node, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]
+    ) -> dict[str, int] | None:
+        flows = any(self._differentiable(v) for v in node.outputs)
+        gradients = (
+            *(flows and self._differentiable(v) for v in node.inputs),
+            *(self._differentiable(v) for v in node.outputs),
+        )
+        rule = rule_for(call_of(self.graph, node))
+        return local_sizes(rule, (*inputs, *outputs), gradients, self.sizes)
+
+    def _use(self, value: str, consumer: str, position: int, wanted: Layout) -> Iterator[str]:
+        if value not in self.made:
+            yield f"{consumer} uses {value} before it is made"
+            return
+        conversion = self.by_use.get((value, consumer, position))
+        if conversion is not None:
+            yield from self._convert(conversion, self.made[value])
+            arrived = Layout.parse(conversion.target)
+        else:
+            arrived = self.made[value]
+        if arrived != wanted and not self._no_gradient_between(value, consumer, arrived, wanted):
+            yield f"{consumer} wants {value} as {wanted}, but it arrives as {arrived}"
+
+    def _no_gradient_between(
+        self, value: str, consumer: str, arrived: Layout, wanted: Layout
+    ) -> bool:
+        node = self.nodes.get(consumer)
+        carries = self._differentiable(value) and (
+            node is None or any(self._differentiable(v) for v in node.outputs)
+        )
+        return not carries and without_invariant(arrived) == without_invariant(wanted)
+
+    def _convert(self, conversion: Conversion, source: Layout) -> Iterator[str]:
+        self.used.add((conversion.value, conversion.consumer, conversion.position))
+        where = f"conversion of {conversion.value} for {conversion.consumer or 'all'}"
+        tensor = self.graph.values[conversion.value]
+        layout = Layout.parse(conversion.source)
+        if layout != source and without_invariant(source) != layout:
+            yield f"{where} starts from {layout}, but the value is made as {source}"
+        for step in conversion.steps:
+            try:
+                axis = self.mesh.axis_names.index(step.axis)
+                after = layout.replace(axis, parse_type(step.target))
+                shapes = [x.local_shape(tensor.shape, self.sizes) for x in (layout, after)]
+            except (ValueError, LayoutError) as error:
+                yield f"{where}: {error}"
+                return
+            nbytes = max(prod(shape) for shape in shapes) * tensor.dtype.itemsize
+            yield from _step_findings(where, step, layout, axis, nbytes)
+            yield from self._price_findings(where, step, axis)
+            layout = after
+        if str(layout) != conversion.target:
+            yield f"{where} ends in {layout}, not {conversion.target}"
+
+    def _price_findings(self, where: str, step: PlannedStep, axis: int) -> Iterator[str]:
+        priced = Step(
+            axis,
+            parse_type(step.source),
+            parse_type(step.target),
+            step.nbytes,
+            Action(step.forward),
+            Action(step.backward),
+        )
+        time = step_price(priced, self.mesh)
+        if not isclose(time, step.time, rel_tol=_TOLERANCE):
+            yield f"{where}: a step takes {time} s, not {step.time}"
+
+    def _outputs(self) -> Iterator[str]:
+        for placed in self.stage.outputs:
+            layout = Layout.parse(placed.layout)
+            yield from self._use(placed.name, "output", placed.position, layout)
+            if any(t.kind is Kind.PARTIAL for t in layout.types):
+                yield f"output {placed.name} leaves as {layout}: it is not summed"
+
+    def _costs(self) -> Iterator[str]:
+        assert self.plan.costs is not None
+        assert self.plan.memory is not None
+        sums = (
+            ("compute", sum(n.time for n in self.stage.nodes), self.plan.costs.compute),
+            (
+                "communication",
+                sum(c.time for c in self.stage.conversions),
+                self.plan.costs.communication,
+            ),
+            ("optimizer", self.optimizer_time, self.plan.costs.optimizer),
+        )
+        for name, found, stated in sums:
+            if not isclose(found, stated, rel_tol=_TOLERANCE, abs_tol=1e-15):
+                yield f"{name} adds up to {found} s, not {stated}"
+        memory = self.plan.memory
+        peak = self._peak()
+        if abs(peak - memory.peak) > 1:
+            yield f"memory peaks at {peak} bytes, not {memory.peak}"
+        if memory.budget is not None and memory.peak > memory.budget:
+            yield f"peak memory {memory.peak} is over the budget {memory.budget}"
+
+    def _peak(self) -> float:
+        starts = {interval[0] for interval, _ in self.held}
+        return max(
+            (
+                sum(held for (first, last), held in self.held if first <= time < last)
+                for time in starts
+            ),
+            default=0.0,
+        )
+
+
+def _step_findings(
+    where: str, step: PlannedStep, layout: Layout, axis: int, nbytes: int
+) -> Iterator[str]:
+    source, target = parse_type(step.source), parse_type(step.target)
+    if layout.types[axis] != source:
+        yield f"{where}: a step on {step.axis} starts from {source}, not {layout.types[axis]}"
+    actions = STEPS.get((source.kind, target.kind))
+    if actions is None:
+        yield f"{where}: there is no step from {source} to {target}"
+        return
+    if step.forward != actions[0] or step.backward not in (actions[1], Action.NOTHING):
+        yield f"{where}: {source} -> {target} runs {actions[0]} and {actions[1]}, not as stated"
+    if step.nbytes != nbytes:
+        yield f"{where}: a step moves {nbytes} bytes, not {step.nbytes}"

@@ -1,0 +1,259 @@
+"""The plan: one versioned JSON document, readable without this library.
+
+Its JSON schema is committed as `autoshard/plan/plan.schema.json`. Names of values and
+nodes are those of the program, which travels inside the plan, so a plan can be run with
+nothing but the model's parameters.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autoshard.errors import PlanError
+from autoshard.layouts import Action
+from autoshard.mesh import Mesh
+from autoshard.plan.options import PlanOptions
+from autoshard.solve import Status
+
+PLAN_VERSION: Literal[1] = 1
+
+LayoutText = Annotated[
+    str,
+    Field(
+        description="One type per mesh axis: I, R, P or S(dim); ';1>0' gives a nesting order.",
+        examples=["S(0),R", "S(0),S(0);1>0"],
+    ),
+]
+Seconds = Annotated[float, Field(ge=0, description="seconds")]
+Bytes = Annotated[int, Field(ge=0, description="bytes per device")]
+
+
+class Document(BaseModel):
+    """Base of the plan's parts: immutable, and closed to unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Certificate(Document):
+    """How far from optimal the plan can be."""
+
+    status: Status
+    objective: float | None = Field(description="price of the plan in seconds; null without one")
+    bound: float | None = Field(description="proven lower bound of every plan's price, seconds")
+    gap: float | None = Field(ge=0, description="(objective - bound) / objective")
+
+
+class GraphSummary(Document):
+    """The program that was planned."""
+
+    digest: str = Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical program")
+    num_nodes: int = Field(ge=0)
+    num_parameters: int = Field(ge=0, description="elements of all parameters together")
+
+
+class PlacedInput(Document):
+    """A tensor that enters the program, and how each rank holds it."""
+
+    name: str = Field(description="value in the program")
+    kind: Literal["parameter", "buffer", "constant", "user"]
+    target: str = Field(description="name in the state dict, or of the argument")
+    aliases: tuple[str, ...] = ()
+    dtype: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    layout: LayoutText
+    placements: tuple[str, ...] = Field(
+        description="DTensor's view, one per mesh axis: Shard(dim=0), Replicate(), ..."
+    )
+
+
+class PlacedNode(Document):
+    """An operator, and the layouts in which it takes its inputs and makes its outputs."""
+
+    name: str
+    inputs: tuple[LayoutText, ...]
+    outputs: tuple[LayoutText, ...]
+    time: Seconds = Field(description="compute, forward plus backward")
+
+
+class PlannedStep(Document):
+    """One step of a conversion, on one mesh axis."""
+
+    axis: str
+    source: str
+    target: str
+    forward: str = Field(description="action in the forward pass: a collective or a local one")
+    backward: str = Field(description="action in the backward pass")
+    nbytes: Bytes = Field(description="larger of a rank's tensor before and after the step")
+    time: Seconds
+
+
+class Conversion(Document):
+    """A tensor that changes layout between its producer and a consumer.
+
+    A value with several consumers may first change layout for all of them (`consumer` is
+    null), and then for each.
+    """
+
+    value: str
+    consumer: str | None = Field(
+        description="name of the consuming node, 'output', or null: shared by all consumers"
+    )
+    position: int = Field(ge=0, description="which tensor input, or which output")
+    source: LayoutText
+    target: LayoutText
+    steps: tuple[PlannedStep, ...]
+
+    @property
+    def time(self) -> float:
+        """Seconds, forward plus backward."""
+        return sum(step.time for step in self.steps)
+
+
+class PlacedOutput(Document):
+    """A value that leaves the program."""
+
+    name: str
+    position: int = Field(ge=0)
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    layout: LayoutText
+
+
+class Stage(Document):
+    """One pipeline stage: a program on its own sub-mesh."""
+
+    name: str
+    axes: tuple[tuple[str, int], ...] = Field(description="name and size of each axis")
+    program: dict[str, Any] = Field(description="the normalised graph, as graph_to_json writes it")
+    inputs: tuple[PlacedInput, ...]
+    nodes: tuple[PlacedNode, ...]
+    conversions: tuple[Conversion, ...]
+    outputs: tuple[PlacedOutput, ...]
+
+    @property
+    def parameters(self) -> tuple[PlacedInput, ...]:
+        """The inputs that are parameters."""
+        return tuple(i for i in self.inputs if i.kind == "parameter")
+
+
+class CollectiveCount(Document):
+    """Collectives of one kind, axis and direction in a step of the program."""
+
+    kind: str
+    axis: str
+    direction: Literal["forward", "backward"]
+    count: int = Field(ge=1)
+    nbytes: int = Field(ge=0, description="sum of PlannedStep.nbytes")
+
+
+class Costs(Document):
+    """Predicted seconds of one step, on every device."""
+
+    total: Seconds
+    compute: Seconds
+    communication: Seconds = Field(description="collectives and the local copies around them")
+    optimizer: Seconds = Field(description="the local optimizer update")
+
+
+class Memory(Document):
+    """Predicted bytes per device at the peak."""
+
+    peak: Bytes
+    budget: int | None = Field(description="what the peak had to obey")
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    buffers: Bytes
+    inputs: Bytes
+    activations: Bytes = Field(description="upper estimate: outputs kept until backward")
+
+
+class Provenance(Document):
+    """What made the plan."""
+
+    versions: dict[str, str]
+    wall_time: dict[str, float] = Field(description="seconds per phase")
+    statistics: dict[str, float] = Field(description="sizes of the problem and its reductions")
+
+
+class Plan(Document):
+    """A sharding plan with its certificate.
+
+    An outcome without a plan (infeasible, timed out) has the same shape: its certificate
+    says why, `reason` says it in words, and `stages` is empty.
+    """
+
+    version: Literal[1] = PLAN_VERSION
+    id: str = Field(pattern="^[0-9a-f]{64}$", description="digest of the request and versions")
+    certificate: Certificate
+    reason: str = Field(default="", description="why there is no plan, and the way out")
+    graph: GraphSummary
+    mesh: Mesh
+    options: PlanOptions
+    costs: Costs | None
+    memory: Memory | None
+    collectives: tuple[CollectiveCount, ...]
+    stages: tuple[Stage, ...]
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _plan_or_reason(self) -> "Plan":
+        if not self.stages and not self.reason:
+            raise ValueError("a document without stages must give the reason")
+        if self.stages and (self.costs is None or self.memory is None):
+            raise ValueError("a document with stages must give costs and memory")
+        return self
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a plan at all."""
+        return bool(self.stages)
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The document as JSON text."""
+        return self.model_dump_json(indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Plan":
+        """Read a document.
+
+        Raises:
+            PlanError: the text is not a plan of a version that we understand.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "document"
+            raise PlanError(f"not a version {PLAN_VERSION} plan: {place}: {first['msg']}") from None
+
+
+def count_collectives(stages: tuple[Stage, ...]) -> tuple[CollectiveCount, ...]:
+    """The collectives of one step of a program, summed by kind, axis and direction."""
+    count: Counter[tuple[str, str, Literal["forward", "backward"]]] = Counter()
+    nbytes: Counter[tuple[str, str, Literal["forward", "backward"]]] = Counter()
+    for kind, axis, direction, size in _collectives(stages):
+        count[kind, axis, direction] += 1
+        nbytes[kind, axis, direction] += size
+    return tuple(
+        CollectiveCount(
+            kind=kind, axis=axis, direction=direction, count=n, nbytes=nbytes[kind, axis, direction]
+        )
+        for (kind, axis, direction), n in sorted(count.items())
+    )
+
+
+def _collectives(
+    stages: tuple[Stage, ...],
+) -> Iterator[tuple[str, str, Literal["forward", "backward"], int]]:
+    names = {action.value for action in Action if action.is_collective}
+    for stage in stages:
+        for conversion in stage.conversions:
+            for step in conversion.steps:
+                if step.forward in names:
+                    yield step.forward, step.axis, "forward", step.nbytes
+                if step.backward in names:
+                    yield step.backward, step.axis, "backward", step.nbytes

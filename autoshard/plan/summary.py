@@ -1,0 +1,72 @@
+"""A plan as a person reads it: layers folded, collectives counted."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from autoshard.plan.document import PlacedInput, Plan
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """Parameters that differ only in a layer's number and lie alike.
+
+    Attributes:
+        name: dotted name; numbers that differ are written as a range, `h.{0..11}.attn`.
+        count: how many parameters.
+        shape: global shape of each.
+        local_shape: shape of one rank's slice.
+        layout: type per mesh axis.
+        placements: DTensor's view.
+    """
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    layout: str
+    placements: tuple[str, ...]
+
+
+def fold_parameters(plan: Plan) -> tuple[ParameterRow, ...]:
+    """The parameters of a plan, one row for those that are alike, in first-seen order."""
+    groups: dict[tuple[object, ...], list[PlacedInput]] = {}
+    for stage in plan.stages:
+        for parameter in stage.parameters:
+            pattern = _NUMBER.sub("*", parameter.target)
+            key = (pattern, parameter.shape, parameter.layout, parameter.dtype)
+            groups.setdefault(key, []).append(parameter)
+    return tuple(_row(members) for members in groups.values())
+
+
+def _row(members: list[PlacedInput]) -> ParameterRow:
+    first = members[0]
+    return ParameterRow(
+        name=_folded_name([m.target for m in members]),
+        count=len(members),
+        shape=first.shape,
+        local_shape=first.local_shape,
+        layout=first.layout,
+        placements=first.placements,
+    )
+
+
+def _folded_name(names: list[str]) -> str:
+    numbers = zip(*([int(n) for n in _NUMBER.findall(name)] for name in names), strict=True)
+    ranges = iter([_ranges(column) for column in numbers])
+    return _NUMBER.sub(lambda _: next(ranges), names[0])
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers as one text: 3 alone, {0..11} in a row, {0..2,5} with holes."""
+    distinct = sorted(set(numbers))
+    if len(distinct) == 1:
+        return str(distinct[0])
+    runs = []
+    for _, run in groupby(enumerate(distinct), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}..{members[-1]}")
+    return "{" + ",".join(runs) + "}"

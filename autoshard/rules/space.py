@@ -1,0 +1,191 @@
+"""Building a rule: the index space of a call, letter by letter."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count
+
+from autoshard.errors import SchemaError
+from autoshard.graph import Tensor
+from autoshard.rules.call import Call
+from autoshard.rules.rule import Dims, OperatorRule
+
+Shape = Sequence[int]
+
+
+class Space:
+    """Hands out letters for one call and makes the rule of them.
+
+    Args:
+        call: the call that the rule is for.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._sizes: dict[str, int] = {}
+        self._whole: set[str] = set()
+        self._names = (f"d{i}" for i in count())
+
+    def free(self, size: int) -> tuple[str, ...]:
+        """The letters of a dim that may be cut."""
+        if size == 1:
+            return ()
+        letter = next(self._names)
+        self._sizes[letter] = size
+        return (letter,)
+
+    def fixed(self, size: int) -> tuple[str, ...]:
+        """The letters of a dim that may not be cut."""
+        letters = self.free(size)
+        self._whole.update(letters)
+        return letters
+
+    def free_dims(self, shape: Shape, *, fixed: Collection[int] = ()) -> Dims:
+        """New letters for every dim of a tensor, some of which may not be cut."""
+        return tuple(
+            self.fixed(size) if dim in fixed else self.free(size) for dim, size in enumerate(shape)
+        )
+
+    def fixed_dims(self, shape: Shape) -> Dims:
+        """New letters for every dim of a tensor, none of which may be cut."""
+        return tuple(self.fixed(size) for size in shape)
+
+    def rule(
+        self,
+        inputs: Iterable[Dims],
+        outputs: Iterable[Dims],
+        *,
+        contracted: Iterable[str] = (),
+        linear: Iterable[Collection[int]] = (),
+        addends: Iterable[int] = (),
+        flops_per_point: float = 0.0,
+    ) -> OperatorRule:
+        """The rule; linear groups without a gradient are left out.
+
+        A partial value stands for a sum of floating-point numbers, so a group counts only if
+        all its inputs and all outputs are such.
+        """
+        return OperatorRule(
+            sizes=dict(self._sizes),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            contracted=frozenset(contracted),
+            whole=frozenset(self._whole),
+            linear=differentiable_groups(self._call, linear),
+            addends=frozenset(addends),
+            flops_per_point=flops_per_point,
+        )
+
+
+def replicated(call: Call) -> OperatorRule:
+    """The rule that holds for every deterministic operator: no letter may be cut."""
+    space = Space(call)
+    return space.rule(
+        [space.fixed_dims(tensor.shape) for tensor in call.inputs],
+        [space.fixed_dims(tensor.shape) for tensor in call.outputs],
+    )
+
+
+def touching(
+    call: Call, dims: Collection[int], *, linear: Iterable[Collection[int]] = ()
+) -> OperatorRule:
+    """The rule of an operator that acts within some dims and repeats over the others.
+
+    All inputs and outputs have the same number of dims, and the same sizes in those that
+    are not touched; a touched dim may differ in size and stays whole.
+    """
+    space = Space(call)
+    shared = space.free_dims(call.inputs[0].shape, fixed=dims)
+
+    def letters(tensor: Tensor) -> Dims:
+        return tuple(
+            space.fixed(size) if dim in dims else shared[dim]
+            for dim, size in enumerate(tensor.shape)
+        )
+
+    inputs = [shared, *map(letters, call.inputs[1:])]
+    return space.rule(inputs, [letters(tensor) for tensor in call.outputs], linear=linear)
+
+
+def differentiable_groups(
+    call: Call, groups: Iterable[Collection[int]]
+) -> tuple[frozenset[int], ...]:
+    """The groups of inputs whose members can all be partial, if the outputs can be."""
+
+    def can_be_partial(tensors: Iterable[Tensor]) -> bool:
+        return all(tensor.dtype.is_differentiable for tensor in tensors)
+
+    if not can_be_partial(call.outputs):
+        return ()
+    return tuple(
+        frozenset(group)
+        for group in groups
+        if group and can_be_partial(call.inputs[i] for i in group)
+    )
+
+
+def broadcast(dims: Dims, shape: Shape) -> Dims:
+    """Letters of a tensor of this shape that broadcasts to dims, aligned at the last dim."""
+    aligned = dims[len(dims) - len(shape) :]
+    return tuple(() if size == 1 else letters for size, letters in zip(shape, aligned, strict=True))
+
+
+def einsum(
+    call: Call,
+    patterns: Mapping[str, str] | Sequence[str],
+    output: str,
+    *,
+    contracted: str = "",
+    whole: str = "",
+    addends: Collection[str] = (),
+    constants: Collection[str] = (),
+    flops_per_point: float = 2.0,
+) -> OperatorRule:
+    """The rule of a product of tensors, summed over some letters.
+
+    Args:
+        call: the call.
+        patterns: letters of each tensor, one per dim, by schema name or by position. `*`
+            stands for any number of dims that broadcast. A tensor with fewer dims than
+            letters is aligned at the last.
+        output: letters of the output.
+        contracted: letters that are summed over.
+        whole: letters that may not be cut.
+        addends: arguments that are added to the product.
+        constants: arguments in which the product is not linear.
+        flops_per_point: floating-point operations per point of the index space.
+    """
+    sizes: dict[str, int] = {}
+    if isinstance(patterns, Mapping):
+        patterns = [patterns[name] for name in call.names]
+    inputs = [
+        _bind(pattern, tensor.shape, sizes)
+        for pattern, tensor in zip(patterns, call.inputs, strict=True)
+    ]
+    added = [i for i, name in enumerate(call.names) if name in addends]
+    factors = [
+        i for i, name in enumerate(call.names) if name not in addends and name not in constants
+    ]
+    return OperatorRule(
+        sizes=sizes,
+        inputs=tuple(inputs),
+        outputs=tuple(_bind(output, tensor.shape, sizes) for tensor in call.outputs),
+        contracted=frozenset(contracted) & sizes.keys(),
+        whole=frozenset(whole) & sizes.keys(),
+        linear=differentiable_groups(call, [{i, *added} for i in factors]),
+        addends=frozenset(added),
+        flops_per_point=flops_per_point,
+    )
+
+
+def _bind(pattern: str, shape: Shape, sizes: dict[str, int]) -> Dims:
+    if "*" in pattern:
+        head, tail = pattern.split("*")
+        stars = [f"*{i}" for i in reversed(range(len(shape) - len(head) - len(tail)))]
+        letters = [*head, *stars, *tail]
+    else:
+        letters = list(pattern[len(pattern) - len(shape) :])
+    dims = []
+    for letter, size in zip(letters, shape, strict=True):
+        if size != 1 and sizes.setdefault(letter, size) != size:
+            raise SchemaError(f"a dim of size {size} meets one of size {sizes[letter]}")
+        dims.append(() if size == 1 else (letter,))
+    return tuple(dims)

@@ -1,0 +1,161 @@
+"""Operators as a rank runs them: `autoshard.rules.Kernel` in code."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from autoshard.graph import Node
+from autoshard.layouts import Kind, Layout
+from autoshard.rules import Kernel, kernel_for
+from autoshard.runtime.operators import OperatorCall
+from autoshard.runtime.slices import slice_index
+
+LocalKernel = Callable[[Sequence[torch.Tensor], int], tuple[torch.Tensor, ...]]
+"""Takes the local inputs and the number of the step; gives the local outputs."""
+
+MEAN = 1
+"""Value of a loss's `reduction`, as in `at::Reduction`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where on the mesh a rank is.
+
+    Attributes:
+        axis_sizes: size of each mesh axis.
+        coordinate: the rank's place on each axis.
+        device: the rank's device.
+        seed: from which all random numbers follow; the same on all ranks.
+    """
+
+    axis_sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    device: torch.device
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalNode:
+    """An operator with the layouts in which a plan runs it.
+
+    Attributes:
+        node: the operator's call in the graph.
+        inputs: layout of each tensor input.
+        outputs: layout of each output.
+        input_shapes: a rank's shape of each input.
+        output_shapes: a rank's shape of each output.
+        place: where the rank is.
+    """
+
+    node: Node
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    input_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+    place: Place
+
+
+def bind_kernel(local: LocalNode) -> LocalKernel:
+    """What a rank runs for an operator.
+
+    Raises:
+        PlanError: the operator may not be called, or an argument does not fit its schema.
+    """
+    kernel = kernel_for(local.node.operator)
+    return _BINDERS[kernel.kind](local, kernel.argument)
+
+
+def _plain(local: LocalNode, _argument: str = "") -> LocalKernel:
+    call = OperatorCall(local.node, local.place.device)
+    return lambda tensors, _step: call(tensors)
+
+
+def _resize(local: LocalNode, argument: str) -> LocalKernel:
+    call = OperatorCall(local.node, local.place.device, replaced={argument: local.output_shapes[0]})
+    return lambda tensors, _step: call(tensors)
+
+
+def _reshape(local: LocalNode, _argument: str) -> LocalKernel:
+    shape = local.output_shapes[0]
+    return lambda tensors, _step: (tensors[0].reshape(shape),)
+
+
+def _vocabulary(local: LocalNode, _argument: str) -> LocalKernel:
+    place = local.place
+    rows = local.input_shapes[0][0]
+    index, num_slices = slice_index(local.inputs[0], 0, place.axis_sizes, place.coordinate)
+    if num_slices == 1:
+        return _plain(local)
+    first = index * rows
+    padding = local.node.argument("padding_idx", -1)
+    assert isinstance(padding, int)
+    inside = first <= padding < first + rows
+    # -1 is the schema's way to say that no row is padding.
+    replaced = {"padding_idx": padding - first if inside else -1}
+    call = OperatorCall(local.node, place.device, replaced=replaced)
+
+    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+        table, ids = tensors
+        elsewhere = (ids < first) | (ids >= first + rows)
+        (found,) = call((table, (ids - first).masked_fill(elsewhere, 0)))
+        return (found.masked_fill(elsewhere.unsqueeze(-1), 0),)
+
+    return run
+
+
+def _scaled(local: LocalNode, argument: str) -> LocalKernel:
+    plain = _plain(local)
+    num_slices = prod(
+        size
+        for axis, size in enumerate(local.place.axis_sizes)
+        if local.outputs[0].types[axis].kind is Kind.PARTIAL
+        and any(layout.types[axis].is_shard for layout in local.inputs)
+    )
+    if num_slices == 1 or (argument and local.node.argument(argument, MEAN) != MEAN):
+        return plain
+
+    def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
+        (mean,) = plain(tensors, step)
+        return (mean / num_slices,)
+
+    return run
+
+
+def _seeded(local: LocalNode, argument: str) -> LocalKernel:
+    plain = _plain(local)
+    if argument and not local.node.argument(argument, _DEFAULT_PROBABILITY[argument]):
+        return plain
+    place = local.place
+    parts = [local.node.name]
+    for axis, axis_type in enumerate(local.outputs[0].types):
+        parts.append(str(place.coordinate[axis] if axis_type.is_shard else 0))
+    identity = "/".join(parts)
+    cpu = place.device.type == "cpu"
+    devices = [] if cpu else [torch.get_device_module(place.device).current_device()]
+
+    def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
+        with torch.random.fork_rng(devices, device_type="cuda" if cpu else place.device.type):
+            torch.manual_seed(_derived_seed(f"{place.seed}/{step}/{identity}"))
+            return plain(tensors, step)
+
+    return run
+
+
+_DEFAULT_PROBABILITY = {"p": 0.5, "dropout_p": 0.0}
+
+
+def _derived_seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+_BINDERS: Mapping[Kernel, Callable[[LocalNode, str], LocalKernel]] = {
+    Kernel.PLAIN: _plain,
+    Kernel.RESIZE: _resize,
+    Kernel.RESHAPE: _reshape,
+    Kernel.VOCABULARY: _vocabulary,
+    Kernel.SCALED: _scaled,
+    Kernel.SEEDED: _seeded,
+}

@@ -1,0 +1,151 @@
+"""Calling an operator of the graph with local tensors.
+
+Everything that can be looked up is looked up once: the overload, the objects that tokens
+stand for, and which arguments are tensors.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from autoshard.errors import PlanError
+from autoshard.graph import Argument, DType, Node, Ref, Token, TokenKind, references
+from autoshard.rules import has_rule
+
+_REFUSED = frozenset({"aten.from_file"})
+"""Packets of ATen that reach beyond tensors: a plan may come from a server, and must not
+choose files to map."""
+
+_MEMORY_FORMATS = frozenset(
+    {"contiguous_format", "channels_last", "channels_last_3d", "preserve_format"}
+)
+
+
+def resolve_operator(name: str) -> OpOverload:
+    """PyTorch's operator of a name such as `aten.add.Tensor`.
+
+    Raises:
+        PlanError: there is no such operator here, or it is not one that a plan may call:
+            of ATen or with a sharding rule, making tensors and writing into none.
+    """
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    if (namespace != "aten" and not has_rule(name)) or f"{namespace}.{packet}" in _REFUSED:
+        raise PlanError(f"the plan calls {name}, which is not an operator that plans may call")
+    found: Any = torch.ops
+    for part in (namespace, packet, overload):
+        found = getattr(found, part, None)
+    if not isinstance(found, OpOverload):
+        raise PlanError(
+            f"the plan calls {name}, which torch {torch.__version__} does not have; use the "
+            f"version that exported the model, or export it again"
+        )
+    schema = found._schema  # noqa: SLF001  torch has no public way to an operator's schema
+    if schema.is_mutable or not schema.returns:
+        raise PlanError(f"the plan calls {name}, which writes into its inputs or makes nothing")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """Stands for a tensor input in an argument."""
+
+    position: int
+
+
+class OperatorCall:
+    """One call of an operator, with all arguments but the tensors filled in.
+
+    Args:
+        node: the call in the graph.
+        device: where tensors are made.
+        replaced: arguments that a rank gives otherwise than the graph.
+
+    Raises:
+        PlanError: the operator may not be called, or an argument does not fit its schema.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        device: torch.device,
+        *,
+        replaced: Mapping[str, Argument] | None = None,
+    ) -> None:
+        self._name = node.name
+        self._operator = resolve_operator(node.operator)
+        self._num_outputs = len(node.outputs)
+        templates = _templates({**dict(node.arguments), **(replaced or {})}, device, node)
+        self._args: list[Any] = []
+        schema = self._operator._schema  # noqa: SLF001  as above
+        for argument in schema.arguments:
+            if argument.name not in templates or argument.kwarg_only:
+                break
+            self._args.append(templates.pop(argument.name))
+        self._kwargs = templates
+        unknown = templates.keys() - {argument.name for argument in schema.arguments}
+        if unknown:
+            raise PlanError(f"node {node.name!r}: {node.operator} has no argument {min(unknown)!r}")
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run on the tensor inputs in the order of `Node.inputs`; lists come back flat."""
+        args = [_fill(template, tensors) for template in self._args]
+        kwargs = {name: _fill(template, tensors) for name, template in self._kwargs.items()}
+        outputs = tuple(_flat(self._operator(*args, **kwargs)))
+        assert len(outputs) == self._num_outputs, self._name
+        return outputs
+
+
+def _templates(
+    arguments: Mapping[str, Argument], device: torch.device, node: Node
+) -> dict[str, Any]:
+    positions = iter(range(len(node.inputs)))
+    return {
+        name: _template(argument, positions, device, node) for name, argument in arguments.items()
+    }
+
+
+def _template(
+    argument: Argument, positions: Iterator[int], device: torch.device, node: Node
+) -> Any:
+    """A list is a constant; a tuple has inputs in it and is filled at every call."""
+    if isinstance(argument, Ref):
+        return _Input(next(positions))
+    if isinstance(argument, Token):
+        return _object_of(argument, device, node)
+    if isinstance(argument, tuple):
+        items = [_template(item, positions, device, node) for item in argument]
+        return tuple(items) if any(True for _ in references(argument)) else items
+    return argument
+
+
+def _object_of(token: Token, device: torch.device, node: Node) -> object:
+    """The torch object that a token stands for; every device is this rank's."""
+    if token.kind is TokenKind.DEVICE:
+        return device
+    if token.kind is TokenKind.DTYPE and token.value in set(DType):
+        return getattr(torch, token.value)
+    if token.kind is TokenKind.MEMORY_FORMAT and token.value in _MEMORY_FORMATS:
+        return getattr(torch, token.value)
+    if token.kind is TokenKind.LAYOUT and token.value == "strided":
+        return torch.strided
+    raise PlanError(f"node {node.name!r} uses the {token.kind} {token.value!r}, which cannot run")
+
+
+def _fill(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(template, _Input):
+        return tensors[template.position]
+    if isinstance(template, tuple):
+        return [_fill(item, tensors) for item in template]
+    return template
+
+
+def _flat(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, (list, tuple)):
+        for item in result:
+            yield from _flat(item)
+    else:
+        yield result

@@ -1,0 +1,180 @@
+"""Applying a plan to a model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import PlanError
+from autoshard.plan import PlacedInput, Plan, Stage
+from autoshard.runtime.parameters import Holder, check_parameters, distribute_parameters
+from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.signature import Arguments, Results
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def parallelize(
+    model: ModelT,
+    plan: Plan,
+    device_mesh: DeviceMesh,
+    *,
+    constants: Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
+) -> ModelT:
+    """Make a model run as planned, on every rank of a mesh.
+
+    The model is changed in place: its parameters become DTensors placed as the plan says,
+    under the same names, so that any optimizer and `torch.distributed.checkpoint` work; and
+    its forward becomes the planned program, whose collectives are those of the plan.
+
+    Forward takes what it took when it was exported. A tensor may be the whole batch (each
+    rank takes its slice), the rank's own slice, or a DTensor placed as planned. A result
+    that is whole is a plain tensor, and one that is cut a DTensor.
+
+    A plan for inference computes no gradients, and runs under `torch.no_grad()`.
+
+    Args:
+        model: holds the whole weights on every rank, or is on the meta device.
+        plan: made for this model and for a mesh of this shape.
+        device_mesh: with the axis names and sizes of the plan.
+        constants: values of tensors that forward made while it was exported, by name; where
+            they are attributes of the model they need not be given.
+        seed: of random operators such as dropout; the same on all ranks.
+
+    Returns:
+        The same object; its class is now a subclass of the one it had.
+
+    Raises:
+        PlanError: the plan has no stage or several, or does not fit mesh or model. The model
+            is then unchanged.
+    """
+    stage = _only_stage(plan)
+    program = LocalProgram(stage, device_mesh, seed=seed)
+    training = plan.options.mode == "training"
+    values = program.graph.values
+    frozen = frozenset(
+        p.name for p in stage.parameters if training and not values[p.name].requires_grad
+    )
+    check_parameters(model, stage, frozen=frozen)
+    forward = PlannedForward(
+        stage, program, device_mesh, training=training, constants=dict(constants or {})
+    )
+    forward.attach(model)
+    original = type(model)
+    members = {"__module__": original.__module__, "__doc__": original.__doc__}
+    model.__class__ = type(f"Planned{original.__name__}", (Planned, original), members)
+    vars(model)["_planned_forward"] = forward
+    return model
+
+
+class Planned:
+    """Mixed into the class of a model that runs as planned."""
+
+    _planned_forward: "PlannedForward"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the plan; takes and returns what the exported forward did."""
+        return self._planned_forward(args, kwargs)
+
+
+class PlannedForward:
+    """The program with its parameters, arguments and results.
+
+    Args:
+        stage: of the plan.
+        program: compiled from it.
+        mesh: the devices.
+        training: whether gradients are computed.
+        constants: values of captured tensors that the model does not hold.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        program: LocalProgram,
+        mesh: DeviceMesh,
+        *,
+        training: bool,
+        constants: dict[str, torch.Tensor],
+    ) -> None:
+        self._stage = stage
+        self._program = program
+        self._mesh = mesh
+        self._training = training
+        self._constants = constants
+        self._arguments = Arguments(stage, program.graph, mesh, program.place)
+        self._results = Results(stage, program.graph, mesh)
+        self._held: dict[str, Callable[[], torch.Tensor]] = {}
+        self._step = 0
+
+    def attach(self, model: nn.Module) -> None:
+        """Distribute a model's parameters and find its buffers and constants.
+
+        Raises:
+            PlanError: a buffer or a constant is nowhere to be found; the model is unchanged.
+        """
+        for placed in self._stage.inputs:
+            if placed.kind in ("buffer", "constant"):
+                self._held[placed.name] = self._find(model, placed)
+        holders = distribute_parameters(model, self._stage, self._mesh, self._program.place)
+        for placed, holder in zip(self._stage.parameters, holders, strict=True):
+            self._held[placed.name] = _local_getter(holder)
+
+    def _find(self, model: nn.Module, placed: PlacedInput) -> Callable[[], torch.Tensor]:
+        device = self._program.place.device
+        if placed.target in self._constants:
+            value = self._constants[placed.target].to(device)
+            return lambda: value
+        try:
+            holder = Holder.of(model, placed.target)
+            value = holder.get()
+        except AttributeError:
+            raise PlanError(
+                f"the model has no {placed.kind} {placed.target!r}; pass its value in "
+                f"`constants`, as in exported_program.constants"
+            ) from None
+        if not isinstance(value, torch.Tensor) or value.shape != placed.shape:
+            raise PlanError(f"{placed.target!r} is no tensor of shape {placed.shape} in the model")
+        if not value.is_meta:
+            setattr(holder.module, holder.name, value.to(device))
+        return holder.get
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one step on this rank."""
+        with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
+            given = self._arguments.flatten(args, kwargs)
+            inputs = [
+                given[placed.name] if placed.kind == "user" else self._held[placed.name]()
+                for placed in self._stage.inputs
+            ]
+            outputs = self._program(inputs, step=self._step)
+            self._step += 1
+            return self._results.nest(outputs)
+
+
+def _local_getter(holder: Holder) -> Callable[[], torch.Tensor]:
+    def get() -> torch.Tensor:
+        parameter = holder.get()
+        if not isinstance(parameter, DTensor):
+            raise PlanError(
+                f"parameter {holder.name!r} of {type(holder.module).__name__} was replaced by a "
+                f"plain tensor after the plan was applied; load weights into the DTensor instead"
+            )
+        return parameter.to_local()
+
+    return get
+
+
+def _only_stage(plan: Plan) -> Stage:
+    if not plan.found:
+        raise PlanError(f"the document has no plan to apply: {plan.reason}")
+    if len(plan.stages) > 1:
+        raise PlanError(
+            f"the plan has {len(plan.stages)} pipeline stages; apply each one to its own part "
+            f"of the model"
+        )
+    return plan.stages[0]

@@ -1,0 +1,149 @@
+"""Seeing which collectives really run, without asking the plan."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.plan import CollectiveCount
+
+Direction = Literal["forward", "backward"]
+
+_KINDS = {
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::all_gather_into_tensor_out": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::reduce_scatter_tensor_out": "reduce_scatter",
+    "_c10d_functional::all_to_all_single": "all_to_all",
+    "_c10d_functional::broadcast": "broadcast",
+    "_c10d_functional::broadcast_": "broadcast",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::allgather_": "all_gather",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::alltoall_": "all_to_all",
+    "c10d::alltoall_base_": "all_to_all",
+    "c10d::broadcast_": "broadcast",
+    "c10d::gather_": "gather",
+    "c10d::scatter_": "scatter",
+    "c10d::reduce_": "reduce",
+}
+_NAMESPACES = ("_c10d_functional::", "c10d::")
+_SILENT = frozenset({"c10d::barrier", "c10d::monitored_barrier_"})
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRecord:
+    """A collective that ran on this rank.
+
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all; anything else that
+            ran goes by the name of its operator.
+        axis: name of the mesh axis whose ranks took part; `"?"` where no axis has the group.
+        nbytes: size of the larger of the rank's tensor before and after.
+        direction: backward where autograd was running.
+    """
+
+    kind: str
+    axis: str
+    nbytes: int
+    direction: Direction
+
+
+class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """A context in which collectives of this thread and its autograd are recorded.
+
+    Attributes:
+        records: in the order in which they were started.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.records: list[CollectiveRecord] = []
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        self._axis_of_group: dict[str, str] = {
+            mesh.get_group(i).group_name: name for i, name in enumerate(names)
+        }
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator, and note it down where it is a collective."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        schema = func._schema  # noqa: SLF001  torch has no public way to an operator's schema
+        if schema.name.startswith(_NAMESPACES) and schema.name not in _SILENT:
+            given = dict(zip((a.name for a in schema.arguments), args, strict=False))
+            given.update(kwargs)
+            # What has no group only looks at tensors, such as the wait for a collective.
+            group = given.get("group_name", given.get("process_group"))
+            if group is not None:
+                self._record(schema.name, group, (*given.values(), result))
+        return result
+
+    def _record(self, name: str, group: Any, values: tuple[Any, ...]) -> None:
+        # While autograd runs, the thread belongs to a graph task.
+        backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        self.records.append(
+            CollectiveRecord(
+                kind=_KINDS.get(name, name),
+                axis=self._axis_of_group.get(_group_name(group), "?"),
+                nbytes=max(_nbytes(value) for value in values),
+                direction="backward" if backward else "forward",
+            )
+        )
+
+
+def record_collectives(mesh: DeviceMesh) -> CollectiveRecorder:
+    """A context manager that records the collectives that run inside it.
+
+    Args:
+        mesh: names the axes by their process groups.
+
+    Example:
+        >>> with record_collectives(mesh) as recorder:
+        ...     model(batch).backward()
+        >>> summarize(recorder.records) == plan.collectives
+        True
+    """
+    return CollectiveRecorder(mesh)
+
+
+def summarize(records: Iterable[CollectiveRecord]) -> tuple[CollectiveCount, ...]:
+    """Records summed by kind, axis and direction, sorted as `Plan.collectives` is."""
+    found: dict[tuple[str, str, Direction], list[int]] = {}
+    for record in records:
+        found.setdefault((record.kind, record.axis, record.direction), []).append(record.nbytes)
+    return tuple(
+        CollectiveCount(
+            kind=kind, axis=axis, direction=direction, count=len(sizes), nbytes=sum(sizes)
+        )
+        for (kind, axis, direction), sizes in sorted(found.items())
+    )
+
+
+def _group_name(group: Any) -> str:
+    if isinstance(group, str):
+        return group
+    if isinstance(group, torch.ScriptObject):
+        group = ProcessGroup.unbox(group)
+    return str(group.group_name)
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)):
+        return sum(_nbytes(item) for item in value)
+    return 0

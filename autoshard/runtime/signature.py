@@ -1,0 +1,180 @@
+"""Between what a caller passes to forward and the flat tensors of the program."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import PlanError
+from autoshard.graph import Graph, InputKind
+from autoshard.layouts import Layout, to_placements
+from autoshard.plan import PlacedInput, PlacedOutput, Stage
+from autoshard.runtime.kernels import Place
+from autoshard.runtime.slices import local_slice
+from autoshard.runtime.trees import TreeSpec, read_spec
+
+
+class Arguments:
+    """Checks and cuts what a caller passes.
+
+    Args:
+        stage: says how each tensor is cut.
+        graph: says how arguments nest, and which of them are literals.
+        mesh: the devices.
+        place: where on the mesh this rank is.
+    """
+
+    def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh, place: Place) -> None:
+        kinds = (InputKind.USER, InputKind.LITERAL)
+        self._inputs = tuple(i for i in graph.inputs if i.kind in kinds)
+        self._spec = read_spec(graph.in_spec) if graph.in_spec else None
+        placed = {i.name: i for i in stage.inputs if i.kind == "user"}
+        self._tensors = {
+            name: _TensorArgument(
+                tensor, mesh, place, takes_gradient=graph.values[name].requires_grad
+            )
+            for name, tensor in placed.items()
+        }
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """This rank's tensors by the names of their values.
+
+        Raises:
+            PlanError: the arguments nest otherwise than the exported ones, a literal has
+                another value, or a tensor is of another shape or dtype.
+        """
+        leaves = self._leaves(args, kwargs)
+        tensors = {}
+        for graph_input, leaf in zip(self._inputs, leaves, strict=True):
+            if graph_input.kind is InputKind.USER:
+                tensors[graph_input.name] = self._tensors[graph_input.name].localize(leaf)
+            elif leaf != graph_input.literal or isinstance(leaf, torch.Tensor):
+                raise PlanError(
+                    f"argument {graph_input.target!r} was {graph_input.literal!r} when the model "
+                    f"was exported and is {_shown(leaf)} now; plan again for the new value"
+                )
+        return tensors
+
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        if self._spec is not None:
+            order = self._spec.child(1).context
+            if set(order) == set(kwargs):
+                kwargs = {name: kwargs[name] for name in order}
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        if self._spec is None and not kwargs and len(leaves) == len(self._inputs):
+            return leaves
+        if spec != self._spec:
+            raise PlanError(f"forward was exported as {self._call()}, and called as {_call(spec)}")
+        return leaves
+
+    def _call(self) -> str:
+        if self._spec is None:
+            return f"forward({', '.join(i.target for i in self._inputs)})"
+        return _call(self._spec)
+
+
+class _TensorArgument:
+    def __init__(
+        self, placed: PlacedInput, mesh: DeviceMesh, place: Place, *, takes_gradient: bool
+    ) -> None:
+        self._placed = placed
+        self._mesh = mesh
+        self._place = place
+        self._takes_gradient = takes_gradient
+        self._layout = Layout.parse(placed.layout)
+        self._dtype: torch.dtype = getattr(torch, placed.dtype)
+        self._placements = to_placements(self._layout, place.axis_sizes)
+
+    def localize(self, value: Any) -> torch.Tensor:
+        """This rank's slice of a whole tensor, a DTensor, or a tensor that is the slice."""
+        name = self._placed.target
+        if not isinstance(value, torch.Tensor):
+            raise PlanError(f"argument {name!r} must be a tensor, not {_shown(value)}")
+        if value.dtype != self._dtype:
+            raise PlanError(f"argument {name!r} is {value.dtype}; the plan is for {self._dtype}")
+        if value.requires_grad and not self._takes_gradient and torch.is_grad_enabled():
+            raise PlanError(
+                f"argument {name!r} requires a gradient that the plan does not compute; export "
+                f"with an example that requires it, or pass a detached tensor"
+            )
+        return self._local(value).to(self._place.device)
+
+    def _local(self, value: torch.Tensor) -> torch.Tensor:
+        placed = self._placed
+        if isinstance(value, DTensor):
+            if value.placements != self._placements or value.shape != placed.shape:
+                raise PlanError(
+                    f"argument {placed.target!r} is a DTensor of shape {tuple(value.shape)} placed "
+                    f"{value.placements}; the plan wants {placed.shape} placed {self._placements}: "
+                    f"redistribute it, or pass the whole tensor"
+                )
+            return value.to_local()
+        if value.shape == placed.local_shape:
+            return value
+        if value.shape == placed.shape:
+            return local_slice(value, self._layout, self._place.axis_sizes, self._place.coordinate)
+        raise PlanError(
+            f"argument {placed.target!r} has shape {tuple(value.shape)}; the plan is for the "
+            f"global shape {placed.shape}, or {placed.local_shape} where a rank passes its own "
+            f"slice: pad the batch, or plan again for the new shape"
+        )
+
+
+class Results:
+    """Nests what the program makes as the model's forward would.
+
+    Args:
+        stage: says how each output is cut.
+        graph: says how outputs nest.
+        mesh: the devices.
+    """
+
+    def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh) -> None:
+        self._spec: TreeSpec | None = read_spec(graph.out_spec) if graph.out_spec else None
+        self._mesh = mesh
+        self._cut: dict[int, PlacedOutput] = {
+            output.position: output
+            for output in stage.outputs
+            if not all(t.is_whole for t in Layout.parse(output.layout).types)
+        }
+
+    def nest(self, outputs: Sequence[Any]) -> Any:
+        """The results of forward: a whole tensor is plain, one that is cut is a DTensor."""
+        values = list(outputs)
+        for position, output in self._cut.items():
+            values[position] = self._distributed(values[position], output)
+        if self._spec is not None:
+            return pytree.tree_unflatten(values, self._spec)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _distributed(self, local: torch.Tensor, output: PlacedOutput) -> DTensor:
+        placements = to_placements(Layout.parse(output.layout), tuple(self._mesh.shape))
+        return from_local(local, self._mesh, placements, output.shape)
+
+
+def from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of a known global shape around a rank's slice; differentiable."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _call(spec: TreeSpec) -> str:
+    positional, keywords = spec.children()
+    shown = [str(child) for child in positional.children()]
+    shown += [
+        f"{name}={child}" for name, child in zip(keywords.context, keywords.children(), strict=True)
+    ]
+    return f"forward({', '.join(shown)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r:.80}"

@@ -1,0 +1,113 @@
+"""Local search: a choice improved one variable at a time."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard.solve.network import Network, Variable
+from autoshard.solve.problem import BoolArray, FloatArray
+from autoshard.solve.reductions.limits import term_prices
+
+_MOST_SWEEPS = 50
+_MOST_RAISES = 24
+
+
+class Descent:
+    """Coordinate descent on a network without ties.
+
+    Args:
+        network: what to improve on; must not change while the descent lives.
+        check: called now and then; raises to stop.
+    """
+
+    def __init__(self, network: Network, *, check: Callable[[], None]) -> None:
+        self._network = network
+        self._check = check
+
+    def improve(
+        self, picks: dict[int, int], *, prices: FloatArray | None = None, within: bool = False
+    ) -> dict[int, int]:
+        """Move to a choice that no change of one variable improves.
+
+        Args:
+            picks: where to start.
+            prices: price of usage at each checkpoint, shape [T]; none by default.
+            within: allow only moves that keep the usage within the capacity, from a start
+                that does.
+        """
+        picks = dict(picks)
+        usage = self._network.usage(picks)
+        queue = dict.fromkeys(self._network.variables)
+        for _ in range(_MOST_SWEEPS * len(queue)):
+            if not queue:
+                break
+            v = next(iter(queue))
+            del queue[v]
+            self._check()
+            best = self._best(v, picks, prices, usage if within else None)
+            if best != picks[v]:
+                _move(self._network.variables[v], usage, picks[v], best)
+                picks[v] = best
+                queue.update(dict.fromkeys(self._network.links[v]))
+        return picks
+
+    def repair(self, picks: dict[int, int], prices: FloatArray) -> dict[int, int] | None:
+        """Raise the price of what is short until a choice fits, then improve within the room.
+
+        Args:
+            picks: where to start.
+            prices: first guess of the price of usage at each checkpoint, shape [T].
+
+        Returns:
+            a choice within the capacity, or None where none was found.
+        """
+        capacity = self._network.capacity
+        spread = sum(float(np.ptp(x.cost)) for x in self._network.variables.values())
+        prices = prices.copy()
+        step = 1e-3 * spread / max(float(capacity.max(initial=0.0)), 1e-300)
+        for _ in range(_MOST_RAISES):
+            over = self._network.usage(picks) > capacity
+            if not over.any():
+                return self.improve(picks, within=True)
+            prices[over] = np.maximum(prices[over] * 1.5, prices[over] + step)
+            step *= 2.0
+            picks = self.improve(picks, prices=prices)
+        return None
+
+    def _best(
+        self, v: int, picks: dict[int, int], prices: FloatArray | None, usage: FloatArray | None
+    ) -> int:
+        variable = self._network.variables[v]
+        total = variable.cost
+        for w, link in self._network.links[v].items():
+            total = total + link.matrix.values[link.rows, link.cols[picks[w]]]
+        if variable.terms and prices is not None:
+            total = total + term_prices(variable, prices)
+        if variable.terms and usage is not None:
+            total = np.where(self._fits(variable, picks[v], usage), total, np.inf)
+        best = int(total.argmin())
+        return best if total[best] < total[picks[v]] else picks[v]
+
+    def _fits(self, variable: Variable, pick: int, usage: FloatArray) -> BoolArray:
+        """Whether each strategy fits in the room that the others leave, shape [S]."""
+        others = usage.copy()
+        _move(variable, others, pick, None)
+        fits: BoolArray = np.ones(len(variable.cost), dtype=np.bool_)
+        if len(variable.terms) == 1:
+            term = variable.terms[0]
+            room = self._network.capacity - others
+            return np.less_equal(term.usage, room[term.first : term.last].min())
+        for s in range(len(fits)):
+            after = others.copy()
+            _move(variable, after, None, s)
+            fits[s] = bool((after <= self._network.capacity).all())
+        return fits
+
+
+def _move(variable: Variable, usage: FloatArray, old: int | None, new: int | None) -> None:
+    """Take the use of one strategy off, in place, and add that of another."""
+    for term in variable.terms:
+        if old is not None:
+            usage[term.first : term.last] -= term.usage[old]
+        if new is not None:
+            usage[term.first : term.last] += term.usage[new]

@@ -1,0 +1,317 @@
+"""Exact minimisation of networks of small width, by eliminating variables.
+
+Bucket elimination (Dechter, Artif. Intell. 113:41, 1999): a variable is minimised out
+into a table over its neighbours, of any number. A table is indexed not by strategies but
+by what the neighbours show the eliminated variables, so it stays small where many
+strategies share a layout. The structure is compiled once and then evaluated for as many
+cost vectors as needed; a second pass gives the min-marginals.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from autoshard.solve.network import Network, fingerprint, joint_classes
+from autoshard.solve.problem import FloatArray, IntArray
+
+MOST_WORK = 1.5e10
+"""Largest number of additions of one evaluation: about 20 seconds."""
+MOST_ENTRIES = 1 << 23
+"""Largest number of entries of one table."""
+MOST_MEMORY = 1 << 26
+"""Largest number of entries of all tables together."""
+_BLOCK = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Factor:
+    """Axes of a table: its variables, and the index that each strategy of them selects."""
+
+    scope: tuple[int, ...]
+    classes: tuple[IntArray, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Input:
+    """A factor seen from a bucket: for each axis, the entry that each bucket class selects."""
+
+    factor: int
+    order: tuple[int, ...]
+    picks: tuple[IntArray, ...]
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bucket:
+    """The elimination of one variable into the table `output` over its neighbours."""
+
+    variable: int
+    classes: IntArray
+    shape: tuple[int, ...]
+    inputs: tuple[_Input, ...]
+    output: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """Result of one pass: the least price, a best position per variable, all tables."""
+
+    value: float
+    picks: dict[int, int]
+    tables: list[FloatArray]
+    costs: Mapping[int, FloatArray]
+
+
+class Elimination:
+    """A compiled elimination order of a network.
+
+    Attributes:
+        work: additions of one evaluation.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._constant = network.constant
+        self._sizes = {v: len(x.cost) for v, x in network.variables.items()}
+        self._factors: list[_Factor] = []
+        self._given: list[FloatArray] = []
+        self._keys: list[bytes] = []
+        self._buckets: list[_Bucket] = []
+        self.work = 0.0
+        self.entries = 0
+        for u, v, link in network.pairs():
+            used_rows, rows = np.unique(link.rows, return_inverse=True)
+            used_cols, cols = np.unique(link.cols, return_inverse=True)
+            self._given.append(link.matrix.values[np.ix_(used_rows, used_cols)])
+            self._factors.append(_Factor((u, v), (rows, cols), self._given[-1].shape))
+            self._keys.append(
+                fingerprint(link.matrix.key, used_rows.tobytes(), used_cols.tobytes())
+            )
+
+    @classmethod
+    def compile(
+        cls, network: Network, *, most_work: float = MOST_WORK, check: Callable[[], None]
+    ) -> "Elimination | None":
+        """Find an order and its tables; None where they would be too large.
+
+        Args:
+            network: what to minimise; usage terms are ignored.
+            most_work: largest number of additions of one evaluation.
+            check: called now and then; raises to stop.
+        """
+        plan = cls(network)
+        return plan if plan._order(most_work, check) else None
+
+    def _order(self, most_work: float, check: Callable[[], None]) -> bool:
+        member: dict[int, set[int]] = {v: set() for v in self._sizes}
+        for f, factor in enumerate(self._factors):
+            for v in factor.scope:
+                member[v].add(f)
+        heap = [(self._estimate(v, member[v]), v) for v in member]
+        heapq.heapify(heap)
+        while member:
+            estimate, v = heapq.heappop(heap)
+            if v not in member or estimate != self._estimate(v, member[v]):
+                continue
+            check()
+            inputs = member.pop(v)
+            bucket = self._bucket(v, sorted(inputs))
+            size = prod(bucket.shape[1:])
+            self.work += size * bucket.shape[0] * len(inputs)
+            self.entries += size
+            if size > MOST_ENTRIES or self.entries > MOST_MEMORY or self.work > most_work:
+                return False
+            self._buckets.append(bucket)
+            for w in self._factors[bucket.output].scope:
+                member[w] -= inputs
+                member[w].add(bucket.output)
+                heapq.heappush(heap, (self._estimate(w, member[w]), w))
+        return True
+
+    def _estimate(self, v: int, inputs: set[int]) -> float:
+        """Upper estimate of the additions of eliminating a variable now."""
+        sizes: dict[int, int] = {v: 1}
+        for f in inputs:
+            factor = self._factors[f]
+            for w, size in zip(factor.scope, factor.sizes, strict=True):
+                sizes[w] = min(sizes.get(w, 1) * size, self._sizes[w])
+        return float(prod(sizes.values()))
+
+    def _bucket(self, v: int, inputs: list[int]) -> _Bucket:
+        joint: dict[int, IntArray] = {v: np.zeros(self._sizes[v], dtype=np.intp)}
+        for f in inputs:
+            factor = self._factors[f]
+            for w, classes in zip(factor.scope, factor.classes, strict=True):
+                joint[w] = joint_classes(joint[w], classes)[1] if w in joint else classes
+        scope = tuple(joint)
+        sizes = {w: int(classes.max()) + 1 for w, classes in joint.items()}
+        seen = tuple(self._seen_from(f, scope, joint, sizes) for f in inputs)
+        around = scope[1:]
+        self._factors.append(
+            _Factor(around, tuple(joint[w] for w in around), tuple(sizes[w] for w in around))
+        )
+        shape = tuple(sizes[w] for w in scope)
+        parts = [repr((shape, [(x.axes, x.order) for x in seen])).encode(), joint[v].tobytes()]
+        key = fingerprint(*parts, *(pick.tobytes() for x in seen for pick in x.picks))
+        return _Bucket(v, joint[v], shape, seen, len(self._factors) - 1, key)
+
+    def _seen_from(
+        self,
+        f: int,
+        scope: tuple[int, ...],
+        joint: Mapping[int, IntArray],
+        sizes: Mapping[int, int],
+    ) -> _Input:
+        factor = self._factors[f]
+        order = tuple(sorted(range(len(factor.scope)), key=lambda i: scope.index(factor.scope[i])))
+        picks = []
+        for i in order:
+            w = factor.scope[i]
+            pick = np.zeros(sizes[w], dtype=np.intp)
+            pick[joint[w]] = factor.classes[i]
+            picks.append(pick)
+        axes = tuple(scope.index(factor.scope[i]) for i in order)
+        return _Input(f, order, tuple(picks), axes)
+
+    def evaluate(self, costs: Mapping[int, FloatArray], *, check: Callable[[], None]) -> Evaluation:
+        """Minimise for given costs per strategy of each variable.
+
+        Returns:
+            the least price (inf where nothing is allowed) with a choice that attains it.
+        """
+        tables, keys = [*self._given], [*self._keys]
+        # What a bucket yields follows from its inputs, so repeated layers are computed once.
+        known: dict[bytes, FloatArray] = {}
+        value = self._constant
+        for bucket in self._buckets:
+            check()
+            cost = costs[bucket.variable]
+            below = (keys[seen.factor] for seen in bucket.inputs)
+            keys.append(fingerprint(bucket.key, cost.tobytes(), *below))
+            table = known.get(keys[-1])
+            if table is None:
+                table = known[keys[-1]] = self._message(bucket, cost, tables)
+            tables.append(table)
+            if table.ndim == 0:
+                value += float(table)
+        picks: dict[int, int] = {}
+        for bucket in reversed(self._buckets):
+            prices = costs[bucket.variable]
+            for seen in bucket.inputs:
+                prices = prices + self._column(seen.factor, bucket.variable, tables, picks)
+            picks[bucket.variable] = int(prices.argmin())
+        return Evaluation(value, picks, tables, costs)
+
+    def _column(
+        self, f: int, v: int, tables: list[FloatArray], picks: Mapping[int, int]
+    ) -> FloatArray:
+        """Entries of a table for each strategy of one variable, the others being chosen."""
+        factor = self._factors[f]
+        index = tuple(
+            classes if w == v else classes[picks[w]]
+            for w, classes in zip(factor.scope, factor.classes, strict=True)
+        )
+        column: FloatArray = tables[f][index]
+        return column
+
+    def _message(self, bucket: _Bucket, cost: FloatArray, tables: list[FloatArray]) -> FloatArray:
+        least = np.full(bucket.shape[0], np.inf)
+        np.minimum.at(least, bucket.classes, cost)
+        arms = [self._arm(bucket, seen, tables) for seen in bucket.inputs]
+        out = np.full(bucket.shape[1:], np.inf)
+        flat = (1,) * (len(bucket.shape) - 1)
+        step = max(1, _BLOCK // max(out.size, 1))
+        for start in range(0, len(least), step):
+            part = slice(start, start + step)
+            total = least[part].reshape(-1, *flat)
+            for arm in arms:
+                total = total + arm[part]
+            np.minimum(out, total.min(axis=0), out=out)
+        return out
+
+    @staticmethod
+    def _arm(bucket: _Bucket, seen: _Input, tables: list[FloatArray]) -> FloatArray:
+        """A table by the classes of the bucket, with an axis for each of its variables."""
+        table = tables[seen.factor].transpose(seen.order)
+        table = table[np.ix_(*seen.picks)]
+        shape = [1] * len(bucket.shape)
+        for axis, size in zip(seen.axes, table.shape, strict=True):
+            shape[axis] = size
+        return table.reshape(shape)
+
+    def min_marginals(
+        self, result: Evaluation, *, check: Callable[[], None]
+    ) -> dict[int, FloatArray]:
+        """Least price of all choices that pick each strategy of each variable, shape [S].
+
+        The second pass of message passing on the tree of buckets: what lies outside of a
+        bucket's subtree is told to it as a table over its neighbours.
+        """
+        outside: dict[int, FloatArray] = {}
+        marginals: dict[int, FloatArray] = {}
+        for bucket in reversed(self._buckets):
+            check()
+            v = bucket.variable
+            if len(bucket.shape) == 1:
+                outside[bucket.output] = result.value - result.tables[bucket.output]
+            base, least, tops = self._beliefs(bucket, result, outside.pop(bucket.output))
+            with np.errstate(invalid="ignore"):
+                extra = result.costs[v] - base[bucket.classes]
+                total = least[bucket.classes] + extra
+            marginals[v] = np.where(np.isnan(total), np.inf, total)
+            for seen, top in tops:
+                outside[seen.factor] = _told(top, seen, result.tables[seen.factor])
+        return marginals
+
+    def _beliefs(
+        self, bucket: _Bucket, result: Evaluation, outside: FloatArray
+    ) -> tuple[FloatArray, FloatArray, list[tuple[_Input, FloatArray]]]:
+        """Least price of everything, by what a bucket and its inputs see.
+
+        Returns:
+            the least cost in each class of the variable, shape [K]; the least price of all
+            choices with each class, shape [K]; and for each message that came in, the
+            least price by the bucket's classes of the message's variables.
+        """
+        base = np.full(bucket.shape[0], np.inf)
+        np.minimum.at(base, bucket.classes, result.costs[bucket.variable])
+        arms = [self._arm(bucket, seen, result.tables) for seen in bucket.inputs]
+        messages = [seen for seen in bucket.inputs if seen.factor >= len(self._given)]
+        least = np.empty(bucket.shape[0])
+        tops = [(seen, np.empty([bucket.shape[i] for i in seen.axes])) for seen in messages]
+        step = max(1, _BLOCK // prod(bucket.shape[1:]))
+        flat = (1,) * (len(bucket.shape) - 1)
+        for start in range(0, len(base), step):
+            part = slice(start, start + step)
+            belief = base[part].reshape(-1, *flat) + outside[None]
+            for arm in arms:
+                belief = belief + arm[part]
+            least[part] = belief.reshape(len(belief), -1).min(axis=1)
+            for seen, top in tops:
+                others = tuple(i for i in range(belief.ndim) if i not in seen.axes)
+                top[part] = belief.min(axis=others)
+        return base, least, tops
+
+
+def _told(table: FloatArray, seen: _Input, message: FloatArray) -> FloatArray:
+    """What a bucket tells one of its inputs: its belief without the input's own message."""
+    for axis, pick in enumerate(seen.picks):
+        table = _grouped_min(table, axis, pick)
+    # Back from the order of the bucket to the order of the message.
+    table = table.transpose(np.argsort(seen.order))
+    with np.errstate(invalid="ignore"):
+        told = table - message
+    return np.where(np.isfinite(message), told, np.inf)
+
+
+def _grouped_min(table: FloatArray, axis: int, classes: IntArray) -> FloatArray:
+    """Least entry of each class along an axis."""
+    if (classes == np.arange(len(classes))).all():
+        return table
+    order = np.argsort(classes, kind="stable")
+    starts = np.searchsorted(classes[order], np.arange(int(classes.max()) + 1))
+    return np.minimum.reduceat(table.take(order, axis=axis), starts, axis=axis)

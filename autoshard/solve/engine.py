@@ -1,0 +1,267 @@
+"""From a problem to a certified solution."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard.errors import OptionError
+from autoshard.solve.descent import Descent
+from autoshard.solve.elimination import Elimination
+from autoshard.solve.highs import Ending, HighsSolver
+from autoshard.solve.lagrange import Lagrangian
+from autoshard.solve.linear import LinearModel, linear_model
+from autoshard.solve.network import Network
+from autoshard.solve.problem import FloatArray, Problem, Solution, Status
+from autoshard.solve.reference import solve_reference
+from autoshard.solve.search import CancelToken, Interrupted, Progress, Search
+from autoshard.solve.stage import Stage
+from autoshard.solve.usage import minimum_usage
+
+_INTEGRAL = 1.0 - 1e-6
+_MOST_ROUNDS = 6
+_EXPLAIN_SECONDS = 20.0
+_CORE_STRATEGIES = 3
+_CORE_SHARE = 0.25
+_CORE_SECONDS = 240.0
+_WORTHWHILE = 0.2
+"""Share of the strategies that a round must drop to be followed by another one."""
+
+
+def solve_problem(
+    problem: Problem,
+    *,
+    time_limit: float | None = None,
+    relative_gap: float = 1e-6,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] | None = None,
+    cancel: CancelToken | None = None,
+    solver: str = "highs",
+) -> Solution:
+    """Find the cheapest choice, with a proof of how good it is.
+
+    The problem is first solved without its usage limit: exact reductions often solve it
+    outright, and HiGHS solves the rest. If that choice breaks the limit, prices on usage
+    give a bound and good choices, strategies that cannot matter any more are dropped, and
+    HiGHS closes what gap is left.
+
+    Args:
+        problem: what to solve.
+        time_limit: seconds after which the best choice so far is returned.
+        relative_gap: stop once the choice is proven this close to the optimum, relative
+            to the sum of the absolute prices it pays.
+        seed: for the random numbers inside HiGHS.
+        on_progress: called at each phase and each improvement, from the solving thread.
+        cancel: a `threading.Event`, say; once set, the solve ends with what it has.
+        solver: "highs", or the name of a cvxpy solver that gets what the reductions leave
+            (see `solve_reference`; then `cancel` is heard only between phases).
+
+    Returns:
+        the outcome as a value; an infeasible problem is a status, not an error. Where the
+        usage limit is to blame, `statistics["minimum_usage"]` is the least limit that
+        works, if it was found in time.
+
+    Raises:
+        OptionError: an option is out of its range, or the solver is not installed.
+    """
+    _check_options(time_limit, relative_gap)
+    search = Search(
+        problem,
+        time_limit=time_limit,
+        gap=relative_gap,
+        seed=seed,
+        on_progress=on_progress,
+        cancel=cancel,
+    )
+    infeasible = False
+    try:
+        infeasible = not _solve(search, solver)
+        if infeasible and np.isfinite(problem.usage_limit):
+            _explain(search)
+    except Interrupted:
+        search.count("interrupted")
+    return search.finish(infeasible=infeasible)
+
+
+def _check_options(time_limit: float | None, relative_gap: float) -> None:
+    if time_limit is not None and not time_limit > 0:
+        raise OptionError(f"time_limit is {time_limit} s; give a positive number, or None")
+    if not 0 <= relative_gap < 1:
+        raise OptionError(f"relative_gap is {relative_gap}; give a number from 0 to below 1")
+
+
+def _explain(search: Search) -> None:
+    """Find the usage limit that would have worked."""
+    search.enter("find the least limit")
+    seconds = min(search.remaining, _EXPLAIN_SECONDS)
+    least = minimum_usage(search.problem, time_limit=seconds, cancel=search)
+    if np.isfinite(least):
+        search.statistics["minimum_usage"] = least
+
+
+def _solve(search: Search, solver: str) -> bool:
+    """Run all phases; tell whether the problem has a choice at all."""
+    limited = bool(np.isfinite(search.problem.usage_limit))
+    if search.problem.usage_limit < 0:
+        return False
+    search.enter("reduce")
+    stage = Stage(Network.from_problem(search.problem, limited=False), search)
+    stage.reduce()
+    if stage.network.infeasible:
+        return False
+    if not limited:
+        return _branch(stage) if solver == "highs" else _hand_over(stage, solver)
+    if search.choice is not None and search.closed:
+        return True
+    search.enter("reduce under the limit")
+    stage = Stage(Network.from_problem(search.problem), search)
+    stage.reduce()
+    if stage.network.infeasible:
+        return False
+    return _limited(stage) if solver == "highs" else _hand_over(stage, solver)
+
+
+def _hand_over(stage: Stage, solver: str) -> bool:
+    """Let another solver close what the reductions leave."""
+    search = stage.search
+    if stage.done or search.closed:
+        return search.choice is not None
+    search.enter(f"hand over to {solver}")
+    problem, owners = stage.network.to_problem()
+    limit = None if np.isinf(search.remaining) else search.remaining
+    answer = solve_reference(problem, solver=solver, time_limit=limit)
+    if answer.choice is not None:
+        stage.offer({int(v): int(s) for v, s in zip(owners, answer.choice, strict=True) if v >= 0})
+    stage.raise_bound(answer.bound + stage.network.constant)
+    return answer.status is not Status.INFEASIBLE
+
+
+def _limited(stage: Stage) -> bool:
+    """Solve what a binding usage limit leaves."""
+    search = stage.search
+    for _ in range(_MOST_ROUNDS):
+        if stage.done or search.closed:
+            return search.choice is not None
+        plan = Elimination.compile(stage.network, check=search.check)
+        if plan is None:
+            break
+        search.enter("price the usage")
+        best = Lagrangian(stage, plan).run()
+        if search.closed:
+            return True
+        search.enter("drop strategies")
+        marginals = plan.min_marginals(best.result, check=search.check)
+        shift = float(best.prices @ stage.network.capacity)
+        least = {v: bounds - shift for v, bounds in marginals.items()}
+        _search_core(stage, least, best.seen)
+        before = sum(len(x.cost) for x in stage.network.variables.values())
+        dropped = stage.drop_hopeless(least)
+        stage.reduce()
+        if dropped < _WORTHWHILE * before:
+            break
+    return _branch(stage)
+
+
+def _search_core(stage: Stage, least: dict[int, FloatArray], seen: list[dict[int, int]]) -> None:
+    """Look for a choice among the strategies that matter most.
+
+    These are the ones that were cheapest at some prices of usage, and those that cost
+    least above the bound.
+    """
+    every = np.sort(np.concatenate(list(least.values())))
+    most = every[min(_CORE_STRATEGIES * len(least), len(every)) - 1]
+    keep = {v: bounds <= most for v, bounds in least.items()}
+    for picks in seen:
+        for v, s in picks.items():
+            keep[v][s] = True
+    core = stage.restricted(keep)
+    core.reduce()
+    _branch(core, seconds=_CORE_SHARE * min(stage.search.remaining, _CORE_SECONDS))
+
+
+def _branch(stage: Stage, *, seconds: float = float("inf")) -> bool:
+    """Close the gap with HiGHS: the relaxation, then branch and bound."""
+    search = stage.search
+    if stage.done or search.closed:
+        return search.choice is not None
+    search.enter("improve by hand")
+    _descend(stage, {v: int(x.cost.argmin()) for v, x in stage.network.variables.items()})
+    stage.trim()
+    for _ in range(_MOST_ROUNDS):
+        if stage.done or search.closed:
+            return search.choice is not None
+        search.enter("relax")
+        model = linear_model(stage.network)
+        relaxed = _solver(stage, model, seconds).relax()
+        if relaxed.ending is Ending.INFEASIBLE:
+            return stage.exhausted()
+        search.check()
+        if relaxed.x is not None:
+            _round(stage, model, relaxed.x, relaxed.prices)
+        if relaxed.duals is None or relaxed.prices is None:
+            break
+        bound, excess = model.dual_bound(relaxed.duals, relaxed.prices)
+        stage.raise_bound(bound)
+        if search.closed:
+            return True
+        before = model.num_strategies
+        dropped = stage.drop_hopeless(_by_variable(model, bound + excess))
+        stage.reduce()
+        if dropped < _WORTHWHILE * before:
+            break
+    if stage.done or search.closed:
+        return search.choice is not None
+    return _search_tree(stage, seconds)
+
+
+def _search_tree(stage: Stage, seconds: float) -> bool:
+    """Branch and bound until the best choice also fits exactly."""
+    search = stage.search
+    search.enter("branch and bound")
+    model = linear_model(stage.network)
+    solver = _solver(stage, model, seconds)
+    picks = None if search.choice is None else stage.pick_of(search.choice)
+    start = None if picks is None else model.columns(stage.network, picks)
+    while True:
+        outcome = solver.branch(start)
+        if outcome.ending is Ending.INFEASIBLE:
+            return stage.exhausted()
+        stage.raise_bound(outcome.bound)
+        if outcome.x is None or outcome.ending is Ending.STOPPED:
+            search.check()
+            return True
+        picks, _ = model.rounded(outcome.x)
+        over = stage.network.usage(picks) > stage.network.capacity
+        if stage.offer(picks) or not over.any():
+            return True
+        search.count("branch.covers", float(over.sum()))
+        solver.forbid(outcome.x, over)
+
+
+def _solver(stage: Stage, model: LinearModel, seconds: float) -> HighsSolver:
+    def offer(x: FloatArray) -> None:
+        stage.offer(model.rounded(x)[0])
+
+    return HighsSolver(model, stage.search, offer=offer, cap=stage.cap, seconds=seconds)
+
+
+def _round(stage: Stage, model: LinearModel, x: FloatArray, prices: FloatArray | None) -> None:
+    """Offer the choice nearest to a point of the relaxation, improved by hand."""
+    picks, least = model.rounded(x)
+    if least >= _INTEGRAL and stage.offer(picks):
+        stage.search.count("relax.integral")
+        return
+    _descend(stage, picks, prices)
+
+
+def _descend(stage: Stage, picks: dict[int, int], prices: FloatArray | None = None) -> None:
+    descent = Descent(stage.network, check=stage.search.check)
+    if prices is None:
+        prices = np.zeros(len(stage.network.capacity))
+    better = descent.repair(descent.improve(picks, prices=prices), prices)
+    if better is not None:
+        stage.offer(better)
+
+
+def _by_variable(model: LinearModel, bounds: FloatArray) -> dict[int, FloatArray]:
+    spans = zip(model.variables, model.starts, model.starts[1:], strict=False)
+    return {v: bounds[first:last] for v, first, last in spans}

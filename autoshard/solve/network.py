@@ -1,0 +1,306 @@
+"""The problem while it is being reduced: mutable, simple, cheap to copy.
+
+A network has at most one link between two variables, no ties once `MergeTies` has run,
+and usage written as terms over checkpoints: the times at which the usage can peak.
+Variables, links, matrices and terms are immutable and are replaced, so that a copy of a
+network is a copy of its dictionaries.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+from typing import Self
+
+import numpy as np
+
+from autoshard.solve.problem import (
+    USAGE_TOLERANCE,
+    BoolArray,
+    Edge,
+    FloatArray,
+    IntArray,
+    Node,
+    Problem,
+)
+
+
+def fingerprint(*parts: bytes) -> bytes:
+    """Digest of a sequence of byte strings, to find identical work again."""
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+class Matrix:
+    """Prices of a link, shape [R, C], immutable, comparable by `key`."""
+
+    def __init__(self, values: FloatArray, *, key: bytes | None = None) -> None:
+        self.values = values
+        self._key = key
+
+    @property
+    def key(self) -> bytes:
+        """Fingerprint of the content."""
+        if self._key is None:
+            shape = repr(self.values.shape).encode()
+            self._key = fingerprint(shape, np.ascontiguousarray(self.values).tobytes())
+        return self._key
+
+    @cached_property
+    def flipped(self) -> "Matrix":
+        """The transpose, shape [C, R]."""
+        flipped = Matrix(self.values.T)
+        flipped.flipped = self
+        return flipped
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """Price `matrix.values[rows[s], cols[t]]` of strategies s and t at the two ends."""
+
+    matrix: Matrix
+    rows: IntArray
+    cols: IntArray
+
+    @property
+    def flipped(self) -> "Link":
+        """The same link seen from the other end."""
+        return Link(self.matrix.flipped, self.cols, self.rows)
+
+    def dense(self) -> FloatArray:
+        """Price of every pair of strategies, shape [S, T]."""
+        return self.matrix.values[np.ix_(self.rows, self.cols)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """Usage of each strategy, shape [S], at the checkpoints [first, last)."""
+
+    first: int
+    last: int
+    usage: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variable:
+    """One choice that is still open.
+
+    Attributes:
+        labels: index of each remaining strategy in the original node, ascending, shape [S].
+        cost: price of each remaining strategy, shape [S].
+        terms: its usage; several where tied nodes live at different times.
+    """
+
+    labels: IntArray
+    cost: FloatArray
+    terms: tuple[Term, ...] = ()
+
+    def kept(self, keep: BoolArray | IntArray) -> "Variable":
+        """The variable with only some of its strategies."""
+        terms = tuple(Term(t.first, t.last, t.usage[keep]) for t in self.terms)
+        return Variable(self.labels[keep], self.cost[keep], terms)
+
+
+class Network:
+    """A weighted constraint network under usage limits.
+
+    Attributes:
+        variables: open choices, by index of the original node.
+        links: links[u][v] is the link of u and v seen from u; links[v][u] its flip.
+        ties: groups of variables that must pick the same label.
+        capacity: room at each checkpoint, shape [T].
+        constant: price of everything that is already decided.
+        infeasible: a reduction has proven that no choice is left.
+        changes: count of edits per variable, to skip what has not changed.
+    """
+
+    def __init__(self) -> None:
+        self.variables: dict[int, Variable] = {}
+        self.links: dict[int, dict[int, Link]] = {}
+        self.ties: tuple[tuple[int, ...], ...] = ()
+        self.capacity: FloatArray = np.zeros(0)
+        self.constant = 0.0
+        self.infeasible = False
+        self.changes: dict[int, int] = {}
+
+    @classmethod
+    def from_problem(cls, problem: Problem, *, limited: bool = True) -> Self:
+        """Load a problem; `limited=False` forgets its usage limit."""
+        network = cls()
+        limited = limited and bool(np.isfinite(problem.usage_limit))
+        room = problem.usage_limit + abs(problem.usage_limit) * USAGE_TOLERANCE
+        if limited:
+            network.capacity = np.full(len(problem.peak_times), room)
+        spans = problem.peak_spans
+        for v, node in enumerate(problem.nodes):
+            first, last = spans[v].tolist()
+            variable = Variable(np.arange(node.num_strategies), node.cost)
+            if limited and first < last:
+                fits = node.usage <= room
+                term = Term(first, last, np.where(fits, node.usage, 0.0))
+                variable = Variable(variable.labels, np.where(fits, node.cost, np.inf), (term,))
+            network.variables[v] = variable
+            network.links[v] = {}
+            network.changes[v] = 0
+        matrices: dict[int, Matrix] = {}
+        for edge in problem.edges:
+            matrix = matrices.setdefault(id(edge.cost), Matrix(edge.cost))
+            network.connect(edge.source, edge.target, Link(matrix, edge.rows, edge.cols))
+        network.ties = tuple(group for group in problem.ties if len(group) > 1)
+        return network
+
+    def to_problem(self) -> tuple[Problem, IntArray]:
+        """The network as a problem without constant, and the variable of each node.
+
+        A variable with several terms becomes several tied nodes. All limits become one by
+        a constant usage that fills each checkpoint up to the largest capacity.
+        """
+        nodes: list[Node] = []
+        owners: list[int] = []
+        ties: list[tuple[int, ...]] = []
+        for v, variable in self.variables.items():
+            terms = variable.terms or (Term(0, 0, np.zeros(len(variable.cost))),)
+            cost = variable.cost
+            if len(terms) > 1:
+                ties.append(tuple(range(len(nodes), len(nodes) + len(terms))))
+            for term in terms:
+                nodes.append(Node(cost, term.usage, (term.first, term.last)))
+                owners.append(v)
+                cost = np.zeros(len(cost))
+        place: dict[int, int] = {}
+        for i, v in enumerate(owners):
+            place.setdefault(v, i)
+        edges = [
+            Edge(place[u], place[v], link.matrix.values, link.rows, link.cols)
+            for u, v, link in self.pairs()
+        ]
+        limit = float(self.capacity.max(initial=0.0)) if len(self.capacity) else np.inf
+        for time, room in enumerate(self.capacity):
+            nodes.append(Node(np.zeros(1), np.array([limit - room]), (time, time + 1)))
+            owners.append(-1)
+        return Problem(tuple(nodes), tuple(edges), tuple(ties), limit), np.array(owners, np.intp)
+
+    def copy(self, *, limited: bool = True) -> "Network":
+        """An independent copy; `limited=False` forgets the usage limits."""
+        other = Network()
+        other.variables = dict(self.variables)
+        other.links = {v: dict(links) for v, links in self.links.items()}
+        other.ties = self.ties
+        other.capacity = self.capacity
+        other.constant = self.constant
+        other.infeasible = self.infeasible
+        other.changes = dict(self.changes)
+        if not limited:
+            other.capacity = np.zeros(0)
+            for v, variable in self.variables.items():
+                if variable.terms:
+                    other.variables[v] = replace(variable, terms=())
+        return other
+
+    def pairs(self) -> Iterator[tuple[int, int, Link]]:
+        """Every link once."""
+        for u, links in self.links.items():
+            for v, link in links.items():
+                if u < v:
+                    yield u, v, link
+
+    def components(self) -> list[list[int]]:
+        """Variables joined by links, each list ascending, in the order of their first."""
+        seen: set[int] = set()
+        found = []
+        for root in sorted(self.variables):
+            if root in seen:
+                continue
+            seen.add(root)
+            stack, members = [root], []
+            while stack:
+                v = stack.pop()
+                members.append(v)
+                fresh = [w for w in self.links[v] if w not in seen]
+                seen.update(fresh)
+                stack.extend(fresh)
+            found.append(sorted(members))
+        return found
+
+    def touch(self, *variables: int) -> None:
+        """Record an edit."""
+        for v in variables:
+            self.changes[v] += 1
+
+    def replace(self, v: int, variable: Variable) -> None:
+        """Swap a variable for one with the same strategies."""
+        self.variables[v] = variable
+        self.touch(v)
+
+    def add_cost(self, v: int, cost: FloatArray) -> None:
+        """Add to the price of each strategy."""
+        variable = self.variables[v]
+        self.replace(v, Variable(variable.labels, variable.cost + cost, variable.terms))
+
+    def keep(self, v: int, mask: BoolArray) -> None:
+        """Drop the strategies of a variable that a mask leaves out."""
+        if not mask.any():
+            self.infeasible = True
+            return
+        self.replace(v, self.variables[v].kept(mask))
+        for w, link in self.links[v].items():
+            self.put(v, w, Link(link.matrix, link.rows[mask], link.cols))
+
+    def put(self, u: int, v: int, link: Link) -> None:
+        """Set the link of two variables, whatever was there."""
+        self.links[u][v] = link
+        self.links[v][u] = link.flipped
+        self.touch(u, v)
+
+    def connect(self, u: int, v: int, link: Link) -> None:
+        """Add a link; parallel links are summed into one."""
+        old = self.links[u].get(v)
+        self.put(u, v, link if old is None else parallel_sum(old, link))
+
+    def disconnect(self, u: int, v: int) -> None:
+        """Remove the link of two variables."""
+        del self.links[u][v], self.links[v][u]
+        self.touch(u, v)
+
+    def remove(self, v: int) -> None:
+        """Remove a variable and its links."""
+        for w in list(self.links[v]):
+            self.disconnect(v, w)
+        del self.variables[v], self.links[v], self.changes[v]
+
+    def usage(self, picks: dict[int, int]) -> FloatArray:
+        """Usage at each checkpoint, shape [T], of a position per variable."""
+        delta = np.zeros(len(self.capacity) + 1)
+        for v, variable in self.variables.items():
+            for term in variable.terms:
+                delta[term.first] += term.usage[picks[v]]
+                delta[term.last] -= term.usage[picks[v]]
+        return np.cumsum(delta[:-1])
+
+    def price(self, picks: dict[int, int]) -> float:
+        """Price of a position per variable, with the constant."""
+        total = self.constant + sum(float(x.cost[picks[v]]) for v, x in self.variables.items())
+        for u, v, link in self.pairs():
+            total += float(link.matrix.values[link.rows[picks[u]], link.cols[picks[v]]])
+        return total
+
+
+def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray]:
+    """Distinct pairs of two labellings: a member of each pair, and the pair of each member."""
+    width = int(second.max(initial=0)) + 1
+    _, members, classes = np.unique(first * width + second, return_index=True, return_inverse=True)
+    return members, classes
+
+
+def parallel_sum(first: Link, second: Link) -> Link:
+    """One link that prices what two parallel links price together."""
+    row_of, rows = joint_classes(first.rows, second.rows)
+    col_of, cols = joint_classes(first.cols, second.cols)
+    values = (
+        first.matrix.values[np.ix_(first.rows[row_of], first.cols[col_of])]
+        + second.matrix.values[np.ix_(second.rows[row_of], second.cols[col_of])]
+    )
+    return Link(Matrix(values), rows, cols)

@@ -1,0 +1,91 @@
+"""What a reduction is, and how several make a chain."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from autoshard.solve.network import Network
+from autoshard.solve.problem import IntArray
+
+Inverse = Callable[[IntArray], None]
+"""Fills in, in place, the choices of the variables that a reduction removed.
+
+It reads and writes one strategy index of the original problem per node, shape [N].
+"""
+
+
+class Reduction(Protocol):
+    """An exact simplification: the least price stays the same, and so does a best choice."""
+
+    name: str
+
+    def apply(self, network: Network) -> Inverse:
+        """Simplify the network in place; return the way back to its choices."""
+
+
+def nothing_to_undo(choice: IntArray) -> None:
+    """The inverse of a reduction that removes no variable."""
+
+
+def sequence(inverses: Iterable[Inverse]) -> Inverse:
+    """The inverse of several steps, taken back last to first."""
+    backwards = tuple(inverses)[::-1]
+
+    def invert(choice: IntArray) -> None:
+        for inverse in backwards:
+            inverse(choice)
+
+    return invert
+
+
+@dataclass
+class Chain:
+    """Reductions applied in turn until none of them changes anything.
+
+    Attributes:
+        reductions: in the order in which they are tried.
+        check: called between reductions; raises to stop.
+        statistics: what each reduction removed, and its seconds, by name.
+    """
+
+    reductions: tuple[Reduction, ...]
+    check: Callable[[], None] = lambda: None
+    statistics: dict[str, float] = field(default_factory=dict)
+
+    def apply(self, network: Network) -> Inverse:
+        """Reduce the network in place; return the way back to its choices."""
+        inverses: list[Inverse] = []
+        before = None
+        while before != (before := _state(network)) and not network.infeasible:
+            for reduction in self.reductions:
+                self.check()
+                inverses.append(self._step(reduction, network))
+                if network.infeasible:
+                    break
+        return sequence(inverses)
+
+    def _step(self, reduction: Reduction, network: Network) -> Inverse:
+        start, before = time.perf_counter(), _size(network)
+        inverse = reduction.apply(network)
+        after = _size(network)
+        gained = {"seconds": time.perf_counter() - start}
+        for what in before:
+            gained[what] = float(before[what] - after[what])
+        for what, amount in gained.items():
+            key = f"{reduction.name}.{what}"
+            self.statistics[key] = self.statistics.get(key, 0.0) + amount
+        return inverse
+
+
+def _size(network: Network) -> dict[str, int]:
+    return {
+        "nodes": len(network.variables),
+        "strategies": sum(len(x.cost) for x in network.variables.values()),
+        "links": sum(len(links) for links in network.links.values()) // 2,
+        "limits": len(network.capacity),
+    }
+
+
+def _state(network: Network) -> tuple[object, ...]:
+    return tuple(_size(network).values()), sum(network.changes.values()), len(network.ties)

@@ -1,0 +1,147 @@
+"""The same optimization problem stated in cvxpy: a check, and a door to other solvers."""
+
+import importlib
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from autoshard.errors import OptionError
+from autoshard.solve.linear import LinearModel, linear_model
+from autoshard.solve.network import Network
+from autoshard.solve.problem import IntArray, Problem, Solution, Status
+
+_SLACK = 1e-6
+"""Relative tolerance granted to a foreign solver's claim of optimality."""
+_LARGEST_COST = 1e4
+_EXACT: dict[str, dict[str, float]] = {
+    "HIGHS": {"mip_rel_gap": 0.0, "mip_feasibility_tolerance": 1e-9},
+    "GUROBI": {"MIPGap": 0.0, "FeasibilityTol": 1e-9, "IntFeasTol": 1e-9},
+}
+_TIME_OPTIONS = {"CBC": "maximumSeconds", "GUROBI": "TimeLimit", "HIGHS": "time_limit"}
+
+
+def solve_reference(
+    problem: Problem, *, solver: str = "HIGHS", time_limit: float | None = None
+) -> Solution:
+    """State the problem as one integer program, without reductions, and solve it.
+
+    Args:
+        problem: what to solve.
+        solver: name of a mixed-integer solver that cvxpy finds installed.
+        time_limit: seconds; for CBC, GUROBI and HIGHS.
+
+    Returns:
+        the solution. cvxpy does not hand over the bound of a solver, so a claim of
+        optimality counts for a bound 1e-6 (relative) below the objective, and anything
+        else for none.
+
+    Raises:
+        OptionError: cvxpy or the solver is not installed, or it takes no time limit here.
+    """
+    start = time.perf_counter()
+    solver = solver.upper()
+    cvxpy = _cvxpy_with(solver)
+    options: dict[str, Any] = dict(_EXACT.get(solver, {}))
+    if time_limit is not None:
+        if solver not in _TIME_OPTIONS:
+            known = ", ".join(sorted(_TIME_OPTIONS))
+            raise OptionError(
+                f"no time limit can be set for {solver}; leave time_limit out, or use {known}"
+            )
+        options[_TIME_OPTIONS[solver]] = float(time_limit)
+    network = Network.from_problem(problem)
+    model = linear_model(network)
+    strategies, claim = _solved(cvxpy, network, model, solver, options)
+    elapsed = time.perf_counter() - start
+    if claim == cvxpy.INFEASIBLE or problem.usage_limit < 0:
+        return Solution(Status.INFEASIBLE, None, np.inf, np.inf, elapsed)
+    choice = None if strategies is None else _choice(model, strategies)
+    if choice is None or not problem.is_feasible(choice):
+        return Solution(Status.TIMED_OUT, None, np.inf, -np.inf, elapsed)
+    value = problem.objective(choice)
+    if claim != cvxpy.OPTIMAL:
+        return Solution(Status.FEASIBLE, choice, value, -np.inf, elapsed)
+    finite = model.cost[np.isfinite(model.cost)]
+    slack = _SLACK * max(abs(value), float(np.abs(finite).max(initial=0.0)))
+    return Solution(Status.OPTIMAL, choice, value, value - slack, elapsed)
+
+
+def _cvxpy_with(solver: str) -> Any:
+    try:
+        cvxpy = importlib.import_module("cvxpy")
+    except ImportError as error:
+        raise OptionError(
+            "the reference model needs cvxpy; install autoshard[reference]"
+        ) from error
+    installed = cvxpy.installed_solvers()
+    if solver not in installed:
+        raise OptionError(
+            f"cvxpy does not find the solver {solver}; install it, or use one of {installed}"
+        )
+    return cvxpy
+
+
+def _solved(
+    cvxpy: Any, network: Network, model: LinearModel, solver: str, options: dict[str, Any]
+) -> tuple[np.ndarray[Any, np.dtype[np.float64]] | None, str]:
+    """Shares of the strategies, and what the solver claims about them."""
+    split = model.num_strategies
+    allowed = np.isfinite(model.cost)
+    cost = np.where(allowed, model.cost, 0.0)
+    scale = _LARGEST_COST / max(float(np.abs(cost).max(initial=0.0)), 1e-300)
+    strategies = cvxpy.Variable(split, boolean=True)
+    flows = cvxpy.Variable(max(len(cost) - split, 1), nonneg=True)
+    usage = model.usage[:, :split]
+    heaviest = np.maximum(abs(usage).max(axis=1).toarray().ravel(), 1e-300)
+    rows = [
+        model.matrix[:, :split] @ strategies + _padded(model.matrix[:, split:]) @ flows
+        == model.right,
+        strategies <= allowed[:split].astype(np.float64),
+        sparse.diags_array(1.0 / heaviest) @ usage @ strategies <= model.capacity / heaviest,
+        _tie_rows(network, model) @ strategies == 0.0,
+    ]
+    rows = [row for row in rows if row.size]
+    total = scale * (cost[:split] @ strategies)
+    if len(cost) > split:
+        total = total + scale * (cost[split:] @ flows)
+    program = cvxpy.Problem(cvxpy.Minimize(total), rows)
+    with warnings.catch_warnings():
+        # cvxpy warns where a solver stops early; the status says so too.
+        warnings.simplefilter("ignore")
+        try:
+            program.solve(solver=solver, **options)
+        except cvxpy.error.SolverError:
+            return None, "solver_error"
+    return strategies.value, program.status
+
+
+def _padded(matrix: sparse.csr_array) -> sparse.csr_array:
+    """The matrix, with a column of zeros if it has none: cvxpy has no empty variables."""
+    return matrix if matrix.shape[1] else sparse.csr_array((matrix.shape[0], 1))
+
+
+def _tie_rows(network: Network, model: LinearModel) -> sparse.csr_array:
+    """Rows that vanish when tied nodes pick the same strategy."""
+    start = dict(zip(model.variables, model.starts.tolist(), strict=False))
+    heads, others = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)]
+    for head, *rest in network.ties:
+        for v in rest:
+            span = np.arange(len(network.variables[v].cost))
+            heads.append(start[head] + span)
+            others.append(start[v] + span)
+    plus, minus = np.concatenate(heads), np.concatenate(others)
+    row = np.arange(len(plus))
+    values = np.concatenate([np.ones(len(plus)), -np.ones(len(plus))])
+    index = (np.concatenate([row, row]), np.concatenate([plus, minus]))
+    return sparse.csr_array((values, index), shape=(len(plus), model.num_strategies))
+
+
+def _choice(model: LinearModel, strategies: np.ndarray[Any, np.dtype[np.float64]]) -> IntArray:
+    picks, _ = model.rounded(strategies)
+    choice = np.zeros(len(model.variables), dtype=np.intp)
+    for v, s in picks.items():
+        choice[v] = s
+    return choice

@@ -1,0 +1,191 @@
+"""The state of one solve: the best answer and bound so far, and when to stop."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from autoshard.solve.problem import IntArray, Problem, Solution, Status
+
+
+class CancelToken(Protocol):
+    """Anything that can ask a solve to stop, such as a `threading.Event`."""
+
+    def is_set(self) -> bool:
+        """Whether the solve should stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a running solve stands.
+
+    Attributes:
+        phase: name of the running step.
+        incumbent: price of the best choice so far, or inf.
+        bound: proven lower bound so far, or -inf.
+        elapsed: seconds since the start.
+    """
+
+    phase: str
+    incumbent: float
+    bound: float
+    elapsed: float
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the incumbent from the bound; inf without an incumbent."""
+        return relative_gap(self.incumbent, self.bound)
+
+
+class Interrupted(Exception):  # noqa: N818 - a signal inside the package, not an error
+    """The time is over or somebody cancelled; what was found so far is in the `Search`."""
+
+
+class Search:
+    """Best choice, bound and stopping rule of one solve.
+
+    Args:
+        problem: what is being solved; every offered choice is checked against it.
+        time_limit: seconds, or None.
+        gap: gap at which the solve may stop, relative to the sum of the absolute prices
+            paid (which is the objective where no price is negative).
+        seed: for the solvers that draw random numbers.
+        on_progress: called with each improvement and at the start of each phase.
+        cancel: asked between steps and from inside the solvers.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        time_limit: float | None = None,
+        gap: float = 0.0,
+        seed: int = 0,
+        on_progress: Callable[[Progress], None] | None = None,
+        cancel: CancelToken | None = None,
+    ) -> None:
+        self.problem = problem
+        self.gap = gap
+        self.seed = seed
+        self.choice: IntArray | None = None
+        self.objective = float("inf")
+        self.magnitude = 0.0
+        self.bound = -float("inf")
+        self.statistics: dict[str, float] = {}
+        self.phase = "start"
+        self._start = time.perf_counter()
+        self._time_limit = time_limit
+        self._on_progress = on_progress
+        self._cancel = cancel
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the time limit, at least 0; inf without one."""
+        if self._time_limit is None:
+            return float("inf")
+        return max(self._time_limit - self.elapsed, 0.0)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self._cancel is not None and self._cancel.is_set()
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the time is over or somebody asked to stop."""
+        return self.cancelled or self.remaining <= 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best choice is proven good enough."""
+        return self.objective - self.bound <= self.gap * self.magnitude
+
+    @property
+    def cutoff(self) -> float:
+        """Only choices cheaper than this still matter."""
+        if self.choice is None:
+            return float("inf")
+        return self.objective - 0.5 * self.gap * self.magnitude
+
+    def is_set(self) -> bool:
+        """Whether a step inside this solve should stop: a search is a cancel token."""
+        return self.must_stop
+
+    def check(self) -> None:
+        """Leave the running step if it must stop.
+
+        Raises:
+            Interrupted: the time is over or somebody cancelled.
+        """
+        if self.must_stop:
+            raise Interrupted
+
+    def enter(self, phase: str) -> None:
+        """Start a phase: report it, and stop if it must not start."""
+        self.check()
+        self.phase = phase
+        self.report()
+
+    def report(self) -> None:
+        """Tell the listener where the solve stands."""
+        if self._on_progress is not None:
+            self._on_progress(Progress(self.phase, self.objective, self.bound, self.elapsed))
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Add to a statistic."""
+        self.statistics[name] = self.statistics.get(name, 0.0) + amount
+
+    def offer(self, choice: IntArray) -> bool:
+        """Keep a choice if it is allowed and better than the best; tell whether it is allowed."""
+        if not self.problem.is_feasible(choice):
+            return False
+        objective = self.problem.objective(choice)
+        if self.choice is None or objective < self.objective:
+            self.choice, self.objective = choice.copy(), objective
+            self.magnitude = self._paid(choice)
+            self.report()
+        return True
+
+    def _paid(self, choice: IntArray) -> float:
+        """Sum of the absolute prices of a choice: its objective where none is negative."""
+        nodes, edges = self.problem.nodes, self.problem.edges
+        total = sum(abs(float(node.cost[s])) for node, s in zip(nodes, choice, strict=True))
+        for edge in edges:
+            row, col = edge.rows[choice[edge.source]], edge.cols[choice[edge.target]]
+            total += abs(float(edge.cost[row, col]))
+        return total
+
+    def raise_bound(self, bound: float) -> None:
+        """Record a proven lower bound."""
+        if bound > self.bound:
+            self.bound = bound
+            self.report()
+
+    def finish(self, *, infeasible: bool = False) -> Solution:
+        """The answer as it stands."""
+        if infeasible:
+            status, bound = Status.INFEASIBLE, float("inf")
+        else:
+            status, bound = self._status(), min(self.bound, self.objective)
+        return Solution(status, self.choice, self.objective, bound, self.elapsed, self.statistics)
+
+    def _status(self) -> Status:
+        if self.choice is not None and self.closed:
+            return Status.OPTIMAL
+        if self.cancelled:
+            return Status.CANCELLED
+        return Status.FEASIBLE if self.choice is not None else Status.TIMED_OUT
+
+
+def relative_gap(objective: float, bound: float) -> float:
+    """Distance of an objective from a lower bound, relative to the objective."""
+    if not np.isfinite(objective):
+        return float("inf")
+    return max(objective - bound, 0.0) / max(abs(objective), 1e-30)

@@ -1,0 +1,106 @@
+"""The application: routes, problem answers, and a service that lives as long as it does."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+import anyio.to_thread
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from autoshard_server.executor import Executor, ProcessExecutor
+from autoshard_server.middleware import BodyLimit, RequestLog
+from autoshard_server.specification import specification
+from autoshard_server.problems import (
+    EXCEPTION_PROBLEMS,
+    HTTP,
+    METHOD,
+    NOT_FOUND,
+    PROBLEM_MEDIA_TYPE,
+    REQUEST,
+    ServerError,
+    problem_document,
+    problem_of,
+)
+from autoshard_server.routes import router
+from autoshard_server.service import Service
+from autoshard_server.settings import Settings
+
+_log = structlog.get_logger(__name__)
+
+
+def create_app(settings: Settings | None = None, *, executor: Executor | None = None) -> FastAPI:
+    """The planning service as an ASGI application.
+
+    The database is opened, and workers start, when the application starts.
+
+    Args:
+        settings: of the service; from the environment if left out.
+        executor: where solves run; each in its own process if left out.
+    """
+    settings = settings or Settings()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = await anyio.to_thread.run_sync(Service, settings, executor or ProcessExecutor())
+        service.start()
+        app.state.service = service
+        try:
+            yield
+        finally:
+            await anyio.to_thread.run_sync(service.close)
+
+    app = FastAPI(
+        title="autoshard",
+        version=version("autoshard"),
+        description="Optimal, certified sharding plans for exported PyTorch programs.",
+        lifespan=lifespan,
+    )
+    app.include_router(router)
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(RequestLog)
+    for kind in (*EXCEPTION_PROBLEMS, ServerError, Exception):
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.openapi = lambda: specification(app)  # type: ignore[method-assign]  # FastAPI's own way
+    return app
+
+
+async def _on_error(_request: Request, error: Exception) -> Response:
+    problem = problem_of(error)
+    headers = error.headers if isinstance(error, ServerError) else {}
+    return _problem(problem, headers)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    kinds = {kind.status: kind for kind in (NOT_FOUND, METHOD)}
+    details = {
+        NOT_FOUND.status: f"there is no route {request.url.path}",
+        METHOD.status: f"{request.method} is not allowed on {request.url.path}",
+    }
+    detail = details.get(error.status_code, str(error.detail))
+    kind = kinds.get(error.status_code, HTTP)
+    problem = problem_document(kind, detail, status=error.status_code)
+    return _problem(problem, dict(error.headers or {}))
+
+
+async def _on_validation_error(_request: Request, error: Exception) -> Response:
+    if not isinstance(error, RequestValidationError):
+        raise error
+    found = [
+        {"pointer": "/" + "/".join(map(str, e["loc"])), "detail": e["msg"]} for e in error.errors()
+    ]
+    detail = f"{found[0]['pointer']}: {found[0]['detail']}"
+    return _problem(problem_document(REQUEST, detail, errors=found), {})
+
+
+def _problem(problem: dict[str, object], headers: dict[str, str]) -> Response:
+    return JSONResponse(
+        problem, int(str(problem["status"])), headers, media_type=PROBLEM_MEDIA_TYPE
+    )

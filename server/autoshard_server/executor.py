@@ -1,0 +1,237 @@
+"""Where solves run: behind one seam, in processes that can be killed, or in a thread."""
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import Any, Protocol
+
+import structlog
+
+from autoshard_server.frames import FrameKind, read_frame, write_frame
+from autoshard_server.problems import CRASHED, INTERNAL, problem_document, problem_of
+
+_log = structlog.get_logger(__name__)
+
+_SOLVER = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solving")
+_STOP_GRACE = 1.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What to solve.
+
+    Attributes:
+        request: JSON text with plan id, mesh, options and limits.
+        graph: the uploaded bytes.
+    """
+
+    request: str
+    graph: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """The solver reports: phase, incumbent, bound and gap."""
+
+    progress: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The solver is done.
+
+    Attributes:
+        plan: the plan document.
+        keep: whether the same request may be answered with it again: not where the time
+            limit ended before anything was found.
+    """
+
+    plan: bytes
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """There is no plan document, but problem details."""
+
+    problem: Mapping[str, Any]
+
+
+Message = Advanced | Solved | Failed
+
+
+class Solver(Protocol):
+    """Something that is ready to solve once."""
+
+    def start(self, work: Work) -> None:
+        """Begin; called once."""
+
+    def receive(self, timeout: float) -> Message | None:
+        """The next message, or None after so many seconds without one.
+
+        A `Solved` or a `Failed` is the last; one of the two always comes, unless the
+        solver is stopped before.
+        """
+
+    def stop(self) -> None:
+        """Stop at once if it runs, and give everything back; may be called again."""
+
+
+class Executor(Protocol):
+    """Makes solvers."""
+
+    def prepare(self) -> Solver:
+        """A solver, warmed up while there is nothing to do."""
+
+
+@dataclass(frozen=True)
+class ProcessExecutor:
+    """One process per solve, started before it is needed and killed when it is not wanted.
+
+    Attributes:
+        command: what to run; it speaks `autoshard_server.frames` on stdin and stdout.
+    """
+
+    command: Sequence[str] = _SOLVER
+
+    def prepare(self) -> Solver:
+        """Start a process; it imports what it needs and then waits for its work."""
+        return _ProcessSolver(self.command)
+
+
+class _ProcessSolver:
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(  # noqa: S603  the command is ours, never a client's
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C in a terminal is for the service, which then decides about its solves.
+            start_new_session=True,
+        )
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._threads: list[Thread] = []
+
+    def start(self, work: Work) -> None:
+        _log.info("solver_process", pid=self._process.pid)
+        # Writing in a thread: a large graph fills the pipe until the process reads it.
+        for target in (lambda: self._send(work), self._listen):
+            thread = Thread(target=target, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def receive(self, timeout: float) -> Message | None:
+        with suppress(queue.Empty):
+            return self._messages.get(timeout=timeout)
+        return None
+
+    def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(_STOP_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in self._threads:
+            thread.join()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+
+    def _send(self, work: Work) -> None:
+        assert self._process.stdin is not None
+        # A process that is gone is noticed, and reported, by the listener.
+        with suppress(OSError):
+            write_frame(self._process.stdin, FrameKind.WORK, work.request.encode())
+            write_frame(self._process.stdin, FrameKind.GRAPH, work.graph)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            while frame := read_frame(self._process.stdout):
+                message = _message(*frame)
+                self._messages.put(message)
+                if not isinstance(message, Advanced):
+                    return
+        except ValueError as error:
+            self._process.kill()
+            self._messages.put(Failed(problem_document(INTERNAL, f"bad solver output: {error}")))
+            return
+        self._messages.put(Failed(problem_document(CRASHED, self._last_words())))
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        if code < 0:
+            cause = f"was ended by {signal.Signals(-code).name}"
+        else:
+            cause = f"ended with exit status {code}"
+        return (
+            f"the solver process {cause} without an answer; "
+            "if memory ran out, plan a smaller graph or mesh, or give the service more"
+        )
+
+
+def _message(kind: FrameKind, body: bytes) -> Message:
+    if kind is FrameKind.PROGRESS:
+        return Advanced(json.loads(body))
+    if kind is FrameKind.PROBLEM:
+        return Failed(json.loads(body))
+    if kind in {FrameKind.PLAN, FrameKind.UNFINISHED}:
+        return Solved(body, keep=kind is FrameKind.PLAN)
+    raise ValueError(f"a frame of kind {kind.name} comes from the wrong side")
+
+
+Solve = Callable[[Work, Callable[[Mapping[str, Any]], None], Event], Solved]
+"""Work, what to call with progress, and what is set to cancel."""
+
+
+@dataclass(frozen=True)
+class ThreadExecutor:
+    """The in-memory twin of `ProcessExecutor`: one thread per solve, for debugging.
+
+    A thread cannot be killed: a solve that ignores its cancel event runs on.
+
+    Attributes:
+        solve: what to run.
+    """
+
+    solve: Solve
+
+    def prepare(self) -> Solver:
+        """A solver that starts its thread when it gets its work."""
+        return _ThreadSolver(self.solve)
+
+
+class _ThreadSolver:
+    def __init__(self, solve: Solve) -> None:
+        self._solve = solve
+        self._cancel = Event()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def start(self, work: Work) -> None:
+        Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def receive(self, timeout: float) -> Message | None:
+        with suppress(queue.Empty):
+            return self._messages.get(timeout=timeout)
+        return None
+
+    def stop(self) -> None:
+        self._cancel.set()
+
+    def _run(self, work: Work) -> None:
+        def advance(progress: Mapping[str, Any]) -> None:
+            self._messages.put(Advanced(progress))
+
+        try:
+            self._messages.put(self._solve(work, advance, self._cancel))
+        except Exception as error:  # noqa: BLE001  whatever it is becomes the job's problem
+            self._messages.put(Failed(problem_of(error)))

@@ -1,0 +1,128 @@
+"""What clients send: the JSON part of a planning request."""
+
+import hashlib
+import json
+from functools import cached_property
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
+
+from autoshard.errors import OptionError
+from autoshard.mesh import Mesh, make_mesh, mesh_from_json, mesh_to_json
+from autoshard.plan import PLAN_VERSION, PlanOptions
+from autoshard_server.settings import Settings
+
+Bandwidth = Annotated[float, Field(description="bytes per second per device and direction")]
+Latency = Annotated[float, Field(description="seconds per step")]
+
+
+class MeshShorthand(BaseModel):
+    """A mesh by its shape and a word or two about the links, as `make_mesh` takes it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    shape: tuple[int, ...] = Field(
+        description="size of each axis, outermost first", examples=[[2, 4]]
+    )
+    axes: tuple[str, ...] | None = Field(default=None, description="name of each axis")
+    topology: str | None = Field(default=None, description="a name of GET /v1/topologies")
+    intra_bandwidth: Bandwidth | None = None
+    inter_bandwidth: Bandwidth | None = None
+    intra_latency: Latency | None = None
+    inter_latency: Latency | None = None
+    backend: str | None = Field(default=None, description="nccl or gloo")
+
+    def build(self) -> Mesh:
+        """The mesh.
+
+        Raises:
+            MeshError: it is impossible.
+        """
+        return make_mesh(
+            self.shape,
+            axes=self.axes,
+            topology=self.topology,
+            intra_bandwidth=self.intra_bandwidth,
+            inter_bandwidth=self.inter_bandwidth,
+            intra_latency=self.intra_latency,
+            inter_latency=self.inter_latency,
+            backend=self.backend,
+        )
+
+
+class MeshDocument(RootModel[dict[str, Any]]):
+    """A whole mesh with every figure, as `mesh_to_json` writes it."""
+
+    def build(self) -> Mesh:
+        """The mesh.
+
+        Raises:
+            MeshError: it is impossible, or not a mesh.
+        """
+        return mesh_from_json(json.dumps(self.root))
+
+
+def _kind_of_mesh(value: object) -> str:
+    """A document holds its topology; the shorthand at most names one."""
+    whole = isinstance(value, dict) and isinstance(value.get("topology"), dict)
+    return "document" if whole or isinstance(value, MeshDocument) else "shorthand"
+
+
+class PlanRequest(BaseModel):
+    """What to plan for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mesh: Annotated[
+        Annotated[MeshShorthand, Tag("shorthand")] | Annotated[MeshDocument, Tag("document")],
+        Discriminator(_kind_of_mesh),
+    ]
+    options: PlanOptions = PlanOptions()
+
+
+class Question:
+    """A request and its graph, checked as far as that goes without reading the graph.
+
+    Args:
+        request: what to plan for.
+        graph: the uploaded bytes.
+        settings: limits of this service.
+
+    Raises:
+        MeshError: the mesh is impossible.
+        OptionError: an option exceeds a limit of this service.
+    """
+
+    def __init__(self, request: PlanRequest, graph: bytes, settings: Settings) -> None:
+        limit = settings.max_time_limit
+        if request.options.time_limit > limit:
+            raise OptionError(
+                f"time_limit is {request.options.time_limit:g} seconds, but this service allows "
+                f"{limit:g}; ask for less, or raise AUTOSHARD_MAX_TIME_LIMIT"
+            )
+        self.graph = graph
+        self.options = request.options
+        self.mesh = request.mesh.build()
+        self._limits = settings.archive_limits
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that arrived, as it arrived: found without reading the graph.
+
+        The same program exported twice can differ here and still have the same plan id.
+        """
+        frame = [version("autoshard"), PLAN_VERSION, *self._asked]
+        digest = hashlib.sha256(json.dumps(frame, sort_keys=True).encode())
+        digest.update(self.graph)
+        return digest.hexdigest()
+
+    def work(self, plan_id: str) -> str:
+        """What the solver process needs besides the graph, as JSON text."""
+        mesh, options = self._asked
+        work = {"plan_id": plan_id, "mesh": mesh, "options": options, "limits": self._limits}
+        return json.dumps(work)
+
+    @cached_property
+    def _asked(self) -> tuple[Any, Any]:
+        return json.loads(mesh_to_json(self.mesh)), self.options.model_dump(mode="json")

@@ -1,0 +1,97 @@
+"""Running the service in this process."""
+
+import logging
+from types import FrameType
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from autoshard_server.app import create_app
+from autoshard_server.settings import Settings
+
+
+class _Server(uvicorn.Server):
+    """Tells the application at once when it is asked to end."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        service = getattr(self._app.state, "service", None)
+        if service is not None:
+            service.drain()
+        super().handle_exit(sig, frame)
+
+
+def serve(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    cache_url: str | None = None,
+    log_level: str = "info",
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; then finish what is under way, within limits.
+
+    Args:
+        host: address to listen on; other machines need one that they can reach.
+        port: 0 takes a free one and logs it.
+        cache_url: database of plans and jobs; AUTOSHARD_STORE_URL, or the user's cache
+            folder, if left out.
+        log_level: debug, info, warning or error.
+
+    Raises:
+        ValueError: there is no such log level.
+    """
+    configure_logging(log_level)
+    settings = Settings() if cache_url is None else Settings(store_url=cache_url)
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_grace)),
+    )
+    _Server(config, app).run()
+
+
+def configure_logging(level: str = "info") -> None:
+    """One JSON object per line on stderr, ours and those of the libraries.
+
+    Args:
+        level: debug, info, warning or error.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(f"log level {level!r} is none of debug, info, warning and error")
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(),
+            ],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=number, force=True)

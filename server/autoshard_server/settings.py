@@ -1,0 +1,85 @@
+"""What an operator can set: environment variables with the prefix AUTOSHARD_."""
+
+from functools import cached_property
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from autoshard_solver_cache import default_url
+
+_MIB = 1 << 20
+
+
+class Settings(BaseSettings):
+    """Settings of the service; every one is an environment variable too."""
+
+    model_config = SettingsConfigDict(env_prefix="AUTOSHARD_", extra="forbid", frozen=True)
+
+    store_url: str = Field(
+        default_factory=default_url,
+        description="Database of jobs and plans, as a SQLAlchemy URL. `sqlite://` keeps "
+        "everything in memory. By default a SQLite file in the user's cache folder.",
+    )
+    cache_max_bytes: int = Field(
+        default=1024 * _MIB,
+        gt=0,
+        description="Room for cached plans, compressed; the least recently used go first.",
+    )
+    num_workers: int = Field(
+        default=2, ge=0, le=256, description="Solves that run at once; 0 only queues."
+    )
+    max_queued_jobs: int = Field(
+        default=256, ge=1, description="Jobs that may wait; further ones are answered 429."
+    )
+    max_body_bytes: int = Field(
+        default=64 * _MIB, gt=0, description="Largest request body; more is answered 413."
+    )
+    max_model_bytes: int = Field(
+        default=256 * _MIB, gt=0, description="Largest model.json after decompression."
+    )
+    max_nodes: int = Field(
+        default=200_000, gt=0, description="Operator calls in a program, sub-graphs included."
+    )
+    max_request_bytes: int = Field(
+        default=_MIB, gt=0, description="Largest form part 'request', which is JSON."
+    )
+    max_time_limit: float = Field(
+        default=3600.0, gt=0, description="Largest time_limit that a request may ask for, seconds."
+    )
+    max_job_seconds: float = Field(
+        default=2 * 3600.0,
+        gt=0,
+        description="Wall time of a whole job; its process is then stopped and the job fails.",
+    )
+    max_wait: float = Field(
+        default=60.0, ge=0, description="Cap of `Prefer: wait=N` on POST /v1/plans, seconds."
+    )
+    retry_after: int = Field(
+        default=1, ge=1, description="Seconds that Retry-After suggests between polls of a job."
+    )
+    lease: float = Field(
+        default=30.0,
+        gt=1,
+        description="Seconds after which a running job without a sign of life is run again.",
+    )
+    max_attempts: int = Field(
+        default=2, ge=1, description="Times that a job is started before it fails for good."
+    )
+    job_retention: float = Field(
+        default=24 * 3600.0, gt=0, description="Seconds for which a finished job is remembered."
+    )
+    shutdown_grace: float = Field(
+        default=10.0,
+        ge=0,
+        description="Seconds that running solves get to finish on shutdown; "
+        "the rest go back to the queue.",
+    )
+
+    @cached_property
+    def archive_limits(self) -> "dict[str, int]":
+        """Fields of `autoshard.graph.ArchiveLimits` that these settings bound."""
+        return {
+            "archive_bytes": self.max_body_bytes,
+            "model_bytes": self.max_model_bytes,
+            "nodes": self.max_nodes,
+        }

@@ -1,0 +1,81 @@
+"""Reading the form of a planning request, within limits."""
+
+import re
+
+from pydantic import ValidationError
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from autoshard_server.problems import MEDIA_TYPE, MULTIPART, REQUEST, TOO_LARGE, ServerError
+from autoshard_server.requests import PlanRequest
+from autoshard_server.settings import Settings
+
+_PARTS = ("graph", "request")
+_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
+
+
+async def read_upload(request: Request, settings: Settings) -> tuple[PlanRequest, bytes]:
+    """The two parts of the form: what to plan for, and the graph.
+
+    Raises:
+        ServerError: the body is no such form, or a part is missing, too large or not valid.
+    """
+    media_type = request.headers.get("content-type", "")
+    if media_type.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise ServerError(
+            MEDIA_TYPE, "send multipart/form-data with the parts 'graph' and 'request'"
+        )
+    parts = await _read_parts(request, settings)
+    return _parse_request(parts["request"]), parts["graph"]
+
+
+async def _read_parts(request: Request, settings: Settings) -> dict[str, bytes]:
+    limit = settings.max_request_bytes
+    count = len(_PARTS)
+    try:
+        form = await request.form(max_files=count, max_fields=count, max_part_size=limit)
+    except HTTPException as error:
+        raise ServerError(MULTIPART, f"the form cannot be read: {error.detail}") from None
+    names = sorted(name for name, _ in form.multi_items())
+    if names != sorted(_PARTS):
+        raise ServerError(MULTIPART, f"the form has the parts {names}; it needs {list(_PARTS)}")
+    graph, asked = form["graph"], form["request"]
+    if not isinstance(graph, UploadFile):
+        raise ServerError(MULTIPART, "send the part 'graph' as a file, with a filename")
+    text = await asked.read() if isinstance(asked, UploadFile) else asked.encode()
+    if len(text) > limit:
+        raise ServerError(
+            TOO_LARGE, f"the part 'request' exceeds {limit:,} bytes", extensions={"limit": limit}
+        )
+    return {"graph": await graph.read(), "request": text}
+
+
+def _parse_request(text: bytes) -> PlanRequest:
+    try:
+        return PlanRequest.model_validate_json(text)
+    except ValidationError as error:
+        found = [
+            {"pointer": _pointer(e["loc"]), "detail": e["msg"]}
+            for e in error.errors(include_url=False, include_context=False, include_input=False)
+        ]
+        first = found[0]
+        raise ServerError(
+            REQUEST,
+            f"the part 'request' is not valid at {first['pointer'] or 'its root'}: "
+            f"{first['detail']}",
+            extensions={"errors": found},
+        ) from None
+
+
+def _pointer(location: tuple[int | str, ...]) -> str:
+    """RFC 6901 pointer into the JSON of the part; the tags of our unions are no part of it."""
+    tags = {("mesh", "shorthand"), ("mesh", "document")}
+    steps = [s for i, s in enumerate(location) if i != 1 or location[:2] not in tags]
+    return "".join("/" + str(s).replace("~", "~0").replace("/", "~1") for s in steps)
+
+
+def preferred_wait(request: Request, *, cap: float) -> float | None:
+    """Seconds of `Prefer: wait=N` (RFC 7240), at most the cap; None where it is not there."""
+    found = _WAIT.search(",".join(request.headers.getlist("prefer")))
+    return None if found is None else min(float(found[1]), cap)

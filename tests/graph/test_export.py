@@ -1,0 +1,159 @@
+"""Exporting live models."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.errors import GraphError, UnsupportedError
+from autoshard.graph import export_model, graph_digest, load_graph, read_archive
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.spare = nn.Linear(8, 16, bias=False)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.scales = [torch.ones(8), torch.ones(8)]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(ids.shape[1])
+        return self.head(self.embed(ids) * self.scales[0]) + positions[:, None]
+
+
+def test_the_model_is_left_alone() -> None:
+    model = Tied().eval()
+    before = {name: (p, p.clone(), p._version) for name, p in model.named_parameters()}
+    training = {name: m.training for name, m in model.named_modules()}
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    export_model(model, (ids,))
+    assert ids.device.type == "cpu"
+    assert model.head.weight is model.embed.weight
+    assert {name: m.training for name, m in model.named_modules()} == training
+    for name, parameter in model.named_parameters():
+        same, contents, version = before[name]
+        assert parameter is same
+        assert parameter._version == version
+        assert parameter.grad is None
+        torch.testing.assert_close(parameter, contents, rtol=0, atol=0)
+
+
+def test_ties_are_recorded_and_an_unused_twin_is_not_one() -> None:
+    archive = export_model(Tied(), (torch.zeros(2, 3, dtype=torch.int64),))
+    assert read_archive(archive).ties == (("embed.weight", "head.weight"),)
+    parameters = load_graph(archive).parameters
+    assert {p.target: p.aliases for p in parameters} == {
+        "head.weight": ("embed.weight",),
+        "spare.weight": (),
+    }
+
+
+def test_meta_weights_and_strict_mode_give_the_same_ties() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    for strict in (False, True):
+        graph = load_graph(export_model(model, (ids,), strict=strict))
+        (tied,) = [p for p in graph.parameters if p.aliases]
+        assert {tied.target, *tied.aliases} == {"embed.weight", "head.weight"}
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    model = Tied()
+    model.embed.weight.requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        graph = load_graph(export_model(model, (torch.zeros(2, 3, dtype=torch.int64),)))
+    assert {name for name, t in graph.values.items() if t.requires_grad} == {"p_spare_weight"}
+
+
+def test_training_mode_decides_about_dropout() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    for training in (True, False):
+        graph = load_graph(export_model(model.train(training), (torch.zeros(2, 4),)))
+        operators = [node.operator for node in graph.nodes]
+        assert ("aten.dropout.default" in operators) is training
+
+
+class Flattened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.view(x.shape[0] * x.shape[1], x.shape[2])
+        return self.linear(flat).view(x.shape[0], x.shape[1], -1)
+
+
+def test_a_dynamic_export_is_planned_for_its_example_sizes() -> None:
+    model = Flattened().to("meta")
+    x = torch.zeros(6, 5, 4, device="meta")
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: batch}}, strict=False)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    dynamic = load_graph(buffer.getvalue())
+    assert graph_digest(dynamic) == graph_digest(load_graph(export_model(model, (x,))))
+
+
+class Autocast(nn.Module):
+    def __init__(self, *, enabled: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.enabled = enabled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.enabled):
+            return self.linear(x) * 2
+
+
+def test_autocast_is_refused_where_it_is_on() -> None:
+    x = torch.zeros(2, 4)
+    graph = load_graph(export_model(Autocast(enabled=False), (x,)))
+    assert [n.operator for n in graph.nodes] == ["aten.linear.default", "aten.mul.Tensor"]
+    with pytest.raises(UnsupportedError, match=r"torch.autocast.*model.to\(torch.bfloat16\)"):
+        load_graph(export_model(Autocast(enabled=True), (x,)))
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda t: t + 1.0, lambda t: t - 1.0, (x,))
+
+
+def test_branches_are_refused() -> None:
+    archive = export_model(Branches(), (torch.zeros(2, 4),))
+    with pytest.raises(UnsupportedError, match="chooses between sub-graphs"):
+        load_graph(archive)
+
+
+class DataDependent(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+def test_a_model_that_cannot_be_traced_is_named_with_the_cause() -> None:
+    with pytest.raises(GraphError, match="cannot trace DataDependent: GuardOnDataDependent"):
+        export_model(DataDependent(), (torch.zeros(2),))
+
+
+def test_a_foreign_archive_ties_only_an_embedding_to_its_unused_twin() -> None:
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)).to("meta")
+    model[1].weight = model[0].weight
+    ids = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    program = torch.export.export(model, (ids,), strict=False)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    assert read_archive(buffer.getvalue()).ties is None
+    (weight,) = load_graph(buffer.getvalue()).parameters
+    assert (weight.target, weight.aliases) == ("1.weight", ("0.weight",))
+
+
+def test_reading_graphs_needs_no_torch() -> None:
+    code = "import sys, autoshard.graph; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603 - our own interpreter

@@ -1,0 +1,201 @@
+"""Writes into tensors and views of them, against what PyTorch does."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from autoshard.errors import UnsupportedError
+from autoshard.graph import Graph, export_model, load_graph
+
+Check = Callable[..., Graph]
+Forward = Callable[[torch.Tensor], object]
+
+
+class Calls(nn.Module):
+    """A model that is one function."""
+
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x)
+
+
+def concatenate(x: torch.Tensor) -> torch.Tensor:
+    whole = x.new_empty(4, 10)
+    whole[:, :6] = x
+    whole[:, 6:] = x[:, :4]
+    return whole
+
+
+def shift_right(x: torch.Tensor) -> torch.Tensor:
+    shifted = x.new_zeros(x.shape)
+    shifted[..., 1:] = x[..., :-1].clone()
+    shifted[..., 0] = 7
+    return shifted.masked_fill_(shifted < 0, 0.5)
+
+
+def write_through_views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    base = x.clone()
+    rows, turned = base[1:3], base.t()
+    turned[2:4].mul_(3.0)
+    left, _ = base.split([2, 4], dim=1)
+    left.add_(rows.sum())
+    base.view(-1).unsqueeze(0).neg_()
+    first, *_ = base.unbind(0)
+    first.zero_()
+    base.permute(1, 0).unflatten(0, (2, 3))[1, 0].fill_(2.0)
+    return base, rows, turned, left, first
+
+
+def cast_and_broadcast(x: torch.Tensor) -> torch.Tensor:
+    counts = torch.zeros(4, 6, dtype=torch.int64)
+    counts[1] = x[0] * 10
+    counts.copy_(counts + counts[1])
+    return counts.div(2)
+
+
+def scatters(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    order = x.argsort(1)
+    inverse = torch.empty_like(order)
+    inverse.scatter_(1, order, torch.arange(6).expand(4, 6))
+    taken = torch.zeros(6, dtype=x.dtype)
+    taken.index_put_((order[0],), x[0])
+    taken.index_add_(0, order[1], x[1])
+    return inverse, taken
+
+
+def user_input(x: torch.Tensor) -> torch.Tensor:
+    x.sub_(1.0).clamp_(min=-0.5)
+    return x * 2
+
+
+def dropout_view(x: torch.Tensor) -> torch.Tensor:
+    same = nn.functional.dropout(x.clone(), 0.5, training=False)
+    also = same.to(torch.float32)
+    also.exp_()
+    return same
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        concatenate,
+        shift_right,
+        write_through_views,
+        cast_and_broadcast,
+        scatters,
+        user_input,
+        dropout_view,
+    ],
+)
+def test_writes_give_what_pytorch_gives(function: Forward, check_equal: Check) -> None:
+    torch.manual_seed(0)
+    graph = check_equal(Calls(function), x=torch.randn(4, 6))
+    packets = {node.operator.split(".")[1] for node in graph.nodes}
+    assert not {packet for packet in packets if packet.endswith("_")}
+
+
+def test_a_tensor_written_in_parts_is_one_concatenation(check_equal: Check) -> None:
+    graph = check_equal(Calls(concatenate), x=torch.randn(4, 6))
+    assert [node.operator for node in graph.nodes] == ["aten.slice.Tensor", "aten.cat.default"]
+
+
+def stale_reshape(x: torch.Tensor) -> torch.Tensor:
+    flat = x.t().reshape(-1)
+    x.t().add_(1.0)
+    return flat
+
+
+def every_other(x: torch.Tensor) -> torch.Tensor:
+    base = x.clone()
+    base[:, ::2].add_(1.0)
+    return base
+
+
+def mixed_types(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.bfloat16).add_(x)
+
+
+def truth_values(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().ge_(0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (stale_reshape, "may share memory with what 'add_' has overwritten"),
+        (every_other, "every other element"),
+        (mixed_types, "writes float32 into bfloat16"),
+        (truth_values, "no plain form"),
+    ],
+)
+def test_what_cannot_be_carried_through_is_refused(function: Forward, message: str) -> None:
+    archive = export_model(Calls(function), (torch.randn(4, 6),))
+    with pytest.raises(UnsupportedError, match=message):
+        load_graph(archive)
+
+
+class Average(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        return x - self.mean
+
+
+def test_writing_into_the_model_s_state_is_refused() -> None:
+    archive = export_model(Average(), (torch.randn(4, 6),))
+    with pytest.raises(UnsupportedError, match="overwrites the buffer 'mean'"):
+        load_graph(archive)
+
+
+VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda t: t.transpose(0, -1),
+    lambda t: t[1:],
+    lambda t: t[..., :-1],
+    lambda t: t.unsqueeze(0),
+    lambda t: t.squeeze(0),
+    lambda t: t.flip(0),
+    lambda t: t.clone(),
+    lambda t: t.chunk(2, dim=-1)[0],
+    lambda t: t[0] if t.ndim > 1 else t[:1],
+)
+WRITES: tuple[Callable[[torch.Tensor, torch.Tensor], object], ...] = (
+    lambda t, _: t.mul_(2.0),
+    lambda t, _: t.fill_(1.0),
+    lambda t, _: t.relu_(),
+    lambda t, other: t.add_(other.sum()),
+    lambda t, other: t.copy_(other.mean()),
+    lambda t, _: t.zero_(),
+)
+INSTRUCTIONS = st.lists(
+    st.tuples(st.integers(0, 99), st.integers(0, 99), st.booleans(), st.integers(0, 99)),
+    min_size=2,
+    max_size=8,
+)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(instructions=INSTRUCTIONS)
+def test_any_mix_of_views_and_writes_gives_what_pytorch_gives(
+    check_equal: Check, instructions: list[tuple[int, int, bool, int]]
+) -> None:
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        pool = [x.clone()]
+        for which, what, writes, other in instructions:
+            tensor = pool[which % len(pool)]
+            if writes:
+                WRITES[what % len(WRITES)](tensor, pool[other % len(pool)])
+            elif tensor.ndim and min(tensor.shape) > 1:
+                pool.append(VIEWS[what % len(VIEWS)](tensor))
+        return pool
+
+    check_equal(Calls(forward), x=torch.arange(24.0).view(2, 3, 4) - 9)

@@ -1,0 +1,150 @@
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+from autoshard.errors import LayoutError
+from autoshard.layouts import STEPS, Action, Conversions, Kind, Layout, Step, step_price
+
+SIZES = (2, 4)
+SHAPE = (8, 16)
+
+
+class Prices:
+    """Alpha-beta prices: an all-reduce costs twice an all-gather, a copy nearly nothing."""
+
+    def collective_time(self, action: str, axis: int, nbytes: int) -> float:
+        steps = 2.0 if action == "all_reduce" else 1.0
+        return steps * (1e-5 + nbytes * 1e-10 * (axis + 1))
+
+    def copy_time(self, nbytes: int) -> float:
+        return nbytes * 1e-12
+
+
+def conversions(*, differentiable: bool = True, backward: bool = True) -> Conversions:
+    return Conversions(
+        SHAPE, 4, SIZES, differentiable=differentiable, backward=backward, pricer=Prices()
+    )
+
+
+TABLE = """
+I R nothing        all_reduce
+I S slice          all_gather
+I P mask           nothing
+R I nothing        mask
+R S slice          pad
+R P mask           mask
+S I all_gather     slice
+S R all_gather     reduce_scatter
+S S all_to_all     all_to_all
+P I all_reduce     nothing
+P R all_reduce     all_reduce
+P S reduce_scatter all_gather
+"""
+
+
+def test_the_table_of_steps_is_the_specification() -> None:
+    rows = [line.split() for line in TABLE.split("\n") if line]
+    assert {(Kind(a), Kind(b)): (Action(f), Action(g)) for a, b, f, g in rows} == STEPS
+
+
+def test_the_transpose_of_a_step_is_the_step_of_the_transposed_types() -> None:
+    """The gradient of a -> b converts b's gradient type to a's, so the pair must be dual."""
+    dual = {
+        Kind.INVARIANT: Kind.INVARIANT,
+        Kind.REPLICATE: Kind.PARTIAL,
+        Kind.PARTIAL: Kind.REPLICATE,
+        Kind.SHARD: Kind.SHARD,
+    }
+    for (a, b), (_, backward) in STEPS.items():
+        if (a, b) != (Kind.REPLICATE, Kind.SHARD):
+            assert STEPS[dual[b], dual[a]][0] is backward, (a, b)
+    assert (Kind.SHARD, Kind.PARTIAL) not in STEPS, "the dual of R -> S is not offered"
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_every_path_leads_where_it_should_at_the_price_it_says(differentiable: bool) -> None:
+    table = conversions(differentiable=differentiable)
+    for source, target in product(table.layouts, repeat=2):
+        cost = table.cost[table.index[source], table.index[target]]
+        if not np.isfinite(cost):
+            continue
+        layout = source
+        steps = table.path(source, target)
+        for step in steps:
+            assert layout.types[step.axis] == step.source
+            before = layout.local_shape(SHAPE, SIZES)
+            layout = layout.replace(step.axis, step.target)
+            after = layout.local_shape(SHAPE, SIZES)
+            assert step.nbytes == 4 * max(np.prod(before), np.prod(after))
+        assert layout == target
+        assert sum(step_price(step, Prices()) for step in steps) == pytest.approx(cost)
+
+
+def test_every_layout_leads_to_every_other() -> None:
+    assert np.isfinite(conversions().cost).all()
+    assert np.isfinite(conversions(differentiable=False).cost).all()
+
+
+def test_conversions_obey_the_triangle_inequality() -> None:
+    cost = conversions().cost
+    best_detour = (cost[:, :, None] + cost[None, :, :]).min(axis=1)
+    assert (cost <= best_detour + 1e-15).all()
+    assert (np.diag(cost) == 0).all()
+
+
+def test_without_a_gradient_nothing_runs_backward() -> None:
+    table = conversions(differentiable=False)
+    assert all("I" not in str(layout) for layout in table.layouts)
+    for source, target in product(table.layouts, repeat=2):
+        assert all(step.backward is Action.NOTHING for step in table.path(source, target))
+
+
+def test_an_unpriced_backward_leaves_the_types() -> None:
+    (step,) = conversions(backward=False).path(Layout.parse("I,I"), Layout.parse("R,I"))
+    assert step.backward is Action.NOTHING
+    assert step_price(step, Prices()) < 1e-8
+
+
+def test_data_parallel_is_invariant_to_replicate() -> None:
+    (step,) = conversions().path(Layout.parse("I,I"), Layout.parse("I,R"))
+    assert (step.forward, step.backward) == (Action.NOTHING, Action.ALL_REDUCE)
+    assert step.nbytes == 8 * 16 * 4
+
+
+def test_fully_sharded_is_shard_to_replicate() -> None:
+    (step,) = conversions().path(Layout.parse("I,S(0)"), Layout.parse("I,R"))
+    assert (step.forward, step.backward) == (Action.ALL_GATHER, Action.REDUCE_SCATTER)
+    assert step.nbytes == 8 * 16 * 4
+
+
+def test_the_outer_axis_is_gathered_through_the_inner_one() -> None:
+    """Dim 0 is cut by axis 0 and, inside, by axis 1: axis 1 must give way first."""
+    steps = conversions().path(Layout.parse("S(0),S(0)"), Layout.parse("R,S(0)"))
+    assert steps[0].axis == 1
+    assert [s.axis for s in steps].count(0) == 1
+    assert len(steps) == 3
+
+
+def test_a_swapped_nesting_is_another_layout() -> None:
+    assert conversions().path(Layout.parse("S(0),S(0)"), Layout.parse("S(0),S(0);1>0"))
+
+
+def test_a_mesh_of_one_device_converts_nothing() -> None:
+    table = Conversions(SHAPE, 4, (), differentiable=True, pricer=Prices())
+    assert table.path(Layout(()), Layout(())) == ()
+    assert table.cost.tolist() == [[0.0]]
+
+
+def test_an_illegal_layout_is_named() -> None:
+    with pytest.raises(LayoutError, match=r"S\(0\),S\(0\).*\(6, 16\)"):
+        Conversions((6, 16), 4, SIZES, differentiable=True, pricer=Prices()).path(
+            Layout.parse("S(0),S(0)"), Layout.parse("R,R")
+        )
+
+
+def test_steps_change_one_axis_each() -> None:
+    table = conversions()
+    for source, target in product(table.layouts, repeat=2):
+        steps: tuple[Step, ...] = table.path(source, target)
+        assert all(not (a.axis == b.axis and a.target != b.source) for a, b in pairwise(steps))

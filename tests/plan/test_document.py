@@ -1,0 +1,57 @@
+import json
+
+import jsonschema
+import pytest
+from support.models import Planner, gpt2, meta
+
+from autoshard.errors import PlanError
+from autoshard.plan import Plan, fold_parameters
+from autoshard.plan.schema import SCHEMA_PATH, plan_schema
+
+
+def test_a_plan_reads_back(megatron: Plan) -> None:
+    assert Plan.from_json(megatron.to_json()) == megatron
+
+
+def test_the_committed_schema_is_the_code() -> None:
+    assert SCHEMA_PATH.read_text(encoding="utf-8") == plan_schema()
+
+
+def test_plans_obey_the_schema(megatron: Plan) -> None:
+    jsonschema.validate(json.loads(megatron.to_json()), json.loads(plan_schema()))
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("{", "document"),
+        ("[]", "document"),
+        ('{"version": 2}', "version"),
+        ('{"version": 1}', "id"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, place: str) -> None:
+    with pytest.raises(PlanError, match=place):
+        Plan.from_json(text)
+
+
+def test_an_unknown_field_is_refused(megatron: Plan) -> None:
+    document = json.loads(megatron.to_json())
+    document["surprise"] = 1
+    with pytest.raises(PlanError, match="surprise"):
+        Plan.from_json(json.dumps(document))
+
+
+def test_a_plan_without_stages_needs_a_reason(megatron: Plan) -> None:
+    document = json.loads(megatron.to_json())
+    document["stages"] = []
+    with pytest.raises(PlanError, match="reason"):
+        Plan.from_json(json.dumps(document))
+
+
+def test_layers_that_are_alike_fold_into_one_row(planned: Planner) -> None:
+    rows = fold_parameters(planned(meta(gpt2, layers=4), (2, 2)))
+    folded = {row.name: row.count for row in rows}
+    assert folded["transformer.h.{0..3}.attn.c_attn.weight"] == 4
+    assert folded["transformer.ln_f.weight"] == 1
+    assert sum(folded.values()) == 4 * 12 + 4

@@ -1,0 +1,130 @@
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from support.models import gpt2, graph_of, meta, mlp
+from torch import nn
+
+from autoshard.errors import GraphError, OptionError
+from autoshard.graph import export_model, load_graph
+from autoshard.mesh import make_mesh
+from autoshard.plan import PlanOptions, make_plan, plan_id
+from autoshard.plan.active import ActiveAxes
+from autoshard.plan.formulate import Formulation
+from autoshard.plan.pricing import Prices
+from autoshard.solve import Status, brute_force
+
+
+class Alarm:
+    """A cancel token that fires after it was looked at a number of times."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = iter(range(looks))
+
+    def is_set(self) -> bool:
+        return next(self._looks, None) is None
+
+
+class Nothing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Bias(nn.Module):
+    """One parameter, one operator: few enough strategies to try them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.bias).sum()
+
+
+def formulations() -> Iterator[Formulation]:
+    with torch.device("meta"):
+        graph = graph_of((Bias(), {"x": torch.zeros(8, 8)}))
+    for shape, mode in product([(2,), (4,)], ["training", "inference"]):
+        mesh = make_mesh(shape)
+        options = PlanOptions(mode=mode)
+        yield Formulation(graph, ActiveAxes.of(mesh), Prices(mesh, options))
+
+
+@pytest.mark.parametrize("formulation", list(formulations()))
+def test_the_plan_of_a_small_graph_is_the_best_of_all(formulation: Formulation) -> None:
+    best = brute_force(formulation.problem)
+    options = PlanOptions(mode="training" if formulation.prices.training else "inference")
+    plan = make_plan(formulation.graph, formulation.axes.mesh, options)
+    assert plan.certificate.objective == pytest.approx(best.objective)
+    assert plan.certificate.bound <= best.objective * (1 + 1e-9)
+
+
+def test_training_without_parameters_is_refused() -> None:
+    graph = graph_of((Nothing(), {"x": torch.zeros(4, 4)}))
+    with pytest.raises(GraphError, match=r"nothing to train.*inference"):
+        make_plan(graph, make_mesh((2,)))
+
+
+def test_an_empty_graph_is_planned_for_inference() -> None:
+    graph = graph_of((Nothing(), {"x": torch.zeros(4, 4)}))
+    plan = make_plan(graph, make_mesh((2,)), PlanOptions(mode="inference"))
+    assert plan.found
+    assert plan.costs is not None
+    assert plan.costs.total == 0
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(OptionError, match="adamw"):
+        make_plan(graph_of(meta(mlp)), make_mesh((2,)), PlanOptions(optimizer="adamant"))
+
+
+def test_cancelling_is_an_outcome() -> None:
+    plan = make_plan(graph_of(meta(gpt2)), make_mesh((2, 4)), cancel=Alarm(0))
+    assert plan.certificate.status is Status.CANCELLED
+    assert "cancelled" in plan.reason
+
+
+def test_progress_names_the_phases() -> None:
+    phases = []
+    make_plan(graph_of(meta(gpt2)), make_mesh((2, 4)), on_progress=lambda p: phases.append(p.phase))
+    assert phases
+    assert all(isinstance(phase, str) for phase in phases)
+
+
+def test_the_same_request_has_the_same_id_and_plan() -> None:
+    model, kwargs = meta(mlp)
+    graphs = [load_graph(export_model(model, (), kwargs)) for _ in range(2)]
+    plans = [make_plan(graph, make_mesh((2, 2))) for graph in graphs]
+    assert plans[0].id == plans[1].id == plan_id(graphs[0], make_mesh((2, 2)), PlanOptions())
+    assert plans[0].stages == plans[1].stages
+
+
+def test_whatever_changes_the_plan_changes_the_id() -> None:
+    graph, mesh = graph_of(meta(mlp)), make_mesh((2, 2))
+    ids = {
+        plan_id(graph, mesh, PlanOptions()),
+        plan_id(graph_of(meta(mlp, 32)), mesh, PlanOptions()),
+        plan_id(graph, make_mesh((4,)), PlanOptions()),
+        plan_id(graph, make_mesh((2, 2), axes=("a", "b")), PlanOptions()),
+        plan_id(graph, make_mesh((2, 2), intra_bandwidth=1e9, inter_bandwidth=1e9), PlanOptions()),
+        plan_id(graph, mesh, PlanOptions(mode="inference")),
+        plan_id(graph, mesh, PlanOptions(memory_budget=10**9)),
+        plan_id(graph, mesh, PlanOptions(optimizer="sgd")),
+    }
+    assert len(ids) == 8
+
+
+def test_usage_counts_what_a_rank_holds() -> None:
+    (formulation, *_) = formulations()
+    parameter = next(v for v in formulation.variables if v.name == "p_bias")
+    held = dict(
+        zip(
+            map(str, (s.outputs[0] for s in parameter.strategies)),
+            parameter.usage["parameters"],
+            strict=True,
+        )
+    )
+    assert held == {"I": 32.0, "S(0)": 16.0}
+    assert np.array_equal(parameter.usage["optimizer"], 2 * parameter.usage["parameters"])

@@ -1,0 +1,87 @@
+"""A planned model against the same model on one device."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.plan import Plan
+from autoshard.runtime import parallelize, record_collectives, summarize
+
+TOLERANCE = 1e-5
+
+
+def device_mesh(plan: Plan) -> DeviceMesh:
+    """The mesh that a plan is for, on this process group."""
+    return init_device_mesh("cpu", plan.mesh.axis_sizes, mesh_dim_names=plan.mesh.axis_names)
+
+
+def whole(value: Any) -> Any:
+    """A tensor as one device would hold it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def check_training(
+    model: nn.Module, plan: Plan, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
+) -> None:
+    """One step: loss, every gradient, and the collectives are what they should be."""
+    reference = copy.deepcopy(model)
+    expected = _outputs(reference(*args, **kwargs))
+    expected[0].backward()
+    mesh = device_mesh(plan)
+    planned = parallelize(model, plan, mesh)
+    assert planned is model
+    assert isinstance(planned, type(reference))
+    with record_collectives(mesh) as recorder:
+        outputs = _outputs(planned(*args, **kwargs))
+        outputs[0].backward()
+    _compare_outputs(outputs, expected)
+    names = dict(reference.named_parameters(remove_duplicate=False))
+    assert list(names) == [n for n, _ in planned.named_parameters(remove_duplicate=False)]
+    assert list(planned.state_dict()) == list(reference.state_dict())
+    for name, parameter in planned.named_parameters(remove_duplicate=False):
+        assert isinstance(parameter, DTensor)
+        close(parameter.detach().full_tensor(), names[name].detach(), f"parameter {name}")
+        if names[name].grad is None:
+            assert parameter.grad is None, name
+            continue
+        assert isinstance(parameter.grad, DTensor), name
+        assert parameter.grad.placements == parameter.placements, name
+        close(parameter.grad.full_tensor(), names[name].grad, f"gradient of {name}")
+    assert summarize(recorder.records) == plan.collectives
+
+
+def check_inference(
+    model: nn.Module, plan: Plan, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
+) -> None:
+    """One forward: outputs and collectives are what they should be."""
+    with torch.no_grad():
+        expected = _outputs(model(*args, **kwargs))
+    mesh = device_mesh(plan)
+    planned = parallelize(model, plan, mesh)
+    with record_collectives(mesh) as recorder:
+        outputs = _outputs(planned(*args, **kwargs))
+    assert not any(output.requires_grad for output in outputs)
+    _compare_outputs(outputs, expected)
+    assert summarize(recorder.records) == plan.collectives
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    torch.testing.assert_close(
+        actual, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def _outputs(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _compare_outputs(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        close(whole(one.detach()), other.detach(), f"output {i}")

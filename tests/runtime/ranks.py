@@ -1,0 +1,124 @@
+"""Runs the cases of a test file on real gloo ranks; started as a program by `conftest.py`.
+
+Starting ranks takes far longer than most cases, so one launch runs all cases of a file. The
+file is imported once, and each rank is a fork of that process. After every case the ranks
+tell each other through a file how it went, so that a failed case is named, and the ones
+behind it run on new ranks.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=30)
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """A case with work that is done once, before there are ranks."""
+
+    def prepare(self) -> None: ...
+
+
+def load_cases(file: Path) -> dict[str, Callable[[], None]]:
+    """The `CASES` of a test file by name."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest's `pythonpath` has it
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    cases: dict[str, Callable[[], None]] = module.CASES
+    return cases
+
+
+def run_cases(
+    rank: int, *, num_ranks: int, cases: Sequence[tuple[str, Callable[[], None]]], folder: Path
+) -> None:
+    """One rank's life: writes the error of each case, empty where it passed, in JSON.
+
+    It ends with the first case that fails on any rank, since collectives that one rank has
+    started and another has not leave the process groups unusable.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    # spmd_types calls collectives of torch by names that newer releases deprecate.
+    warnings.filterwarnings("ignore", ".*_functional_collectives", FutureWarning)
+    store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
+    store.set_timeout(4 * TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT
+    )
+    outcomes = {}
+    for number, (name, case) in enumerate(cases):
+        torch.manual_seed(0)
+        outcomes[name] = _outcome(case)
+        store.set(f"{number}/{rank}", "failed" if outcomes[name] else "passed")
+        states = [store.get(f"{number}/{other}") for other in range(num_ranks)]
+        if any(state == b"failed" for state in states):
+            break
+    dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+
+
+def _outcome(case: Callable[[], None]) -> str:
+    try:
+        case()
+    except BaseException:  # noqa: BLE001  whatever it is, it is this case's failure
+        return traceback.format_exc()
+    return ""
+
+
+def main() -> None:
+    """Run the cases on forked ranks, on new ones after each case that failed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", type=Path, help="for the rendezvous and the results")
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--case", action="append", required=True)
+    options = parser.parse_args()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    known = load_cases(options.file)
+    cases = [(name, known[name]) for name in options.case]
+    unprepared = {n: _outcome(c.prepare) for n, c in cases if isinstance(c, Prepared)}
+    failed = {name: error for name, error in unprepared.items() if error}
+    outcomes = [dict(failed) for _ in range(options.ranks)]
+    while remaining := [case for case in cases if case[0] not in outcomes[0]]:
+        folder = options.folder / f"launch{len(outcomes[0])}"
+        folder.mkdir()
+        _launch(options.ranks, remaining, folder)
+        for rank, found in enumerate(outcomes):
+            found.update(json.loads((folder / f"{rank}.json").read_text()))
+    (options.folder / "outcomes.json").write_text(json.dumps(outcomes))
+
+
+def _launch(
+    num_ranks: int, cases: Sequence[tuple[str, Callable[[], None]]], folder: Path
+) -> None:
+    context = multiprocessing.get_context("fork")
+    settings = {"num_ranks": num_ranks, "cases": cases, "folder": folder}
+    processes = [
+        context.Process(target=run_cases, args=(rank,), kwargs=settings)
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Well-known ways to train a model in parallel, as plans written by hand, on real ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from runtime.comparison import check_inference, check_training, close, device_mesh, whole
+from runtime.hand_plans import HandPlan, cpu_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import PlanError
+from autoshard.plan import Plan
+from autoshard.runtime import parallelize
+
+NUM_RANKS = 4
+
+
+class Net(nn.Module):
+    """Two linear layers and a loss: linear, relu, linear, pow, mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.down(torch.relu(self.up(x)))
+        return y.pow(2).mean(), y
+
+
+UP, RELU, DOWN, POW, MEAN = range(5)
+
+
+def net() -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(1)
+    return Net(), torch.randn(4, 8, 8)
+
+
+def megatron() -> HandPlan:
+    """Column- then row-parallel over tp; biases enter once; batch over dp."""
+    model, x = net()
+    return HandPlan(
+        model,
+        (x,),
+        cpu_mesh(dp=2, tp=2),
+        at_rest={
+            "x": "S(0),R",
+            "up.weight": "I,S(0)",
+            "up.bias": "I,S(0)",
+            "down.weight": "I,S(1)",
+        },
+        nodes={
+            UP: (["S(0),R", "R,S(0)", "R,S(0)"], ["S(0),S(2)"]),
+            RELU: (["S(0),S(2)"], ["S(0),S(2)"]),
+            DOWN: (["S(0),S(2)", "R,S(1)", "R,P"], ["S(0),P"]),
+            POW: (["S(0),I"], ["S(0),I"]),
+            MEAN: (["S(0),I"], ["P,I"]),
+        },
+        shared={"linear_1": "S(0),I"},
+        outputs={1: "S(0),I"},
+    )
+
+
+def sequence_parallel() -> HandPlan:
+    """As Megatron, but between the linear layers' pair the sequence is cut over tp."""
+    model, x = net()
+    return HandPlan(
+        model,
+        (x,),
+        cpu_mesh(tp=4),
+        at_rest={"x": "S(1)", "up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
+        nodes={
+            UP: (["R", "S(0)", "S(0)"], ["S(2)"]),
+            RELU: (["S(2)"], ["S(2)"]),
+            DOWN: (["S(2)", "S(1)", "P"], ["P"]),
+            POW: (["S(1)"], ["S(1)"]),
+            MEAN: (["S(1)"], ["P"]),
+        },
+        shared={"linear_1": "S(1)"},
+        outputs={1: "S(1)"},
+    )
+
+
+def batch_cut(at_rest: dict[str, str], **axes: int) -> HandPlan:
+    """Batch over all axes, parameters whole where they are used."""
+    model, x = net()
+    num_axes = len(axes)
+    cut, whole_, sum_ = (",".join([t] * num_axes) for t in ("S(0)", "R", "P"))
+    return HandPlan(
+        model,
+        (x,),
+        cpu_mesh(**axes),
+        at_rest={"x": cut, **at_rest},
+        nodes={
+            UP: ([cut, whole_, whole_], [cut]),
+            RELU: ([cut], [cut]),
+            DOWN: ([cut, whole_, whole_], [cut]),
+            POW: ([cut], [cut]),
+            MEAN: ([cut], [sum_]),
+        },
+        outputs={1: cut},
+    )
+
+
+def data_parallel() -> HandPlan:
+    return batch_cut({}, dp=4)
+
+
+def fully_sharded() -> HandPlan:
+    return batch_cut({"up.weight": "S(0)", "down.weight": "S(1)", "up.bias": "S(0)"}, dp=4)
+
+
+def fully_sharded_over_two_axes() -> HandPlan:
+    """Both nesting orders of a dim that two axes cut."""
+    return batch_cut(
+        {"up.weight": "S(0),S(0);1>0", "down.weight": "S(0),S(0)", "up.bias": "S(0),S(0);1>0"},
+        a=2,
+        b=2,
+    )
+
+
+def axis_of_one_rank() -> HandPlan:
+    return batch_cut({"up.weight": "S(0),S(0)", "down.weight": "S(0),I"}, a=1, b=4)
+
+
+def sharded_tensor_parallel() -> HandPlan:
+    """Megatron whose weights are cut over dp as well, inside tp's cut: `_StridedShard`."""
+    plan = megatron()
+    weights = {
+        "up.weight": "S(0),S(0);1>0",
+        "up.bias": "S(0),S(0);1>0",
+        "down.weight": "S(0),S(1)",
+        "down.bias": "S(0),I",
+    }
+    plan.at_rest = {**plan.at_rest, **weights}
+    return plan
+
+
+def moved_shards() -> HandPlan:
+    """All-to-all: batch cut in the linear layers, sequence cut around and between them."""
+    plan = data_parallel()
+    plan.at_rest = {"x": "S(1)"}
+    plan.nodes = {**plan.nodes, RELU: (["S(1)"], ["S(1)"])}
+    return plan
+
+
+def megatron_inference() -> HandPlan:
+    """Without gradients I and R are one type."""
+    hand = megatron()
+    hand.mode = "inference"
+    hand.at_rest = {
+        "x": "S(0),R",
+        "up.weight": "R,S(0)",
+        "up.bias": "R,S(0)",
+        "down.weight": "R,S(1)",
+    }
+    hand.nodes = {
+        **hand.nodes,
+        POW: (["S(0),R"], ["S(0),R"]),
+        MEAN: (["S(0),R"], ["P,R"]),
+    }
+    hand.shared = {"linear_1": "S(0),R"}
+    hand.outputs = {}
+    return hand
+
+
+PLANS = {
+    "megatron": megatron,
+    "sequence parallel": sequence_parallel,
+    "data parallel": data_parallel,
+    "fully sharded": fully_sharded,
+    "fully sharded over two axes": fully_sharded_over_two_axes,
+    "an axis of one rank": axis_of_one_rank,
+    "sharded tensor parallel": sharded_tensor_parallel,
+    "moved shards": moved_shards,
+    "inference": megatron_inference,
+}
+
+
+@cache
+def built(name: str) -> Plan:
+    return PLANS[name]().build()
+
+
+@dataclass
+class Case:
+    """A check that needs a plan, which is made before there are ranks."""
+
+    plan: str
+    check: Callable[[Plan], None]
+
+    def prepare(self) -> None:
+        built(self.plan)
+
+    def __call__(self) -> None:
+        self.check(built(self.plan))
+
+
+def check_a_step(plan: Plan) -> None:
+    model, x = net()
+    check_training(model, plan, (x,))
+
+
+def check_steps_of_an_optimizer(plan: Plan) -> None:
+    """Any optimizer of torch trains the sharded parameters as it trains whole ones."""
+    reference, _ = net()
+    planned = parallelize(net()[0], plan, device_mesh(plan))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, planned)]
+    for step in range(3):
+        x = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip((reference, planned), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x)[0].backward()
+            optimizer.step()
+    trained = planned.state_dict()
+    for name, parameter in reference.named_parameters():
+        close(trained[name].full_tensor(), parameter.detach(), name)
+
+
+def check_inputs(plan: Plan) -> None:
+    """The whole batch, a rank's own slice and a DTensor are the same input."""
+    model, x = net()
+    mesh = device_mesh(plan)
+    planned = parallelize(model, plan, mesh)
+    (placed,) = (i for i in plan.stages[0].inputs if i.kind == "user")
+    row, _ = mesh.get_coordinate()
+    mine = x[2 * row : 2 * row + 2]
+    distributed = DTensor.from_local(mine, mesh, [*planned(x)[1].placements])
+    losses = [planned(given)[0].detach() for given in (x, mine, distributed)]
+    assert losses[0] == losses[1] == losses[2]
+    with pytest.raises(PlanError, match=r"global shape \(4, 8, 8\), or \(2, 8, 8\)"):
+        planned(torch.randn(3, 8, 8))
+    with pytest.raises(PlanError, match="is a DTensor .* redistribute"):
+        planned(distributed.redistribute(placements=[*planned.down.bias.placements]))
+    with pytest.raises(PlanError, match="float64"):
+        planned(x.double())
+    with pytest.raises(PlanError, match="requires a gradient"):
+        planned(x.clone().requires_grad_())
+    with pytest.raises(PlanError, match=r"exported as forward\(\*\), and called as forward\(x="):
+        planned(x=x)
+    assert placed.local_shape == (2, 8, 8)
+
+
+def check_outputs(plan: Plan) -> None:
+    """A cut result is a DTensor through which gradients flow; a whole one is plain."""
+    reference, x = net()
+    planned = parallelize(net()[0], plan, device_mesh(plan))
+    loss, y = planned(x)
+    assert not isinstance(loss, DTensor)
+    assert isinstance(y, DTensor)
+    y.sum().backward()
+    reference(x)[1].sum().backward()
+    assert planned.up.weight.grad is not None
+    for name, parameter in reference.named_parameters():
+        close(whole(planned.get_parameter(name).grad), parameter.grad, name)
+
+
+def check_inference_plan(plan: Plan) -> None:
+    model, x = net()
+    check_inference(model, plan, (x,))
+
+
+def check_mesh_that_does_not_fit(plan: Plan) -> None:
+    model, _ = net()
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    with pytest.raises(PlanError, match=r"mesh with the axes dp=2, tp=2; .* init_device_mesh"):
+        parallelize(model, plan, other)
+
+
+def check_model_that_does_not_fit(plan: Plan) -> None:
+    """The error names the differences, and the model is as it was."""
+    mesh = device_mesh(plan)
+    model = Net()
+    model.up = nn.Linear(8, 32)
+    model.extra = nn.Parameter(torch.zeros(1))
+    model.down.weight = nn.Parameter(model.down.weight.detach().double())
+    del model.down.bias
+    with pytest.raises(PlanError) as raised:
+        parallelize(model, plan, mesh)
+    message = str(raised.value)
+    for difference in (
+        "'up.weight' has shape (32, 8), in the plan (16, 8)",
+        "'down.weight' is torch.float64, in the plan float32",
+        "the model has no parameter 'down.bias'",
+        "the plan has no parameter 'extra'",
+    ):
+        assert difference in message
+    assert type(model) is Net
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+CASES: dict[str, Case] = {
+    **{name: Case(name, check_a_step) for name in PLANS if name != "inference"},
+    "inference": Case("inference", check_inference_plan),
+    "an optimizer": Case("sharded tensor parallel", check_steps_of_an_optimizer),
+    "inputs": Case("megatron", check_inputs),
+    "outputs": Case("megatron", check_outputs),
+    "another mesh": Case("megatron", check_mesh_that_does_not_fit),
+    "another model": Case("megatron", check_model_that_does_not_fit),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_hand_plan(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)

@@ -1,0 +1,236 @@
+"""The cache keeps bytes intact, or says that it has none."""
+
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sqlalchemy import text
+
+from autoshard_solver_cache import (
+    Cache,
+    MemoryCache,
+    SolverCache,
+    StoreUnavailableError,
+    open_engine,
+)
+
+KINDS = ("memory", "sqlite in memory", "sqlite file")
+MakeCache = Callable[..., Cache]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'deep' / 'store.sqlite3'}"
+
+
+@pytest.fixture(params=KINDS)
+def make_cache(request: pytest.FixtureRequest, url: str) -> Iterator[MakeCache]:
+    opened: list[Cache] = []
+
+    def make(*, max_bytes: int | None = None) -> Cache:
+        if request.param == "memory":
+            cache: Cache = MemoryCache(max_bytes=max_bytes)
+        else:
+            store = "sqlite://" if "in memory" in request.param else url
+            cache = SolverCache(store, max_bytes=max_bytes)
+        opened.append(cache)
+        return cache
+
+    yield make
+    for cache in opened:
+        cache.close()
+
+
+def noise(seed: int, size: int = 1000) -> bytes:
+    """Bytes that do not compress."""
+    value, made = seed + 1, bytearray()
+    while len(made) < size:
+        value = value * 6364136223846793005 + 1442695040888963407 & (1 << 64) - 1
+        made += (value >> 24).to_bytes(5, "big")
+    return bytes(made[:size])
+
+
+def test_what_is_put_is_got_and_what_is_deleted_is_gone(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    assert cache.get("plans", "k") is None
+    assert cache.put("plans", "k", b"body")
+    assert cache.get("plans", "k") == b"body"
+    assert cache.delete("plans", "k")
+    assert not cache.delete("plans", "k")
+    assert cache.get("plans", "k") is None
+
+
+def test_namespaces_are_apart(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.put("plans", "k", b"plan")
+    cache.put("blocks", "k", b"block")
+    assert cache.get("plans", "k") == b"plan"
+    assert cache.get("blocks", "k") == b"block"
+    assert cache.get("costs", "k") is None
+
+
+def test_the_first_writer_stays(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    assert cache.put("plans", "k", b"first")
+    assert not cache.put("plans", "k", b"second")
+    assert cache.get("plans", "k") == b"first"
+
+
+def test_stats_count_entries_hits_and_misses_per_namespace(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.put("plans", "a", b"a" * 10)
+    cache.put("plans", "b", b"b" * 10)
+    cache.put("blocks", "c", b"c")
+    for key in ("a", "a", "missing"):
+        cache.get("plans", key)
+    stats = cache.stats("plans")
+    assert (stats.num_entries, stats.hits, stats.misses, stats.corrupted) == (2, 2, 1, 0)
+    assert stats.nbytes > 0
+    assert cache.stats("costs").num_entries == 0
+
+
+def test_the_least_recently_used_make_room(make_cache: MakeCache) -> None:
+    cache = make_cache(max_bytes=3500)
+    for i in range(5):
+        cache.put("plans", str(i), noise(i))
+    held = [i for i in range(5) if cache.get("plans", str(i)) is not None]
+    assert held == [2, 3, 4]
+    assert cache.stats("plans").nbytes <= 3500
+
+
+def test_an_entry_larger_than_the_room_is_not_kept(make_cache: MakeCache) -> None:
+    cache = make_cache(max_bytes=500)
+    cache.put("plans", "large", noise(1))
+    assert cache.get("plans", "large") is None
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(body=st.binary(max_size=2000))
+def test_any_bytes_come_back(body: bytes) -> None:
+    with closing(SolverCache("sqlite://")) as cache:
+        cache.put("plans", "k", body)
+        assert cache.get("plans", "k") == body
+
+
+def test_entries_outlive_the_cache_object(url: str) -> None:
+    with closing(SolverCache(url)) as cache:
+        cache.put("plans", "k", b"body")
+    with closing(SolverCache(url)) as cache:
+        assert cache.get("plans", "k") == b"body"
+
+
+DAMAGES = {
+    "other bytes": {"body": zlib.compress(b"another body")},
+    "not compressed": {"body": b"\x00\x01\x02"},
+    "truncated": {"body": zlib.compress(b"body" * 100)[:-6]},
+    "empty": {"body": b""},
+    "other digest": {"sha256": "0" * 64},
+    "other size": {"size": 3},
+    "negative size": {"size": -1},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_entry_is_dropped_and_can_be_written_again(
+    url: str, damage: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_engine(url)
+    cache = SolverCache(engine)
+    cache.put("plans", "k", b"body" * 100)
+    changes = ", ".join(f"{column} = :{column}" for column in damage)
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE cache_entries SET {changes}"), damage)  # noqa: S608  our columns
+    assert cache.get("plans", "k") is None
+    assert "plans/k" in caplog.text
+    stats = cache.stats("plans")
+    assert (stats.num_entries, stats.misses, stats.corrupted) == (0, 1, 1)
+    assert cache.put("plans", "k", b"body" * 100)
+    assert cache.get("plans", "k") == b"body" * 100
+    engine.dispose()
+
+
+def test_a_bomb_in_the_store_is_not_inflated(url: str) -> None:
+    engine = open_engine(url)
+    cache = SolverCache(engine)
+    cache.put("plans", "k", b"small")
+    bomb = zlib.compress(bytes(64 << 20))
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE cache_entries SET body = :bomb"), {"bomb": bomb})
+    tracemalloc.start()
+    assert cache.get("plans", "k") is None
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    engine.dispose()
+
+
+def test_threads_share_one_cache(make_cache: MakeCache) -> None:
+    cache = make_cache()
+
+    def work(i: int) -> bool:
+        stored = cache.put("plans", str(i % 10), noise(i % 10))
+        assert cache.get("plans", str(i % 10)) == noise(i % 10)
+        return stored
+
+    with ThreadPoolExecutor(8) as pool:
+        stored = list(pool.map(work, range(100)))
+    assert sum(stored) == 10
+
+
+WRITER = """
+import sys
+from autoshard_solver_cache import SolverCache
+cache = SolverCache(sys.argv[1])
+print(sum(cache.put("plans", str(i), b"%d" % i * 100) for i in range(100)))
+cache.close()
+"""
+
+
+def test_processes_share_one_file(url: str) -> None:
+    command = [sys.executable, "-c", WRITER, url]
+    writers = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  our own code
+        for _ in range(3)
+    ]
+    answers = [writer.communicate()[0] for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert sum(map(int, answers)) == 100
+    with closing(SolverCache(url)) as cache:
+        assert all(cache.get("plans", str(i)) == b"%d" % i * 100 for i in range(100))
+
+
+def test_sqlite_is_set_up_for_many_processes(url: str) -> None:
+    engine = open_engine(url)
+    with engine.connect() as connection:
+        assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
+        assert connection.execute(text("PRAGMA busy_timeout")).scalar_one() == 10_000
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    "store",
+    ["no url", "nosuchdb://host/name", "sqlite:////proc/nowhere/store.sqlite3"],
+)
+def test_a_store_that_cannot_be_opened_says_so(store: str) -> None:
+    with pytest.raises(StoreUnavailableError, match="give"):
+        SolverCache(store)
+
+
+def test_a_file_that_is_no_database_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    path.write_bytes(b"something else entirely" * 100)
+    with pytest.raises(StoreUnavailableError, match=r"store\.sqlite3"):
+        SolverCache(f"sqlite:///{path}")
+
+
+def test_a_password_in_the_url_is_not_shown() -> None:
+    with pytest.raises(StoreUnavailableError) as caught:
+        open_engine("nosuchdb://user:secret@host/name")
+    assert "secret" not in str(caught.value)

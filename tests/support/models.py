@@ -1,0 +1,104 @@
+"""Models that several areas of the suite plan and run, small and built from config classes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from autoshard.graph import Graph, export_model, load_graph
+from autoshard.plan import Plan
+
+Case = tuple[nn.Module, dict[str, Any]]
+"""A model and the keyword arguments of its forward."""
+
+Planner = Callable[..., Plan]
+"""Plans a case on a mesh with options, and asserts that the checker finds nothing wrong."""
+
+
+class Mlp(nn.Module):
+    """Two linear layers with biases."""
+
+    def __init__(self, features: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(features, hidden)
+        self.down = nn.Linear(hidden, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def mlp(batch: int = 16, features: int = 64, hidden: int = 128, outputs: int = 64) -> Case:
+    """The MLP of MASE's own auto-sharding test, with its sizes as defaults."""
+    return Mlp(features, hidden, outputs), {"x": torch.randn(batch, features)}
+
+
+def gpt2(*, layers: int = 2, batch: int = 4, sequence: int = 8) -> Case:
+    """A small GPT-2 with labels."""
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=32,
+        n_head=4,
+        n_positions=16,
+        vocab_size=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    ids = torch.randint(0, 64, (batch, sequence))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def bert(
+    *, layers: int = 2, batch: int = 4, sequence: int = 8, hidden: int = 32, heads: int = 4
+) -> Case:
+    """A small BERT with a masked-language head, an attention mask and ignored labels."""
+    config = BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=2 * hidden,
+        vocab_size=64,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    ids = torch.randint(0, 64, (batch, sequence))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.5, -100)
+    mask = torch.ones_like(ids)
+    return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def llama(*, layers: int = 2, batch: int = 4, sequence: int = 8) -> Case:
+    """A small Llama with grouped key and value heads, and labels."""
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=64,
+        max_position_embeddings=16,
+    )
+    ids = torch.randint(0, 64, (batch, sequence))
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def meta(build: Any, *args: Any, **kwargs: Any) -> Case:
+    """A case built on the meta device, so that its size costs nothing."""
+    with torch.device("meta"):
+        return build(*args, **kwargs)
+
+
+def graph_of(case: Case) -> Graph:
+    """The normalised graph of a case."""
+    model, kwargs = case
+    return load_graph(export_model(model, (), kwargs))
