@@ -1,1 +1,50 @@
-"""autoshard."""
+"""Automatic sharding of PyTorch models: a graph and a mesh in, a certified plan out.
+
+    graph = load_graph(export_model(model, args, kwargs))
+    plan = make_plan(graph, make_mesh((2, 4)))
+    model = parallelize(model, plan, device_mesh)
+
+What needs torch is imported when it is first used, so that planning and talking to the
+service start fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from autoshard.client import Client
+from autoshard.errors import AutoshardError
+from autoshard.graph import Graph, load_graph
+from autoshard.mesh import Mesh, get_topology, make_mesh, topology_names
+from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.solve import Status
+
+if TYPE_CHECKING:
+    from autoshard.graph import export_model
+    from autoshard.runtime import parallelize
+
+__all__ = [
+    "AutoshardError",
+    "Client",
+    "Graph",
+    "Mesh",
+    "Plan",
+    "PlanOptions",
+    "Status",
+    "check_plan",
+    "export_model",
+    "get_topology",
+    "load_graph",
+    "make_mesh",
+    "make_plan",
+    "parallelize",
+    "topology_names",
+]
+
+_NEEDS_TORCH = {"export_model": "autoshard.graph", "parallelize": "autoshard.runtime"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for (PEP 562)."""
+    if name in _NEEDS_TORCH:
+        return getattr(import_module(_NEEDS_TORCH[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -138,7 +138,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
 ) -> None:
     """Start the planning service."""
-    from autoshard_server import serve as run  # noqa: PLC0415  the library works without it
+    from autoshard_server.serve import serve as run  # noqa: PLC0415  the library works without it
 
     run(host=host, port=port)
 
@@ -173,9 +173,11 @@ def _mesh(
 
 
 def _mode(text: str) -> Mode:
-    if text not in ("training", "inference"):
-        raise OptionError(f"--mode {text!r} is unknown; choose training or inference")
-    return text
+    modes: tuple[Mode, ...] = get_args(Mode)
+    for mode in modes:
+        if mode == text:
+            return mode
+    raise OptionError(f"--mode {text!r} is unknown; choose {' or '.join(modes)}")
 
 
 def _read(path: Path) -> Plan:

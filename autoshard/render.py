@@ -47,18 +47,15 @@ def _header(plan: Plan) -> Text:
 
 def _parameters(plan: Plan) -> Table:
     names = ", ".join(axis.name for axis in plan.mesh.axes)
-    table = _table("Parameters")
-    for title, style in (("parameter", "cyan"), ("count", ""), ("shape", ""), ("per rank", "")):
-        table.add_column(title, style=style, justify="right" if title == "count" else "left")
-    table.add_column(f"placements over ({names})", style="green")
+    table = _table("Parameters: I whole, gradient summed; S(d) cut along dim d; R whole")
+    table.add_column("parameter", style="cyan", overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("per rank", no_wrap=True)
+    table.add_column(f"over {names}", style="green", no_wrap=True)
     for row in fold_parameters(plan):
-        table.add_row(
-            row.name,
-            str(row.count),
-            _shape(row.shape),
-            _shape(row.local_shape),
-            ", ".join(row.placements),
-        )
+        shapes = (_shape(row.shape), _shape(row.local_shape))
+        table.add_row(row.name, str(row.count), *shapes, row.layout.replace(",", ", "))
     return table
 
 
@@ -86,24 +83,23 @@ def _costs(costs: Costs) -> Table:
 
 def _memory(memory: Memory) -> Table:
     table = _table("Predicted memory per device at the peak")
+    table.add_column("kind")
+    table.add_column("bytes", justify="right")
     kinds = ("parameters", "gradients", "optimizer", "buffers", "inputs", "activations")
-    for title in (*kinds, "peak", "budget"):
-        table.add_column(title, justify="right")
-    values = [getattr(memory, kind) for kind in (*kinds, "peak")]
-    budget = "none" if memory.budget is None else format_bytes(memory.budget)
-    table.add_row(*(format_bytes(value) for value in values), budget)
+    for kind in (*kinds, "peak"):
+        table.add_row(kind, format_bytes(getattr(memory, kind)))
+    table.add_row("budget", "none" if memory.budget is None else format_bytes(memory.budget))
     return table
 
 
 def _certificate(certificate: Certificate) -> Text:
     assert certificate.objective is not None
-    assert certificate.bound is not None
-    assert certificate.gap is not None
+    if certificate.bound is None or certificate.gap is None:
+        return Text(f"Certificate: {certificate.status}; nothing is proven", style="bold")
     return Text(
-        f"Certificate: {certificate.status}; "
-        f"no plan is faster than {certificate.bound * _MILLISECONDS:.6f} ms, "
-        f"this one takes {certificate.objective * _MILLISECONDS:.6f} ms "
-        f"(gap {certificate.gap:.2%})",
+        f"Certificate: {certificate.status}; this plan takes "
+        f"{certificate.objective * _MILLISECONDS:.6f} ms, none takes less than "
+        f"{certificate.bound * _MILLISECONDS:.6f} ms (gap {certificate.gap:.2%})",
         style="bold",
     )
 

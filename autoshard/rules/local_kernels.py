@@ -33,9 +33,10 @@ class Kernel(StrEnum):
     Where `LocalKernel.argument` names a reduction argument, only if that is 1 (mean, and
     the default); otherwise plain."""
     SEEDED = "seeded"
-    """Draws random numbers: ranks that hold the same slice of output 0 (they differ only on
-    axes where it is whole) draw the same ones, and ranks with different slices draw
-    different ones. Plain where `LocalKernel.argument` names a probability that is 0."""
+    """Draws random numbers: ranks that differ only on axes that do not cut output 0 (they
+    hold copies of a slice, or terms of its sum) draw the same ones, and ranks with
+    different slices draw different ones. Plain where `LocalKernel.argument` names a
+    probability that is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Random operators: they are right on slices only if each slice draws its own numbers.
 
-The runtime seeds by the slice (`Kernel.SEEDED`), so that copies agree and slices differ.
+The runtime seeds by the slice (`Kernel.SEEDED`), so that copies and terms of a sum
+agree, and slices differ.
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,8 @@ from autoshard.rules.space import replicated
 
 
 def _dropout(call: Call) -> OperatorRule:
-    """Linear when it drops nothing; otherwise partial values would need one mask."""
-    silent = not call.flag("train", default=True) or call.number("p", 0.5) == 0
-    return pointwise(call, linear=[{0}] if silent else ())
+    """Linear: ranks that hold terms of one sum draw one mask."""
+    return pointwise(call, linear=[{0}])
 
 
 DRAWING = """

@@ -13,6 +13,7 @@ from spmd_types import types as spmd
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.errors import PlanError
 from autoshard.layouts import AxisType, Kind, parse_type
 from autoshard.plan import PlannedStep
 
@@ -30,11 +31,18 @@ def bind_steps(steps: Sequence[PlannedStep], mesh: DeviceMesh) -> tuple[LocalFun
     Args:
         steps: as a plan lists them.
         mesh: carries the process group of each axis by name.
+
+    Raises:
+        PlanError: a step is on an axis that the mesh does not have.
     """
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    for step in steps:
+        if step.axis not in sizes:
+            raise PlanError(f"a step is on the axis {step.axis!r}; the mesh has {list(sizes)}")
     return tuple(
         _bind(parse_type(step.source), parse_type(step.target), mesh.get_group(step.axis))
         for step in steps
-        if mesh[step.axis].size() > 1
+        if sizes[step.axis] > 1
     )
 
 

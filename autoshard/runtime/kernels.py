@@ -68,6 +68,15 @@ def bind_kernel(local: LocalNode) -> LocalKernel:
     return _BINDERS[kernel.kind](local, kernel.argument)
 
 
+def draws_random_numbers(node: Node) -> bool:
+    """Whether running a node twice gives the same only if the step is the same."""
+    kernel = kernel_for(node.operator)
+    if kernel.kind is not Kernel.SEEDED:
+        return False
+    default = _DEFAULT_PROBABILITY.get(kernel.argument)
+    return not kernel.argument or bool(node.argument(kernel.argument, default))
+
+
 def _plain(local: LocalNode, _argument: str = "") -> LocalKernel:
     call = OperatorCall(local.node, local.place.device)
     return lambda tensors, _step: call(tensors)
@@ -124,9 +133,9 @@ def _scaled(local: LocalNode, argument: str) -> LocalKernel:
     return run
 
 
-def _seeded(local: LocalNode, argument: str) -> LocalKernel:
+def _seeded(local: LocalNode, _argument: str) -> LocalKernel:
     plain = _plain(local)
-    if argument and not local.node.argument(argument, _DEFAULT_PROBABILITY[argument]):
+    if not draws_random_numbers(local.node):
         return plain
     place = local.place
     parts = [local.node.name]

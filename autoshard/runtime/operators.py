@@ -38,7 +38,7 @@ def resolve_operator(name: str) -> OpOverload:
     found: Any = torch.ops
     for part in (namespace, packet, overload):
         found = getattr(found, part, None)
-    if not isinstance(found, OpOverload):
+    if not overload or not isinstance(found, OpOverload):
         raise PlanError(
             f"the plan calls {name}, which torch {torch.__version__} does not have; use the "
             f"version that exported the model, or export it again"

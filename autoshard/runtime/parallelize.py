@@ -35,7 +35,9 @@ def parallelize(
     rank takes its slice), the rank's own slice, or a DTensor placed as planned. A result
     that is whole is a plain tensor, and one that is cut a DTensor.
 
-    A plan for inference computes no gradients, and runs under `torch.no_grad()`.
+    A plan for inference computes no gradients, and runs under `torch.no_grad()`. Dropout and
+    the like act as they did when the model was exported: `train()` and `eval()` do not reach
+    into the program.
 
     Args:
         model: holds the whole weights on every rank, or is on the meta device.
@@ -52,6 +54,8 @@ def parallelize(
         PlanError: the plan has no stage or several, or does not fit mesh or model. The model
             is then unchanged.
     """
+    if isinstance(model, Planned):
+        raise PlanError("the model runs as planned already; apply a plan to a fresh model")
     stage = _only_stage(plan)
     program = LocalProgram(stage, device_mesh, seed=seed)
     training = plan.options.mode == "training"
@@ -144,7 +148,18 @@ class PlannedForward:
         return holder.get
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one step on this rank."""
+        """Run one step on this rank.
+
+        Raises:
+            PlanError: the arguments do not fit, or the step is recomputed by activation
+                checkpointing and would draw other random numbers.
+        """
+        # While autograd runs, the thread belongs to a graph task.
+        if self._program.is_random and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+            raise PlanError(
+                "the planned model draws random numbers, so it cannot be recomputed in the "
+                "backward pass: apply activation checkpointing inside the model, not around it"
+            )
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
             given = self._arguments.flatten(args, kwargs)
             inputs = [

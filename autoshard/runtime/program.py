@@ -13,7 +13,13 @@ from autoshard.graph import Graph, Node, Output, graph_from_json
 from autoshard.layouts import Layout
 from autoshard.plan import Conversion, PlacedNode, Stage
 from autoshard.runtime.conversions import LocalFunction, bind_steps
-from autoshard.runtime.kernels import LocalKernel, LocalNode, Place, bind_kernel
+from autoshard.runtime.kernels import (
+    LocalKernel,
+    LocalNode,
+    Place,
+    bind_kernel,
+    draws_random_numbers,
+)
 
 Registers = list[Any]
 """A tensor per slot while it is alive, None before and after."""
@@ -75,11 +81,13 @@ class LocalProgram:
 
     Attributes:
         graph: the program that is run.
+        is_random: whether it draws random numbers.
         place: where on the mesh this rank is.
     """
 
     def __init__(self, stage: Stage, mesh: DeviceMesh, *, seed: int = 0) -> None:
         self.graph = graph_from_json(stage.program)
+        self.is_random = any(draws_random_numbers(node) for node in self.graph.nodes)
         self.place = _place(stage, mesh, seed)
         compiler = _Compiler(stage, self.graph, mesh, self.place)
         compiler.compile()
@@ -147,7 +155,9 @@ class _Compiler:
     def _check_inputs(self) -> None:
         for placed in self.stage.inputs:
             if placed.name not in self.graph.values:
-                raise PlanError(f"stage {self.stage.name!r} places {placed.name!r}, which is no value")
+                raise PlanError(
+                    f"stage {self.stage.name!r} places {placed.name!r}, which is no value"
+                )
             (shape,) = self._local_shapes([placed.name], [Layout.parse(placed.layout)])
             if shape != placed.local_shape:
                 raise PlanError(

@@ -96,7 +96,7 @@ class Descent:
         if len(variable.terms) == 1:
             term = variable.terms[0]
             room = self._network.capacity - others
-            return np.less_equal(term.usage, room[term.first : term.last].min())
+            return np.asarray(term.usage <= room[term.first : term.last].min())
         for s in range(len(fits)):
             after = others.copy()
             _move(variable, after, None, s)

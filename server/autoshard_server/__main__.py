@@ -14,7 +14,8 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", default=8000, type=int, help="0 takes a free one")
     parser.add_argument("--store-url", help="database of plans and jobs, a SQLAlchemy URL")
-    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
+    levels = ["debug", "info", "warning", "error"]
+    parser.add_argument("--log-level", default="info", choices=levels, help="least to log")
     given = parser.parse_args()
     serve(host=given.host, port=given.port, cache_url=given.store_url, log_level=given.log_level)
 

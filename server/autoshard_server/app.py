@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 import anyio.to_thread
-import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -13,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 
 from autoshard_server.executor import Executor, ProcessExecutor
 from autoshard_server.middleware import BodyLimit, RequestLog
-from autoshard_server.specification import specification
 from autoshard_server.problems import (
     EXCEPTION_PROBLEMS,
     HTTP,
@@ -28,8 +26,7 @@ from autoshard_server.problems import (
 from autoshard_server.routes import router
 from autoshard_server.service import Service
 from autoshard_server.settings import Settings
-
-_log = structlog.get_logger(__name__)
+from autoshard_server.specification import specification
 
 
 def create_app(settings: Settings | None = None, *, executor: Executor | None = None) -> FastAPI:
@@ -62,7 +59,7 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
     app.include_router(router)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     app.add_middleware(RequestLog)
-    for kind in (*EXCEPTION_PROBLEMS, ServerError, Exception):
+    for kind in (*EXCEPTION_PROBLEMS, ServerError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

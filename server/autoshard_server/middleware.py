@@ -6,9 +6,16 @@ from uuid import uuid4
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from autoshard_server.problems import TOO_LARGE, ServerError
+from autoshard_server.problems import (
+    INTERNAL,
+    PROBLEM_MEDIA_TYPE,
+    TOO_LARGE,
+    ServerError,
+    problem_of,
+)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -18,6 +25,7 @@ _log = structlog.get_logger("autoshard_server.access")
 class RequestLog:
     """Gives each request an id, or takes over the caller's, and logs what became of it.
 
+    An exception that nobody expected is logged here, and answered as a problem.
     The id is in the answer's `X-Request-ID` and in every log line of the request.
     """
 
@@ -32,7 +40,7 @@ class RequestLog:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         started = time.monotonic()
-        status = 500
+        status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -44,12 +52,21 @@ class RequestLog:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
+            except Exception as error:
+                _log.exception("request_failed")
+                if status:
+                    # The answer is under way already: only breaking it off tells the truth.
+                    raise
+                answer = JSONResponse(
+                    problem_of(error), INTERNAL.status, media_type=PROBLEM_MEDIA_TYPE
+                )
+                await answer(scope, receive, send_with_id)
             finally:
                 _log.info(
                     "request",
                     method=scope["method"],
                     path=scope["path"],
-                    status=status,
+                    status=int(status),
                     seconds=round(time.monotonic() - started, 4),
                 )
 

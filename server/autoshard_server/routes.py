@@ -19,7 +19,6 @@ from autoshard_server.documents import (
     job_document,
 )
 from autoshard_server.jobs import Job, JobState
-from autoshard_server.specification import PLAN_FORM, answer_headers, problem_answers
 from autoshard_server.problems import (
     NOT_FOUND,
     PROBLEM_MEDIA_TYPE,
@@ -27,6 +26,7 @@ from autoshard_server.problems import (
 )
 from autoshard_server.requests import Question
 from autoshard_server.service import Answer, Service, versions
+from autoshard_server.specification import PLAN_FORM, answer_headers, problem_answers
 from autoshard_server.uploads import preferred_wait, read_upload
 from autoshard_server.workers import PLANS
 

@@ -1,6 +1,7 @@
 """Running the service in this process."""
 
 import logging
+from contextlib import suppress
 from types import FrameType
 
 import structlog
@@ -9,6 +10,9 @@ from fastapi import FastAPI
 
 from autoshard_server.app import create_app
 from autoshard_server.settings import Settings
+
+STARTUP_FAILED = 3
+"""Exit status where the service cannot start, as uvicorn's own command has it."""
 
 
 class _Server(uvicorn.Server):
@@ -43,6 +47,7 @@ def serve(
 
     Raises:
         ValueError: there is no such log level.
+        SystemExit: the service cannot start; the log says why.
     """
     configure_logging(log_level)
     settings = Settings() if cache_url is None else Settings(store_url=cache_url)
@@ -56,7 +61,11 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=max(1, round(settings.shutdown_grace)),
     )
-    _Server(config, app).run()
+    server = _Server(config, app)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        raise SystemExit(STARTUP_FAILED)
 
 
 def configure_logging(level: str = "info") -> None:

@@ -3,7 +3,7 @@
 import re
 
 from pydantic import ValidationError
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -31,12 +31,16 @@ async def read_upload(request: Request, settings: Settings) -> tuple[PlanRequest
 
 
 async def _read_parts(request: Request, settings: Settings) -> dict[str, bytes]:
-    limit = settings.max_request_bytes
     count = len(_PARTS)
+    limits = {"max_files": count, "max_fields": count}
     try:
-        form = await request.form(max_files=count, max_fields=count, max_part_size=limit)
+        async with request.form(**limits, max_part_size=settings.max_request_bytes) as form:
+            return await _take_parts(form, settings.max_request_bytes)
     except HTTPException as error:
         raise ServerError(MULTIPART, f"the form cannot be read: {error.detail}") from None
+
+
+async def _take_parts(form: FormData, limit: int) -> dict[str, bytes]:
     names = sorted(name for name, _ in form.multi_items())
     if names != sorted(_PARTS):
         raise ServerError(MULTIPART, f"the form has the parts {names}; it needs {list(_PARTS)}")

@@ -4,7 +4,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from support.models import gpt2, graph_of, meta, mlp
+from support.models import gpt2, graph_of, meta, mlp, small_graph
 from torch import nn
 
 from autoshard.errors import GraphError, OptionError
@@ -77,18 +77,18 @@ def test_an_empty_graph_is_planned_for_inference() -> None:
 
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(OptionError, match="adamw"):
-        make_plan(graph_of(meta(mlp)), make_mesh((2,)), PlanOptions(optimizer="adamant"))
+        make_plan(small_graph(mlp), make_mesh((2,)), PlanOptions(optimizer="adamant"))
 
 
 def test_cancelling_is_an_outcome() -> None:
-    plan = make_plan(graph_of(meta(gpt2)), make_mesh((2, 4)), cancel=Alarm(0))
+    plan = make_plan(small_graph(gpt2), make_mesh((2, 4)), cancel=Alarm(0))
     assert plan.certificate.status is Status.CANCELLED
     assert "cancelled" in plan.reason
 
 
 def test_progress_names_the_phases() -> None:
     phases = []
-    make_plan(graph_of(meta(gpt2)), make_mesh((2, 4)), on_progress=lambda p: phases.append(p.phase))
+    make_plan(small_graph(gpt2), make_mesh((2, 4)), on_progress=lambda p: phases.append(p.phase))
     assert phases
     assert all(isinstance(phase, str) for phase in phases)
 
@@ -102,7 +102,7 @@ def test_the_same_request_has_the_same_id_and_plan() -> None:
 
 
 def test_whatever_changes_the_plan_changes_the_id() -> None:
-    graph, mesh = graph_of(meta(mlp)), make_mesh((2, 2))
+    graph, mesh = small_graph(mlp), make_mesh((2, 2))
     ids = {
         plan_id(graph, mesh, PlanOptions()),
         plan_id(graph_of(meta(mlp, 32)), mesh, PlanOptions()),

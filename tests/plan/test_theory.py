@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from support.models import Case, Planner, bert, gpt2, llama, meta, mlp
+from support.models import Case, Planner, bert, gpt2, llama, meta, mlp, small_graph
 
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology, make_mesh
 from autoshard.plan import Plan
@@ -113,10 +113,11 @@ def slow_device_mesh(*shape: int) -> Mesh:
 def test_small_models_are_planned_to_optimality(
     planned: Planner, build: Callable[[], Case], mode: str, shape: tuple[int, ...]
 ) -> None:
-    plan = planned(meta(build), slow_device_mesh(*shape), mode=mode)
+    graph = small_graph(build)
+    plan = planned(graph, slow_device_mesh(*shape), mode=mode)
     assert plan.certificate.status is Status.OPTIMAL
     assert plan.certificate.gap <= 1e-4
-    assert plan.costs.compute < planned(meta(build), slow_device_mesh(1), mode=mode).costs.compute
+    assert plan.costs.compute < planned(graph, slow_device_mesh(1), mode=mode).costs.compute
 
 
 def test_mases_mlp_is_planned(planned: Planner) -> None:

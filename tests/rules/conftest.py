@@ -1,7 +1,7 @@
 """The proof that a rule is true: run every rank in one process and put the pieces together."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -23,7 +23,7 @@ from autoshard.rules import (
 )
 
 MESHES = ((2,), (4,), (3,), (2, 2))
-STRATEGIES_PER_MESH = 48
+STRATEGIES_PER_MESH = 20
 
 Coordinate = tuple[int, ...]
 Pieces = Mapping[Coordinate, torch.Tensor]
@@ -161,7 +161,8 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     if actual is expected or torch.equal(actual, expected):
         return
     assert actual.dtype.is_floating_point or actual.dtype.is_complex
-    assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
+    tolerance = 1e-4 if actual.dtype == torch.float32 else 1e-10
+    assert torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @dataclass(frozen=True)
@@ -281,11 +282,16 @@ def _gradients(
     )
 
 
-def prove_rule(example: Example, rule: OperatorRule | None = None) -> set[str]:
+def prove_rule(
+    example: Example,
+    rule: OperatorRule | None = None,
+    *,
+    meshes: Sequence[tuple[int, ...]] = MESHES,
+) -> set[str]:
     """Check strategies of an example on every mesh; returns those on one axis of 2."""
     rule = rule or rule_for(example.call)
     torch.default_generator.manual_seed(0)
-    for mesh in MESHES:
+    for mesh in meshes:
         found = strategies(rule, mesh)
         if len(mesh) > 1 and len(found) > STRATEGIES_PER_MESH:
             found = tuple(random.Random(0).sample(found, STRATEGIES_PER_MESH))

@@ -81,6 +81,11 @@ MATRIX_PRODUCTS = [
     ("aten.einsum.default", {"equation": "...i,ij->...j", "tensors": [real(4, 2), real(2, 4)]}),
     ("aten.einsum.default", {"equation": "ii,ij->ij", "tensors": [real(4, 4), real(4, 2)]}),
     ("aten.einsum.default", {"equation": "ab,bc", "tensors": [real(4, 2), real(2, 4)]}),
+    (
+        "aten._grouped_mm.default",
+        {"self": real(8, 16).float(), "mat2": real(4, 16, 32).float()}
+        | {"offs": torch.tensor([2, 2, 5, 8], dtype=torch.int32)},
+    ),
 ]
 
 SDPA = "aten.scaled_dot_product_attention.default"

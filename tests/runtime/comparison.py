@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from autoshard.plan import Plan
@@ -27,19 +27,32 @@ def whole(value: Any) -> Any:
 
 
 def check_training(
-    model: nn.Module, plan: Plan, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
+    model: nn.Module,
+    plan: Plan,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    constants: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """One step: loss, every gradient, and the collectives are what they should be."""
+    """One step: outputs, every gradient, and the collectives are what they should be.
+
+    Gradients enter at the first output: the loss, or a tensor if there is none.
+    """
+    kwargs = kwargs or {}
     reference = copy.deepcopy(model)
     expected = _outputs(reference(*args, **kwargs))
-    expected[0].backward()
+    cotangent = torch.randn(expected[0].shape) if expected[0].ndim else torch.ones(())
+    expected[0].backward(cotangent)
     mesh = device_mesh(plan)
-    planned = parallelize(model, plan, mesh)
+    planned = parallelize(model, plan, mesh, constants=constants)
     assert planned is model
     assert isinstance(planned, type(reference))
     with record_collectives(mesh) as recorder:
         outputs = _outputs(planned(*args, **kwargs))
-        outputs[0].backward()
+    if isinstance(outputs[0], DTensor):
+        cotangent = distribute_tensor(cotangent, mesh, outputs[0].placements)
+    with recorder:
+        outputs[0].backward(cotangent)
     _compare_outputs(outputs, expected)
     names = dict(reference.named_parameters(remove_duplicate=False))
     assert list(names) == [n for n, _ in planned.named_parameters(remove_duplicate=False)]
@@ -57,13 +70,19 @@ def check_training(
 
 
 def check_inference(
-    model: nn.Module, plan: Plan, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
+    model: nn.Module,
+    plan: Plan,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    constants: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """One forward: outputs and collectives are what they should be."""
+    kwargs = kwargs or {}
     with torch.no_grad():
         expected = _outputs(model(*args, **kwargs))
     mesh = device_mesh(plan)
-    planned = parallelize(model, plan, mesh)
+    planned = parallelize(model, plan, mesh, constants=constants)
     with record_collectives(mesh) as recorder:
         outputs = _outputs(planned(*args, **kwargs))
     assert not any(output.requires_grad for output in outputs)

@@ -43,16 +43,18 @@ class HandPlan:
         model: what is planned.
         args: example arguments.
         mesh: of the plan.
+        kwargs: example keyword arguments.
         at_rest: layout by target (or by the value's name) of the inputs that are not whole.
         nodes: layouts of each node, in order; a node that is left out is whole.
         shared: layout into which a value is brought for all its consumers.
         outputs: layout by position of the outputs that are not whole.
-        whole: layout of everything else.
+        mode: training or inference.
     """
 
     model: nn.Module
     args: tuple[object, ...]
     mesh: Mesh
+    kwargs: Mapping[str, object] = field(default_factory=dict)
     at_rest: Mapping[str, str] = field(default_factory=dict)
     nodes: Mapping[int, Layouts] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class HandPlan:
     mode: str = "training"
 
     def build(self) -> Plan:
-        graph = load_graph(export_model(self.model, self.args))
+        graph = load_graph(export_model(self.model, self.args, dict(self.kwargs)))
         stage = _Stage(self, graph).build()
         return Plan(
             id="0" * 64,
@@ -86,10 +88,12 @@ class HandPlan:
 
 
 class _Flat:
-    def collective_time(self, action: str, axis: int, nbytes: int) -> float:
+    """Prices by which the shortest conversion of the fewest bytes wins."""
+
+    def collective_time(self, _action: str, _axis: int, nbytes: int) -> float:
         return 1.0 + nbytes
 
-    def copy_time(self, nbytes: int) -> float:
+    def copy_time(self, _nbytes: int) -> float:
         return 0.0
 
 

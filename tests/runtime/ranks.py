@@ -59,9 +59,7 @@ def run_cases(
     warnings.filterwarnings("ignore", ".*_functional_collectives", FutureWarning)
     store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
     store.set_timeout(4 * TIMEOUT)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     outcomes = {}
     for number, (name, case) in enumerate(cases):
         torch.manual_seed(0)
@@ -105,9 +103,7 @@ def main() -> None:
     (options.folder / "outcomes.json").write_text(json.dumps(outcomes))
 
 
-def _launch(
-    num_ranks: int, cases: Sequence[tuple[str, Callable[[], None]]], folder: Path
-) -> None:
+def _launch(num_ranks: int, cases: Sequence[tuple[str, Callable[[], None]]], folder: Path) -> None:
     context = multiprocessing.get_context("fork")
     settings = {"num_ranks": num_ranks, "cases": cases, "folder": folder}
     processes = [

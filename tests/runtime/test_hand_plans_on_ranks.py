@@ -234,7 +234,7 @@ def check_inputs(plan: Plan) -> None:
     assert losses[0] == losses[1] == losses[2]
     with pytest.raises(PlanError, match=r"global shape \(4, 8, 8\), or \(2, 8, 8\)"):
         planned(torch.randn(3, 8, 8))
-    with pytest.raises(PlanError, match="is a DTensor .* redistribute"):
+    with pytest.raises(PlanError, match=r"is a DTensor .* redistribute"):
         planned(distributed.redistribute(placements=[*planned.down.bias.placements]))
     with pytest.raises(PlanError, match="float64"):
         planned(x.double())

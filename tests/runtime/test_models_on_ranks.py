@@ -5,7 +5,7 @@ Devices are slow and links fast, so that cutting pays even for models of this si
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -22,13 +22,13 @@ NUM_RANKS = 4
 MODELS = {
     "mlp": models.mlp,
     "gpt2": models.gpt2,
-    "bert": models.bert,
-    "llama": models.llama,
+    "bert": partial(models.bert, layers=1),
+    "llama": partial(models.llama, layers=1),
 }
 SHAPES = {"4": {"a": 4}, "2x2": {"a": 2, "b": 2}, "1x4": {"a": 1, "b": 4}}
 SLOW = 1e-3
 """Seconds of latency with which a plan communicates little, and holds much."""
-TIGHT = 0.75
+TIGHT = 0.85
 """Share of the memory that the cheapest plan needs, as a budget."""
 
 
@@ -85,16 +85,9 @@ CASES: dict[str, Case] = {
         f"{model} {shape} {mode}": Case(model, shape, mode)
         for model, shape, mode in product(MODELS, SHAPES, MODES)
     },
-    **{
-        f"{model} 2x2 training, tight memory": Case(
-            model, "2x2", "training", tight=True, latency=SLOW
-        )
-        for model in ("gpt2", "llama")
-    },
-    **{
-        f"{model} 2x2 training, slow links": Case(model, "2x2", "training", latency=SLOW)
-        for model in ("gpt2", "llama")
-    },
+    "gpt2 2x2 training, tight memory": Case("gpt2", "2x2", "training", tight=True, latency=SLOW),
+    "gpt2 2x2 training, slow links": Case("gpt2", "2x2", "training", latency=SLOW),
+    "bert 2x2 training, slow links": Case("bert", "2x2", "training", latency=SLOW),
 }
 
 

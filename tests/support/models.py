@@ -1,6 +1,7 @@
 """Models that several areas of the suite plan and run, small and built from config classes."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,3 +103,9 @@ def graph_of(case: Case) -> Graph:
     """The normalised graph of a case."""
     model, kwargs = case
     return load_graph(export_model(model, (), kwargs))
+
+
+@cache
+def small_graph(build: Callable[[], Case]) -> Graph:
+    """The graph of a small model with its default sizes; exported once."""
+    return graph_of(meta(build))

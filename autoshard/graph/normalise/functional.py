@@ -144,6 +144,8 @@ class _Memory:
         source = self._inputs.get(base)
         if source is None or source.kind is InputKind.USER:
             return
+        if node.operator == "aten.detach_.default":  # it changes no contents
+            return
         tensor = self.values[base]
         is_counter = not tensor.shape and not tensor.dtype.is_differentiable
         if source.kind is not InputKind.BUFFER or not is_counter:

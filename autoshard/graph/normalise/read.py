@@ -7,8 +7,6 @@ from autoshard.graph.ir import Argument, Node, Ref
 
 T = TypeVar("T")
 
-_MISSING = "missing"
-
 
 def required(node: Node, name: str, kind: type[T]) -> T:
     """An argument of one kind that must be there.
@@ -16,7 +14,7 @@ def required(node: Node, name: str, kind: type[T]) -> T:
     Raises:
         SchemaError: it is missing or of another kind; the message names node and argument.
     """
-    value: Argument = node.argument(name, _MISSING)
+    value: Argument = node.argument(name)
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
     raise SchemaError(

@@ -7,7 +7,8 @@ from autoshard.solve.problem import FloatArray, IntArray
 from autoshard.solve.reductions.base import Inverse, sequence
 from autoshard.solve.reductions.tables import SimplifyLinks
 
-_MOST_SUMS = 1 << 26
+MOST_SUMS = 1 << 26
+"""Largest number of additions for which a variable is eliminated."""
 _BLOCK = 1 << 16
 
 
@@ -74,7 +75,7 @@ class EliminateNeighbours:
         if network.variables[v].terms or len(links) > 2:  # noqa: PLR2004 - one or two neighbours
             return False
         shape = [link.matrix.values.shape[1] for link in links]
-        return len(network.variables[v].cost) * int(np.prod(shape)) <= _MOST_SUMS
+        return len(network.variables[v].cost) * int(np.prod(shape)) <= MOST_SUMS
 
     def _eliminate(self, network: Network, v: int) -> None:
         cost = network.variables[v].cost

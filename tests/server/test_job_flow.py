@@ -1,0 +1,211 @@
+"""Jobs over HTTP: progress, results, errors, and processes that are really gone."""
+
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+
+from autoshard.plan import Plan
+from autoshard_server import ProcessExecutor, ThreadExecutor
+from autoshard_server.problems import TYPE_PREFIX
+
+
+def process_of(solver: Any) -> int:
+    pid: int = solver._process.pid
+    return pid
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def await_gone(pid: int) -> bool:
+    for _ in range(200):
+        if not is_alive(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_job_is_accepted_and_ends_with_its_plan(start_service: Any, graph: bytes) -> None:
+    service = start_service(executor=ProcessExecutor())
+    response = service.post(graph)
+    assert response.status_code == 202
+    assert response.headers["Retry-After"] == "1"
+    assert response.headers["Autoshard-Cache"] == "miss"
+    accepted = response.json()
+    assert response.headers["Location"] == f"/v1/jobs/{accepted['id']}"
+    assert accepted["state"] in {"queued", "running"}
+    assert not accepted["done"]
+    job = service.await_job(accepted["id"])
+    assert job["state"] == "succeeded"
+    assert "error" not in job
+    plan = Plan.model_validate(job["result"])
+    assert plan.id == job["plan_id"]
+    assert service.http.get(f"/v1/plans/{plan.id}").json() == job["result"]
+
+
+def test_progress_is_shown_and_cancel_kills_the_process(
+    start_service: Any, graph: bytes, program: Any, recording: Any
+) -> None:
+    executor = recording(program("hang"))
+    service = start_service(executor=executor)
+    job_id = service.post(graph).json()["id"]
+    job = service.await_job(job_id, lambda job: job["metadata"]["phase"] == "branching")
+    assert job["state"] == "running"
+    assert job["metadata"]["incumbent"] == 2.0
+    assert job["metadata"]["bound"] == 1.0
+    assert job["metadata"]["gap"] == 0.5
+    pid = process_of(executor.solvers[0])
+    assert is_alive(pid)
+    cancelled = service.http.post(f"/v1/jobs/{job_id}:cancel").json()
+    assert cancelled["state"] == "cancelled"
+    assert cancelled["done"]
+    assert cancelled["error"]["type"] == TYPE_PREFIX + "cancelled"
+    assert "result" not in cancelled
+    assert await_gone(pid)
+    again = service.http.post(f"/v1/jobs/{job_id}:cancel")
+    assert again.status_code == 200
+    assert again.json()["state"] == "cancelled"
+
+
+def test_a_caller_that_waits_is_told_of_a_cancel(
+    start_service: Any, graph: bytes, program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start_service(executor=program("hang"))
+    inside = service.app.state.service
+    wait, waits = inside.wait, Event()
+
+    def wait_and_tell(job: Any, seconds: float) -> Any:
+        waits.set()
+        return wait(job, seconds)
+
+    monkeypatch.setattr(inside, "wait", wait_and_tell)
+    job_id = service.post(graph).json()["id"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(service.post, graph, wait=60)
+        assert waits.wait(60)
+        service.http.post(f"/v1/jobs/{job_id}:cancel")
+        response = waiting.result()
+    assert response.status_code == 409
+    assert response.json()["type"] == TYPE_PREFIX + "cancelled"
+
+
+def test_waiting_ends_after_the_time_that_was_asked_for(
+    start_service: Any, graph: bytes, program: Any
+) -> None:
+    service = start_service(executor=program("hang"), max_wait=0.1)
+    response = service.post(graph, wait=50)
+    assert response.status_code == 202
+    assert response.headers["Preference-Applied"] == "wait=0.1"
+
+
+def test_a_cancelled_plan_can_be_asked_for_again(
+    start_service: Any, graph: bytes, program: Any
+) -> None:
+    service = start_service(executor=program("hang"))
+    first = service.post(graph).json()["id"]
+    service.http.post(f"/v1/jobs/{first}:cancel")
+    second = service.post(graph).json()
+    assert second["id"] != first
+    assert second["state"] in {"queued", "running"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("crash", ("solver-crashed", "SIGKILL")), ("garbage", ("internal", "solver output"))],
+)
+def test_a_process_that_breaks_fails_its_job_and_nothing_else(
+    start_service: Any, graph: bytes, program: Any, name: str, expected: tuple[str, str]
+) -> None:
+    slug, word = expected
+    service = start_service(executor=program(name))
+    job_id = service.post(graph).json()["id"]
+    job = service.await_job(job_id)
+    assert job["state"] == "failed"
+    assert job["error"]["type"] == TYPE_PREFIX + slug
+    assert word in job["error"]["detail"]
+    assert service.is_up()
+    again = service.post(graph, wait=60)
+    assert again.status_code == 500
+    assert again.json()["type"] == TYPE_PREFIX + slug
+
+
+def test_a_solver_that_cannot_start_fails_the_job(start_service: Any, graph: bytes) -> None:
+    service = start_service(executor=ProcessExecutor([sys.executable, "-c", "import nowhere"]))
+    job = service.await_job(service.post(graph).json()["id"])
+    assert job["error"]["type"] == TYPE_PREFIX + "solver-crashed"
+    assert "exit status 1" in job["error"]["detail"]
+
+
+def test_a_job_that_takes_too_long_is_stopped(
+    start_service: Any, graph: bytes, program: Any, recording: Any
+) -> None:
+    executor = recording(program("hang"))
+    service = start_service(executor=executor, max_job_seconds=0.3)
+    job = service.await_job(service.post(graph).json()["id"])
+    assert job["error"]["type"] == TYPE_PREFIX + "deadline"
+    assert await_gone(process_of(executor.solvers[0]))
+
+
+def test_a_process_deaf_to_sigterm_is_killed(
+    start_service: Any, graph: bytes, program: Any, recording: Any
+) -> None:
+    executor = recording(program("stubborn"))
+    service = start_service(executor=executor)
+    job_id = service.post(graph).json()["id"]
+    service.await_job(job_id, lambda job: job["metadata"]["phase"] == "deaf")
+    service.http.post(f"/v1/jobs/{job_id}:cancel")
+    assert await_gone(process_of(executor.solvers[0]))
+
+
+def test_a_full_queue_asks_to_come_back(start_service: Any, make_graph: Any) -> None:
+    service = start_service(num_workers=0, max_queued_jobs=2)
+    assert service.post(make_graph(64)).status_code == 202
+    assert service.post(make_graph(32)).status_code == 202
+    refused = service.post(make_graph(16))
+    assert refused.status_code == 429
+    assert refused.json()["type"] == TYPE_PREFIX + "too-many-jobs"
+    assert int(refused.headers["Retry-After"]) > 0
+    assert service.post(make_graph(64)).status_code == 202
+
+
+def test_a_solver_exception_is_a_job_error_without_its_inside(
+    start_service: Any, graph: bytes
+) -> None:
+    def fail(*_args: object) -> Any:
+        raise RuntimeError("secret inside")
+
+    service = start_service(executor=ThreadExecutor(fail))
+    job = service.await_job(service.post(graph).json()["id"])
+    assert job["error"]["type"] == TYPE_PREFIX + "internal"
+    assert "secret" not in str(job)
+
+
+def test_a_job_that_was_running_at_shutdown_is_run_by_the_next_service(
+    start_service: Any, graph: bytes, program: Any, tmp_path: Any
+) -> None:
+    url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    stopped = start_service(executor=program("hang"), store_url=url)
+    job_id = stopped.post(graph).json()["id"]
+    stopped.await_job(job_id, lambda job: job["state"] == "running")
+    stopped.app.state.service.close()
+    next_one = start_service(executor=ProcessExecutor(), store_url=url)
+    assert next_one.await_job(job_id)["state"] == "succeeded"
+
+
+def test_a_service_that_shuts_down_is_not_ready(start_service: Any) -> None:
+    service = start_service(num_workers=0)
+    service.app.state.service.drain()
+    response = service.http.get("/readyz")
+    assert response.status_code == 503
+    assert response.json()["type"] == TYPE_PREFIX + "unavailable"
+    assert service.http.get("/livez").status_code == 200

@@ -1,0 +1,100 @@
+"""What is committed says what the code does."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from autoshard import errors
+from autoshard_server.openapi import openapi_text
+from autoshard_server.problems import EXCEPTION_PROBLEMS, PROBLEM_TYPES, problem_type_of
+from autoshard_server.reference import PAGES
+from autoshard_server.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def specification() -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(openapi_text())
+    return made
+
+
+def operations(specification: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (method, path, operation)
+        for path, methods in specification["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+def test_the_committed_specification_is_that_of_the_code() -> None:
+    committed = (ROOT / "openapi" / "openapi.json").read_text()
+    assert committed == openapi_text(), "run `python -m autoshard_server.openapi`"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_committed_pages_are_those_of_the_code(name: str) -> None:
+    committed = (ROOT / "docs" / name).read_text()
+    assert committed == PAGES[name](), "run `python -m autoshard_server.reference`"
+
+
+def test_every_operation_has_an_id_of_its_own(specification: dict[str, Any]) -> None:
+    ids = [operation["operationId"] for _, _, operation in operations(specification)]
+    assert len(set(ids)) == len(ids)
+
+
+def test_every_error_answer_is_a_problem_with_an_example(specification: dict[str, Any]) -> None:
+    problem = {**specification["components"]["schemas"]["Problem"], **specification}
+    for method, path, operation in operations(specification):
+        for status, answer in operation["responses"].items():
+            if int(status) < 400:
+                continue
+            assert list(answer["content"]) == ["application/problem+json"], (method, path)
+            examples = answer["content"]["application/problem+json"]["examples"]
+            assert examples
+            for example in examples.values():
+                jsonschema.validate(example["value"], problem)
+                assert example["value"]["status"] == int(status)
+
+
+def test_every_reference_leads_somewhere(specification: dict[str, Any]) -> None:
+    names = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(specification))
+    assert names
+    assert set(names) <= set(specification["components"]["schemas"])
+
+
+def test_every_setting_is_explained() -> None:
+    page = PAGES["settings.md"]()
+    for name, field in Settings.model_fields.items():
+        assert field.description
+        assert f"`AUTOSHARD_{name.upper()}`" in page
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSHARD_NUM_WORKERS", "7")
+    monkeypatch.setenv("AUTOSHARD_STORE_URL", "sqlite://")
+    assert Settings().num_workers == 7
+    assert Settings().store_url == "sqlite://"
+
+
+def test_problem_names_are_unique() -> None:
+    slugs = [kind.slug for kind in PROBLEM_TYPES]
+    assert len(set(slugs)) == len(slugs)
+    assert all(re.fullmatch(r"[a-z-]+", slug) for slug in slugs)
+
+
+def test_every_input_error_is_the_callers() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    inputs = [kind for kind in kinds if issubclass(kind, errors.InputError)]
+    assert set(EXCEPTION_PROBLEMS) <= set(inputs)
+    for kind in inputs:
+        assert 400 <= problem_type_of(kind("message")).status < 500
+
+
+def test_anything_else_is_a_bug() -> None:
+    assert problem_type_of(RuntimeError("x")).slug == "internal"
+    assert problem_type_of(ValueError("x")).slug == "internal"

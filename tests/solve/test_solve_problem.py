@@ -1,0 +1,185 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.errors import OptionError
+from autoshard.solve import (
+    Edge,
+    Node,
+    Problem,
+    Solution,
+    Status,
+    brute_force,
+    elimination,
+    solve_problem,
+    solve_reference,
+)
+from autoshard.solve.reductions import neighbours
+
+seeds = st.integers(0, 2**32 - 1)
+thorough = settings(max_examples=150, derandomize=True, deadline=None)
+brief = settings(max_examples=30, derandomize=True, deadline=None)
+
+
+def paid(problem, choice):
+    """Sum of the absolute prices of a choice: what rounding is measured against."""
+    total = sum(abs(node.cost[s]) for node, s in zip(problem.nodes, choice, strict=True))
+    for edge in problem.edges:
+        total += abs(edge.cost[edge.rows[choice[edge.source]], edge.cols[choice[edge.target]]])
+    return total
+
+
+def assert_same_outcome(problem: Problem, found: Solution, truth: Solution, *, rtol: float):
+    assert found.status is truth.status
+    if truth.choice is None:
+        assert found.choice is None
+        return
+    tolerance = rtol * paid(problem, truth.choice)
+    assert problem.is_feasible(found.choice)
+    assert found.objective == pytest.approx(problem.objective(found.choice), rel=1e-12, abs=0)
+    assert abs(found.objective - truth.objective) <= tolerance
+    assert found.bound <= truth.objective + 1e-12 * paid(problem, truth.choice)
+    assert found.bound >= truth.objective - 2 * tolerance
+
+
+@thorough
+@given(seed=seeds)
+def test_finds_what_brute_force_finds(random_problem, seed):
+    problem = random_problem(seed)
+    assert_same_outcome(problem, solve_problem(problem), brute_force(problem), rtol=1e-6)
+
+
+@thorough
+@given(seed=seeds)
+def test_prices_on_usage_and_min_marginals_find_what_brute_force_finds(random_problem, seed):
+    problem = random_problem(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "MOST_SUMS", 0)
+        found = solve_problem(problem, relative_gap=0)
+    assert_same_outcome(problem, found, brute_force(problem), rtol=1e-9)
+
+
+@thorough
+@given(seed=seeds)
+def test_highs_alone_finds_what_brute_force_finds(random_problem, seed):
+    problem = random_problem(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "MOST_SUMS", 0)
+        patch.setattr(elimination, "MOST_ENTRIES", 0)
+        found = solve_problem(problem)
+    assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
+
+
+@brief
+@given(seed=seeds)
+def test_reference_model_finds_what_brute_force_finds(random_problem, seed):
+    problem = random_problem(seed)
+    truth = brute_force(problem)
+    found = solve_reference(problem)
+    assert found.status is truth.status
+    if truth.choice is not None:
+        assert problem.is_feasible(found.choice)
+        assert abs(found.objective - truth.objective) <= 1e-6 * paid(problem, truth.choice)
+        assert found.bound <= truth.objective
+
+
+@brief
+@given(seed=seeds)
+def test_another_solver_gets_what_the_reductions_leave(random_problem, seed):
+    problem = random_problem(seed)
+    truth = brute_force(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elimination, "MOST_ENTRIES", 0)
+        found = solve_problem(problem, solver="HIGHS", relative_gap=1e-4)
+    assert (found.choice is None) == (truth.choice is None)
+    if truth.choice is not None:
+        assert abs(found.objective - truth.objective) <= 1e-6 * paid(problem, truth.choice)
+        assert found.bound <= truth.objective + 1e-12 * paid(problem, truth.choice)
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
+def test_the_unit_of_price_does_not_matter(random_problem, unit):
+    base = random_problem(11)
+    nodes = tuple(Node(n.cost * unit, n.usage, n.interval) for n in base.nodes)
+    edges = tuple(Edge(e.source, e.target, e.cost * unit, e.rows, e.cols) for e in base.edges)
+    problem = Problem(nodes, edges, base.ties, base.usage_limit)
+    assert_same_outcome(problem, solve_problem(problem), brute_force(problem), rtol=1e-6)
+
+
+def test_empty_problem_costs_nothing():
+    solution = solve_problem(Problem(()))
+    assert (solution.status, solution.objective, solution.bound) == (Status.OPTIMAL, 0.0, 0.0)
+    assert solution.choice is not None
+    assert len(solution.choice) == 0
+
+
+def test_long_chain_is_solved_by_reductions_alone():
+    rng = np.random.default_rng(5)
+    index = np.arange(12)
+    nodes = tuple(Node(rng.random(12), np.zeros(12)) for _ in range(60))
+    edges = tuple(Edge(i, i + 1, rng.random((12, 12)), index, index) for i in range(59))
+    problem = Problem(nodes, edges)
+    best = nodes[0].cost
+    for node, edge in zip(nodes[1:], edges, strict=True):
+        best = (best[:, None] + edge.cost).min(axis=0) + node.cost
+    solution = solve_problem(problem)
+    assert solution.objective == pytest.approx(best.min(), rel=1e-12)
+    assert solution.bound == solution.objective
+    assert solution.statistics["eliminate_neighbours.nodes"] == 60
+
+
+def test_repeated_layers_under_one_limit_are_mixed():
+    """All layers alike and room for half of them: the optimum treats equal layers differently."""
+    layers = 10
+    nodes = tuple(
+        Node(np.array([1.0, 2.0]), np.array([3.0, 1.0]), (0, 1)) for _ in range(layers)
+    )
+    solution = solve_problem(Problem(nodes, usage_limit=20.0))
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective == 15.0
+    assert solution.choice is not None
+    assert solution.choice.sum() == 5
+
+
+def test_a_dense_graph_under_a_limit_goes_through_branch_and_bound():
+    rng = np.random.default_rng(2)
+    index = np.arange(6)
+    nodes = tuple(Node(rng.random(6), rng.random(6), (0, 1)) for _ in range(7))
+    edges = tuple(
+        Edge(i, j, rng.random((6, 6)), index, index) for i in range(7) for j in range(i)
+    )
+    problem = Problem(nodes, edges, usage_limit=2.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elimination, "MOST_ENTRIES", 10)
+        found = solve_problem(problem)
+    assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
+
+
+def test_brute_force_refuses_what_it_cannot_enumerate():
+    nodes = tuple(Node(np.zeros(10), np.zeros(10)) for _ in range(10))
+    with pytest.raises(OptionError, match="solve_problem"):
+        brute_force(Problem(nodes))
+
+
+def test_unknown_solver_is_refused_by_name():
+    with pytest.raises(OptionError, match="NOSUCH"):
+        solve_reference(Problem((Node(np.zeros(1), np.zeros(1)),)), solver="nosuch")
+
+
+def test_time_limit_is_refused_where_it_would_be_ignored():
+    with pytest.raises(OptionError, match="time limit"):
+        solve_reference(
+            Problem((Node(np.zeros(1), np.zeros(1)),)), solver="SCIPY", time_limit=1.0
+        )
+
+
+@pytest.mark.parametrize("options", [{"time_limit": 0.0}, {"time_limit": -1.0}])
+def test_time_limit_must_be_positive(options):
+    with pytest.raises(OptionError, match="time_limit"):
+        solve_problem(Problem(()), **options)
+
+
+def test_relative_gap_must_be_a_fraction():
+    with pytest.raises(OptionError, match="relative_gap"):
+        solve_problem(Problem(()), relative_gap=1.5)

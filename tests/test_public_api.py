@@ -1,0 +1,36 @@
+import subprocess
+import sys
+
+import autoshard
+
+PUBLIC = [
+    "AutoshardError",
+    "Client",
+    "Graph",
+    "Mesh",
+    "Plan",
+    "PlanOptions",
+    "Status",
+    "check_plan",
+    "export_model",
+    "get_topology",
+    "load_graph",
+    "make_mesh",
+    "make_plan",
+    "parallelize",
+    "topology_names",
+]
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert autoshard.__all__ == PUBLIC == sorted(PUBLIC)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in PUBLIC:
+        assert getattr(autoshard, name) is not None
+
+
+def test_planning_starts_without_torch() -> None:
+    code = "import sys, autoshard, autoshard.cli; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own program
