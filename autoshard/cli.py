@@ -185,3 +185,7 @@ def _read(path: Path) -> Plan:
         return Plan.from_json(path.read_bytes())
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

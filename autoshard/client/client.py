@@ -153,7 +153,7 @@ class Client:
         cached = response.headers.get("Autoshard-Cache") == "hit"
         if response.status_code != httpx2.codes.ACCEPTED:
             return PlanResult(Plan.from_json(response.content), cached)
-        job = read_job(response.json())
+        job = _job(response)
         if not wait:
             return PlanResult(job.plan, cached, job.id)
         job = self._follow(job, _retry_after(response), on_progress)
@@ -175,7 +175,7 @@ class Client:
             RequestRejectedError: there is no such job, or no longer.
             ServiceUnavailableError: the service does not answer.
         """
-        return read_job(self._send("GET", f"/v1/jobs/{job_id}").json())
+        return _job(self._send("GET", f"/v1/jobs/{job_id}"))
 
     def wait_for_job(self, job_id: str, *, on_progress: OnProgress | None = None) -> Plan:
         """Wait for the plan of a job.
@@ -193,7 +193,7 @@ class Client:
             RequestRejectedError: there is no such job.
             ServiceUnavailableError: the service does not answer.
         """
-        return read_job(self._send("POST", f"/v1/jobs/{job_id}:cancel").json())
+        return _job(self._send("POST", f"/v1/jobs/{job_id}:cancel"))
 
     def health(self) -> dict[str, str]:
         """Versions of a service that is ready.
@@ -217,7 +217,7 @@ class Client:
                 pause = 2.0**failures / 4
                 continue
             failures, pause = 0, _retry_after(response)
-            job = read_job(response.json())
+            job = _job(response)
             if on_progress is not None:
                 on_progress(job.progress)
         return job
@@ -239,6 +239,13 @@ class Client:
                 f"{problem.get('detail', response.reason_phrase)}"
             )
         raise rejected(problem, response.status_code)
+
+
+def _job(response: httpx2.Response) -> JobStatus:
+    try:
+        return read_job(response.json())
+    except ValueError as error:
+        raise ServiceError(f"the service answered something that is no JSON: {error}") from error
 
 
 def _problem(response: httpx2.Response) -> dict[str, Any]:

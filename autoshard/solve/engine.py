@@ -19,6 +19,8 @@ from autoshard.solve.usage import minimum_usage
 
 _INTEGRAL = 1.0 - 1e-6
 _MOST_ROUNDS = 6
+_LEAST_GAP = 1e-9
+"""Gap that is left to rounding, whatever is asked for."""
 _EXPLAIN_SECONDS = 20.0
 _CORE_STRATEGIES = 3
 _CORE_SHARE = 0.25
@@ -48,7 +50,7 @@ def solve_problem(
         problem: what to solve.
         time_limit: seconds after which the best choice so far is returned.
         relative_gap: stop once the choice is proven this close to the optimum, relative
-            to the sum of the absolute prices it pays.
+            to the sum of the absolute prices it pays; below 1e-9 rounding decides.
         seed: for the random numbers inside HiGHS.
         on_progress: called at each phase and each improvement, from the solving thread.
         cancel: a `threading.Event`, say; once set, the solve ends with what it has.
@@ -67,7 +69,7 @@ def solve_problem(
     search = Search(
         problem,
         time_limit=time_limit,
-        gap=relative_gap,
+        gap=max(relative_gap, _LEAST_GAP),
         seed=seed,
         on_progress=on_progress,
         cancel=cancel,

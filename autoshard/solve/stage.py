@@ -102,6 +102,7 @@ class Stage:
             network.constant += least
             if least != 0.0:
                 network.add_cost(v, np.full(len(variable.cost), -least))
+        self.raise_bound(network.constant)
         room = self.search.cutoff - network.constant
         self.drop_hopeless({v: network.constant + x.cost for v, x in network.variables.items()})
         if room < float("inf"):

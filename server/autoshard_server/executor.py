@@ -108,17 +108,16 @@ class ProcessExecutor:
 
 class _ProcessSolver:
     def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(  # noqa: S603  the command is ours, never a client's
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Ctrl-C in a terminal is for the service, which then decides about its solves.
-            start_new_session=True,
-        )
+        self._command = command
+        self._process = _spawn(command)
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._threads: list[Thread] = []
 
     def start(self, work: Work) -> None:
+        if self._process.poll() is not None:
+            # It was killed while it waited, which says nothing about this work.
+            self._close()
+            self._process = _spawn(self._command)
         _log.info("solver_process", pid=self._process.pid)
         # Writing in a thread: a large graph fills the pipe until the process reads it.
         for target in (lambda: self._send(work), self._listen):
@@ -141,6 +140,9 @@ class _ProcessSolver:
             self._process.wait()
         for thread in self._threads:
             thread.join()
+        self._close()
+
+    def _close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with suppress(OSError):
@@ -177,6 +179,16 @@ class _ProcessSolver:
             f"the solver process {cause} without an answer; "
             "if memory ran out, plan a smaller graph or mesh, or give the service more"
         )
+
+
+def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603  the command is ours, never a client's
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # Ctrl-C in a terminal is for the service, which then decides about its solves.
+        start_new_session=True,
+    )
 
 
 def _message(kind: FrameKind, body: bytes) -> Message:

@@ -78,21 +78,23 @@ class Workers:
             thread.join()
 
     def _work(self, owner: str) -> None:
-        solver = self._executor.prepare()
-        try:
-            while not self._stopping.is_set():
+        solver: Solver | None = None
+        while not self._stopping.is_set():
+            try:
+                solver = solver or self._executor.prepare()
+                claim = self._jobs.claim(owner)
+                if claim is None:
+                    self._submitted.acquire(timeout=_IDLE)
+                    continue
                 try:
-                    claim = self._jobs.claim(owner)
-                    if claim is None:
-                        self._submitted.acquire(timeout=_IDLE)
-                        continue
                     self._run(claim, solver)
-                except Exception:  # noqa: BLE001  a worker outlives any job
-                    _log.exception("worker_failed")
-                    self._stopping.wait(_IDLE)
-                solver.stop()
-                solver = self._executor.prepare()
-        finally:
+                finally:
+                    solver.stop()
+                    solver = None
+            except Exception:  # noqa: BLE001  a worker outlives any job
+                _log.exception("worker_failed")
+                self._stopping.wait(_IDLE)
+        if solver is not None:
             solver.stop()
 
     def _run(self, claim: Claim, solver: Solver) -> None:

@@ -175,6 +175,8 @@ class _Stage:
                 time=0.0,
             )
             for step in conversions.path(Layout.parse(source), Layout.parse(target))
+            # As in any plan: an axis of one rank has no steps.
+            if self.sizes[step.axis] > 1
         )
         self.conversions.append(
             Conversion(

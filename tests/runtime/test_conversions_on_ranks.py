@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoshard.errors import PlanError
 from autoshard.layouts import STEPS, Kind
 from autoshard.plan import PlannedStep
 from autoshard.runtime.conversions import bind_steps
-from autoshard.runtime.recorder import CollectiveRecord, record_collectives
+from autoshard.runtime.recorder import CollectiveRecord, record_collectives, summarize
 
 NUM_RANKS = 4
 SHAPE = (4, 8, 8)
@@ -151,6 +152,28 @@ def check_chain() -> None:
     torch.testing.assert_close(mine, value)
 
 
+def check_foreign_collectives_are_seen() -> None:
+    """Whatever communicates is recorded, also what no plan contains and no axis carries."""
+    device_mesh = mesh(2, 2)
+    tensor = torch.ones(3)
+    with record_collectives(device_mesh) as recorder:
+        dist.broadcast(tensor, 0)
+        dist.all_reduce(tensor, group=device_mesh.get_group("b"))
+        dist.barrier()
+    assert recorder.records == [
+        CollectiveRecord("broadcast", "?", 12, "forward"),
+        CollectiveRecord("all_reduce", "b", 12, "forward"),
+    ]
+    with record_collectives(device_mesh) as again:
+        pass
+    assert summarize(again.records) == ()
+
+
+def check_unknown_axis() -> None:
+    with pytest.raises(PlanError, match="axis 'c'"):
+        bind_steps([step("S(0)", "R", axis="c")], mesh(2, 2))
+
+
 PAIRS = [
     (source, target)
     for source in ("I", "R", "P", "S(0)", "S(1)", "S(2)")
@@ -175,6 +198,8 @@ CASES: dict[str, Callable[[], None]] = {
     "an axis of one rank": check_step_on_an_axis_of_one_rank,
     "expanded gradient": check_expanded_gradient,
     "chain": check_chain,
+    "foreign collectives": check_foreign_collectives_are_seen,
+    "unknown axis": check_unknown_axis,
 }
 
 

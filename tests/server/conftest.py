@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import structlog
 import torch
 import uvicorn
 
@@ -92,6 +93,20 @@ def running(settings: Settings, executor: Executor | None = None) -> Iterator[Ru
     finally:
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_log() -> Iterator[None]:
+    """Structlog's default renders local variables into tracebacks, which takes seconds."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ]
+    )
+    yield
+    structlog.reset_defaults()
 
 
 StartService = Callable[..., Running]

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from autoshard.plan import Plan
 from autoshard_server import ProcessExecutor, ThreadExecutor
+from autoshard_server.executor import Advanced, Work
 from autoshard_server.problems import TYPE_PREFIX
+
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def process_of(solver: Any) -> int:
@@ -144,6 +148,15 @@ def test_a_solver_that_cannot_start_fails_the_job(start_service: Any, graph: byt
     job = service.await_job(service.post(graph).json()["id"])
     assert job["error"]["type"] == TYPE_PREFIX + "solver-crashed"
     assert "exit status 1" in job["error"]["detail"]
+
+
+def test_a_process_that_died_while_it_waited_is_replaced(graph: bytes) -> None:
+    solver: Any = ProcessExecutor([sys.executable, str(PROGRAMS / "hang.py")]).prepare()
+    solver._process.kill()
+    solver._process.wait()
+    solver.start(Work("{}", graph))
+    assert isinstance(solver.receive(60), Advanced)
+    solver.stop()
 
 
 def test_a_job_that_takes_too_long_is_stopped(

@@ -15,6 +15,34 @@ def random_problem() -> RandomProblem:
     return _random_problem
 
 
+@pytest.fixture(scope="session")
+def contested_problem() -> RandomProblem:
+    return _contested_problem
+
+
+def _contested_problem(seed: int) -> Problem:
+    """Dense, without ties, where cheap strategies use most and the limit allows few of them."""
+    rng = np.random.default_rng(seed)
+    sizes = [int(n) for n in rng.integers(3, 5, int(rng.integers(5, 8)))]
+    nodes = []
+    for size in sizes:
+        usage = rng.integers(1, 40, size) / (7.0 if rng.random() < 0.5 else 1.0)
+        first = int(rng.integers(0, 3))
+        cost = 8.0 / usage + rng.random(size)
+        nodes.append(Node(cost, usage, (first, first + int(rng.integers(1, 4)))))
+    edges = []
+    for target in range(len(sizes)):
+        for source in range(target):
+            if rng.random() < 0.7:
+                shape = (sizes[source], sizes[target])
+                rows, cols = np.arange(shape[0]), np.arange(shape[1])
+                edges.append(Edge(source, target, rng.random(shape), rows, cols))
+    free = Problem(tuple(nodes), tuple(edges))
+    least = free.peak_usage([int(node.usage.argmin()) for node in nodes])
+    most = free.peak_usage([int(node.usage.argmax()) for node in nodes])
+    return Problem(free.nodes, free.edges, (), least + (most - least) * float(rng.uniform(0, 0.5)))
+
+
 def _random_problem(seed: int) -> Problem:
     """At most 8 nodes with ties, intervals, parallel edges, infinities and negative prices."""
     rng = np.random.default_rng(seed)

@@ -1,3 +1,5 @@
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 from autoshard.errors import OptionError
 from autoshard.solve import (
     Edge,
+    IntArray,
     Node,
     Problem,
     Solution,
@@ -17,12 +20,13 @@ from autoshard.solve import (
 )
 from autoshard.solve.reductions import neighbours
 
+RandomProblem = Callable[[int], Problem]
 seeds = st.integers(0, 2**32 - 1)
 thorough = settings(max_examples=150, derandomize=True, deadline=None)
 brief = settings(max_examples=30, derandomize=True, deadline=None)
 
 
-def paid(problem, choice):
+def paid(problem: Problem, choice: Sequence[int] | IntArray) -> float:
     """Sum of the absolute prices of a choice: what rounding is measured against."""
     total = sum(abs(node.cost[s]) for node, s in zip(problem.nodes, choice, strict=True))
     for edge in problem.edges:
@@ -30,7 +34,7 @@ def paid(problem, choice):
     return total
 
 
-def assert_same_outcome(problem: Problem, found: Solution, truth: Solution, *, rtol: float):
+def assert_same_outcome(problem: Problem, found: Solution, truth: Solution, *, rtol: float) -> None:
     assert found.status is truth.status
     if truth.choice is None:
         assert found.choice is None
@@ -45,14 +49,16 @@ def assert_same_outcome(problem: Problem, found: Solution, truth: Solution, *, r
 
 @thorough
 @given(seed=seeds)
-def test_finds_what_brute_force_finds(random_problem, seed):
+def test_finds_what_brute_force_finds(random_problem: RandomProblem, seed: int) -> None:
     problem = random_problem(seed)
     assert_same_outcome(problem, solve_problem(problem), brute_force(problem), rtol=1e-6)
 
 
 @thorough
 @given(seed=seeds)
-def test_prices_on_usage_and_min_marginals_find_what_brute_force_finds(random_problem, seed):
+def test_prices_on_usage_and_min_marginals_find_what_brute_force_finds(
+    random_problem: RandomProblem, seed: int
+) -> None:
     problem = random_problem(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "MOST_SUMS", 0)
@@ -62,7 +68,7 @@ def test_prices_on_usage_and_min_marginals_find_what_brute_force_finds(random_pr
 
 @thorough
 @given(seed=seeds)
-def test_highs_alone_finds_what_brute_force_finds(random_problem, seed):
+def test_highs_alone_finds_what_brute_force_finds(random_problem: RandomProblem, seed: int) -> None:
     problem = random_problem(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "MOST_SUMS", 0)
@@ -71,9 +77,24 @@ def test_highs_alone_finds_what_brute_force_finds(random_problem, seed):
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
 
 
+@pytest.mark.parametrize("most_entries", [0, 1 << 20], ids=["highs", "prices first"])
 @brief
 @given(seed=seeds)
-def test_reference_model_finds_what_brute_force_finds(random_problem, seed):
+def test_a_binding_limit_is_solved_to_optimality(
+    contested_problem: RandomProblem, most_entries: int, seed: int
+) -> None:
+    problem = contested_problem(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elimination, "MOST_ENTRIES", most_entries)
+        found = solve_problem(problem)
+    assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
+
+
+@brief
+@given(seed=seeds)
+def test_reference_model_finds_what_brute_force_finds(
+    random_problem: RandomProblem, seed: int
+) -> None:
     problem = random_problem(seed)
     truth = brute_force(problem)
     found = solve_reference(problem)
@@ -86,7 +107,9 @@ def test_reference_model_finds_what_brute_force_finds(random_problem, seed):
 
 @brief
 @given(seed=seeds)
-def test_another_solver_gets_what_the_reductions_leave(random_problem, seed):
+def test_another_solver_gets_what_the_reductions_leave(
+    random_problem: RandomProblem, seed: int
+) -> None:
     problem = random_problem(seed)
     truth = brute_force(problem)
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +122,7 @@ def test_another_solver_gets_what_the_reductions_leave(random_problem, seed):
 
 
 @pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
-def test_the_unit_of_price_does_not_matter(random_problem, unit):
+def test_the_unit_of_price_does_not_matter(random_problem: RandomProblem, unit: float) -> None:
     base = random_problem(11)
     nodes = tuple(Node(n.cost * unit, n.usage, n.interval) for n in base.nodes)
     edges = tuple(Edge(e.source, e.target, e.cost * unit, e.rows, e.cols) for e in base.edges)
@@ -107,14 +130,14 @@ def test_the_unit_of_price_does_not_matter(random_problem, unit):
     assert_same_outcome(problem, solve_problem(problem), brute_force(problem), rtol=1e-6)
 
 
-def test_empty_problem_costs_nothing():
+def test_empty_problem_costs_nothing() -> None:
     solution = solve_problem(Problem(()))
     assert (solution.status, solution.objective, solution.bound) == (Status.OPTIMAL, 0.0, 0.0)
     assert solution.choice is not None
     assert len(solution.choice) == 0
 
 
-def test_long_chain_is_solved_by_reductions_alone():
+def test_long_chain_is_solved_by_reductions_alone() -> None:
     rng = np.random.default_rng(5)
     index = np.arange(12)
     nodes = tuple(Node(rng.random(12), np.zeros(12)) for _ in range(60))
@@ -129,12 +152,10 @@ def test_long_chain_is_solved_by_reductions_alone():
     assert solution.statistics["eliminate_neighbours.nodes"] == 60
 
 
-def test_repeated_layers_under_one_limit_are_mixed():
+def test_repeated_layers_under_one_limit_are_mixed() -> None:
     """All layers alike and room for half of them: the optimum treats equal layers differently."""
     layers = 10
-    nodes = tuple(
-        Node(np.array([1.0, 2.0]), np.array([3.0, 1.0]), (0, 1)) for _ in range(layers)
-    )
+    nodes = tuple(Node(np.array([1.0, 2.0]), np.array([3.0, 1.0]), (0, 1)) for _ in range(layers))
     solution = solve_problem(Problem(nodes, usage_limit=20.0))
     assert solution.status is Status.OPTIMAL
     assert solution.objective == 15.0
@@ -142,13 +163,11 @@ def test_repeated_layers_under_one_limit_are_mixed():
     assert solution.choice.sum() == 5
 
 
-def test_a_dense_graph_under_a_limit_goes_through_branch_and_bound():
+def test_a_dense_graph_under_a_limit_goes_through_branch_and_bound() -> None:
     rng = np.random.default_rng(2)
     index = np.arange(6)
     nodes = tuple(Node(rng.random(6), rng.random(6), (0, 1)) for _ in range(7))
-    edges = tuple(
-        Edge(i, j, rng.random((6, 6)), index, index) for i in range(7) for j in range(i)
-    )
+    edges = tuple(Edge(i, j, rng.random((6, 6)), index, index) for i in range(7) for j in range(i))
     problem = Problem(nodes, edges, usage_limit=2.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(elimination, "MOST_ENTRIES", 10)
@@ -156,30 +175,28 @@ def test_a_dense_graph_under_a_limit_goes_through_branch_and_bound():
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
 
 
-def test_brute_force_refuses_what_it_cannot_enumerate():
+def test_brute_force_refuses_what_it_cannot_enumerate() -> None:
     nodes = tuple(Node(np.zeros(10), np.zeros(10)) for _ in range(10))
     with pytest.raises(OptionError, match="solve_problem"):
         brute_force(Problem(nodes))
 
 
-def test_unknown_solver_is_refused_by_name():
+def test_unknown_solver_is_refused_by_name() -> None:
     with pytest.raises(OptionError, match="NOSUCH"):
         solve_reference(Problem((Node(np.zeros(1), np.zeros(1)),)), solver="nosuch")
 
 
-def test_time_limit_is_refused_where_it_would_be_ignored():
+def test_time_limit_is_refused_where_it_would_be_ignored() -> None:
     with pytest.raises(OptionError, match="time limit"):
-        solve_reference(
-            Problem((Node(np.zeros(1), np.zeros(1)),)), solver="SCIPY", time_limit=1.0
-        )
+        solve_reference(Problem((Node(np.zeros(1), np.zeros(1)),)), solver="SCIPY", time_limit=1.0)
 
 
 @pytest.mark.parametrize("options", [{"time_limit": 0.0}, {"time_limit": -1.0}])
-def test_time_limit_must_be_positive(options):
+def test_time_limit_must_be_positive(options: dict[str, float]) -> None:
     with pytest.raises(OptionError, match="time_limit"):
         solve_problem(Problem(()), **options)
 
 
-def test_relative_gap_must_be_a_fraction():
+def test_relative_gap_must_be_a_fraction() -> None:
     with pytest.raises(OptionError, match="relative_gap"):
         solve_problem(Problem(()), relative_gap=1.5)

@@ -20,7 +20,10 @@ class FoldSingles:
     def apply(self, network: Network) -> Inverse:
         """Fold every decided variable."""
         decided = [v for v, x in network.variables.items() if len(x.cost) == 1]
-        return sequence(_fold(network, v) for v in decided)
+        inverse = sequence(_fold(network, v) for v in decided)
+        if network.constant == np.inf or (network.capacity < 0).any():
+            network.infeasible = True
+        return inverse
 
 
 def _fold(network: Network, v: int) -> Inverse:
@@ -47,13 +50,16 @@ class EliminateNeighbours:
     The best price of such a variable is a function of the layouts that its neighbours
     show it: a number, a vector, or a matrix (a min-plus product). Equal products are
     computed once, so repeated layers cost one layer.
+
+    Attributes:
+        products: min-plus products by fingerprint of their inputs.
     """
 
     name = "eliminate_neighbours"
 
     def __init__(self, links: SimplifyLinks) -> None:
         self._links = links
-        self._products: dict[bytes, Matrix] = {}
+        self.products: dict[bytes, Matrix] = {}
 
     def apply(self, network: Network) -> Inverse:
         """Eliminate until every variable without usage has three neighbours."""
@@ -104,11 +110,11 @@ class EliminateNeighbours:
             right.matrix.key,
             right.rows.tobytes(),
         )
-        if key not in self._products:
-            self._products[key] = Matrix(
+        if key not in self.products:
+            self.products[key] = Matrix(
                 min_plus(*_cheapest(cost, left.rows, right.rows), left.matrix, right.matrix)
             )
-        return self._products[key]
+        return self.products[key]
 
 
 def _decision(network: Network, v: int) -> Inverse:

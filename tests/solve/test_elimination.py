@@ -1,0 +1,89 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.solve import Edge, FloatArray, Node, Problem, brute_force, elimination
+from autoshard.solve.elimination import Elimination
+from autoshard.solve.network import Network
+from autoshard.solve.reductions import MergeTies
+
+RandomProblem = Callable[[int], Problem]
+
+
+def unchecked() -> None:
+    """Nothing asks these passes to stop."""
+
+
+def compiled(problem: Problem) -> tuple[Network, Elimination, dict[int, FloatArray]]:
+    network = Network.from_problem(problem, limited=False)
+    MergeTies().apply(network)
+    plan = Elimination.compile(network, check=unchecked)
+    assert plan is not None
+    return network, plan, {v: x.cost for v, x in network.variables.items()}
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_elimination_finds_what_brute_force_finds(random_problem: RandomProblem, seed: int) -> None:
+    base = random_problem(seed)
+    problem = Problem(base.nodes, base.edges, base.ties)
+    network, plan, costs = compiled(problem)
+    result = plan.evaluate(costs, check=unchecked)
+    truth = brute_force(problem)
+    assert result.value == pytest.approx(truth.objective, rel=1e-9, abs=1e-9)
+    if truth.choice is not None:
+        assert network.price(result.picks) == pytest.approx(result.value, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_min_marginals_are_the_best_prices_with_a_strategy_fixed(
+    contested_problem: RandomProblem, seed: int
+) -> None:
+    base = contested_problem(seed)
+    problem = Problem(base.nodes, base.edges)
+    _, plan, costs = compiled(problem)
+    marginals = plan.min_marginals(plan.evaluate(costs, check=unchecked), check=unchecked)
+    for v, node in enumerate(problem.nodes):
+        for s in range(node.num_strategies):
+            only = np.where(np.arange(node.num_strategies) == s, node.cost, np.inf)
+            nodes = (*problem.nodes[:v], Node(only, node.usage), *problem.nodes[v + 1 :])
+            best = brute_force(Problem(nodes, problem.edges)).objective
+            assert marginals[v][s] == pytest.approx(best, rel=1e-9)
+
+
+def test_forbidden_strategies_have_infinite_min_marginals() -> None:
+    same = np.where(np.eye(3) > 0, 0.0, np.inf)
+    index = np.arange(3)
+    nodes = (Node(np.array([np.inf, 1.0, 2.0]), np.zeros(3)), Node(np.zeros(3), np.zeros(3)))
+    _, plan, costs = compiled(Problem(nodes, (Edge(0, 1, same, index, index),)))
+    marginals = plan.min_marginals(plan.evaluate(costs, check=unchecked), check=unchecked)
+    assert marginals[0].tolist() == [np.inf, 1.0, 2.0]
+    assert marginals[1].tolist() == [np.inf, 1.0, 2.0]
+
+
+def test_tables_are_over_layouts_not_strategies() -> None:
+    """A clique of three with 100 strategies in 4 layouts needs a table of 4 x 4 only."""
+    rng = np.random.default_rng(3)
+    nodes = tuple(Node(rng.random(100), np.zeros(100)) for _ in range(3))
+    shown = [rng.integers(0, 4, 100) for _ in range(3)]
+    edges = tuple(
+        Edge(u, v, rng.random((4, 4)), shown[u], shown[v]) for u, v in ((0, 1), (1, 2), (0, 2))
+    )
+    _, plan, _ = compiled(Problem(nodes, edges))
+    assert plan.entries <= 4 * 4 + 4 + 1
+
+
+def test_a_wide_network_is_refused() -> None:
+    rng = np.random.default_rng(1)
+    nodes = tuple(Node(rng.random(9), np.zeros(9)) for _ in range(6))
+    index = np.arange(9)
+    edges = tuple(Edge(u, v, rng.random((9, 9)), index, index) for v in range(6) for u in range(v))
+    network = Network.from_problem(Problem(nodes, edges))
+    assert Elimination.compile(network, most_work=1000, check=unchecked) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elimination, "MOST_ENTRIES", 100)
+        assert Elimination.compile(network, check=unchecked) is None

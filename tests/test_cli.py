@@ -1,0 +1,92 @@
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from support.models import meta, mlp
+from typer.testing import CliRunner, Result
+
+from autoshard.cli import NO_PLAN, app
+from autoshard.graph import export_model
+from autoshard.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, kwargs = meta(mlp, 64, 512, 512, 512)
+    path = tmp_path_factory.mktemp("cli") / "mlp.pt2"
+    path.write_bytes(export_model(model, (), kwargs))
+    return path
+
+
+def autoshard(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_version() -> None:
+    assert autoshard("--version").output.strip() == f"autoshard {version('autoshard')}"
+
+
+def test_plan_show_and_check(archive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    planned = autoshard("plan", archive, "--mesh", "2,4", "--axes", "x,y", "-o", path)
+    assert planned.exit_code == 0
+    for word in ("up.weight", "over x, y", "Certificate: optimal", "activations"):
+        assert word in planned.output
+    assert autoshard("show", path).output == planned.output
+    assert "legal" in autoshard("check", archive, path).output
+
+
+def test_json_is_the_plan(archive: Path) -> None:
+    output = autoshard("plan", archive, "--mesh", "4", "--mode", "inference", "--json").output
+    assert Plan.from_json(output).options.mode == "inference"
+
+
+def test_a_budget_that_is_too_small_ends_with_a_status_of_its_own(archive: Path) -> None:
+    result = autoshard("plan", archive, "--mesh", "2", "--memory", "1MB")
+    assert result.exit_code == NO_PLAN
+    assert "the smallest that works" in " ".join(result.output.split())
+
+
+def test_check_finds_what_is_wrong(archive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    autoshard("plan", archive, "--mesh", "2", "-o", path)
+    document = json.loads(path.read_text())
+    document["costs"]["total"] *= 2
+    path.write_text(json.dumps(document))
+    result = autoshard("check", archive, path)
+    assert result.exit_code == 1
+    assert "total cost" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--mesh", "two"], "not a list of sizes"),
+        (["--mesh", "0"], "size 0"),
+        (["--mesh", "2", "--axes", "a,b"], "axis names"),
+        (["--mesh", "2", "--topology", "abacus"], "abacus"),
+        (["--mesh", "2,2", "--intra-bandwidth", "-1", "--inter-bandwidth", "1"], "bandwidth"),
+        (["--mesh", "2,2", "--topology", "h100-sxm", "--intra-bandwidth", "1"], "leave one"),
+        (["--mesh", "2", "--mode", "dreaming"], "training or inference"),
+        (["--mesh", "2", "--memory", "much"], "much"),
+        (["--mesh", "2", "--optimizer", "luck"], "luck"),
+    ],
+)
+def test_bad_options_are_named(archive: Path, arguments: list[str], complaint: str) -> None:
+    result = autoshard("plan", archive, *arguments)
+    assert result.exit_code == 1
+    assert "error:" in result.output
+    assert complaint in result.output
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    result = autoshard("plan", tmp_path / "nothing.pt2", "--mesh", "2")
+    assert result.exit_code == 1
+    assert "nothing.pt2" in result.output
+
+
+def test_a_file_that_is_no_plan_is_named(archive: Path) -> None:
+    result = autoshard("show", archive)
+    assert result.exit_code == 1
+    assert "mlp.pt2" in result.output
