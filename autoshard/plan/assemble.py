@@ -15,7 +15,8 @@ from autoshard.plan.document import (
     PlannedStep,
     Stage,
 )
-from autoshard.plan.formulate import Arc, Formulation, Gradient, Role
+from autoshard.plan.formulate import Arc, Formulation, Role
+from autoshard.plan.gradients import Gradient
 from autoshard.rules import Strategy
 from autoshard.solve import IntArray
 
@@ -83,7 +84,7 @@ class Assembly:
         )
 
     def _widen(self, value: str, layout: Layout) -> Layout:
-        differentiable = self._formulation.has_gradient(value)
+        differentiable = self._formulation.gradients.exists(value)
         return self._axes.widen(layout, differentiable=differentiable)
 
     def _inputs(self) -> Iterator[PlacedInput]:

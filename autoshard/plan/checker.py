@@ -13,6 +13,7 @@ from autoshard.graph import Graph, Node, graph_digest, graph_from_json
 from autoshard.layouts import (
     STEPS,
     Action,
+    AxisType,
     Kind,
     Layout,
     Step,
@@ -28,6 +29,7 @@ from autoshard.plan.document import (
     Stage,
     count_collectives,
 )
+from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import local_sizes, without_invariant
 from autoshard.plan.lifetimes import Interval, input_interval, output_interval
 from autoshard.plan.pricing import Prices
@@ -95,6 +97,7 @@ class _StageCheck:
         self.mesh = plan.mesh
         self.sizes = plan.mesh.axis_sizes
         self.prices = Prices(plan.mesh, plan.options)
+        self.gradients = Gradients(graph, training=self.prices.training)
         self.nodes = {node.name: node for node in graph.nodes}
         self.made: dict[str, Layout] = {}
         self.by_use = {(c.value, c.consumer, c.position): c for c in stage.conversions}
@@ -118,14 +121,8 @@ class _StageCheck:
             yield f"conversion of {value} for {consumer} at {position} serves no use"
         yield from self._costs()
 
-    def _differentiable(self, value: str) -> bool:
-        return self.prices.training and self.graph.values[value].requires_grad
-
-    def _same(self, value: str, one: Layout, other: Layout) -> bool:
-        return self._seen(value, one) == self._seen(value, other)
-
     def _seen(self, value: str, layout: Layout) -> Layout:
-        if self._differentiable(value):
+        if self.gradients.exists(value):
             return layout
         return without_invariant(layout)
 
@@ -143,7 +140,7 @@ class _StageCheck:
             if placed.placements != placement_texts(layout, self.sizes):
                 yield f"input {placed.name}: placements {placed.placements} do not follow"
             kinds = {t.kind for t in self._seen(placed.name, layout).types}
-            at_rest = Kind.INVARIANT if self._differentiable(placed.name) else Kind.REPLICATE
+            at_rest = Kind.INVARIANT if self.gradients.exists(placed.name) else Kind.REPLICATE
             if not kinds <= {at_rest, Kind.SHARD}:
                 yield f"input {placed.name} cannot rest as {layout}: its gradient is incomplete"
             time, usage = self.prices.input(
@@ -178,7 +175,9 @@ class _StageCheck:
         if sizes is None:
             yield f"node {node.name}: no rule of {node.operator} allows {placed}"
             return
-        seconds, activations = self.prices.strategy(self.graph, node, sizes)
+        seconds, activations = self.prices.strategy(
+            self.graph, node, sizes, backward=self.gradients.flows(node)
+        )
         interval = output_interval(self.graph, time, training=self.prices.training)
         self.held.append((interval, activations))
         if not isclose(seconds, placed.time, rel_tol=_TOLERANCE):
@@ -190,10 +189,9 @@ class _StageCheck:
     def _local_sizes(
         self, node: Node, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]
     ) -> dict[str, int] | None:
-        flows = any(self._differentiable(v) for v in node.outputs)
         gradients = (
-            *(flows and self._differentiable(v) for v in node.inputs),
-            *(self._differentiable(v) for v in node.outputs),
+            *(self.gradients.of_use(v, node) is not Gradient.NONE for v in node.inputs),
+            *(self.gradients.exists(v) for v in node.outputs),
         )
         rule = rule_for(call_of(self.graph, node))
         return local_sizes(rule, (*inputs, *outputs), gradients, self.sizes)
@@ -208,24 +206,24 @@ class _StageCheck:
             arrived = Layout.parse(conversion.target)
         else:
             arrived = self.made[value]
-        if arrived != wanted and not self._no_gradient_between(value, consumer, arrived, wanted):
+        gradient = self._gradient(value, consumer, position)
+        if _as_seen(arrived, gradient) != _as_seen(wanted, gradient):
             yield f"{consumer} wants {value} as {wanted}, but it arrives as {arrived}"
 
-    def _no_gradient_between(
-        self, value: str, consumer: str, arrived: Layout, wanted: Layout
-    ) -> bool:
-        node = self.nodes.get(consumer)
-        carries = self._differentiable(value) and (
-            node is None or any(self._differentiable(v) for v in node.outputs)
-        )
-        return not carries and without_invariant(arrived) == without_invariant(wanted)
+    def _gradient(self, value: str, consumer: str | None, position: int) -> Gradient:
+        if consumer is None:
+            return self.gradients.of_value(value)
+        if consumer in self.nodes:
+            return self.gradients.of_use(value, self.nodes[consumer])
+        return self.gradients.of_output(position)
 
     def _convert(self, conversion: Conversion, source: Layout) -> Iterator[str]:
         self.used.add((conversion.value, conversion.consumer, conversion.position))
         where = f"conversion of {conversion.value} for {conversion.consumer or 'all'}"
         tensor = self.graph.values[conversion.value]
         layout = Layout.parse(conversion.source)
-        if layout != source and without_invariant(source) != layout:
+        gradient = self._gradient(conversion.value, conversion.consumer, conversion.position)
+        if _as_seen(layout, gradient) != _as_seen(source, gradient):
             yield f"{where} starts from {layout}, but the value is made as {source}"
         for step in conversion.steps:
             try:
@@ -236,7 +234,7 @@ class _StageCheck:
                 yield f"{where}: {error}"
                 return
             nbytes = max(prod(shape) for shape in shapes) * tensor.dtype.itemsize
-            yield from _step_findings(where, step, layout, axis, nbytes)
+            yield from _step_findings(where, step, layout.types[axis], nbytes, gradient)
             yield from self._price_findings(where, step, axis)
             layout = after
         if str(layout) != conversion.target:
@@ -296,16 +294,21 @@ class _StageCheck:
 
 
 def _step_findings(
-    where: str, step: PlannedStep, layout: Layout, axis: int, nbytes: int
+    where: str, step: PlannedStep, before: AxisType, nbytes: int, gradient: Gradient
 ) -> Iterator[str]:
     source, target = parse_type(step.source), parse_type(step.target)
-    if layout.types[axis] != source:
-        yield f"{where}: a step on {step.axis} starts from {source}, not {layout.types[axis]}"
+    if before != source:
+        yield f"{where}: a step on {step.axis} starts from {source}, not {before}"
     actions = STEPS.get((source.kind, target.kind))
     if actions is None:
         yield f"{where}: there is no step from {source} to {target}"
         return
-    if step.forward != actions[0] or step.backward not in (actions[1], Action.NOTHING):
-        yield f"{where}: {source} -> {target} runs {actions[0]} and {actions[1]}, not as stated"
+    backward = actions[1] if gradient is Gradient.FLOWS else Action.NOTHING
+    if (step.forward, step.backward) != (actions[0], backward):
+        yield f"{where}: {source} -> {target} runs {actions[0]} and {backward}, not as stated"
     if step.nbytes != nbytes:
         yield f"{where}: a step moves {nbytes} bytes, not {step.nbytes}"
+
+
+def _as_seen(layout: Layout, gradient: Gradient) -> Layout:
+    return without_invariant(layout) if gradient is Gradient.NONE else layout

@@ -16,6 +16,7 @@ import numpy as np
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor
 from autoshard.layouts import Conversions, I, Layout, R, legal_layouts
 from autoshard.plan.active import ActiveAxes
+from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.lifetimes import input_interval, output_interval
 from autoshard.plan.pricing import Prices, Usage
@@ -31,15 +32,6 @@ class Role(StrEnum):
     OPERATOR = "operator"
     SHARED = "shared"
     OUTPUT = "output"
-
-
-class Gradient(StrEnum):
-    """How the backward pass meets a use of a value."""
-
-    FLOWS = "flows"
-    UNPRICED = "unpriced"
-    """The value has a gradient, but backward does not come this way (an output beside the loss)."""
-    NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -94,6 +86,7 @@ class Formulation:
         self.graph = graph
         self.axes = axes
         self.prices = prices
+        self.gradients = Gradients(graph, training=prices.training)
         self.variables: list[Variable] = []
         self.arcs: list[Arc] = []
         self._tables: dict[tuple[object, ...], Conversions] = {}
@@ -130,20 +123,15 @@ class Formulation:
             )
         return self._tables[key]
 
-    def has_gradient(self, value: str) -> bool:
-        """Whether a gradient flows to a value in the planned mode."""
-        return self.prices.training and self.graph.values[value].requires_grad
-
     def _build(self) -> None:
         for graph_input in self.graph.inputs:
             if graph_input.kind is not InputKind.LITERAL:
                 self._add_input(graph_input)
         for time, node in enumerate(self.graph.nodes):
             self._add_operator(time, node)
-        gradients = self._output_gradients()
         for position, output in enumerate(self.graph.outputs):
             if output.name is not None:
-                self._add_output(position, output.name, gradients[position])
+                self._add_output(position, output.name)
 
     def _add_input(self, graph_input: Input) -> None:
         name = graph_input.name
@@ -164,7 +152,7 @@ class Formulation:
 
     def _resting_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
         """Whole or cut; what the model itself holds without a gradient stays whole."""
-        differentiable = self.has_gradient(graph_input.name)
+        differentiable = self.gradients.exists(graph_input.name)
         whole = I if differentiable else R
         every = legal_layouts(
             tensor.shape, self.axes.sizes, differentiable=differentiable, partial=False
@@ -175,8 +163,10 @@ class Formulation:
         return tuple(layouts)
 
     def _add_operator(self, time: int, node: Node) -> None:
-        flags = tuple(self.has_gradient(v) for v in (*node.inputs, *node.outputs))
-        operator = self.prices.operator(self.graph, node, flags, self.axes.sizes)
+        flags = tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs))
+        operator = self.prices.operator(
+            self.graph, node, flags, self.axes.sizes, backward=self.gradients.flows(node)
+        )
         variable = Variable(
             Role.OPERATOR,
             node.name,
@@ -186,11 +176,8 @@ class Formulation:
             output_interval(self.graph, time, training=self.prices.training),
         )
         target = self._add(variable)
-        flows = any(self.has_gradient(value) for value in node.outputs)
         for position, value in enumerate(node.inputs):
-            carries = flows and self.has_gradient(value)
-            gradient = Gradient.FLOWS if carries else Gradient.NONE
-            self._use(value, target, position, gradient)
+            self._use(value, target, position, self.gradients.of_use(value, node))
         for output, value in enumerate(node.outputs):
             self._made_by[value] = target, output
             self._share(value)
@@ -199,28 +186,15 @@ class Formulation:
         outputs = sum(output.name == value for output in self.graph.outputs)
         if len(self.graph.consumers[value]) + outputs <= 1:
             return
-        gradient = Gradient.FLOWS if self.has_gradient(value) else Gradient.NONE
+        gradient = self.gradients.of_value(value)
         layouts = self.table(value, gradient).layouts
         strategies = tuple(Strategy((layout,), (layout,), {}) for layout in layouts)
         shared = self._add(Variable(Role.SHARED, value, strategies, np.zeros(len(strategies))))
         self._use(value, shared, 0, gradient)
         self._made_by[value] = shared, 0
 
-    def _output_gradients(self) -> tuple[Gradient, ...]:
-        """Gradients enter at the scalar outputs, or at every output if none is a scalar."""
-        names = [output.name for output in self.graph.outputs]
-        have = [name is not None and self.has_gradient(name) for name in names]
-        scalar = [
-            grad and name is not None and not self.graph.values[name].shape
-            for name, grad in zip(names, have, strict=True)
-        ]
-        entries = scalar if any(scalar) else have
-        return tuple(
-            Gradient.FLOWS if entry else Gradient.UNPRICED if grad else Gradient.NONE
-            for entry, grad in zip(entries, have, strict=True)
-        )
-
-    def _add_output(self, position: int, value: str, gradient: Gradient) -> None:
+    def _add_output(self, position: int, value: str) -> None:
+        gradient = self.gradients.of_output(position)
         whole = R if gradient is Gradient.NONE else I
         layouts = [
             layout

@@ -101,6 +101,8 @@ class Prices:
         node: Node,
         gradients: tuple[bool, ...],
         axis_sizes: tuple[int, ...],
+        *,
+        backward: bool,
     ) -> OperatorPrices:
         """The strategies of an operator, each once, with their prices.
 
@@ -109,20 +111,25 @@ class Prices:
             node: the operator.
             gradients: whether a gradient flows through each input, then to each output.
             axis_sizes: size of each axis to plan over.
+            backward: whether the backward pass runs through the node.
         """
         rule = rule_for(call_of(graph, node))
         tensors = tuple(graph.values[v] for v in (*node.inputs, *node.outputs))
         kept = keeps_output(graph, node, training=self.training)
-        key = (*_key(rule), tensors, node.operator, gradients, axis_sizes, kept)
+        key = (*_key(rule), tensors, node.operator, gradients, axis_sizes, kept, backward)
         if key not in self._cache:
-            self._cache[key] = self._price(graph, node, rule, gradients, axis_sizes)
+            self._cache[key] = self._price(
+                graph, node, rule, gradients, axis_sizes, backward=backward
+            )
         return self._cache[key]
 
-    def strategy(self, graph: Graph, node: Node, sizes: Mapping[str, int]) -> tuple[float, float]:
+    def strategy(
+        self, graph: Graph, node: Node, sizes: Mapping[str, int], *, backward: bool
+    ) -> tuple[float, float]:
         """Seconds, and bytes of activations, of an operator by the letter sizes on a rank."""
         rule = rule_for(call_of(graph, node))
         chosen = [Strategy((), (), sizes)]
-        time = self._times(graph, node, rule, chosen)
+        time = self._times(graph, node, rule, chosen, backward=backward)
         return float(time[0]), float(self._activations(graph, node, rule, chosen)[0])
 
     def _price(
@@ -132,10 +139,12 @@ class Prices:
         rule: OperatorRule,
         gradients: tuple[bool, ...],
         axis_sizes: tuple[int, ...],
+        *,
+        backward: bool,
     ) -> OperatorPrices:
         every = strategies(rule, axis_sizes)
         seen = [_without_gradient(s, gradients) for s in every]
-        times = self._times(graph, node, rule, every)
+        times = self._times(graph, node, rule, every, backward=backward)
         cheapest: dict[Strategy, int] = {}
         for i, strategy in enumerate(seen):
             if strategy not in cheapest or times[i] < times[cheapest[strategy]]:
@@ -157,6 +166,8 @@ class Prices:
         node: Node,
         rule: OperatorRule,
         chosen: Sequence[Strategy],
+        *,
+        backward: bool,
     ) -> FloatArray:
         return operator_times(
             rule,
@@ -164,7 +175,7 @@ class Prices:
             inputs=[graph.values[v] for v in node.inputs],
             outputs=[graph.values[v] for v in node.outputs],
             device=self._device,
-            training=self.training,
+            training=backward,
             is_view=is_view(node.operator),
         )
 

@@ -23,6 +23,7 @@ MOST_ENTRIES = 1 << 23
 """Largest number of entries of one table."""
 MOST_MEMORY = 1 << 26
 """Largest number of entries of all tables together."""
+_MOST_AXES = 24
 _BLOCK = 1 << 18
 
 
@@ -119,6 +120,8 @@ class Elimination:
                 continue
             check()
             inputs = member.pop(v)
+            if len({w for f in inputs for w in self._factors[f].scope}) > _MOST_AXES:
+                return False
             bucket = self._bucket(v, sorted(inputs))
             size = prod(bucket.shape[1:])
             self.work += size * bucket.shape[0] * len(inputs)
@@ -139,7 +142,7 @@ class Elimination:
             factor = self._factors[f]
             for w, size in zip(factor.scope, factor.sizes, strict=True):
                 sizes[w] = min(sizes.get(w, 1) * size, self._sizes[w])
-        return float(prod(sizes.values()))
+        return prod(sizes.values(), start=1.0)
 
     def _bucket(self, v: int, inputs: list[int]) -> _Bucket:
         joint: dict[int, IntArray] = {v: np.zeros(self._sizes[v], dtype=np.intp)}

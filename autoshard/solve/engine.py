@@ -59,8 +59,8 @@ def solve_problem(
 
     Returns:
         the outcome as a value; an infeasible problem is a status, not an error. Where the
-        usage limit is to blame, `statistics["minimum_usage"]` is the least limit that
-        works, if it was found in time.
+        usage limit is to blame, `statistics["minimum_usage"]` is a limit that works: the
+        least one, unless the time for finding it ran out.
 
     Raises:
         OptionError: an option is out of its range, or the solver is not installed.
@@ -140,6 +140,9 @@ def _hand_over(stage: Stage, solver: str) -> bool:
 def _limited(stage: Stage) -> bool:
     """Solve what a binding usage limit leaves."""
     search = stage.search
+    if not stage.done:
+        search.enter("improve by hand")
+        _descend(stage, {v: int(x.cost.argmin()) for v, x in stage.network.variables.items()})
     for _ in range(_MOST_ROUNDS):
         if stage.done or search.closed:
             return search.choice is not None

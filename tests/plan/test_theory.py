@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pytest
+from support.meshes import mase_mesh, slow_devices
 from support.models import Case, Planner, bert, gpt2, llama, meta, mlp, small_graph
 
-from autoshard.mesh import Axis, Device, Link, Mesh, Topology, make_mesh
 from autoshard.plan import Plan
 from autoshard.solve import Status
 
@@ -99,14 +99,6 @@ def test_an_axis_larger_than_every_dim_is_left_idle(planned: Planner) -> None:
     assert plan.collectives == ()
 
 
-def slow_device_mesh(*shape: int) -> Mesh:
-    """Links so fast against the device that even small models are worth cutting."""
-    device = Device("slow", {"float32": 1e9}, 1e9, 10**9, 0.0)
-    links = (Link("wire", None, 1e12, 1e-9),)
-    topology = Topology("slow", device, links, collective_overhead=0.0, source="made up")
-    return Mesh(tuple(Axis(f"a{i}", n) for i, n in enumerate(shape)), topology)
-
-
 @pytest.mark.parametrize("build", [mlp, gpt2, bert, llama])
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
@@ -114,25 +106,23 @@ def test_small_models_are_planned_to_optimality(
     planned: Planner, build: Callable[[], Case], mode: str, shape: tuple[int, ...]
 ) -> None:
     graph = small_graph(build)
-    plan = planned(graph, slow_device_mesh(*shape), mode=mode)
+    plan = planned(graph, slow_devices(**{f"a{i}": n for i, n in enumerate(shape)}), mode=mode)
     assert plan.certificate.status is Status.OPTIMAL
     assert plan.certificate.gap <= 1e-4
-    assert plan.costs.compute < planned(graph, slow_device_mesh(1), mode=mode).costs.compute
+    assert plan.costs.compute < planned(graph, slow_devices(a=1), mode=mode).costs.compute
 
 
 def test_mases_mlp_is_planned(planned: Planner) -> None:
-    mesh = make_mesh((2, 4), intra_bandwidth=100e9, inter_bandwidth=10e9)
-    assert planned(meta(mlp, 16, 64, 128, 64), mesh).certificate.gap == 0
+    assert planned(meta(mlp, 16, 64, 128, 64), mase_mesh()).certificate.gap == 0
 
 
 def test_mases_bert_is_planned(planned: Planner) -> None:
-    mesh = make_mesh((2, 4), intra_bandwidth=100e9, inter_bandwidth=10e9)
     case = meta(bert, layers=3, hidden=96, sequence=4)
-    assert planned(case, mesh).certificate.gap <= 1e-4
+    assert planned(case, mase_mesh()).certificate.gap <= 1e-4
 
 
 def test_a_gpt2_layer_count_does_not_change_the_layout_of_a_layer(planned: Planner) -> None:
-    mesh = slow_device_mesh(2, 2)
+    mesh = slow_devices(a=2, b=2)
     few, many = (planned(meta(gpt2, layers=n), mesh) for n in (3, 6))
 
     def middle(plan: Plan) -> dict[str, str]:

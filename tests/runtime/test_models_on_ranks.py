@@ -12,9 +12,9 @@ import pytest
 import torch
 from runtime.comparison import check_inference, check_training
 from support import models
+from support.meshes import slow_devices
 
 from autoshard.graph import Graph, export_model, load_graph
-from autoshard.mesh import Axis, Device, Link, Mesh, Topology
 from autoshard.plan import Mode, Plan, PlanOptions, make_plan
 
 NUM_RANKS = 4
@@ -70,13 +70,6 @@ def exported(name: str) -> Graph:
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     return load_graph(export_model(model, (), inputs))
-
-
-def slow_devices(latency: float, **axes: int) -> Mesh:
-    device = Device("slow", {"float32": 1e7}, memory_bandwidth=1e8, memory=1 << 34)
-    links = (Link("fast", None, bandwidth=1e9, latency=latency),)
-    topology = Topology("slow devices", device, links, backend="gloo")
-    return Mesh(tuple(Axis(name, size) for name, size in axes.items()), topology)
 
 
 MODES: tuple[Mode, ...] = ("training", "inference")

@@ -74,7 +74,8 @@ class Chain:
             gained[what] = float(before[what] - after[what])
         for what, amount in gained.items():
             key = f"{reduction.name}.{what}"
-            self.statistics[key] = self.statistics.get(key, 0.0) + amount
+            if amount:
+                self.statistics[key] = self.statistics.get(key, 0.0) + amount
         return inverse
 
 

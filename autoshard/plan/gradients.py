@@ -1,0 +1,74 @@
+"""Where gradients exist, and where the backward pass really goes.
+
+Gradients enter at the scalar outputs that require one; if none is a scalar, at all outputs
+that do. Backward runs from there against the direction of the program. A value may have a
+gradient that backward never asks for: an output beside the loss has one.
+"""
+
+from enum import StrEnum
+
+from autoshard.graph import Graph, Node
+
+
+class Gradient(StrEnum):
+    """How the backward pass meets a use of a value."""
+
+    FLOWS = "flows"
+    UNPRICED = "unpriced"
+    """The value has a gradient, but backward does not come this way."""
+    NONE = "none"
+
+
+class Gradients:
+    """The gradients of one program.
+
+    Args:
+        graph: the program.
+        training: whether there is a backward pass at all.
+    """
+
+    def __init__(self, graph: Graph, *, training: bool) -> None:
+        self._graph = graph
+        self._training = training
+        self._entries = self._find_entries()
+        self._reached = self._trace()
+
+    def exists(self, value: str) -> bool:
+        """Whether a value has a gradient."""
+        return self._training and self._graph.values[value].requires_grad
+
+    def flows(self, node: Node) -> bool:
+        """Whether backward runs through a node."""
+        return any(value in self._reached for value in node.outputs)
+
+    def of_value(self, value: str) -> Gradient:
+        """How backward meets a value, all its uses together."""
+        if not self.exists(value):
+            return Gradient.NONE
+        return Gradient.FLOWS if value in self._reached else Gradient.UNPRICED
+
+    def of_use(self, value: str, node: Node) -> Gradient:
+        """How backward meets the use of a value by a node."""
+        if not self.exists(value) or not any(self.exists(v) for v in node.outputs):
+            return Gradient.NONE
+        return Gradient.FLOWS if self.flows(node) else Gradient.UNPRICED
+
+    def of_output(self, position: int) -> Gradient:
+        """How backward meets an output of the program."""
+        name = self._graph.outputs[position].name
+        if name is None or not self.exists(name):
+            return Gradient.NONE
+        return Gradient.FLOWS if name in self._entries else Gradient.UNPRICED
+
+    def _find_entries(self) -> frozenset[str]:
+        names = [output.name for output in self._graph.outputs if output.name is not None]
+        have = frozenset(name for name in names if self.exists(name))
+        scalars = frozenset(name for name in have if not self._graph.values[name].shape)
+        return scalars or have
+
+    def _trace(self) -> frozenset[str]:
+        reached = set(self._entries)
+        for node in reversed(self._graph.nodes):
+            if not reached.isdisjoint(node.outputs):
+                reached.update(value for value in node.inputs if self.exists(value))
+        return frozenset(reached)
