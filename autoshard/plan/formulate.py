@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor
-from autoshard.layouts import Conversions, I, Layout, R, legal_layouts
+from autoshard.layouts import Conversions, I, Kind, Layout, R, legal_layouts
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import without_invariant
@@ -91,6 +91,7 @@ class Formulation:
         self.arcs: list[Arc] = []
         self._tables: dict[tuple[object, ...], Conversions] = {}
         self._made_by: dict[str, tuple[int, int]] = {}
+        self._partial: set[str] = set()
         self._build()
 
     @cached_property
@@ -165,7 +166,12 @@ class Formulation:
     def _add_operator(self, time: int, node: Node) -> None:
         flags = tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs))
         operator = self.prices.operator(
-            self.graph, node, flags, self.axes.sizes, backward=self.gradients.flows(node)
+            self.graph,
+            node,
+            flags,
+            self.axes.sizes,
+            backward=self.gradients.flows(node),
+            partial=frozenset(i for i, v in enumerate(node.inputs) if v in self._partial),
         )
         variable = Variable(
             Role.OPERATOR,
@@ -180,6 +186,8 @@ class Formulation:
             self._use(value, target, position, self.gradients.of_use(value, node))
         for output, value in enumerate(node.outputs):
             self._made_by[value] = target, output
+            if any(_is_partial(s.outputs[output]) for s in operator.strategies):
+                self._partial.add(value)
             self._share(value)
 
     def _share(self, value: str) -> None:
@@ -187,7 +195,8 @@ class Formulation:
         if len(self.graph.consumers[value]) + outputs <= 1:
             return
         gradient = self.gradients.of_value(value)
-        layouts = self.table(value, gradient).layouts
+        every = self.table(value, gradient).layouts
+        layouts = [x for x in every if value in self._partial or not _is_partial(x)]
         strategies = tuple(Strategy((layout,), (layout,), {}) for layout in layouts)
         shared = self._add(Variable(Role.SHARED, value, strategies, np.zeros(len(strategies))))
         self._use(value, shared, 0, gradient)
@@ -227,3 +236,7 @@ class Formulation:
 def _distinct(numbers: Sequence[int]) -> tuple[IntArray, IntArray]:
     distinct, inverse = np.unique(np.array(numbers, dtype=np.intp), return_inverse=True)
     return distinct, inverse
+
+
+def _is_partial(layout: Layout) -> bool:
+    return any(t.kind is Kind.PARTIAL for t in layout.types)

@@ -103,6 +103,7 @@ class Prices:
         axis_sizes: tuple[int, ...],
         *,
         backward: bool,
+        partial: frozenset[int],
     ) -> OperatorPrices:
         """The strategies of an operator, each once, with their prices.
 
@@ -112,14 +113,15 @@ class Prices:
             gradients: whether a gradient flows through each input, then to each output.
             axis_sizes: size of each axis to plan over.
             backward: whether the backward pass runs through the node.
+            partial: inputs that can arrive as sums over ranks.
         """
         rule = rule_for(call_of(graph, node))
         tensors = tuple(graph.values[v] for v in (*node.inputs, *node.outputs))
         kept = keeps_output(graph, node, training=self.training)
-        key = (*_key(rule), tensors, node.operator, gradients, axis_sizes, kept, backward)
+        key = (*_key(rule), tensors, node.operator, gradients, axis_sizes, kept, backward, partial)
         if key not in self._cache:
             self._cache[key] = self._price(
-                graph, node, rule, gradients, axis_sizes, backward=backward
+                graph, node, rule, gradients, axis_sizes, backward=backward, partial=partial
             )
         return self._cache[key]
 
@@ -141,8 +143,9 @@ class Prices:
         axis_sizes: tuple[int, ...],
         *,
         backward: bool,
+        partial: frozenset[int],
     ) -> OperatorPrices:
-        every = strategies(rule, axis_sizes)
+        every = strategies(rule, axis_sizes, partial=partial)
         seen = [_without_gradient(s, gradients) for s in every]
         times = self._times(graph, node, rule, every, backward=backward)
         cheapest: dict[Strategy, int] = {}

@@ -13,9 +13,9 @@ A strategy is one such option per axis, applied from the outermost axis inwards:
 axis sees the operator that the previous ones left.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from functools import cache
 
 from autoshard.layouts import AxisType, I, Layout, P, R, S
 
@@ -130,36 +130,74 @@ def _cut_type(
     return absent
 
 
-def strategies(rule: OperatorRule, axis_sizes: tuple[int, ...]) -> tuple[Strategy, ...]:
-    """Every strategy of an operator on a mesh, each pair of layouts once.
+def strategies(
+    rule: OperatorRule,
+    axis_sizes: tuple[int, ...],
+    *,
+    partial: Collection[int] | None = None,
+) -> tuple[Strategy, ...]:
+    """Every strategy of an operator on a mesh, each combination of layouts once.
 
     The order in which axes are applied matters only where two of them cut one dim; it then
     is the nesting order of that dim.
+
+    Args:
+        rule: the operator's rule.
+        axis_sizes: size of each mesh axis.
+        partial: inputs that arrive as sums over ranks, if known. Linearity is offered only
+            where one of them takes part: making a sum out of whole tensors never pays,
+            since the same work on whole tensors needs no reduction afterwards.
     """
+    if partial is not None:
+        linear = tuple(group for group in rule.linear if not group.isdisjoint(partial))
+        rule = replace(rule, linear=linear)
     found: dict[Strategy, None] = {}
-    for order in permutations(range(len(axis_sizes))):
-        for chosen, local in _choices(rule, axis_sizes, order):
-            by_axis = [chosen[order.index(axis)] for axis in range(len(axis_sizes))]
-            inputs = tuple(
-                Layout.nested([r.inputs[i] for r in by_axis], order)
-                for i in range(len(rule.inputs))
-            )
-            outputs = tuple(
-                Layout.nested([r.outputs[i] for r in by_axis], order)
-                for i in range(len(rule.outputs))
-            )
-            found.setdefault(Strategy(inputs, outputs, local.sizes))
+    for sequence, local in _sequences(rule, axis_sizes, ()):
+        order = tuple(axis for axis, _ in sequence)
+        options = [option for _, option in sorted(sequence, key=lambda pair: pair[0])]
+        inputs = _layouts([option.inputs for option in options], len(rule.inputs), order)
+        outputs = _layouts([option.outputs for option in options], len(rule.outputs), order)
+        found.setdefault(Strategy(inputs, outputs, local.sizes))
     return tuple(found)
 
 
-def _choices(
-    rule: OperatorRule, axis_sizes: tuple[int, ...], order: tuple[int, ...]
-) -> Iterator[tuple[tuple[AxisRule, ...], OperatorRule]]:
-    if not order:
-        yield (), rule
+_Sequence = tuple[tuple[int, AxisRule], ...]
+
+
+def _sequences(
+    rule: OperatorRule, axis_sizes: tuple[int, ...], before: _Sequence
+) -> Iterator[tuple[_Sequence, OperatorRule]]:
+    """Options applied axis by axis; of orders that make no difference only the ascending one."""
+    taken = {axis for axis, _ in before}
+    if len(taken) == len(axis_sizes):
+        yield before, rule
         return
-    parts = axis_sizes[order[0]]
-    for option in axis_rules(rule, parts):
-        local = rule.cut(option.letter, parts) if option.letter else rule
-        for rest, final in _choices(local, axis_sizes, order[1:]):
-            yield (option, *rest), final
+    for axis, parts in enumerate(axis_sizes):
+        if axis in taken:
+            continue
+        for option in axis_rules(rule, parts):
+            if before and axis < before[-1][0] and not _share_a_dim(before[-1][1], option):
+                continue
+            local = rule.cut(option.letter, parts) if option.letter else rule
+            yield from _sequences(local, axis_sizes, (*before, (axis, option)))
+
+
+def _share_a_dim(one: AxisRule, other: AxisRule) -> bool:
+    if one.letter is None or other.letter is None:
+        return False
+    pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
+    return any(a.is_shard and a == b for a, b in pairs)
+
+
+def _layouts(
+    by_axis: Sequence[tuple[AxisType, ...]], num_tensors: int, order: tuple[int, ...]
+) -> tuple[Layout, ...]:
+    """Layout of each tensor, from its types axis by axis."""
+    if not by_axis:
+        return (Layout(()),) * num_tensors
+    return tuple(_layout(types, order) for types in zip(*by_axis, strict=True))
+
+
+@cache
+def _layout(types: tuple[AxisType, ...], order: tuple[int, ...]) -> Layout:
+    return Layout.nested(types, order)
