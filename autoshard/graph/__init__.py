@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from autoshard.graph.archive import Archive, ArchiveLimits, read_archive
+from autoshard.graph.blocks import Block, find_blocks
 from autoshard.graph.ir import (
     Argument,
     DType,
@@ -27,6 +28,7 @@ __all__ = [
     "Archive",
     "ArchiveLimits",
     "Argument",
+    "Block",
     "DType",
     "Graph",
     "Input",
@@ -38,6 +40,7 @@ __all__ = [
     "Token",
     "TokenKind",
     "export_model",
+    "find_blocks",
     "graph_digest",
     "graph_from_json",
     "graph_to_json",

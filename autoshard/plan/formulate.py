@@ -7,7 +7,7 @@ conversion between the layout it is made in and the layout it is wanted in.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.lifetimes import input_interval, output_interval
 from autoshard.plan.pricing import Prices, Usage
+from autoshard.plan.steering import UNSTEERED, Steering
 from autoshard.rules import Strategy
 from autoshard.solve import Edge, FloatArray, IntArray, Problem
 from autoshard.solve import Node as ProblemNode
@@ -80,12 +81,20 @@ class Formulation:
         graph: the normalised program.
         axes: the mesh.
         prices: what strategies cost and use.
+        steering: what is forbidden.
+
+    Raises:
+        OptionError: the steering leaves an operator or a value nothing to choose from.
     """
 
-    def __init__(self, graph: Graph, axes: ActiveAxes, prices: Prices) -> None:
+    def __init__(
+        self, graph: Graph, axes: ActiveAxes, prices: Prices, *, steering: Steering = UNSTEERED
+    ) -> None:
         self.graph = graph
         self.axes = axes
         self.prices = prices
+        self.steering = steering
+        self._pricer = steering.pricer(axes)
         self.gradients = Gradients(graph, training=prices.training)
         self.variables: list[Variable] = []
         self.arcs: list[Arc] = []
@@ -120,7 +129,7 @@ class Formulation:
                 differentiable=gradient is not Gradient.NONE,
                 partial=tensor.dtype is not DType.BOOL,
                 backward=gradient is Gradient.FLOWS,
-                pricer=self.axes,
+                pricer=self._pricer,
             )
         return self._tables[key]
 
@@ -215,7 +224,9 @@ class Formulation:
         self._use(value, self._add(variable), 0, gradient)
 
     def _add(self, variable: Variable) -> int:
-        self.variables.append(variable)
+        place = (variable.role, variable.name)
+        time = self.steering.priced(place, variable.strategies, variable.time)
+        self.variables.append(replace(variable, time=time))
         return len(self.variables) - 1
 
     def _use(self, value: str, target: int, position: int, gradient: Gradient) -> None:

@@ -1,0 +1,200 @@
+"""Repeated blocks, found by structure: the layers of a transformer, whatever they are called.
+
+A block is a run of nodes that follows itself in the program, again and again, with the same
+operators, attributes, shapes and wiring. Names and modules are not looked at. A value that
+enters a block comes from the block's own parameters, from the instance before, or from
+outside, and then it is the same value for all instances: a mask, say.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.graph.ir import Argument, Graph, Node, Ref
+
+_SHORTEST = 4
+"""Nodes of the shortest run that is worth being called a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of nodes and its repetitions.
+
+    Attributes:
+        start: index of the first node of the first instance.
+        length: nodes of one instance.
+        count: how many instances follow each other.
+    """
+
+    start: int
+    length: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """Index behind the last node of the last instance."""
+        return self.start + self.length * self.count
+
+    def instances(self) -> Iterator[range]:
+        """Indices of the nodes of each instance."""
+        for first in range(self.start, self.stop, self.length):
+            yield range(first, first + self.length)
+
+
+def find_blocks(graph: Graph) -> tuple[Block, ...]:
+    """Every repeated block of a program, in program order; blocks do not overlap.
+
+    Where a run can be cut into instances in several ways, the cut with the fewest values
+    handed from one instance to the next is taken.
+    """
+    kinds = _kinds(graph)
+    wiring = _Wiring(graph)
+    found: list[Block] = []
+    free = np.ones(len(kinds), dtype=bool)
+    while (run := _longest_run(kinds, free)) is not None:
+        first, length, size = run
+        block = wiring.best_cut(first, length, size)
+        if block is not None:
+            found.append(block)
+        free[first : first + size] = False
+    return tuple(sorted(found, key=lambda block: block.start))
+
+
+def _kinds(graph: Graph) -> NDArray[np.intp]:
+    """A number per node, equal where operator, attributes and tensors are equal."""
+    numbers: dict[object, int] = {}
+    kinds = [numbers.setdefault(_kind(graph, node), len(numbers)) for node in graph.nodes]
+    return np.array(kinds, dtype=np.intp)
+
+
+def _kind(graph: Graph, node: Node) -> object:
+    arguments = tuple((name, _attribute(value)) for name, value in node.arguments)
+    tensors = tuple(graph.values[value] for value in (*node.inputs, *node.outputs))
+    return node.operator, arguments, tensors
+
+
+def _attribute(argument: Argument) -> object:
+    if isinstance(argument, Ref):
+        return Ref
+    if isinstance(argument, tuple):
+        return tuple(_attribute(item) for item in argument)
+    return type(argument), argument
+
+
+def _longest_run(kinds: NDArray[np.intp], free: NDArray[np.bool_]) -> tuple[int, int, int] | None:
+    """First node, period and size of the run that covers most free nodes.
+
+    Among runs of (nearly) the same size the shortest period wins: twelve layers, not six
+    pairs of layers.
+    """
+    best: tuple[int, int, int] | None = None
+    for period in range(_SHORTEST, len(kinds) // 2 + 1):
+        if best is not None and best[2] >= len(kinds) - best[0]:
+            break
+        same = (kinds[period:] == kinds[:-period]) & free[period:] & free[:-period]
+        first, length = _longest_true(same)
+        if length < period:
+            continue
+        size = length + period
+        if best is None or size > best[2] + period:
+            best = (first, period, size)
+    return best
+
+
+def _longest_true(flags: NDArray[np.bool_]) -> tuple[int, int]:
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], flags.view(np.int8), [0]))))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    longest = int(lengths.argmax())
+    return int(edges[2 * longest]), int(lengths[longest])
+
+
+class _Wiring:
+    """Where every node's inputs come from, and whether a period earlier it was the same."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._inputs = [node.inputs for node in graph.nodes]
+        self._made = {
+            value: (i, slot)
+            for i, node in enumerate(graph.nodes)
+            for slot, value in enumerate(node.outputs)
+        }
+        self._users = {v: [i for i, _ in uses] for v, uses in graph.consumers.items()}
+
+    def best_cut(self, first: int, length: int, size: int) -> Block | None:
+        """The longest block in a run; of equally long ones that which hands on least."""
+        strict = [self._follows(i, length) for i in range(first + length, first + size)]
+        loose = [
+            follows or self._follows(i, length, from_start=first + 2 * length)
+            for i, follows in enumerate(strict, start=first + length)
+        ]
+        # How many nodes of each prefix do not follow: a stretch follows if there are none.
+        broken, broken_loosely = _prefix_sums(strict), _prefix_sums(loose)
+        handed_on = self._handed_on(first, size)
+        candidates = []
+        for phase in range(min(length, size - 2 * length + 1)):
+            pieces = range(phase, size - 2 * length + 1, length)
+            links = [broken[p + length] == broken[p] for p in pieces]
+            starts = [broken_loosely[p + length] == broken_loosely[p] for p in pieces]
+            begin, count = _longest_chain(starts, links)
+            start = first + phase + begin * length
+            if count:
+                crossing = handed_on[start + length - first]
+                candidates.append((-count, crossing, start, Block(start, length, count + 1)))
+        return min(candidates)[3] if candidates else None
+
+    def _follows(self, i: int, length: int, *, from_start: int | None = None) -> bool:
+        """Whether a node gets each input as the node one period earlier did.
+
+        Args:
+            i: the node.
+            length: the period.
+            from_start: if given, the node a period earlier may be in the first instance of
+                all, which gets from outside what the others get from the instance before.
+        """
+        for value, earlier in zip(self._inputs[i], self._inputs[i - length], strict=True):
+            made, made_earlier = self._made.get(value), self._made.get(earlier)
+            if made is not None and made_earlier is not None:
+                same = (made[0] - length, made[1]) == made_earlier and i - made[0] < 2 * length
+            else:
+                same = made is made_earlier and self._is_own(value, earlier, length)
+            if from_start is not None and made is not None and made[0] < i:
+                outside = made_earlier is None or made_earlier[0] < i - length
+                same = same or (outside and i - made[0] < 2 * length)
+            if not same and value != earlier:
+                return False
+        return True
+
+    def _is_own(self, value: str, earlier: str, length: int) -> bool:
+        """Whether two graph inputs are used alike, one period apart."""
+        return self._users[value] == [i + length for i in self._users[earlier]]
+
+    def _handed_on(self, first: int, size: int) -> NDArray[np.intp]:
+        """How many values made inside a run are used behind each place of it."""
+        crossing = np.zeros(size + 2, dtype=np.intp)
+        for value, (maker, _) in self._made.items():
+            last = max(self._users[value], default=maker)
+            if first <= maker < first + size and last > maker:
+                crossing[maker + 1 - first] += 1
+                crossing[min(last + 1 - first, size + 1)] -= 1
+        return np.cumsum(crossing)
+
+
+def _prefix_sums(flags: Sequence[bool]) -> NDArray[np.intp]:
+    """How many flags before each place are not set."""
+    return np.concatenate(([0], np.cumsum(~np.array(flags, dtype=bool))))
+
+
+def _longest_chain(starts: Sequence[bool], links: Sequence[bool]) -> tuple[int, int]:
+    """Begin and length of the longest stretch whose first flag may be taken from `starts`."""
+    best = (0, 0)
+    begin = 0
+    for k in range(len(links) + 1):
+        if k == len(links) or not (links[k] or (k == begin and starts[k])):
+            if k - begin > best[1]:
+                best = (begin, k - begin)
+            begin = k if k < len(links) and starts[k] and not links[k] and k > begin else k + 1
+    return best

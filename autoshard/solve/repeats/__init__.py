@@ -1,0 +1,6 @@
+"""Repeated groups of nodes: one is solved, the others follow."""
+
+from autoshard.solve.repeats.runs import Run, find_runs
+from autoshard.solve.repeats.search import solve_repeats
+
+__all__ = ["Run", "find_runs", "solve_repeats"]

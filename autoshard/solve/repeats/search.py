@@ -1,0 +1,104 @@
+"""Solving a problem with runs: exactly where the tables are small, with bounds elsewhere."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autoshard.solve.problem import BoolArray, FloatArray, IntArray, Problem
+from autoshard.solve.repeats.condensed import Answer, Condensed
+from autoshard.solve.repeats.runs import find_runs
+from autoshard.solve.search import Search
+
+_EAGER_WORK = 2e8
+"""Additions up to which hubs are not relaxed first: some tenths of a second."""
+_SLACK = 1e-9
+"""Relative difference below which two prices count as the same."""
+
+
+def solve_repeats(search: Search) -> bool:
+    """Solve a problem through its runs, its usage limit aside.
+
+    The search is told the choice, and the bound that every choice obeys.
+
+    Returns:
+        whether there were runs, and the tables small enough.
+    """
+    problem = search.problem
+    condensed = Condensed(problem, find_runs(problem), check=search.check)
+    if problem.ties or not condensed.worthwhile:
+        return False
+    search.enter("solve repeated groups")
+    costs = [node.cost for node in problem.nodes]
+    answer = _minimise(problem, condensed, costs)
+    if answer is None:
+        return False
+    value, choice = answer
+    search.raise_bound(value)
+    if choice is not None:
+        search.offer(choice)
+    return True
+
+
+def _minimise(
+    problem: Problem, condensed: Condensed, costs: Sequence[FloatArray]
+) -> tuple[float, IntArray | None] | None:
+    """A lower bound, and the best choice that was found.
+
+    Hubs make tables large. If they are too large, hubs are first relaxed. What that leaves
+    of their strategies (those that some choice as good as the best one might take) is
+    usually a handful, and then the tables are small.
+    """
+    every = {hub: np.ones(problem.nodes[hub].num_strategies, bool) for hub in condensed.hubs}
+    exact = condensed.minimise(costs, every, most_work=_EAGER_WORK)
+    if exact is not None:
+        return exact.value, exact.choice
+    relaxed = condensed.minimise(costs, dict.fromkeys(condensed.hubs))
+    if relaxed is None:
+        return None
+    best = _fixed_at_best(problem, condensed, costs, relaxed)
+    if best is None:
+        return relaxed.value, None
+    if best.value <= relaxed.value + _SLACK * abs(best.value):
+        return relaxed.value, best.choice
+    return _narrowed(problem, condensed, costs, best)
+
+
+def _narrowed(
+    problem: Problem, condensed: Condensed, costs: Sequence[FloatArray], best: Answer
+) -> tuple[float, IntArray]:
+    """Drop what no choice as good as the best one takes, hub by hub, then solve the rest."""
+    bound = -np.inf
+    left: dict[int, BoolArray | None] = {}
+    for hub in condensed.hubs:
+        everything = np.ones(len(costs[hub]), dtype=bool)
+        trial = {**dict.fromkeys(condensed.hubs), hub: everything}
+        answer = condensed.minimise(costs, trial, bounds_of=(hub,))
+        if answer is None:
+            return bound, best.choice
+        bound = max(bound, answer.value)
+        better = _fixed_at_best(problem, condensed, costs, answer)
+        if better is not None and better.value < best.value:
+            best = better
+        left[hub] = answer.hub_bounds[hub] <= best.value + _SLACK * abs(best.value)
+    exact = condensed.minimise(costs, left)
+    if exact is None:
+        return bound, best.choice
+    return exact.value, exact.choice
+
+
+def _fixed_at_best(
+    problem: Problem, condensed: Condensed, costs: Sequence[FloatArray], relaxed: Answer
+) -> Answer | None:
+    """The best choice with every hub at the strategy that suits the relaxed choice most."""
+    suits = {hub: costs[hub].copy() for hub in condensed.hubs}
+    for edge in problem.edges:
+        if edge.source in suits:
+            column = edge.cols[relaxed.choice[edge.target]]
+            suits[edge.source] += edge.cost[edge.rows, column]
+        if edge.target in suits:
+            row = edge.rows[relaxed.choice[edge.source]]
+            suits[edge.target] += edge.cost[row, edge.cols]
+    fixed: Mapping[int, BoolArray] = {
+        hub: np.arange(len(prices)) == int(prices.argmin()) for hub, prices in suits.items()
+    }
+    return condensed.minimise(costs, fixed)
