@@ -15,7 +15,17 @@ from autoshard.client import Client
 from autoshard.errors import AutoshardError
 from autoshard.graph import Graph, load_graph
 from autoshard.mesh import Mesh, get_topology, make_mesh, topology_names
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import (
+    ForbiddenCollective,
+    Pins,
+    Plan,
+    PlanOptions,
+    check_plan,
+    compare_plans,
+    explain,
+    make_plan,
+    search_meshes,
+)
 from autoshard.solve import Status
 
 if TYPE_CHECKING:
@@ -25,18 +35,23 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoshardError",
     "Client",
+    "ForbiddenCollective",
     "Graph",
     "Mesh",
+    "Pins",
     "Plan",
     "PlanOptions",
     "Status",
     "check_plan",
+    "compare_plans",
+    "explain",
     "export_model",
     "get_topology",
     "load_graph",
     "make_mesh",
     "make_plan",
     "parallelize",
+    "search_meshes",
     "topology_names",
 ]
 

@@ -1,21 +1,26 @@
-"""The command line: plan, show, check, serve, demo."""
+"""The command line: plan, search, show, check, explain, diff, serve, demo."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from autoshard.costs import parse_bytes
 from autoshard.errors import AutoshardError, OptionError, PlanError
 from autoshard.graph import load_graph
 from autoshard.mesh import Mesh, make_mesh
-from autoshard.plan import Mode, Plan, PlanOptions, check_plan, make_plan
-from autoshard.render import render_plan
+from autoshard.option_texts import read_options
+from autoshard.plan import Plan, check_plan, compare_plans, explain, make_plan, search_meshes
+from autoshard.render import (
+    render_candidates,
+    render_difference,
+    render_explanation,
+    render_plan,
+)
 
 NO_PLAN = 3
 """Exit status where planning ended without a plan: infeasible, or out of time."""
@@ -61,28 +66,65 @@ def _root(
     pass
 
 
+_Archive = Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")]
+_Topology = Annotated[str | None, typer.Option(help="A topology preset by name.")]
+_Mode = Annotated[str, typer.Option("--mode", help="training or inference.")]
+_Optimizer = Annotated[str, typer.Option(help="Whose state is kept in training.")]
+_Memory = Annotated[
+    str | None, typer.Option(help="Budget per device, such as 80GB; default: all it has.")
+]
+_TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver, per plan.")]
+_Algo = Annotated[
+    str, typer.Option(help="optimal, or megatron: that fixed pattern, as a baseline.")
+]
+_Pin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        help="KIND:NAME=LAYOUT with KIND input, output, parameter or node; NAME may be a "
+        "pattern: 'parameter:*.wte.weight=*,S(0)'. May be repeated.",
+    ),
+]
+_Forbid = Annotated[
+    list[str] | None,
+    typer.Option("--forbid", help="COLLECTIVE or COLLECTIVE@AXIS: all_to_all@tp. Repeatable."),
+]
+_BatchAxis = Annotated[
+    str | None, typer.Option(help="The axis that cuts the batch dim; no other axis does.")
+]
+_SkipReplicated = Annotated[
+    bool,
+    typer.Option(
+        "--skip-fully-replicated",
+        help="No operator that can be cut does all of its work on every rank.",
+    ),
+]
+_Output = Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the plan.")]
+
+
 @app.command()
 def plan(
-    graph: Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")],
+    graph: _Archive,
     *,
     mesh: Annotated[str, typer.Option(help="Size of each axis, outermost first: 2,4.")],
     axes: Annotated[str | None, typer.Option(help="Name of each axis: dp,tp.")] = None,
-    topology: Annotated[str | None, typer.Option(help="A topology preset by name.")] = None,
+    topology: _Topology = None,
     intra_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second inside a node: the last axis.")
     ] = None,
     inter_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second between nodes: the earlier axes.")
     ] = None,
-    mode: Annotated[str, typer.Option(help="training or inference.")] = "training",
-    optimizer: Annotated[str, typer.Option(help="Whose state is kept in training.")] = "adamw",
-    memory: Annotated[
-        str | None, typer.Option(help="Budget per device, such as 80GB; default: all it has.")
-    ] = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds for the solver.")] = 120.0,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where to write the plan.")
-    ] = None,
+    mode: _Mode = "training",
+    optimizer: _Optimizer = "adamw",
+    memory: _Memory = None,
+    time_limit: _TimeLimit = 120.0,
+    algo: _Algo = "optimal",
+    pin: _Pin = None,
+    forbid: _Forbid = None,
+    batch_axis: _BatchAxis = None,
+    skip_fully_replicated: _SkipReplicated = False,
+    output: _Output = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
@@ -90,20 +132,72 @@ def plan(
         found = make_plan(
             load_graph(graph),
             _mesh(mesh, axes, topology, intra_bandwidth, inter_bandwidth),
-            PlanOptions(
-                mode=_mode(mode),
+            read_options(
+                mode=mode,
                 optimizer=optimizer,
-                memory_budget=None if memory is None else parse_bytes(memory),
+                memory=memory,
                 time_limit=time_limit,
+                algo=algo,
+                pins=pin or (),
+                forbid=forbid or (),
+                batch_axis=batch_axis,
+                skip_fully_replicated=skip_fully_replicated,
             ),
         )
-        if output is not None:
-            output.write_text(found.to_json(indent=1), encoding="utf-8")
+        _write(found, output)
     if json:
         sys.stdout.write(found.to_json() + "\n")
     else:
         _console.print(render_plan(found))
     if not found.found:
+        raise typer.Exit(NO_PLAN)
+
+
+@app.command()
+def search(
+    graph: _Archive,
+    *,
+    devices: Annotated[int, typer.Option(help="How many devices the mesh has.")],
+    topology: _Topology = None,
+    max_axes: Annotated[int, typer.Option(help="Largest number of axes.")] = 3,
+    workers: Annotated[int, typer.Option(help="Processes that plan at the same time.")] = 2,
+    mode: _Mode = "training",
+    optimizer: _Optimizer = "adamw",
+    memory: _Memory = None,
+    time_limit: _TimeLimit = 120.0,
+    algo: _Algo = "optimal",
+    pin: _Pin = None,
+    forbid: _Forbid = None,
+    batch_axis: _BatchAxis = None,
+    skip_fully_replicated: _SkipReplicated = False,
+    output: _Output = None,
+) -> None:
+    """Plan a graph on every mesh of so many devices, and rank the meshes."""
+    with _reported(), _console.status("reading the graph") as status:
+        candidates = search_meshes(
+            load_graph(graph),
+            devices,
+            topology=topology,
+            max_axes=max_axes,
+            num_workers=workers,
+            on_progress=lambda p: status.update(f"planned {p.done} of {p.total} meshes"),
+            options=read_options(
+                mode=mode,
+                optimizer=optimizer,
+                memory=memory,
+                time_limit=time_limit,
+                algo=algo,
+                pins=pin or (),
+                forbid=forbid or (),
+                batch_axis=batch_axis,
+                skip_fully_replicated=skip_fully_replicated,
+            ),
+        )
+        best = candidates[0].plan
+        if best is not None:
+            _write(best, output)
+    _console.print(render_candidates(candidates))
+    if best is None or not best.found:
         raise typer.Exit(NO_PLAN)
 
 
@@ -129,6 +223,34 @@ def check(
     if findings:
         raise typer.Exit(1)
     _console.print("the plan is legal and costs what it says")
+
+
+@app.command("explain")
+def explain_choice(
+    graph: Annotated[Path, typer.Argument(help="The archive that was planned.")],
+    plan: Annotated[Path, typer.Argument(help="The plan.")],
+    name: Annotated[str, typer.Argument(help="A node, parameter, input, value or output.")],
+    *,
+    value: Annotated[
+        bool, typer.Option("--value", help="Where a node and a value share the name: the value.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="Most alternatives to show.")] = 20,
+) -> None:
+    """Show every alternative of one choice of a plan, with its price."""
+    with _reported():
+        explanation = explain(load_graph(graph), _read(plan), name, value=value)
+    _console.print(render_explanation(explanation, most=limit))
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="A plan.")],
+    after: Annotated[Path, typer.Argument(help="Another plan of the same graph.")],
+) -> None:
+    """Show what distinguishes two plans of one graph."""
+    with _reported():
+        difference = compare_plans(_read(before), _read(after))
+    _console.print(render_difference(difference))
 
 
 @app.command()
@@ -172,12 +294,9 @@ def _mesh(
     )
 
 
-def _mode(text: str) -> Mode:
-    modes: tuple[Mode, ...] = get_args(Mode)
-    for mode in modes:
-        if mode == text:
-            return mode
-    raise OptionError(f"--mode {text!r} is unknown; choose {' or '.join(modes)}")
+def _write(plan: Plan, path: Path | None) -> None:
+    if path is not None:
+        path.write_text(plan.to_json(indent=1), encoding="utf-8")
 
 
 def _read(path: Path) -> Plan:

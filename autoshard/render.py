@@ -1,12 +1,27 @@
 """Plans and progress as tables on a terminal."""
 
+from collections.abc import Callable, Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Certificate, Costs, Memory, Plan, fold_parameters
+from autoshard.plan import (
+    Candidate,
+    Certificate,
+    Change,
+    Costs,
+    Explanation,
+    Figure,
+    Memory,
+    Plan,
+    PlanDifference,
+    fold_parameters,
+    mesh_text,
+)
 
 _MILLISECONDS = 1e3
+_MOST_CHANGES = 40
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -27,6 +42,80 @@ def render_plan(plan: Plan) -> RenderableType:
     )
 
 
+def render_explanation(explanation: Explanation, *, most: int = 20) -> RenderableType:
+    """Every alternative of one choice, the cheapest first; at most so many of them."""
+    what = f"{explanation.kind} {explanation.name}"
+    if explanation.operator:
+        what += f": {explanation.operator} in {explanation.module or 'the root module'}"
+    table = _table(f"{what}; the plan takes {_milliseconds(explanation.objective)}")
+    table.add_column("layouts", style="green", overflow="fold")
+    for title in ("own time", "own memory", "regret", "override alone"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for alternative in explanation.alternatives[:most]:
+        regret = "impossible" if alternative.exact else "unknown"
+        if alternative.regret is not None:
+            regret = f"{'' if alternative.exact else '<= '}{_milliseconds(alternative.regret)}"
+        table.add_row(
+            alternative.layouts,
+            "forbidden" if alternative.time is None else _milliseconds(alternative.time),
+            format_bytes(alternative.memory),
+            "chosen" if alternative.chosen else "; ".join(alternative.forbidden) or regret,
+            "-" if alternative.override is None else _milliseconds(alternative.override),
+            style="bold" if alternative.chosen else None,
+        )
+    hidden = len(explanation.alternatives) - most
+    note = Text(f"and {hidden} more" if hidden > 0 else "")
+    return Group(table, note) if hidden > 0 else table
+
+
+def render_difference(difference: PlanDifference) -> RenderableType:
+    """What distinguishes two plans."""
+    before, after = difference.meshes
+    if difference.is_empty:
+        return Text("the plans are the same", style="bold")
+    parts: list[RenderableType] = [Text(f"before: {before}; after: {after}", style="bold")]
+    parts.extend(
+        _changes(title, changes)
+        for title, changes in (
+            ("Inputs and parameters", difference.inputs),
+            ("Operators", difference.nodes),
+            ("Outputs", difference.outputs),
+        )
+        if changes
+    )
+    if difference.collectives:
+        parts.append(_collective_changes(difference))
+    parts.append(_figures("Predicted time of a step", difference.costs, _milliseconds))
+    parts.append(_figures("Memory per device at the peak", difference.memory, format_bytes))
+    return Group(*parts)
+
+
+def render_candidates(candidates: Sequence[Candidate]) -> RenderableType:
+    """Meshes, best first, with what the plan on each of them takes."""
+    table = _table("Meshes, best first")
+    table.add_column("mesh", style="cyan", no_wrap=True)
+    for title in ("total", "compute", "communication", "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("certificate")
+    for candidate in candidates:
+        mesh = mesh_text(candidate.mesh)
+        plan = candidate.plan
+        if plan is None or plan.costs is None or plan.memory is None:
+            reason = candidate.error if plan is None else plan.reason
+            table.add_row(mesh, "", "", "", "", Text(reason, style="red"))
+            continue
+        costs = (plan.costs.total, plan.costs.compute, plan.costs.communication)
+        gap = plan.certificate.gap
+        proven = "nothing proven" if gap is None else f"gap {gap:.2%}"
+        table.add_row(
+            mesh,
+            *map(_milliseconds, costs),
+            format_bytes(plan.memory.peak),
+            f"{plan.certificate.status}, {proven}",
+        )
+    return table
+
+
 def format_bytes(nbytes: float) -> str:
     """Bytes with the unit that suits them, three significant digits."""
     for scale, unit in _UNITS:
@@ -36,11 +125,10 @@ def format_bytes(nbytes: float) -> str:
 
 
 def _header(plan: Plan) -> Text:
-    axes = " x ".join(f"{axis.name}={axis.size}" for axis in plan.mesh.axes)
     return Text(
         f"Plan {plan.id[:12]}: {plan.graph.num_nodes} operators, "
-        f"{plan.graph.num_parameters:,} parameters on {axes} ({plan.mesh.topology.name}), "
-        f"{plan.options.mode}",
+        f"{plan.graph.num_parameters:,} parameters on {mesh_text(plan.mesh)} "
+        f"({plan.mesh.topology.name}), {plan.options.mode}",
         style="bold",
     )
 
@@ -77,7 +165,7 @@ def _costs(costs: Costs) -> Table:
     for title in ("compute", "communication", "optimizer", "total"):
         table.add_column(title, justify="right")
     values = (costs.compute, costs.communication, costs.optimizer, costs.total)
-    table.add_row(*(f"{seconds * _MILLISECONDS:.3f} ms" for seconds in values))
+    table.add_row(*map(_milliseconds, values))
     return table
 
 
@@ -102,6 +190,47 @@ def _certificate(certificate: Certificate) -> Text:
         f"{certificate.bound * _MILLISECONDS:.6f} ms (gap {certificate.gap:.2%})",
         style="bold",
     )
+
+
+def _changes(title: str, changes: Sequence[Change]) -> Table:
+    table = _table(f"{title} that differ: {len(changes)}")
+    table.add_column("name", style="cyan", overflow="fold")
+    for side in ("before", "after"):
+        table.add_column(side, style="green", overflow="fold")
+    for change in changes[:_MOST_CHANGES]:
+        table.add_row(change.name, change.before, change.after)
+    hidden = len(changes) - _MOST_CHANGES
+    if hidden > 0:
+        table.add_row(f"and {hidden} more", "", "")
+    return table
+
+
+def _collective_changes(difference: PlanDifference) -> Table:
+    table = _table("Collectives per step that differ")
+    for title in ("collective", "axis", "direction"):
+        table.add_column(title)
+    for title in ("before", "after", "bytes before", "bytes after"):
+        table.add_column(title, justify="right")
+    for row in difference.collectives:
+        sizes = (format_bytes(row.bytes_before), format_bytes(row.bytes_after))
+        table.add_row(row.kind, row.axis, row.direction, str(row.before), str(row.after), *sizes)
+    return table
+
+
+def _figures(title: str, figures: Sequence[Figure], text: Callable[[float], str]) -> Table:
+    table = _table(title)
+    table.add_column("kind")
+    for column in ("before", "after", "difference"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for figure in figures:
+        sign = "-" if figure.difference < 0 else "+"
+        change = f"{sign}{text(abs(figure.difference))}" if figure.difference else "0"
+        table.add_row(figure.name, text(figure.before), text(figure.after), change)
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * _MILLISECONDS:.3f} ms"
 
 
 def _table(title: str) -> Table:

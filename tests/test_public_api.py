@@ -6,18 +6,23 @@ import autoshard
 PUBLIC = [
     "AutoshardError",
     "Client",
+    "ForbiddenCollective",
     "Graph",
     "Mesh",
+    "Pins",
     "Plan",
     "PlanOptions",
     "Status",
     "check_plan",
+    "compare_plans",
+    "explain",
     "export_model",
     "get_topology",
     "load_graph",
     "make_mesh",
     "make_plan",
     "parallelize",
+    "search_meshes",
     "topology_names",
 ]
 

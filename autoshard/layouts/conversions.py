@@ -100,18 +100,21 @@ class Pricer(Protocol):
 
 
 STEP_OVERHEAD = 1e-9
-"""Seconds added to every step, so that among equal chains the shortest wins."""
+"""Seconds added to every step but a mere slice, so that among equal chains the shortest wins."""
 
 
 def step_price(step: Step, pricer: Pricer) -> float:
     """Seconds that a step takes, forward plus backward."""
+    if (step.forward, step.backward) == (Action.SLICE, Action.NOTHING):
+        return 0.0
     return STEP_OVERHEAD + sum(
         _action_price(action, step, pricer) for action in (step.forward, step.backward)
     )
 
 
 def _action_price(action: Action, step: Step, pricer: Pricer) -> float:
-    if action is Action.NOTHING:
+    # A slice is a view of what is there.
+    if action in (Action.NOTHING, Action.SLICE):
         return 0.0
     if action.is_collective:
         return pricer.collective_time(action, step.axis, step.nbytes)

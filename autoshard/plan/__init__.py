@@ -1,10 +1,19 @@
 """Plans: made from a graph and a mesh, checked, explained."""
 
 from autoshard.plan.checker import check_plan
+from autoshard.plan.compare import (
+    Change,
+    CollectiveChange,
+    Figure,
+    PlanDifference,
+    compare_plans,
+    mesh_text,
+)
 from autoshard.plan.document import (
     PLAN_VERSION,
     Certificate,
     CollectiveCount,
+    Conflict,
     Conversion,
     Costs,
     GraphSummary,
@@ -17,30 +26,54 @@ from autoshard.plan.document import (
     Provenance,
     Stage,
 )
-from autoshard.plan.options import Mode, PlanOptions
+from autoshard.plan.explain import Alternative, Explanation, explain
+from autoshard.plan.mesh_search import (
+    Candidate,
+    SearchProgress,
+    candidate_meshes,
+    search_meshes,
+)
+from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
 from autoshard.plan.planner import make_plan, plan_id
 from autoshard.plan.summary import ParameterRow, fold_parameters
 
 __all__ = [
     "PLAN_VERSION",
+    "Algorithm",
+    "Alternative",
+    "Candidate",
     "Certificate",
+    "Change",
+    "CollectiveChange",
     "CollectiveCount",
+    "Conflict",
     "Conversion",
     "Costs",
+    "Explanation",
+    "Figure",
+    "ForbiddenCollective",
     "GraphSummary",
     "Memory",
     "Mode",
     "ParameterRow",
+    "Pins",
     "PlacedInput",
     "PlacedNode",
     "PlacedOutput",
     "Plan",
+    "PlanDifference",
     "PlanOptions",
     "PlannedStep",
     "Provenance",
+    "SearchProgress",
     "Stage",
+    "candidate_meshes",
     "check_plan",
+    "compare_plans",
+    "explain",
     "fold_parameters",
     "make_plan",
+    "mesh_text",
     "plan_id",
+    "search_meshes",
 ]

@@ -5,8 +5,9 @@ and nothing else: no problem, no solver, no strategy enumeration. It walks the p
 runtime would, from layout to layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import isclose, prod
+from types import MappingProxyType
 
 from autoshard.errors import InputError, LayoutError
 from autoshard.graph import Graph, Node, graph_digest, graph_from_json
@@ -21,6 +22,7 @@ from autoshard.layouts import (
     placement_texts,
     step_price,
 )
+from autoshard.plan.active import ActiveAxes
 from autoshard.plan.document import (
     Conversion,
     PlacedNode,
@@ -33,7 +35,8 @@ from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import local_sizes, without_invariant
 from autoshard.plan.lifetimes import Interval, input_interval, output_interval
 from autoshard.plan.pricing import Prices
-from autoshard.rules import call_of, rule_for
+from autoshard.plan.steering import Steering
+from autoshard.rules import Strategy, call_of, rule_for
 from autoshard.solve import Status
 
 _TOLERANCE = 1e-6
@@ -98,6 +101,8 @@ class _StageCheck:
         self.sizes = plan.mesh.axis_sizes
         self.prices = Prices(plan.mesh, plan.options)
         self.gradients = Gradients(graph, training=self.prices.training)
+        self.axes = ActiveAxes.of(plan.mesh)
+        self.steering = Steering.of(graph, plan.mesh, plan.options)
         self.nodes = {node.name: node for node in graph.nodes}
         self.made: dict[str, Layout] = {}
         self.by_use = {(c.value, c.consumer, c.position): c for c in stage.conversions}
@@ -149,6 +154,7 @@ class _StageCheck:
             self.optimizer_time += float(time[0])
             interval = input_interval(self.graph, training=self.prices.training)
             self.held.extend((interval, float(held[0])) for held in usage.values())
+            yield from self._steering("input", placed.name, (), (layout,))
             self.made[placed.name] = layout
             yield from self._shared(placed.name)
 
@@ -175,6 +181,7 @@ class _StageCheck:
         if sizes is None:
             yield f"node {node.name}: no rule of {node.operator} allows {placed}"
             return
+        yield from self._steering("operator", node.name, inputs, outputs, sizes)
         seconds, activations = self.prices.strategy(
             self.graph, node, sizes, backward=self.gradients.flows(node)
         )
@@ -236,6 +243,9 @@ class _StageCheck:
             nbytes = max(prod(shape) for shape in shapes) * tensor.dtype.itemsize
             yield from _step_findings(where, step, layout.types[axis], nbytes, gradient)
             yield from self._price_findings(where, step, axis)
+            for action in (step.forward, step.backward):
+                for label in self.steering.forbidding(action, self.axes, axis):
+                    yield f"{where}: a step runs {action} on {step.axis} against the {label}"
             layout = after
         if str(layout) != conversion.target:
             yield f"{where} ends in {layout}, not {conversion.target}"
@@ -259,6 +269,19 @@ class _StageCheck:
             yield from self._use(placed.name, "output", placed.position, layout)
             if any(t.kind is Kind.PARTIAL for t in layout.types):
                 yield f"output {placed.name} leaves as {layout}: it is not summed"
+            yield from self._steering("output", str(placed.position), (layout,), ())
+
+    def _steering(
+        self,
+        role: str,
+        name: str,
+        inputs: Sequence[Layout],
+        outputs: Sequence[Layout],
+        sizes: Mapping[str, int] = MappingProxyType({}),
+    ) -> Iterator[str]:
+        taken, made = (tuple(self.axes.narrow(x) for x in side) for side in (inputs, outputs))
+        for label in self.steering.violated((role, name), Strategy(taken, made, sizes)):
+            yield f"{role} {name} does not obey the {label}"
 
     def _costs(self) -> Iterator[str]:
         assert self.plan.costs is not None

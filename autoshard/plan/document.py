@@ -179,6 +179,21 @@ class Provenance(Document):
     statistics: dict[str, float] = Field(description="sizes of the problem and its reductions")
 
 
+class Conflict(Document):
+    """What keeps an infeasible request from having a plan."""
+
+    options: tuple[str, ...] = Field(
+        description="steering options that cannot all hold; empty where memory alone is short"
+    )
+    minimal: bool = Field(description="whether the others can hold without any one of them")
+    budget: int | None = Field(
+        description="the memory budget if it is part of the conflict, bytes per device"
+    )
+    least_budget: int | None = Field(
+        description="the smallest budget that works with all options, bytes per device"
+    )
+
+
 class Plan(Document):
     """A sharding plan with its certificate.
 
@@ -190,6 +205,9 @@ class Plan(Document):
     id: str = Field(pattern="^[0-9a-f]{64}$", description="digest of the request and versions")
     certificate: Certificate
     reason: str = Field(default="", description="why there is no plan, and the way out")
+    conflict: Conflict | None = Field(
+        default=None, description="what cannot hold at once, where the request is infeasible"
+    )
     graph: GraphSummary
     mesh: Mesh
     options: PlanOptions

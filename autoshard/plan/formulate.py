@@ -6,23 +6,25 @@ conversion can serve them all. Every use of a value becomes an edge that prices 
 conversion between the layout it is made in and the layout it is wanted in.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
-from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor
+from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_blocks
 from autoshard.layouts import Conversions, I, Kind, Layout, R, legal_layouts
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import without_invariant
-from autoshard.plan.lifetimes import input_interval, output_interval
-from autoshard.plan.pricing import Prices, Usage
+from autoshard.plan.lifetimes import input_interval, keeps_output, output_interval
+from autoshard.plan.pricing import OperatorPrices, Prices, Usage
 from autoshard.plan.steering import UNSTEERED, Steering
 from autoshard.rules import Strategy
-from autoshard.solve import Edge, FloatArray, IntArray, Problem
+from autoshard.solve import Edge, FloatArray, IntArray, Problem, Repeat
 from autoshard.solve import Node as ProblemNode
 
 
@@ -55,12 +57,6 @@ class Variable:
     usage: Usage = field(default_factory=dict)
     interval: tuple[int, int] = (0, 0)
 
-    @property
-    def node(self) -> ProblemNode:
-        """This choice in the problem."""
-        total = sum(self.usage.values(), np.zeros(len(self.strategies)))
-        return ProblemNode(self.time, total, self.interval, f"{self.role}:{self.name}")
-
 
 @dataclass(frozen=True, slots=True)
 class Arc:
@@ -72,6 +68,10 @@ class Arc:
     target: int
     position: int
     gradient: Gradient
+
+
+_Resting = tuple[tuple[Strategy, ...], FloatArray, Usage]
+"""Strategies of an input at rest, with the time and usage of each."""
 
 
 class Formulation:
@@ -101,16 +101,63 @@ class Formulation:
         self._tables: dict[tuple[object, ...], Conversions] = {}
         self._made_by: dict[str, tuple[int, int]] = {}
         self._partial: set[str] = set()
+        self._blocks = find_blocks(graph)
+        self._twins = {
+            i: block.start + (i - block.start) % block.length
+            for block in self._blocks
+            for i in range(block.start, block.stop)
+        }
+        self._several = self._with_several_users()
+        self._operators: dict[tuple[object, ...], OperatorPrices] = {}
+        self._choice_by_node: list[int] = []
+        self._choices_by_value: dict[str, list[int]] = {}
+        self._resting_names = {graph_input.name for graph_input in graph.inputs}
+        self._totals: dict[int, FloatArray] = {}
+        self._edges: dict[tuple[object, ...], tuple[FloatArray, IntArray, IntArray]] = {}
+        self._shared: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
+        self._resting: dict[tuple[object, ...], _Resting] = {}
         self._build()
 
     @cached_property
     def problem(self) -> Problem:
         """The optimization problem; its nodes are `variables`, its edges are `arcs`."""
         return Problem(
-            nodes=tuple(variable.node for variable in self.variables),
+            nodes=tuple(self._node(variable) for variable in self.variables),
             edges=tuple(self._edge(arc) for arc in self.arcs),
             usage_limit=self.prices.memory_budget,
+            repeats=tuple(self._repeats()),
         )
+
+    def _node(self, variable: Variable) -> ProblemNode:
+        total = self._totals.get(id(variable.usage))
+        if total is None:
+            total = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
+            self._totals[id(variable.usage)] = total
+        name = f"{variable.role}:{variable.name}"
+        return ProblemNode(variable.time, total, variable.interval, name)
+
+    def _repeats(self) -> Iterator[Repeat]:
+        """The choices of each instance of each block, place by place."""
+        for block in self._blocks:
+            instances = [self._choices_of(nodes) for nodes in block.instances()]
+            for alike, run in groupby(instances, key=len):
+                members = tuple(run)
+                if alike and len(members) > 1:
+                    yield Repeat(members)
+
+    def _choices_of(self, nodes: range) -> tuple[int, ...]:
+        """The choices that belong to some nodes, and to the inputs that only they use."""
+        chosen: dict[int, None] = {}
+        for i in nodes:
+            node = self.graph.nodes[i]
+            for value in node.inputs:
+                users = self.graph.consumers[value]
+                if value in self._resting_names and all(user in nodes for user, _ in users):
+                    chosen.update(dict.fromkeys(self._choices_by_value[value]))
+            chosen[self._choice_by_node[i]] = None
+            for value in node.outputs:
+                chosen.update(dict.fromkeys(self._choices_by_value[value]))
+        return tuple(chosen)
 
     def layout_at_source(self, arc: Arc, strategy: Strategy) -> Layout:
         """The layout in which a value arrives at an arc."""
@@ -146,18 +193,16 @@ class Formulation:
     def _add_input(self, graph_input: Input) -> None:
         name = graph_input.name
         tensor = self.graph.values[name]
-        layouts = self._resting_layouts(graph_input, tensor)
-        shapes = [layout.local_shape(tensor.shape, self.axes.sizes) for layout in layouts]
-        time, usage = self.prices.input(graph_input, tensor, shapes)
-        variable = Variable(
-            Role.INPUT,
-            name,
-            tuple(Strategy((), (layout,), {}) for layout in layouts),
-            time,
-            usage,
-            input_interval(self.graph, training=self.prices.training),
-        )
+        key = (graph_input.kind, tensor, self.gradients.exists(name))
+        if key not in self._resting:
+            layouts = self._resting_layouts(graph_input, tensor)
+            shapes = [layout.local_shape(tensor.shape, self.axes.sizes) for layout in layouts]
+            strategies = tuple(Strategy((), (layout,), {}) for layout in layouts)
+            self._resting[key] = strategies, *self.prices.input(graph_input, tensor, shapes)
+        interval = input_interval(self.graph, training=self.prices.training)
+        variable = Variable(Role.INPUT, name, *self._resting[key], interval)
         self._made_by[name] = self._add(variable), 0
+        self._choices_by_value[name] = [self._made_by[name][0]]
         self._share(name)
 
     def _resting_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
@@ -174,14 +219,7 @@ class Formulation:
 
     def _add_operator(self, time: int, node: Node) -> None:
         flags = tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs))
-        operator = self.prices.operator(
-            self.graph,
-            node,
-            flags,
-            self.axes.sizes,
-            backward=self.gradients.flows(node),
-            partial=frozenset(i for i, v in enumerate(node.inputs) if v in self._partial),
-        )
+        operator = self._operator(time, node, flags)
         variable = Variable(
             Role.OPERATOR,
             node.name,
@@ -191,25 +229,58 @@ class Formulation:
             output_interval(self.graph, time, training=self.prices.training),
         )
         target = self._add(variable)
+        self._choice_by_node.append(target)
         for position, value in enumerate(node.inputs):
             self._use(value, target, position, self.gradients.of_use(value, node))
         for output, value in enumerate(node.outputs):
             self._made_by[value] = target, output
+            self._choices_by_value[value] = []
             if any(_is_partial(s.outputs[output]) for s in operator.strategies):
                 self._partial.add(value)
             self._share(value)
 
+    def _operator(self, time: int, node: Node, flags: tuple[bool, ...]) -> OperatorPrices:
+        """The prices of a node; those of its twin in a block where nothing differs."""
+        backward = self.gradients.flows(node)
+        partial = frozenset(i for i, v in enumerate(node.inputs) if v in self._partial)
+        kept = keeps_output(self.graph, node, training=self.prices.training)
+        key = (self._twins.get(time, time), flags, backward, partial, kept)
+        if key not in self._operators:
+            self._operators[key] = self.prices.operator(
+                self.graph, node, flags, self.axes.sizes, backward=backward, partial=partial
+            )
+        return self._operators[key]
+
+    def _with_several_users(self) -> frozenset[str]:
+        """Values with several users, or whose twin in another instance of a block has them."""
+        leaving = Counter(output.name for output in self.graph.outputs)
+        several = {v for v, uses in self.graph.consumers.items() if len(uses) + leaving[v] > 1}
+        for block in self._blocks:
+            for twins in zip(*block.instances(), strict=True):
+                outputs = zip(*(self.graph.nodes[i].outputs for i in twins), strict=True)
+                for values in outputs:
+                    if not several.isdisjoint(values):
+                        several.update(values)
+        return frozenset(several)
+
     def _share(self, value: str) -> None:
-        outputs = sum(output.name == value for output in self.graph.outputs)
-        if len(self.graph.consumers[value]) + outputs <= 1:
+        if value not in self._several:
             return
         gradient = self.gradients.of_value(value)
-        every = self.table(value, gradient).layouts
-        layouts = [x for x in every if value in self._partial or not _is_partial(x)]
-        strategies = tuple(Strategy((layout,), (layout,), {}) for layout in layouts)
-        shared = self._add(Variable(Role.SHARED, value, strategies, np.zeros(len(strategies))))
+        table = self.table(value, gradient)
+        key = (id(table), value in self._partial)
+        if key not in self._shared:
+            self._shared[key] = tuple(
+                Strategy((layout,), (layout,), {})
+                for layout in table.layouts
+                if value in self._partial or not _is_partial(layout)
+            )
+        strategies = self._shared[key]
+        free = self._totals.setdefault(len(strategies), np.zeros(len(strategies)))
+        shared = self._add(Variable(Role.SHARED, value, strategies, free))
         self._use(value, shared, 0, gradient)
         self._made_by[value] = shared, 0
+        self._choices_by_value[value].append(shared)
 
     def _add_output(self, position: int, value: str) -> None:
         gradient = self.gradients.of_output(position)
@@ -236,12 +307,22 @@ class Formulation:
     def _edge(self, arc: Arc) -> Edge:
         table = self.table(arc.value, arc.gradient)
         source, target = self.variables[arc.source], self.variables[arc.target]
-        made = [table.index[self.layout_at_source(arc, s)] for s in source.strategies]
-        wanted = [table.index[s.inputs[arc.position]] for s in target.strategies]
-        distinct_rows, rows = _distinct(made)
-        distinct_cols, cols = _distinct(wanted)
-        cost = table.cost[np.ix_(distinct_rows, distinct_cols)]
-        return Edge(arc.source, arc.target, cost, rows, cols)
+        key = (
+            id(table),
+            id(source.strategies),
+            arc.output,
+            id(target.strategies),
+            arc.position,
+            arc.gradient,
+        )
+        if key not in self._edges:
+            made = [table.index[self.layout_at_source(arc, s)] for s in source.strategies]
+            wanted = [table.index[s.inputs[arc.position]] for s in target.strategies]
+            distinct_rows, rows = _distinct(made)
+            distinct_cols, cols = _distinct(wanted)
+            cost = table.cost[np.ix_(distinct_rows, distinct_cols)]
+            self._edges[key] = cost, rows, cols
+        return Edge(arc.source, arc.target, *self._edges[key])
 
 
 def _distinct(numbers: Sequence[int]) -> tuple[IntArray, IntArray]:

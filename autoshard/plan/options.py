@@ -1,10 +1,64 @@
 """What users ask of a plan, besides graph and mesh."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Mode = Literal["training", "inference"]
+Algorithm = Literal["optimal", "megatron"]
+CollectiveKind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+
+_Pattern = Annotated[str, Field(min_length=1, max_length=512)]
+_LayoutText = Annotated[str, Field(max_length=1024)]
+_PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
+
+
+class Pins(BaseModel):
+    """Layouts that a plan must have, by name.
+
+    A name may be a pattern: `*` stands for any text, dots included. All pins that match
+    hold. A layout has one part per axis of the mesh, separated by commas:
+
+    * `I`, `R`, `S(dim)`, `P`: the type; at rest (inputs, outputs, parameters) there is one
+      whole type only, so `I` and `R` both mean it;
+    * `Replicate()`, `Shard(dim)`, `Partial()`: DTensor's words; `Replicate()` is `I` or `R`;
+    * `*`: left free.
+
+    A part for an axis of one rank says nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    inputs: _PinTable = Field(
+        default={}, description="by argument name: what the caller passes to forward."
+    )
+    outputs: _PinTable = Field(
+        default={}, description="by position among the outputs (`0`), or by value name."
+    )
+    parameters: _PinTable = Field(
+        default={}, description="by dotted name in the state dict; tied names all count."
+    )
+    nodes: _PinTable = Field(
+        default={},
+        description=(
+            "by operator name, or by module path, which stands for the operators that make what "
+            "leaves the module. One layout holds for every output; "
+            "`S(0),R R,R -> S(0),R` gives inputs and outputs, `*` one that is free."
+        ),
+    )
+
+
+class ForbiddenCollective(BaseModel):
+    """A collective that a plan may not run, forward or backward."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: CollectiveKind
+    axis: str | None = Field(default=None, description="only on this axis; on all axes if null.")
+
+    def __str__(self) -> str:
+        return self.kind if self.axis is None else f"{self.kind}@{self.axis}"
 
 
 class PlanOptions(BaseModel):
@@ -29,3 +83,29 @@ class PlanOptions(BaseModel):
         default=1e-4, ge=0, lt=1, description="stop when the proven gap is at most this."
     )
     seed: int = Field(default=0, ge=0, description="for the solver's own choices.")
+    algo: Algorithm = Field(
+        default="optimal",
+        description=(
+            "optimal: the cheapest of all plans. megatron: the cheapest within the fixed pattern "
+            "of Megatron-LM, a baseline: weights cut by columns or rows, attention by heads, "
+            "embeddings by vocabulary over the last axis, the batch over the others."
+        ),
+    )
+    pins: Pins = Field(default=Pins(), description="layouts that the plan must have.")
+    forbid: tuple[ForbiddenCollective, ...] = Field(
+        default=(), max_length=64, description="collectives that the plan may not run."
+    )
+    batch_axis: str | None = Field(
+        default=None,
+        description=(
+            "name of the axis that cuts the batch dim, and no other axis does: dim 0 of what "
+            "the caller passes, and the dims that come from it."
+        ),
+    )
+    skip_fully_replicated: bool = Field(
+        default=False,
+        description=(
+            "no operator that can be cut does all of its work on every rank; views, scalars and "
+            "what is made from nothing may."
+        ),
+    )

@@ -13,9 +13,11 @@ from autoshard.graph import Graph, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.assemble import Assembly
+from autoshard.plan.conflicts import conflict_text, find_conflict
 from autoshard.plan.document import (
     PLAN_VERSION,
     Certificate,
+    Conflict,
     GraphSummary,
     Plan,
     Provenance,
@@ -25,7 +27,8 @@ from autoshard.plan.document import (
 from autoshard.plan.formulate import Formulation
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices
-from autoshard.solve import CancelToken, Progress, Solution, Status, minimum_usage, solve_problem
+from autoshard.plan.steering import Steering
+from autoshard.solve import CancelToken, Progress, Solution, Status, solve_problem
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
 
@@ -73,7 +76,8 @@ def make_plan(
     clock = _Clock()
     with clock.phase("formulate"):
         prices = Prices(mesh, options)
-        formulation = Formulation(graph, ActiveAxes.of(mesh), prices)
+        steering = Steering.of(graph, mesh, options)
+        formulation = Formulation(graph, ActiveAxes.of(mesh), prices, steering=steering)
         problem = formulation.problem
     with clock.phase("solve"):
         solution = solve_problem(
@@ -84,7 +88,11 @@ def make_plan(
             on_progress=on_progress,
             cancel=cancel,
         )
-    return _document(formulation, solution, options, clock)
+    conflict = None
+    if solution.status is Status.INFEASIBLE:
+        with clock.phase("find conflict"):
+            conflict = find_conflict(formulation, seconds=options.time_limit, cancel=cancel)
+    return _document(formulation, solution, conflict, options, clock)
 
 
 def _check_mode(graph: Graph, options: PlanOptions) -> None:
@@ -98,7 +106,11 @@ def _check_mode(graph: Graph, options: PlanOptions) -> None:
 
 
 def _document(
-    formulation: Formulation, solution: Solution, options: PlanOptions, clock: "_Clock"
+    formulation: Formulation,
+    solution: Solution,
+    conflict: Conflict | None,
+    options: PlanOptions,
+    clock: "_Clock",
 ) -> Plan:
     graph, mesh = formulation.graph, formulation.axes.mesh
     assembly = Assembly(formulation, solution.choice) if solution.choice is not None else None
@@ -106,7 +118,8 @@ def _document(
     return Plan(
         id=plan_id(graph, mesh, options),
         certificate=_certificate(solution),
-        reason="" if assembly else _reason(formulation, solution),
+        reason="" if assembly else _reason(solution, conflict),
+        conflict=conflict,
         graph=GraphSummary(
             digest=graph_digest(graph),
             num_nodes=len(graph.nodes),
@@ -136,17 +149,9 @@ def _certificate(solution: Solution) -> Certificate:
     )
 
 
-def _reason(formulation: Formulation, solution: Solution) -> str:
-    if solution.status is Status.INFEASIBLE:
-        least = minimum_usage(formulation.problem)
-        budget = formulation.prices.budget_bytes
-        if isfinite(least) and budget is not None and least > budget:
-            return (
-                f"no plan fits the memory budget of {budget:,} bytes per device; "
-                f"the smallest that works is {int(least):,} bytes: raise memory_budget, "
-                f"use more devices, or a smaller batch"
-            )
-        return "no combination of strategies is possible"
+def _reason(solution: Solution, conflict: Conflict | None) -> str:
+    if conflict is not None:
+        return conflict_text(conflict)
     if solution.status is Status.CANCELLED:
         return "planning was cancelled before a plan was found"
     return "the time limit ended before a plan was found; raise time_limit"

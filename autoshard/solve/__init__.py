@@ -3,6 +3,7 @@
 from autoshard.solve.brute import brute_force
 from autoshard.solve.engine import solve_problem
 from autoshard.solve.iopddl import read_iopddl
+from autoshard.solve.marginals import min_marginals
 from autoshard.solve.problem import (
     USAGE_TOLERANCE,
     BoolArray,
@@ -11,6 +12,7 @@ from autoshard.solve.problem import (
     IntArray,
     Node,
     Problem,
+    Repeat,
     Solution,
     Status,
 )
@@ -28,9 +30,11 @@ __all__ = [
     "Node",
     "Problem",
     "Progress",
+    "Repeat",
     "Solution",
     "Status",
     "brute_force",
+    "min_marginals",
     "minimum_usage",
     "read_iopddl",
     "solve_problem",

@@ -1,15 +1,32 @@
 """Local search: a choice improved one variable at a time."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.solve.network import Network, Variable
-from autoshard.solve.problem import BoolArray, FloatArray
+from autoshard.solve.problem import BoolArray, FloatArray, IntArray
+from autoshard.solve.reductions.base import Worklist
 from autoshard.solve.reductions.limits import term_prices
 
 _MOST_SWEEPS = 50
 _MOST_RAISES = 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """Usage of a variable by spans that do not overlap.
+
+    Attributes:
+        starts: first checkpoint of each span, shape [P].
+        last: end of the last span.
+        usage: shape [P, S].
+    """
+
+    starts: IntArray
+    last: int
+    usage: FloatArray
 
 
 class Descent:
@@ -23,6 +40,7 @@ class Descent:
     def __init__(self, network: Network, *, check: Callable[[], None]) -> None:
         self._network = network
         self._check = check
+        self._pieces: dict[int, _Pieces] = {}
 
     def improve(
         self, picks: dict[int, int], *, prices: FloatArray | None = None, within: bool = False
@@ -37,18 +55,17 @@ class Descent:
         """
         picks = dict(picks)
         usage = self._network.usage(picks)
-        queue = dict.fromkeys(self._network.variables)
-        for _ in range(_MOST_SWEEPS * len(queue)):
+        queue = Worklist(self._network.variables)
+        for _ in range(_MOST_SWEEPS * len(self._network.variables)):
             if not queue:
                 break
-            v = next(iter(queue))
-            del queue[v]
+            v = queue.pop()
             self._check()
             best = self._best(v, picks, prices, usage if within else None)
             if best != picks[v]:
                 _move(self._network.variables[v], usage, picks[v], best)
                 picks[v] = best
-                queue.update(dict.fromkeys(self._network.links[v]))
+                queue.update(self._network.links[v])
         return picks
 
     def repair(self, picks: dict[int, int], prices: FloatArray) -> dict[int, int] | None:
@@ -90,18 +107,23 @@ class Descent:
 
     def _fits(self, variable: Variable, pick: int, usage: FloatArray) -> BoolArray:
         """Whether each strategy fits in the room that the others leave, shape [S]."""
-        others = usage.copy()
-        _move(variable, others, pick, None)
-        fits: BoolArray = np.ones(len(variable.cost), dtype=np.bool_)
-        if len(variable.terms) == 1:
-            term = variable.terms[0]
-            room = self._network.capacity - others
-            return np.asarray(term.usage <= room[term.first : term.last].min())
-        for s in range(len(fits)):
-            after = others.copy()
-            _move(variable, after, None, s)
-            fits[s] = bool((after <= self._network.capacity).all())
-        return fits
+        pieces = self._pieces.get(id(variable))
+        if pieces is None:
+            pieces = self._pieces[id(variable)] = _in_pieces(variable)
+        first, last = pieces.starts[0], pieces.last
+        room = self._network.capacity[first:last] - usage[first:last]
+        left = np.maximum(np.minimum.reduceat(room, pieces.starts - first), 0.0)
+        fits = pieces.usage <= (left + pieces.usage[:, pick])[:, None]
+        return np.asarray(fits.all(axis=0))
+
+
+def _in_pieces(variable: Variable) -> _Pieces:
+    bounds = np.unique([end for term in variable.terms for end in (term.first, term.last)])
+    usage = np.zeros((len(bounds) - 1, len(variable.cost)))
+    for term in variable.terms:
+        start, end = np.searchsorted(bounds, (term.first, term.last))
+        usage[start:end] += term.usage
+    return _Pieces(bounds[:-1].astype(np.intp), int(bounds[-1]), usage)
 
 
 def _move(variable: Variable, usage: FloatArray, old: int | None, new: int | None) -> None:

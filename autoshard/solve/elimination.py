@@ -8,7 +8,7 @@ cost vectors as needed; a second pass gives the min-marginals.
 """
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -34,6 +34,19 @@ class _Factor:
     scope: tuple[int, ...]
     classes: tuple[IntArray, ...]
     sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """A price on any number of variables, by strategy of each.
+
+    Attributes:
+        scope: the variables.
+        values: prices, one axis per variable of the scope.
+    """
+
+    scope: tuple[int, ...]
+    values: FloatArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +88,7 @@ class Elimination:
         work: additions of one evaluation.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, extra: Sequence[Table] = ()) -> None:
         self._constant = network.constant
         self._sizes = {v: len(x.cost) for v, x in network.variables.items()}
         self._factors: list[_Factor] = []
@@ -92,26 +105,40 @@ class Elimination:
             self._keys.append(
                 fingerprint(link.matrix.key, used_rows.tobytes(), used_cols.tobytes())
             )
+        for table in extra:
+            classes = tuple(np.arange(self._sizes[v]) for v in table.scope)
+            self._given.append(table.values)
+            self._factors.append(_Factor(table.scope, classes, table.values.shape))
+            self._keys.append(fingerprint(np.ascontiguousarray(table.values).tobytes()))
 
     @classmethod
     def compile(
-        cls, network: Network, *, most_work: float = MOST_WORK, check: Callable[[], None]
+        cls,
+        network: Network,
+        *,
+        most_work: float = MOST_WORK,
+        keep: Collection[int] = (),
+        extra: Sequence[Table] = (),
+        check: Callable[[], None],
     ) -> "Elimination | None":
         """Find an order and its tables; None where they would be too large.
 
         Args:
             network: what to minimise; usage terms are ignored.
             most_work: largest number of additions of one evaluation.
+            keep: variables that are not eliminated; `joint_table` is over them.
+            extra: prices beside the network's own.
             check: called now and then; raises to stop.
         """
-        plan = cls(network)
-        return plan if plan._order(most_work, check) else None
+        plan = cls(network, extra)
+        return plan if plan._order(most_work, frozenset(keep), check) else None
 
-    def _order(self, most_work: float, check: Callable[[], None]) -> bool:
-        member: dict[int, set[int]] = {v: set() for v in self._sizes}
+    def _order(self, most_work: float, keep: frozenset[int], check: Callable[[], None]) -> bool:
+        member: dict[int, set[int]] = {v: set() for v in self._sizes if v not in keep}
         for f, factor in enumerate(self._factors):
             for v in factor.scope:
-                member[v].add(f)
+                if v not in keep:
+                    member[v].add(f)
         heap = [(self._estimate(v, member[v]), v) for v in member]
         heapq.heapify(heap)
         while member:
@@ -130,6 +157,8 @@ class Elimination:
                 return False
             self._buckets.append(bucket)
             for w in self._factors[bucket.output].scope:
+                if w in keep:
+                    continue
                 member[w] -= inputs
                 member[w].add(bucket.output)
                 heapq.heappush(heap, (self._estimate(w, member[w]), w))
@@ -201,13 +230,44 @@ class Elimination:
             tables.append(table)
             if table.ndim == 0:
                 value += float(table)
-        picks: dict[int, int] = {}
+        result = Evaluation(value, {}, tables, costs)
+        kept = {v for b in self._buckets for v in self._factors[b.output].scope}
+        if kept <= {b.variable for b in self._buckets}:
+            result.picks.update(self.complete(result, {}))
+        return result
+
+    def complete(self, result: Evaluation, kept: Mapping[int, int]) -> dict[int, int]:
+        """The best position of every eliminated variable, given those of the kept ones."""
+        picks = dict(kept)
         for bucket in reversed(self._buckets):
-            prices = costs[bucket.variable]
+            prices = result.costs[bucket.variable]
             for seen in bucket.inputs:
-                prices = prices + self._column(seen.factor, bucket.variable, tables, picks)
+                prices = prices + self._column(seen.factor, bucket.variable, result.tables, picks)
             picks[bucket.variable] = int(prices.argmin())
-        return Evaluation(value, picks, tables, costs)
+        return picks
+
+    def joint_table(self, result: Evaluation, scope: Sequence[int]) -> FloatArray:
+        """Least price of everything by strategy of each kept variable, in the order of `scope`.
+
+        The constant and the parts that do not touch a kept variable are included.
+        """
+        used = {seen.factor for bucket in self._buckets for seen in bucket.inputs}
+        axis = {v: i for i, v in enumerate(scope)}
+        total = np.full([self._sizes[v] for v in scope], result.value)
+        for v in scope:
+            shape = [1] * len(scope)
+            shape[axis[v]] = -1
+            total += result.costs[v].reshape(shape)
+        for f, factor in enumerate(self._factors):
+            if f in used or not factor.scope:
+                continue
+            table = result.tables[f][np.ix_(*factor.classes)]
+            order = sorted(range(len(factor.scope)), key=lambda i: axis[factor.scope[i]])
+            shape = [1] * len(scope)
+            for i in order:
+                shape[axis[factor.scope[i]]] = table.shape[i]
+            total += table.transpose(order).reshape(shape)
+        return total
 
     def _column(
         self, f: int, v: int, tables: list[FloatArray], picks: Mapping[int, int]

@@ -9,10 +9,12 @@ from autoshard.solve.descent import Descent
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.highs import Ending, HighsSolver
 from autoshard.solve.lagrange import Lagrangian
+from autoshard.solve.large import ascend, search_windows
 from autoshard.solve.linear import LinearModel, linear_model
 from autoshard.solve.network import Network
 from autoshard.solve.problem import FloatArray, Problem, Solution, Status
 from autoshard.solve.reference import solve_reference
+from autoshard.solve.repeats import solve_repeats
 from autoshard.solve.search import CancelToken, Interrupted, Progress, Search
 from autoshard.solve.stage import Stage
 from autoshard.solve.usage import minimum_usage
@@ -105,15 +107,20 @@ def _solve(search: Search, solver: str) -> bool:
     limited = bool(np.isfinite(search.problem.usage_limit))
     if search.problem.usage_limit < 0:
         return False
+    if search.problem.repeats and solve_repeats(search) and search.closed:
+        return True
     search.enter("reduce")
     stage = Stage(Network.from_problem(search.problem, limited=False), search)
     stage.reduce()
     if stage.network.infeasible:
         return False
     if not limited:
-        return _branch(stage) if solver == "highs" else _hand_over(stage, solver)
-    if search.choice is not None and search.closed:
-        return True
+        return _unlimited(stage) if solver == "highs" else _hand_over(stage, solver)
+    return search.closed or _under_limit(search, solver)
+
+
+def _under_limit(search: Search, solver: str) -> bool:
+    """Run all phases that know the usage limit; tell whether there is a choice at all."""
     search.enter("reduce under the limit")
     stage = Stage(Network.from_problem(search.problem), search)
     stage.reduce()
@@ -137,9 +144,22 @@ def _hand_over(stage: Stage, solver: str) -> bool:
     return answer.status is not Status.INFEASIBLE
 
 
+def _unlimited(stage: Stage) -> bool:
+    """Solve what the reductions leave of a problem without a usage limit."""
+    _meet_size(stage)
+    return _branch(stage)
+
+
+def _meet_size(stage: Stage) -> None:
+    """Do what a large problem needs before anything of linear size in it is affordable."""
+    ascend(stage)
+    search_windows(stage, lambda window, seconds: _branch(window, seconds=seconds))
+
+
 def _limited(stage: Stage) -> bool:
     """Solve what a binding usage limit leaves."""
     search = stage.search
+    _meet_size(stage)
     if not stage.done:
         search.enter("improve by hand")
         _descend(stage, {v: int(x.cost.argmin()) for v, x in stage.network.variables.items()})

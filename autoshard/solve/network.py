@@ -6,7 +6,7 @@ Variables, links, matrices and terms are immutable and are replaced, so that a c
 network is a copy of its dictionaries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -271,14 +271,18 @@ class Network:
             self.disconnect(v, w)
         del self.variables[v], self.links[v], self.changes[v]
 
-    def usage(self, picks: dict[int, int]) -> FloatArray:
-        """Usage at each checkpoint, shape [T], of a position per variable."""
-        delta = np.zeros(len(self.capacity) + 1)
-        for v, variable in self.variables.items():
-            for term in variable.terms:
-                delta[term.first] += term.usage[picks[v]]
-                delta[term.last] -= term.usage[picks[v]]
-        return np.cumsum(delta[:-1])
+    def usage(self, picks: dict[int, int], variables: Iterable[int] | None = None) -> FloatArray:
+        """Usage at each checkpoint, shape [T], of a position per variable.
+
+        Args:
+            picks: the positions.
+            variables: the ones to add up; all of them by default.
+        """
+        counted = self.variables if variables is None else variables
+        used = [(t, t.usage[picks[v]]) for v in counted for t in self.variables[v].terms]
+        spans = np.array([(t.first, t.last) for t, _ in used], dtype=np.intp).reshape(-1, 2)
+        amounts = np.array([amount for _, amount in used], dtype=np.float64)
+        return spread(spans[:, 0], spans[:, 1], amounts, len(self.capacity))
 
     def price(self, picks: dict[int, int]) -> float:
         """Price of a position per variable, with the constant."""
@@ -286,6 +290,15 @@ class Network:
         for u, v, link in self.pairs():
             total += float(link.matrix.values[link.rows[picks[u]], link.cols[picks[v]]])
         return total
+
+
+def spread(
+    first: IntArray, last: IntArray, amounts: FloatArray, num_checkpoints: int
+) -> FloatArray:
+    """Sum of amounts at each checkpoint, shape [T], each alive in a span [first, last)."""
+    delta = np.bincount(first, amounts, num_checkpoints + 1)
+    delta -= np.bincount(last, amounts, num_checkpoints + 1)
+    return np.cumsum(delta[:-1])
 
 
 def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray]:

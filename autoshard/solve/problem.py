@@ -73,6 +73,20 @@ class Edge:
         return self.cost[np.ix_(self.rows, self.cols)]
 
 
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Groups of nodes that are alike and follow each other, such as the layers of a model.
+
+    A hint that makes solving faster; it changes no answer, and where it is wrong it is
+    ignored.
+
+    Attributes:
+        instances: nodes of each group; nodes at the same place correspond to each other.
+    """
+
+    instances: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True)
 class Problem:
     """Minimise node costs plus edge costs under ties and a usage limit.
@@ -82,12 +96,14 @@ class Problem:
         edges: prices on pairs; parallel edges are allowed and add up.
         ties: disjoint groups of nodes that must pick the same strategy index.
         usage_limit: upper bound of the usage summed over the nodes alive at any time.
+        repeats: disjoint hints of repeated structure.
     """
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...] = ()
     ties: tuple[tuple[int, ...], ...] = ()
     usage_limit: float = np.inf
+    repeats: tuple[Repeat, ...] = ()
 
     def __post_init__(self) -> None:
         _validate_nodes(self.nodes)

@@ -84,6 +84,16 @@ class Stage:
             network.keep(v, mask)
         return Stage(network, self.search, inverse=self._inverse, cap=-float("inf"))
 
+    def narrowed(self, network: Network, outside: Inverse) -> "Stage":
+        """A part of the problem with all the rest decided: it proves no bound.
+
+        Args:
+            network: what is left to decide.
+            outside: fills in the labels of the variables that are decided.
+        """
+        inverse = sequence([self._inverse, outside])
+        return Stage(network, self.search, inverse=inverse, cap=-float("inf"))
+
     def exhausted(self) -> bool:
         """Record that no choice is left; tell whether one had been found before."""
         if self.cap < float("inf"):

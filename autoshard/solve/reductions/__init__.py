@@ -7,7 +7,8 @@ network is edited in place, because a reduction is applied thousands of times.
 from collections.abc import Callable
 
 from autoshard.solve.reductions.base import Chain, Inverse, Reduction, nothing_to_undo, sequence
-from autoshard.solve.reductions.dominance import DropDominated
+from autoshard.solve.reductions.dominance import DropDominated, Losses
+from autoshard.solve.reductions.followers import MergeFollowers
 from autoshard.solve.reductions.forbidden import DropForbidden
 from autoshard.solve.reductions.limits import SimplifyLimits
 from autoshard.solve.reductions.neighbours import EliminateNeighbours, FoldSingles
@@ -26,6 +27,7 @@ def all_reductions(check: Callable[[], None]) -> tuple[Reduction, ...]:
     return (
         MergeTies(),
         DropForbidden(),
+        MergeFollowers(),
         SimplifyLimits(),
         FoldSingles(),
         links,
@@ -42,6 +44,8 @@ __all__ = [
     "EliminateNeighbours",
     "FoldSingles",
     "Inverse",
+    "Losses",
+    "MergeFollowers",
     "MergeTies",
     "Reduction",
     "SimplifyLimits",

@@ -1,9 +1,10 @@
 """What a reduction is, and how several make a chain."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from autoshard.solve.network import Network
 from autoshard.solve.problem import IntArray
@@ -22,6 +23,34 @@ class Reduction(Protocol):
 
     def apply(self, network: Network) -> Inverse:
         """Simplify the network in place; return the way back to its choices."""
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class Worklist(Generic[Item]):
+    """Items to look at, first in first out, each waiting at most once."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._order: deque[Item] = deque()
+        self._waiting: set[Item] = set()
+        self.update(items)
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def update(self, items: Iterable[Item]) -> None:
+        """Add the items that do not wait already."""
+        for item in items:
+            if item not in self._waiting:
+                self._waiting.add(item)
+                self._order.append(item)
+
+    def pop(self) -> Item:
+        """Take the item that has waited longest."""
+        item = self._order.popleft()
+        self._waiting.discard(item)
+        return item
 
 
 def nothing_to_undo(choice: IntArray) -> None:

@@ -1,5 +1,7 @@
 """Strategies that another strategy of the same variable makes pointless."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from autoshard.solve.network import Matrix, Network
@@ -10,6 +12,10 @@ _MOST_STRATEGIES = 1500
 _MOST_COMPARISONS = 30_000_000
 
 
+Losses = tuple[Matrix, FloatArray | None]
+"""A matrix, and the most that moving from one of its columns to another can cost."""
+
+
 class DropDominated:
     """Drop strategies that can be swapped for another one at no loss, whatever the rest does.
 
@@ -17,17 +23,24 @@ class DropDominated:
     never costs more, and t never uses more than s. The worst case is summed over the
     links (the Goldstein criterion of dead-end elimination, Biophys. J. 66:1335, 1994),
     which contains the plain entry-by-entry comparison. Of equals the first one stays.
+
+    Args:
+        keep: variables whose strategies all stay.
+        losses: comparisons known from elsewhere; new ones are added.
     """
 
     name = "drop_dominated"
 
-    def __init__(self) -> None:
-        self._losses: dict[bytes, tuple[Matrix, FloatArray | None]] = {}
+    def __init__(
+        self, *, keep: Collection[int] = (), losses: dict[bytes, Losses] | None = None
+    ) -> None:
+        self._keep = keep
+        self._losses = {} if losses is None else losses
         self._seen: dict[int, int] = {}
 
     def apply(self, network: Network) -> Inverse:
         """Drop the dominated strategies of every variable that has changed."""
-        for v in list(network.variables):
+        for v in network.variables.keys() - set(self._keep):
             while self._seen.get(v) != network.changes[v]:
                 self._seen[v] = network.changes[v]
                 mask = self._undominated(network, v)

@@ -4,7 +4,7 @@ import numpy as np
 
 from autoshard.solve.network import Matrix, Network
 from autoshard.solve.problem import BoolArray
-from autoshard.solve.reductions.base import Inverse, nothing_to_undo
+from autoshard.solve.reductions.base import Inverse, Worklist, nothing_to_undo
 
 
 class DropForbidden:
@@ -21,14 +21,13 @@ class DropForbidden:
 
     def apply(self, network: Network) -> Inverse:
         """Drop until nothing is forbidden any more."""
-        queue = dict.fromkeys(network.variables)
+        queue = Worklist(network.variables)
         while queue and not network.infeasible:
-            v = next(iter(queue))
-            del queue[v]
+            v = queue.pop()
             mask = self._allowed(network, v)
             if not mask.all():
                 network.keep(v, mask)
-                queue.update(dict.fromkeys(network.links[v]))
+                queue.update(network.links[v])
         return nothing_to_undo
 
     def _allowed(self, network: Network, v: int) -> BoolArray:

@@ -1,8 +1,10 @@
 """Usage limits in their simplest form."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from autoshard.solve.network import Network, Term, Variable
+from autoshard.solve.network import Network, Term, Variable, spread
 from autoshard.solve.problem import BoolArray, FloatArray, IntArray
 from autoshard.solve.reductions.base import Inverse, nothing_to_undo
 from autoshard.solve.reductions.ties import merged_terms
@@ -20,22 +22,48 @@ class SimplifyLimits:
     name = "simplify_limits"
 
     def apply(self, network: Network) -> Inverse:
-        """Simplify until nothing changes."""
-        before = None
-        while before != (before := _signature(network)) and not network.infeasible:
+        """Simplify until no strategy is dropped any more; then forget checkpoints."""
+        while not network.infeasible:
             _take_least(network)
             if (network.capacity < 0).any():
                 network.infeasible = True
+            elif not _drop_unfit(network):
+                _forget(network, _needed(network))
                 break
-            _drop_unfit(network)
-            _forget(network, _slack(network) | _covered(network))
         return nothing_to_undo
 
 
-def _signature(network: Network) -> tuple[int, int, int]:
-    terms = sum(len(x.terms) for x in network.variables.values())
-    strategies = sum(len(x.cost) for x in network.variables.values() if x.terms)
-    return len(network.capacity), terms, strategies
+@dataclass(frozen=True, slots=True, eq=False)
+class _Terms:
+    """All terms of a network.
+
+    Attributes:
+        first: first checkpoint of each, shape [N].
+        last: end of each, shape [N].
+        least: least usage of each, shape [N].
+        most: largest usage of each, shape [N].
+    """
+
+    first: IntArray
+    last: IntArray
+    least: FloatArray
+    most: FloatArray
+
+    @classmethod
+    def of(cls, network: Network) -> "_Terms":
+        terms = [term for variable in network.variables.values() for term in variable.terms]
+        if not terms:
+            nowhere, nothing = np.zeros(0, dtype=np.intp), np.zeros(0)
+            return cls(nowhere, nowhere, nothing, nothing)
+        usage = np.concatenate([term.usage for term in terms])
+        sizes = np.array([len(term.usage) for term in terms])
+        starts = np.cumsum(sizes) - sizes
+        return cls(
+            np.array([term.first for term in terms], dtype=np.intp),
+            np.array([term.last for term in terms], dtype=np.intp),
+            np.minimum.reduceat(usage, starts),
+            np.maximum.reduceat(usage, starts),
+        )
 
 
 def _users(network: Network) -> list[tuple[int, Variable]]:
@@ -43,86 +71,89 @@ def _users(network: Network) -> list[tuple[int, Variable]]:
 
 
 def _take_least(network: Network) -> None:
-    delta = np.zeros(len(network.capacity) + 1)
+    terms = _Terms.of(network)
+    settled = (terms.least == 0) & (terms.most > 0)
+    if settled.all():
+        return
+    taken = spread(terms.first, terms.last, terms.least, len(network.capacity))
+    network.capacity = network.capacity - taken
+    place = 0
     for v, variable in _users(network):
-        terms = []
-        for term in variable.terms:
-            least = float(term.usage.min())
-            delta[term.first] += least
-            delta[term.last] -= least
-            if term.usage.max() > least:
-                terms.append(Term(term.first, term.last, term.usage - least))
-        if len(terms) != len(variable.terms) or any(t.usage.min() > 0 for t in variable.terms):
-            network.replace(v, Variable(variable.labels, variable.cost, tuple(terms)))
-    network.capacity = network.capacity - np.cumsum(delta[:-1])
+        span = slice(place, place + len(variable.terms))
+        place = span.stop
+        if settled[span].all():
+            continue
+        bounds = zip(terms.least[span], terms.most[span], strict=True)
+        left = tuple(
+            Term(t.first, t.last, t.usage - least) if least > 0 else t
+            for t, (least, most) in zip(variable.terms, bounds, strict=True)
+            if most > least
+        )
+        network.replace(v, Variable(variable.labels, variable.cost, left))
 
 
-def _drop_unfit(network: Network) -> None:
+def _drop_unfit(network: Network) -> bool:
+    """Drop strategies that do not fit where all others use their least; tell whether any was."""
+    most = _Terms.of(network).most
+    least_room = float(network.capacity.min(initial=np.inf))
+    place, dropped = 0, False
     for v, variable in _users(network):
+        span = slice(place, place + len(variable.terms))
+        place = span.stop
         fits: BoolArray = np.ones(len(variable.cost), dtype=np.bool_)
-        for term in variable.terms:
+        for i in np.flatnonzero(most[span] > least_room):
+            term = variable.terms[i]
             fits &= term.usage <= network.capacity[term.first : term.last].min()
         if not fits.all():
             network.keep(v, fits)
+            dropped = True
+    return dropped
 
 
-def _slack(network: Network) -> BoolArray:
-    delta = np.zeros(len(network.capacity) + 1)
-    for _, variable in _users(network):
-        for term in variable.terms:
-            most = float(term.usage.max())
-            delta[term.first] += most
-            delta[term.last] -= most
+def _needed(network: Network) -> BoolArray:
+    """Checkpoints that can bind, shape [T]."""
+    terms, num = _Terms.of(network), len(network.capacity)
+    most_use = spread(terms.first, terms.last, terms.most, num)
     # The running sum rounds; a limit is forgotten only where it is clear of the rounding.
-    most_use = np.cumsum(delta[:-1])
-    rounding = 1e-12 * np.abs(delta).sum()
-    slack: BoolArray = most_use + rounding <= network.capacity
-    slack[_idle(network)] = True
-    return slack
+    rounding = 2e-12 * float(terms.most.sum())
+    needed: BoolArray = (most_use + rounding > network.capacity) & (
+        spread(terms.first, terms.last, np.ones(len(terms.first)), num) > 0
+    )
+    while True:
+        kept = np.flatnonzero(needed)
+        place = np.concatenate([[0], np.cumsum(needed)])
+        covered = _covered(place[terms.first], place[terms.last], network.capacity[kept])
+        if not covered.any():
+            return needed
+        needed[kept[covered]] = False
 
 
-def _idle(network: Network) -> BoolArray:
-    """Checkpoints that nobody uses."""
-    return np.equal(_alive_counts(network), 0)
-
-
-def _alive_counts(network: Network) -> IntArray:
-    delta = np.zeros(len(network.capacity) + 1, dtype=np.intp)
-    for _, variable in _users(network):
-        for term in variable.terms:
-            delta[term.first] += 1
-            delta[term.last] -= 1
-    return np.cumsum(delta[:-1])
-
-
-def _covered(network: Network) -> BoolArray:
+def _covered(first: IntArray, last: IntArray, capacity: FloatArray) -> BoolArray:
     """Checkpoints whose users are all users of the next or the previous one, with less room."""
-    capacity = network.capacity
-    covered: BoolArray = np.zeros(len(capacity), dtype=np.bool_)
     starts = np.zeros(len(capacity) + 1, dtype=np.bool_)
     ends = np.zeros(len(capacity) + 1, dtype=np.bool_)
-    for _, variable in _users(network):
-        for term in variable.terms:
-            starts[term.first] = ends[term.last] = True
-    for t in range(1, len(capacity)):
-        inside_previous = not starts[t] and capacity[t - 1] <= capacity[t]
-        inside_next = not ends[t] and capacity[t] <= capacity[t - 1]
-        if inside_next and not covered[t - 1]:
-            covered[t - 1] = True
-        elif inside_previous and not covered[t - 1]:
-            covered[t] = True
+    alive = first < last
+    starts[first[alive]] = ends[last[alive]] = True
+    inside_next = ~ends[1:-1] & (capacity[1:] <= capacity[:-1])
+    inside_previous = ~starts[1:-1] & (capacity[:-1] <= capacity[1:])
+    covered: BoolArray = np.zeros(len(capacity), dtype=np.bool_)
+    for t in (np.flatnonzero(inside_next | inside_previous) + 1).tolist():
+        if covered[t - 1]:
+            continue
+        covered[t - 1 if inside_next[t - 1] else t] = True
     return covered
 
 
-def _forget(network: Network, forgotten: BoolArray) -> None:
-    if not forgotten.any():
+def _forget(network: Network, needed: BoolArray) -> None:
+    """Drop the checkpoints that are not needed."""
+    if needed.all():
         return
-    place = np.concatenate([[0], np.cumsum(~forgotten)])
+    place = np.concatenate([[0], np.cumsum(needed)]).tolist()
     for v, variable in _users(network):
-        moved = [Term(int(place[t.first]), int(place[t.last]), t.usage) for t in variable.terms]
+        moved = [Term(place[t.first], place[t.last], t.usage) for t in variable.terms]
         terms = merged_terms(tuple(t for t in moved if t.first < t.last))
         network.replace(v, Variable(variable.labels, variable.cost, terms))
-    network.capacity = network.capacity[~forgotten]
+    network.capacity = network.capacity[needed]
 
 
 def term_prices(variable: Variable, prices: FloatArray) -> FloatArray:

@@ -1,10 +1,12 @@
 """Variables with at most two neighbours are decided by them."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from autoshard.solve.network import Link, Matrix, Network, fingerprint
 from autoshard.solve.problem import FloatArray, IntArray
-from autoshard.solve.reductions.base import Inverse, sequence
+from autoshard.solve.reductions.base import Inverse, Worklist, sequence
 from autoshard.solve.reductions.tables import SimplifyLinks
 
 MOST_SUMS = 1 << 26
@@ -51,34 +53,45 @@ class EliminateNeighbours:
     show it: a number, a vector, or a matrix (a min-plus product). Equal products are
     computed once, so repeated layers cost one layer.
 
+    Args:
+        links: keeps new links in normal form.
+        keep: variables that stay.
+        products: products known from elsewhere; new ones are added.
+
     Attributes:
         products: min-plus products by fingerprint of their inputs.
     """
 
     name = "eliminate_neighbours"
 
-    def __init__(self, links: SimplifyLinks) -> None:
+    def __init__(
+        self,
+        links: SimplifyLinks,
+        *,
+        keep: Collection[int] = (),
+        products: dict[bytes, Matrix] | None = None,
+    ) -> None:
         self._links = links
-        self.products: dict[bytes, Matrix] = {}
+        self._keep = keep
+        self.products = {} if products is None else products
 
     def apply(self, network: Network) -> Inverse:
         """Eliminate until every variable without usage has three neighbours."""
-        queue = dict.fromkeys(sorted(network.variables, key=lambda v: (len(network.links[v]), v)))
+        queue = Worklist(sorted(network.variables, key=lambda v: (len(network.links[v]), v)))
         inverses = []
         while queue and not network.infeasible:
-            v = next(iter(queue))
-            del queue[v]
+            v = queue.pop()
             if not self._is_small(network, v):
                 continue
             around = list(network.links[v])
             inverses.append(_decision(network, v))
             self._eliminate(network, v)
-            queue.update(dict.fromkeys(around))
+            queue.update(around)
         return sequence(inverses)
 
     def _is_small(self, network: Network, v: int) -> bool:
         links = list(network.links[v].values())
-        if network.variables[v].terms or len(links) > 2:  # noqa: PLR2004 - one or two neighbours
+        if v in self._keep or network.variables[v].terms or len(links) > 2:  # noqa: PLR2004 - one or two neighbours
             return False
         shape = [link.matrix.values.shape[1] for link in links]
         return len(network.variables[v].cost) * int(np.prod(shape)) <= MOST_SUMS

@@ -7,11 +7,14 @@ import numpy as np
 from autoshard.solve.problem import BoolArray, FloatArray, IntArray, Problem
 from autoshard.solve.repeats.condensed import Answer, Condensed
 from autoshard.solve.repeats.runs import find_runs
+from autoshard.solve.repeats.template import Open
 from autoshard.solve.search import Search
 
 _EAGER_WORK = 2e8
 """Additions up to which hubs are not relaxed first: some tenths of a second."""
-_SLACK = 1e-9
+_EXACT_SECONDS = 3.0
+"""How long to insist on the optimum itself."""
+_SLACK = 1e-6
 """Relative difference below which two prices count as the same."""
 
 
@@ -29,7 +32,7 @@ def solve_repeats(search: Search) -> bool:
         return False
     search.enter("solve repeated groups")
     costs = [node.cost for node in problem.nodes]
-    answer = _minimise(problem, condensed, costs)
+    answer = _minimise(search, condensed, costs)
     if answer is None:
         return False
     value, choice = answer
@@ -40,7 +43,7 @@ def solve_repeats(search: Search) -> bool:
 
 
 def _minimise(
-    problem: Problem, condensed: Condensed, costs: Sequence[FloatArray]
+    search: Search, condensed: Condensed, costs: Sequence[FloatArray]
 ) -> tuple[float, IntArray | None] | None:
     """A lower bound, and the best choice that was found.
 
@@ -48,46 +51,69 @@ def _minimise(
     of their strategies (those that some choice as good as the best one might take) is
     usually a handful, and then the tables are small.
     """
+    problem = search.problem
     every = {hub: np.ones(problem.nodes[hub].num_strategies, bool) for hub in condensed.hubs}
     exact = condensed.minimise(costs, every, most_work=_EAGER_WORK)
     if exact is not None:
         return exact.value, exact.choice
-    relaxed = condensed.minimise(costs, dict.fromkeys(condensed.hubs))
+    hubs = condensed.hubs
+    relaxed = condensed.minimise(costs, dict.fromkeys(hubs), bounds_of=hubs)
     if relaxed is None:
         return None
-    best = _fixed_at_best(problem, condensed, costs, relaxed)
+    best = _fixed_at_best(problem, condensed, costs, relaxed, {})
     if best is None:
         return relaxed.value, None
-    if best.value <= relaxed.value + _SLACK * abs(best.value):
+    if _close(search, best.value, relaxed.value):
         return relaxed.value, best.choice
-    return _narrowed(problem, condensed, costs, best)
+    return _narrowed(search, condensed, costs, relaxed, best)
+
+
+def _close(search: Search, value: float, bound: float) -> bool:
+    """Whether a price is as good as the bound, or good enough after some time."""
+    slack = _SLACK if search.elapsed < _EXACT_SECONDS else max(_SLACK, search.gap)
+    return value <= bound + slack * abs(value)
 
 
 def _narrowed(
-    problem: Problem, condensed: Condensed, costs: Sequence[FloatArray], best: Answer
+    search: Search,
+    condensed: Condensed,
+    costs: Sequence[FloatArray],
+    relaxed: Answer,
+    best: Answer,
 ) -> tuple[float, IntArray]:
     """Drop what no choice as good as the best one takes, hub by hub, then solve the rest."""
-    bound = -np.inf
-    left: dict[int, BoolArray | None] = {}
+    bound = relaxed.value
+    every_hub: Open = dict.fromkeys(condensed.hubs)
+    cutoff = best.value * (1 + np.sign(best.value) * _SLACK)
+    least = {**relaxed.hub_bounds, **(condensed.port_bounds(costs, every_hub) or {})}
+    left = {v: bounds <= cutoff for v, bounds in least.items()}
+    ports = {v: mask for v, mask in left.items() if v not in every_hub}
     for hub in condensed.hubs:
-        everything = np.ones(len(costs[hub]), dtype=bool)
-        trial = {**dict.fromkeys(condensed.hubs), hub: everything}
+        trial = {**every_hub, **ports, hub: left[hub]}
         answer = condensed.minimise(costs, trial, bounds_of=(hub,))
         if answer is None:
             return bound, best.choice
-        bound = max(bound, answer.value)
-        better = _fixed_at_best(problem, condensed, costs, answer)
+        bound = max(bound, min(answer.value, best.value))
+        better = _fixed_at_best(search.problem, condensed, costs, answer, ports)
         if better is not None and better.value < best.value:
             best = better
-        left[hub] = answer.hub_bounds[hub] <= best.value + _SLACK * abs(best.value)
+        if _close(search, best.value, bound):
+            return bound, best.choice
+        left[hub] = answer.hub_bounds[hub] <= best.value * (1 + np.sign(best.value) * _SLACK)
     exact = condensed.minimise(costs, left)
     if exact is None:
         return bound, best.choice
-    return exact.value, exact.choice
+    if exact.value < best.value:
+        return exact.value, exact.choice
+    return best.value, best.choice
 
 
 def _fixed_at_best(
-    problem: Problem, condensed: Condensed, costs: Sequence[FloatArray], relaxed: Answer
+    problem: Problem,
+    condensed: Condensed,
+    costs: Sequence[FloatArray],
+    relaxed: Answer,
+    ports: Open,
 ) -> Answer | None:
     """The best choice with every hub at the strategy that suits the relaxed choice most."""
     suits = {hub: costs[hub].copy() for hub in condensed.hubs}
@@ -101,4 +127,4 @@ def _fixed_at_best(
     fixed: Mapping[int, BoolArray] = {
         hub: np.arange(len(prices)) == int(prices.argmin()) for hub, prices in suits.items()
     }
-    return condensed.minimise(costs, fixed)
+    return condensed.minimise(costs, {**fixed, **ports})

@@ -1,23 +1,40 @@
 """One group of a run, reduced to a table over what it shares with the rest."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
 from autoshard.solve.elimination import Elimination, Evaluation
-from autoshard.solve.network import Network
+from autoshard.solve.network import Matrix, Network
 from autoshard.solve.problem import BoolArray, Edge, FloatArray, IntArray, Node, Problem
+from autoshard.solve.reductions import (
+    Chain,
+    DropDominated,
+    EliminateNeighbours,
+    Inverse,
+    Losses,
+    SimplifyLinks,
+)
 from autoshard.solve.repeats.runs import Run
 
 MOST_ENTRIES = 1 << 22
 """Largest number of entries of a group's table."""
 _BLOCK = 1 << 20
 
-Hubs = Mapping[int, BoolArray | None]
-"""For each hub the strategies that are still open, or None where it is relaxed: every
-group may then pick one of its own, which gives a lower bound."""
+Open = Mapping[int, BoolArray | None]
+"""Strategies that are still open, by hub, and by a port's node of the last group for that
+port in all groups. A hub may be None: it is relaxed, every group may pick a strategy of its
+own for it, which gives a lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What reductions have worked out already, by content."""
+
+    products: dict[bytes, Matrix] = field(default_factory=dict)
+    losses: dict[bytes, Losses] = field(default_factory=dict)
 
 
 class Template:
@@ -26,82 +43,104 @@ class Template:
     Args:
         problem: what the run is of.
         run: the run.
-        hubs: what is open at each hub.
+        still_open: what is open at hubs and ports; everything where nothing is said.
+        known: what reductions have worked out already.
         check: called now and then; raises to stop.
     """
 
     def __init__(
-        self, problem: Problem, run: Run, hubs: Hubs, *, check: Callable[[], None]
+        self,
+        problem: Problem,
+        run: Run,
+        still_open: Open,
+        known: Known,
+        *,
+        check: Callable[[], None],
     ) -> None:
         self._check = check
+        self._known = known
         self._problem = problem
-        self._run = run
-        self.kept_hubs = tuple(h for h in run.hubs if hubs[h] is not None)
-        self._hubs = hubs
+        self.run = run
+        self.kept_hubs = tuple(h for h in run.hubs if still_open.get(h, True) is not None)
         group = run.instances[1]
         own = [group[p] for p in run.ports]
-        seen = [*run.before_of(1), *own, *self.kept_hubs]
+        before = run.before_of(1)
+        seen = [*before, *own, *self.kept_hubs]
+        self._relaxed_hubs = set(run.hubs) - set(self.kept_hubs)
+        masks = {h: still_open.get(h) for h in self.kept_hubs}
+        for nodes in (before, own):
+            masks.update(zip(nodes, (still_open.get(v) for v in run.last_ports), strict=True))
+        self.labels = {
+            v: np.arange(problem.nodes[v].num_strategies) if mask is None else np.flatnonzero(mask)
+            for v, mask in masks.items()
+        }
         inner = [v for v in group if v not in set(own)]
         self._place = {v: i for i, v in enumerate([*seen, *inner])}
         self._seen = len(seen)
         self.shape = tuple(self._size(v) for v in seen)
-        self._free = np.zeros(0)
         self._relaxed: dict[int, FloatArray] = {}
-        self._plan: Elimination | None = None
 
     @property
     def entries(self) -> int:
         """Size of the table."""
         return prod(self.shape)
 
-    def compile(self, most_work: float) -> bool:
-        """Find an order of elimination; False where its tables would be too large."""
+    def evaluate(self, costs: Mapping[int, FloatArray], *, most_work: float) -> "GroupTable | None":
+        """The table for given costs per strategy of each node of the problem.
+
+        Args:
+            costs: shape [S] for each node of the group.
+            most_work: largest number of additions.
+
+        Returns:
+            None where the table would be too large.
+        """
         if self.entries > MOST_ENTRIES:
-            return False
+            return None
         edges = [edge for edge in map(self._edge, self._edges()) if edge is not None]
-        nodes = [self._node(v) for v in self._place]
+        group = set(self.run.instances[1])
+        nodes = []
+        for v in self._place:
+            cost = costs[v] if v in group else np.zeros(self._problem.nodes[v].num_strategies)
+            if v in self.labels:
+                cost = cost[self.labels[v]]
+            nodes.append(Node(cost + self._relaxed.get(v, 0.0), np.zeros_like(cost)))
         network = Network.from_problem(Problem(tuple(nodes), tuple(edges)))
-        self._plan = Elimination.compile(
-            network, most_work=most_work, keep=range(self._seen), check=self._check
-        )
-        return self._plan is not None
+        seen = range(self._seen)
+        inverse = reduce_around(network, seen, self._known, check=self._check)
+        plan = Elimination.compile(network, most_work=most_work, keep=seen, check=self._check)
+        if plan is None:
+            return None
+        left = {v: x.cost for v, x in network.variables.items()}
+        result = plan.evaluate(left, check=self._check)
+        labels = {v: x.labels for v, x in network.variables.items()}
+        return GroupTable(self, plan, result, labels, inverse, plan.joint_table(result, seen))
 
-    def evaluate(self, costs: Mapping[int, FloatArray]) -> "GroupTable":
-        """The table for given costs per strategy of each node of the problem."""
-        assert self._plan is not None
-        local = {}
-        group = set(self._run.instances[1])
-        for v, i in self._place.items():
-            cost = costs[v] if v in group else np.zeros(self._size(v))
-            local[i] = cost + self._relaxed.get(v, 0.0)
-        result = self._plan.evaluate(local, check=self._check)
-        table = self._plan.joint_table(result, range(self._seen))
-        return GroupTable(self, self._plan, result, table)
-
-    def interior(self, result: Evaluation, seen: tuple[int, ...]) -> tuple[int, ...]:
+    def interior(self, table: "GroupTable", seen: tuple[int, ...]) -> tuple[int, ...]:
         """Strategies of the nodes of a group, given those of what it sees."""
-        assert self._plan is not None
-        picks = self._plan.complete(result, dict(enumerate(seen)))
-        return tuple(picks[self._place[v]] for v in self._run.instances[1])
+        choice = np.zeros(len(self._place), dtype=np.intp)
+        names = list(self._place)
+        for i, s in table.plan.complete(table.result, dict(enumerate(seen))).items():
+            choice[i] = table.labels[i][s]
+        table.inverse(choice)
+        for i in range(self._seen):
+            choice[i] = self.labels[names[i]][choice[i]]
+        return tuple(int(choice[self._place[v]]) for v in self.run.instances[1])
 
-    def open_strategies(self, hub: int) -> IntArray:
-        """Numbers of the strategies that are still open at a kept hub."""
-        mask = self._hubs[hub]
-        assert mask is not None
-        return np.flatnonzero(mask)
-
-    def _size(self, v: int) -> int:
-        if v in self._run.hubs:
-            return len(self.open_strategies(v))
+    def num_strategies(self, v: int) -> int:
+        """Strategies of a node, open or not."""
         return self._problem.nodes[v].num_strategies
 
-    def _node(self, v: int) -> Node:
-        zeros = np.zeros(self._size(v))
-        return Node(zeros, zeros)
+    def port_labels(self, axis: int) -> IntArray:
+        """Numbers of the strategies that are still open at a port."""
+        return self.labels[self.run.instances[1][self.run.ports[axis]]]
+
+    def _size(self, v: int) -> int:
+        return len(self.labels[v])
 
     def _edges(self) -> list[Edge]:
-        group, before = set(self._run.instances[1]), set(self._run.before_of(1))
-        around = group | before | set(self._run.hubs)
+        group, before = set(self.run.instances[1]), set(self.run.before_of(1))
+        around = group | before | set(self.run.hubs)
         return [
             e
             for e in self._problem.edges
@@ -110,18 +149,16 @@ class Template:
 
     def _edge(self, edge: Edge) -> Edge | None:
         """An edge inside the template; that to a relaxed hub becomes a cost."""
-        rows, cols = edge.rows, edge.cols
         for hub, other in ((edge.source, edge.target), (edge.target, edge.source)):
-            if hub not in self._run.hubs:
-                continue
-            if self._hubs[hub] is None:
+            if hub in self._relaxed_hubs:
                 dense = edge.dense() if other == edge.target else edge.dense().T
-                self._relaxed[other] = self._relaxed.get(other, 0.0) + dense.min(axis=0)
+                free = dense.min(axis=0)
+                if other in self.labels:
+                    free = free[self.labels[other]]
+                self._relaxed[other] = self._relaxed.get(other, 0.0) + free
                 return None
-            if hub == edge.source:
-                rows = rows[self.open_strategies(hub)]
-            else:
-                cols = cols[self.open_strategies(hub)]
+        rows = edge.rows[self.labels[edge.source]] if edge.source in self.labels else edge.rows
+        cols = edge.cols[self.labels[edge.target]] if edge.target in self.labels else edge.cols
         return Edge(self._place[edge.source], self._place[edge.target], edge.cost, rows, cols)
 
 
@@ -133,12 +170,16 @@ class GroupTable:
         template: of which group.
         plan: the elimination that made the table.
         result: its intermediate tables, to find the way back.
+        labels: strategies that each variable of the elimination still has.
+        inverse: the way back from what was left to eliminate to the whole group.
         values: prices: one axis per port before, per own port, per kept hub.
     """
 
     template: Template
     plan: Elimination
     result: Evaluation
+    labels: Mapping[int, IntArray]
+    inverse: Inverse
     values: FloatArray
 
     def as_batch(self, num_ports: int) -> FloatArray:
@@ -149,7 +190,17 @@ class GroupTable:
 
     def interior(self, seen: tuple[int, ...]) -> tuple[int, ...]:
         """Strategies of the nodes of a group, given those of what it sees."""
-        return self.template.interior(self.result, seen)
+        return self.template.interior(self, seen)
+
+
+def reduce_around(
+    network: Network, keep: Collection[int], known: Known, *, check: Callable[[], None]
+) -> Inverse:
+    """Shrink a network exactly, but for some variables that keep all their strategies."""
+    links = SimplifyLinks()
+    eliminate = EliminateNeighbours(links, keep=keep, products=known.products)
+    dominated = DropDominated(keep=keep, losses=known.losses)
+    return Chain((links, eliminate, dominated), check).apply(network)
 
 
 def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:

@@ -1,0 +1,171 @@
+"""The difference of two plans of one program."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autoshard.errors import PlanError
+from autoshard.mesh import Mesh
+from autoshard.plan.document import CollectiveCount, Plan
+
+_COSTS = ("compute", "communication", "optimizer", "total")
+_MEMORY = ("parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "peak")
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that two plans hold or do differently.
+
+    Attributes:
+        name: of the parameter, the input, the node or the output's position.
+        before: its layouts in the first plan.
+        after: its layouts in the second plan.
+    """
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveChange:
+    """Collectives of one kind, axis and direction that two plans run differently.
+
+    Attributes:
+        kind: such as all_gather.
+        axis: name of the axis.
+        direction: forward or backward.
+        before: how many in the first plan.
+        after: how many in the second plan.
+        bytes_before: bytes of them together.
+        bytes_after: likewise.
+    """
+
+    kind: str
+    axis: str
+    direction: str
+    before: int
+    after: int
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of both plans, whether it differs or not."""
+
+    name: str
+    before: float
+    after: float
+
+    @property
+    def difference(self) -> float:
+        """After minus before."""
+        return self.after - self.before
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDifference:
+    """What distinguishes two plans of one program.
+
+    Attributes:
+        meshes: axes of both, such as ("dp=2 x tp=4", "tp=8").
+        inputs: parameters, buffers and user inputs that lie differently.
+        nodes: operators that take or make other layouts.
+        outputs: outputs that leave in another layout.
+        collectives: what is run more or less often, or on other sizes.
+        costs: seconds by kind.
+        memory: bytes per device at the peak by kind.
+    """
+
+    meshes: tuple[str, str]
+    inputs: tuple[Change, ...]
+    nodes: tuple[Change, ...]
+    outputs: tuple[Change, ...]
+    collectives: tuple[CollectiveChange, ...]
+    costs: tuple[Figure, ...]
+    memory: tuple[Figure, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether both plans do the same on the same mesh."""
+        same_mesh = self.meshes[0] == self.meshes[1]
+        changes = (self.inputs, self.nodes, self.outputs, self.collectives)
+        figures = (*self.costs, *self.memory)
+        return same_mesh and not any(changes) and not any(f.difference for f in figures)
+
+
+def compare_plans(before: Plan, after: Plan) -> PlanDifference:
+    """What distinguishes two plans of one program; the meshes may differ.
+
+    Raises:
+        PlanError: the plans are of different programs, or one of them found nothing.
+    """
+    for which, plan in (("first", before), ("second", after)):
+        if not plan.found:
+            raise PlanError(f"the {which} plan found nothing to compare: {plan.reason}")
+    if before.graph.digest != after.graph.digest:
+        raise PlanError("the plans are of different graphs; compare two plans of one graph")
+    return PlanDifference(
+        meshes=(mesh_text(before.mesh), mesh_text(after.mesh)),
+        inputs=_changes(_inputs(before), _inputs(after)),
+        nodes=_changes(_nodes(before), _nodes(after)),
+        outputs=_changes(_outputs(before), _outputs(after)),
+        collectives=tuple(_collectives(before.collectives, after.collectives)),
+        costs=_figures(_COSTS, before.costs, after.costs),
+        memory=_figures(_MEMORY, before.memory, after.memory),
+    )
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The axes of a mesh, such as `dp=2 x tp=4`."""
+    return " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
+
+
+def _inputs(plan: Plan) -> dict[str, str]:
+    return {i.target: i.layout for stage in plan.stages for i in stage.inputs}
+
+
+def _nodes(plan: Plan) -> dict[str, str]:
+    return {
+        node.name: f"{' '.join(node.inputs)} -> {' '.join(node.outputs)}".strip()
+        for stage in plan.stages
+        for node in stage.nodes
+    }
+
+
+def _outputs(plan: Plan) -> dict[str, str]:
+    return {str(o.position): o.layout for stage in plan.stages for o in stage.outputs}
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
+    return tuple(
+        Change(name, old, new) for name, old, new in _pairs(before, after, "") if old != new
+    )
+
+
+def _pairs(
+    before: Mapping[Key, Value], after: Mapping[Key, Value], missing: Value
+) -> Iterable[tuple[Key, Value, Value]]:
+    """Both values of every key, those of the first mapping first."""
+    for key in dict.fromkeys((*before, *after)):
+        yield key, before.get(key, missing), after.get(key, missing)
+
+
+def _collectives(
+    before: Iterable[CollectiveCount], after: Iterable[CollectiveCount]
+) -> Iterable[CollectiveChange]:
+    first, second = (
+        {(c.kind, c.axis, c.direction): (c.count, c.nbytes) for c in counts}
+        for counts in (before, after)
+    )
+    for (kind, axis, direction), old, new in _pairs(first, second, (0, 0)):
+        if old != new:
+            yield CollectiveChange(kind, axis, direction, old[0], new[0], old[1], new[1])
+
+
+def _figures(names: Iterable[str], before: object, after: object) -> tuple[Figure, ...]:
+    return tuple(Figure(name, getattr(before, name), getattr(after, name)) for name in names)

@@ -1,0 +1,124 @@
+"""Why there is no plan: which options cannot all hold, and whether memory is among them.
+
+A conflict is minimal: without any one of its members the others can hold. It is found by
+deletion filtering (Chinneck and Dravnieks, ORSA J. Comput. 3:157, 1991): leave out one
+restriction after the other, and leave it out for good where the rest still conflicts.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil, isfinite
+
+from autoshard.plan.document import Conflict
+from autoshard.plan.formulate import Formulation
+from autoshard.plan.steering import Restriction
+from autoshard.solve import (
+    USAGE_TOLERANCE,
+    CancelToken,
+    Problem,
+    Status,
+    minimum_usage,
+    solve_problem,
+)
+
+_LEAST_SECONDS = 1.0
+"""What a single look may take even where the time is over."""
+
+
+def find_conflict(
+    formulation: Formulation, *, seconds: float, cancel: CancelToken | None = None
+) -> Conflict:
+    """What keeps an infeasible formulation from having a plan.
+
+    Args:
+        formulation: a formulation without a solution.
+        seconds: time for looking; afterwards the conflict may not be minimal, and says so.
+        cancel: ends the search, as the end of the time does.
+    """
+    return _Filter(formulation, seconds, cancel).conflict()
+
+
+def conflict_text(conflict: Conflict) -> str:
+    """A conflict in words, with the way out."""
+    several = len(conflict.options) > 1
+    options = "; ".join(conflict.options) + ("" if conflict.minimal else " (or some of these)")
+    if conflict.budget is None:
+        what = "these options cannot all hold" if several else "this option cannot hold"
+        return f"no plan is possible, {what}: {options}; change or drop one"
+    short = f"no plan fits the memory budget of {conflict.budget:,} bytes per device"
+    least = "raise memory_budget, "
+    if conflict.least_budget is not None:
+        least = f"the smallest that works is {conflict.least_budget:,} bytes: {least}"
+    if not conflict.options:
+        return f"{short}; {least}use more devices, or a smaller batch"
+    return f"{short} together with: {options}; {least}or change or drop one of these"
+
+
+class _Filter:
+    def __init__(
+        self, formulation: Formulation, seconds: float, cancel: CancelToken | None
+    ) -> None:
+        self._formulation = formulation
+        self._deadline = time.perf_counter() + seconds
+        self._cancel = cancel
+
+    def conflict(self) -> Conflict:
+        problem = self._formulation.problem
+        if self._contradicts(problem):
+            members = self._smallest(self._contradicts)
+            return self._conflict(members, budget=None, least=float("inf"))
+        members = self._smallest(self._exceeds)
+        budget = self._formulation.prices.budget_bytes
+        return self._conflict(members, budget=budget, least=self._least(problem))
+
+    def _conflict(
+        self, members: Sequence[Restriction], *, budget: int | None, least: float
+    ) -> Conflict:
+        return Conflict(
+            options=tuple(restriction.label for restriction in members),
+            minimal=not self._over,
+            budget=budget,
+            least_budget=ceil(least) if isfinite(least) else None,
+        )
+
+    @property
+    def _remaining(self) -> float:
+        return max(self._deadline - time.perf_counter(), _LEAST_SECONDS)
+
+    @property
+    def _over(self) -> bool:
+        cancelled = self._cancel is not None and self._cancel.is_set()
+        return cancelled or time.perf_counter() > self._deadline
+
+    def _contradicts(self, problem: Problem) -> bool:
+        """Whether no choice is possible even with all the memory in the world."""
+        unlimited = replace(problem, usage_limit=float("inf"))
+        found = solve_problem(
+            unlimited, relative_gap=0.5, time_limit=self._remaining, cancel=self._cancel
+        )
+        return found.status is Status.INFEASIBLE
+
+    def _exceeds(self, problem: Problem) -> bool:
+        """Whether every choice takes more memory than there is."""
+        room = self._formulation.prices.budget_bytes * (1 + USAGE_TOLERANCE)
+        return self._least(problem) > room
+
+    def _least(self, problem: Problem) -> float:
+        return minimum_usage(problem, time_limit=self._remaining, cancel=self._cancel)
+
+    def _smallest(self, infeasible: Callable[[Problem], bool]) -> list[Restriction]:
+        """Restrictions that cannot all hold, though they can without any one of them."""
+        members = list(self._formulation.steering.restrictions)
+        if members and infeasible(self._steered([])):
+            return []
+        for restriction in tuple(members):
+            rest = [r for r in members if r is not restriction]
+            if rest and not self._over and infeasible(self._steered(rest)):
+                members = rest
+        return members
+
+    def _steered(self, restrictions: Sequence[Restriction]) -> Problem:
+        old = self._formulation
+        steering = old.steering.keeping(restrictions)
+        return Formulation(old.graph, old.axes, old.prices, steering=steering).problem

@@ -1,0 +1,303 @@
+"""Why a plan does what it does: every alternative of one choice, with its price."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from math import isfinite
+
+import numpy as np
+
+from autoshard.errors import OptionError, PlanError
+from autoshard.graph import Graph, graph_digest
+from autoshard.layouts import Layout
+from autoshard.plan.active import ActiveAxes
+from autoshard.plan.document import Plan, Stage
+from autoshard.plan.formulate import Formulation, Role, Variable
+from autoshard.plan.pricing import Prices
+from autoshard.plan.steering import Steering
+from autoshard.rules import Strategy
+from autoshard.solve import (
+    USAGE_TOLERANCE,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Status,
+    min_marginals,
+    solve_problem,
+)
+
+_EXACT = 1e-6
+"""Relative gap of the plans that a regret is measured with."""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One strategy of a choice.
+
+    Attributes:
+        layouts: the strategy as a pin takes it: a layout, or `inputs -> outputs`.
+        chosen: whether the plan has it.
+        time: seconds of its own, compute or the optimizer's update; None where forbidden.
+        memory: bytes per device that it holds itself.
+        total: seconds of the best plan that has it; None where there is none, or where
+            the time ended before one was found.
+        regret: seconds that this costs over the plan at hand; None where `total` is.
+        exact: whether `total` is proven best; if not, it is the best that was found.
+        override: seconds that it costs over the plan at hand if everything else stays as it
+            is; None where that is impossible.
+        forbidden: the steering options that forbid it.
+    """
+
+    layouts: str
+    chosen: bool
+    time: float | None
+    memory: int
+    total: float | None
+    regret: float | None
+    exact: bool
+    override: float | None
+    forbidden: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Every alternative of one choice of a plan.
+
+    Attributes:
+        name: of the node, the input, the value, or the position of the output.
+        kind: input, operator, shared (the layout that several consumers share) or output.
+        operator: what the node calls; empty for other kinds.
+        module: dotted path of the module that the node belongs to; empty for other kinds.
+        objective: seconds of the plan at hand.
+        alternatives: by regret; those that are impossible last.
+    """
+
+    name: str
+    kind: str
+    operator: str
+    module: str
+    objective: float
+    alternatives: tuple[Alternative, ...]
+
+
+def explain(
+    graph: Graph, plan: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
+) -> Explanation:
+    """Price every alternative of one choice of a plan.
+
+    Args:
+        graph: the program that was planned.
+        plan: its plan.
+        name: a node, an input (by argument or dotted name), a value, or the position of an
+            output (`0`).
+        value: whether a name that is both a node and a value means the value: the layout
+            that its consumers share.
+        time_limit: seconds for plans that must be made anew, because the budget binds;
+            afterwards totals are not exact.
+
+    Raises:
+        PlanError: there is no plan, or it is one of another graph.
+        OptionError: nothing has this name.
+    """
+    if not plan.found or plan.certificate.objective is None:
+        raise PlanError(f"there is no plan to explain: {plan.reason}")
+    if graph_digest(graph) != plan.graph.digest:
+        raise PlanError("the plan was made for another graph; explain it with its own")
+    axes = ActiveAxes.of(plan.mesh)
+    formulation = Formulation(
+        graph,
+        axes,
+        Prices(plan.mesh, plan.options),
+        steering=Steering.of(graph, plan.mesh, plan.options),
+    )
+    number = _find(formulation, name, value=value)
+    return _Explainer(formulation, plan, time_limit).explanation(number)
+
+
+def _find(formulation: Formulation, name: str, *, value: bool) -> int:
+    """Index of the choice that a name means."""
+    graph = formulation.graph
+    numbers = {(v.role, v.name): i for i, v in enumerate(formulation.variables)}
+    makers = {made: node.name for node in graph.nodes for made in node.outputs}
+    candidates = [(Role.OPERATOR, name), (Role.SHARED, name)]
+    if value:
+        candidates = [(Role.SHARED, name), (Role.OPERATOR, makers.get(name, ""))]
+    candidates += [
+        (Role.INPUT, i.name) for i in graph.inputs if name in (i.name, i.target, *i.aliases)
+    ]
+    candidates += [(Role.OPERATOR, makers.get(name, "")), (Role.OUTPUT, name)]
+    for candidate in candidates:
+        if candidate in numbers:
+            return numbers[candidate]
+    known = [*(n.name for n in graph.nodes), *(i.target for i in graph.inputs), *graph.values]
+    close = ", ".join(get_close_matches(name, list(dict.fromkeys(known)), n=3))
+    raise OptionError(
+        f"{name!r} is no node, value, input or output of the graph"
+        + (f"; there is {close}" if close else "")
+    )
+
+
+class _Explainer:
+    def __init__(self, formulation: Formulation, plan: Plan, time_limit: float) -> None:
+        assert plan.certificate.objective is not None
+        self._formulation = formulation
+        self._objective = plan.certificate.objective
+        self._problem = formulation.problem
+        self._deadline = time.perf_counter() + time_limit
+        self._choice = choices_of(formulation, plan.stages[0])
+
+    def explanation(self, number: int) -> Explanation:
+        variable = self._formulation.variables[number]
+        totals, exact = self._totals(number)
+        alternatives = [
+            self._alternative(number, s, total=float(totals[s]), exact=bool(exact[s]))
+            for s in range(len(variable.strategies))
+        ]
+        alternatives.sort(key=lambda a: (a.total is None, a.total or 0.0, not a.chosen))
+        nodes = self._formulation.graph.nodes if variable.role is Role.OPERATOR else ()
+        node = next((n for n in nodes if n.name == variable.name), None)
+        return Explanation(
+            name=variable.name,
+            kind=variable.role.value,
+            operator=node.operator if node else "",
+            module=node.module if node else "",
+            objective=self._objective,
+            alternatives=tuple(alternatives),
+        )
+
+    def _alternative(self, number: int, s: int, *, total: float, exact: bool) -> Alternative:
+        variable = self._formulation.variables[number]
+        strategy = variable.strategies[s]
+        place = (variable.role, variable.name)
+        return Alternative(
+            layouts=self._text(variable, strategy),
+            chosen=bool(self._choice[number] == s),
+            time=_finite(float(variable.time[s])),
+            memory=round(sum(float(use[s]) for use in variable.usage.values())),
+            total=_finite(total),
+            regret=_finite(self._difference(total)),
+            exact=exact,
+            override=_finite(self._override(number, s)),
+            forbidden=self._formulation.steering.violated(place, strategy),
+        )
+
+    def _difference(self, total: float) -> float:
+        """Seconds over the plan at hand, without the rounding of two sums."""
+        same = abs(total - self._objective) <= _ROUNDING * abs(self._objective)
+        return 0.0 if same else total - self._objective
+
+    def _text(self, variable: Variable, strategy: Strategy) -> str:
+        """A strategy over the whole mesh, as a pin takes it."""
+        graph = self._formulation.graph
+        if variable.role is Role.OPERATOR:
+            node = next(n for n in graph.nodes if n.name == variable.name)
+            inputs = self._widened(node.inputs, strategy.inputs)
+            return f"{inputs} -> {self._widened(node.outputs, strategy.outputs)}".strip()
+        if variable.role is Role.OUTPUT:
+            value = graph.outputs[int(variable.name)].name
+            assert value is not None
+            return self._widened((value,), strategy.inputs)
+        return self._widened((variable.name,), strategy.outputs)
+
+    def _widened(self, values: Iterable[str], layouts: Iterable[Layout]) -> str:
+        gradients = self._formulation.gradients
+        return " ".join(
+            str(self._formulation.axes.widen(layout, differentiable=gradients.exists(value)))
+            for value, layout in zip(values, layouts, strict=True)
+        )
+
+    def _totals(self, number: int) -> tuple[FloatArray, BoolArray]:
+        """Seconds of the best plan with each strategy, shape [S], and whether that is proven."""
+        marginals = min_marginals(self._problem)
+        size = self._problem.nodes[number].num_strategies
+        least = np.zeros(size) if marginals is None else marginals[number]
+        exact = np.ones(size, dtype=np.bool_)
+        if marginals is not None and self._memory_is_ample():
+            return least, exact
+        totals = np.full(size, np.inf)
+        for s in np.argsort(least, kind="stable").tolist():
+            if isfinite(least[s]):
+                totals[s], exact[s] = self._forced(number, s)
+        return totals, exact
+
+    def _memory_is_ample(self) -> bool:
+        """Whether no choice at all can exceed the budget."""
+        most = sum(float(node.usage.max()) for node in self._problem.nodes)
+        return most <= self._problem.usage_limit
+
+    def _forced(self, number: int, s: int) -> tuple[float, bool]:
+        """Seconds of the best plan with a strategy, and whether that is proven."""
+        remaining = self._deadline - time.perf_counter()
+        if remaining <= 0:
+            return float("inf"), False
+        node = self._problem.nodes[number]
+        cost = np.full(node.num_strategies, np.inf)
+        cost[s] = node.cost[s]
+        nodes = [*self._problem.nodes]
+        nodes[number] = replace(node, cost=cost)
+        forced = replace(self._problem, nodes=tuple(nodes))
+        found = solve_problem(forced, time_limit=remaining, relative_gap=_EXACT)
+        return found.objective, found.status in (Status.OPTIMAL, Status.INFEASIBLE)
+
+    def _override(self, number: int, s: int) -> float:
+        """Seconds over the plan at hand if this alone changes."""
+        problem, old = self._problem, self._choice
+        new = old.copy()
+        new[number] = s
+        cost = problem.nodes[number].cost
+        more = float(cost[s] - cost[old[number]])
+        for edge in problem.edges:
+            if number in (edge.source, edge.target):
+                before = edge.cost[edge.rows[old[edge.source]], edge.cols[old[edge.target]]]
+                after = edge.cost[edge.rows[new[edge.source]], edge.cols[new[edge.target]]]
+                more += float(after - before)
+        if not isfinite(more):
+            return float("inf")
+        fits = problem.peak_usage(new) <= problem.usage_limit * (1 + USAGE_TOLERANCE)
+        return more if fits else float("inf")
+
+
+def _finite(number: float) -> float | None:
+    return number if isfinite(number) else None
+
+
+def choices_of(formulation: Formulation, stage: Stage) -> IntArray:
+    """The strategy index of each choice of a formulation in a plan.
+
+    Raises:
+        PlanError: the plan has a layout that the formulation does not offer.
+    """
+    axes = formulation.axes
+
+    def layouts(*texts: str) -> tuple[Layout, ...]:
+        return tuple(axes.narrow(Layout.parse(text)) for text in texts)
+
+    placed = {
+        **{(Role.INPUT, i.name): ((), layouts(i.layout)) for i in stage.inputs},
+        **{(Role.OPERATOR, n.name): (layouts(*n.inputs), layouts(*n.outputs)) for n in stage.nodes},
+        **{(Role.OUTPUT, str(o.position)): (layouts(o.layout), ()) for o in stage.outputs},
+    }
+    shared = {c.value: layouts(c.target) for c in stage.conversions if c.consumer is None}
+    into = {arc.target: arc for arc in formulation.arcs}
+    choice: IntArray = np.zeros(len(formulation.variables), dtype=np.intp)
+    for i, variable in enumerate(formulation.variables):
+        wanted = placed.get((variable.role, variable.name))
+        if variable.role is Role.SHARED:
+            arc = into[i]
+            made = formulation.variables[arc.source].strategies[choice[arc.source]]
+            kept = shared.get(variable.name, (formulation.layout_at_source(arc, made),))
+            wanted = (kept, kept)
+        try:
+            choice[i] = next(
+                s
+                for s, strategy in enumerate(variable.strategies)
+                if (strategy.inputs, strategy.outputs) == wanted
+            )
+        except StopIteration:
+            raise PlanError(
+                f"the plan's {variable.role} {variable.name!r} is not among the strategies "
+                "of this version; check the plan, or make it anew"
+            ) from None
+    return choice

@@ -1,0 +1,142 @@
+"""Problems too large for one linear program: bounds by messages, choices by windows."""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard.solve.ascent import Ascent
+from autoshard.solve.network import Link, Network
+from autoshard.solve.problem import IntArray
+from autoshard.solve.stage import Stage
+
+LARGE = 200_000
+"""Entries of matrices and usage rows from which on messages come before linear programs."""
+HUGE = 1_000_000
+"""The same, from which on windows come before linear programs."""
+_MOST_ROUNDS = 4
+_ASCENT_SHARE = 0.6
+_WORTHWHILE = 0.2
+_FIRST_WINDOW = 40
+_WINDOW_SECONDS = 4.0
+_GROWTH = 1.25
+_SHRINKAGE = 0.6
+
+
+def size(network: Network) -> int:
+    """Entries of all matrices and usage rows: about the length of the linear program."""
+    pairs = sum(link.matrix.values.size for _, _, link in network.pairs())
+    usage = sum(
+        (term.last - term.first) * len(term.usage)
+        for variable in network.variables.values()
+        for term in variable.terms
+    )
+    return pairs + usage
+
+
+def ascend(stage: Stage) -> None:
+    """Bound a large problem by messages, and drop what cannot matter any more."""
+    search = stage.search
+    for _ in range(_MOST_ROUNDS):
+        if stage.done or search.closed or size(stage.network) < LARGE:
+            return
+        search.enter("pass messages")
+        least = Ascent(stage).run(_ASCENT_SHARE * search.remaining)
+        before = sum(len(x.cost) for x in stage.network.variables.values())
+        dropped = stage.drop_hopeless(least)
+        stage.reduce()
+        if dropped < _WORTHWHILE * before:
+            return
+
+
+def search_windows(stage: Stage, solve: Callable[[Stage, float], object]) -> None:
+    """Improve the best choice a part at a time, until the time is over.
+
+    Large-neighbourhood search: everything outside of a window keeps its strategy, and the
+    window is solved as a problem of its own. Windows are variables near each other in the
+    network, or alive at the same time, in turn.
+
+    Args:
+        stage: a problem for which linear programs take too long.
+        solve: closes a stage within the seconds it is given.
+    """
+    search = stage.search
+    if stage.done or search.closed or size(stage.network) < HUGE or np.isinf(search.remaining):
+        return
+    search.enter("search windows")
+    rng = np.random.default_rng(search.seed)
+    width = float(_FIRST_WINDOW)
+    variables = np.array(sorted(stage.network.variables))
+    while not search.closed:
+        search.check()
+        picks = None if search.choice is None else stage.pick_of(search.choice)
+        if picks is None:
+            return
+        nearby = bool(rng.integers(2)) or not len(stage.network.capacity)
+        draw = _nearby if nearby else _contemporary
+        members = draw(stage.network, variables, int(width), rng)
+        start, before = search.elapsed, search.objective
+        window = _window(stage, members, picks)
+        window.reduce()
+        solve(window, _WINDOW_SECONDS)
+        slow = search.elapsed - start > _WINDOW_SECONDS
+        width = max(width * (_SHRINKAGE if slow else _GROWTH), 2.0)
+        width = min(width, float(len(variables)))
+        search.count("windows")
+        search.count("windows.better", float(search.objective < before))
+
+
+def _nearby(
+    network: Network, variables: IntArray, width: int, rng: np.random.Generator
+) -> list[int]:
+    """Variables around a random one, nearest first."""
+    root = int(rng.choice(variables))
+    queue, seen = deque([root]), {root}
+    members: list[int] = []
+    while queue and len(members) < width:
+        v = queue.popleft()
+        members.append(v)
+        fresh = [w for w in network.links[v] if w not in seen]
+        rng.shuffle(fresh)
+        seen.update(fresh)
+        queue.extend(fresh)
+    return members
+
+
+def _contemporary(
+    network: Network, variables: IntArray, width: int, rng: np.random.Generator
+) -> list[int]:
+    """Variables alive at a random checkpoint."""
+    time = int(rng.integers(len(network.capacity)))
+    alive = [
+        int(v)
+        for v in variables
+        if any(term.first <= time < term.last for term in network.variables[v].terms)
+    ]
+    rng.shuffle(alive)
+    return alive[:width] or [int(variables[0])]
+
+
+def _window(stage: Stage, members: list[int], picks: dict[int, int]) -> Stage:
+    """The problem of some variables when all others keep their picks."""
+    network, inside = stage.network, set(members)
+    part = Network()
+    part.capacity = network.capacity - network.usage(
+        picks, [v for v in network.variables if v not in inside]
+    )
+    for v in members:
+        variable = network.variables[v]
+        part.variables[v], part.links[v], part.changes[v] = variable, {}, 0
+    for v in members:
+        for w, link in network.links[v].items():
+            if w not in inside:
+                part.add_cost(v, link.matrix.values[link.rows, link.cols[picks[w]]])
+            elif v < w:
+                part.put(v, w, Link(link.matrix, link.rows, link.cols))
+    outside = {v: x.labels[picks[v]] for v, x in network.variables.items() if v not in inside}
+
+    def invert(choice: IntArray) -> None:
+        for v, label in outside.items():
+            choice[v] = label
+
+    return stage.narrowed(part, invert)

@@ -1,0 +1,89 @@
+"""Measure, and write the tables into docs/performance.md.
+
+    python -m benchmarks                                   everything
+    python -m benchmarks --tables headline depth           two tables
+    python -m benchmarks --tables models --models gpt2     one model of a table
+
+The table of the contest needs its instances: `--instances PATH[:SECONDS] ...`.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.document import caption, replace_table
+from benchmarks.planning import Settings
+from benchmarks.tables import TABLES, Selection
+
+_DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
+
+
+def main() -> int:
+    """Measure the tables that are asked for, and write each as soon as it is there."""
+    options = _parser().parse_args()
+    selection = Selection(
+        models=tuple(options.models),
+        meshes=tuple(options.meshes),
+        instances=tuple(options.instances),
+        num_problems=options.num_problems,
+    )
+    settings = _settings(options)
+    for name in options.tables or _possible(selection):
+        how = _how(name, settings, selection)
+        head = caption(how)
+        table = TABLES[name](settings, selection)
+        document = options.document.read_text(encoding="utf-8")
+        changed = replace_table(document, name, f"{head}\n\n{table}")
+        options.document.write_text(changed, encoding="utf-8")
+    return 0
+
+
+def _possible(selection: Selection) -> list[str]:
+    """All tables, without the contest's where its instances are not at hand."""
+    return [name for name in TABLES if name != "contest" or selection.instances]
+
+
+def _how(name: str, settings: Settings, selection: Selection) -> str:
+    if name in {"contest", "random"}:
+        return "one run"
+    part = ", a part of the models and meshes" if selection.models or selection.meshes else ""
+    resumed = ", some results from an earlier run" if settings.resume else ""
+    times = "one run" if settings.repetitions == 1 else f"medians of {settings.repetitions} runs"
+    return f"{times}{part}{resumed}, solver limit {settings.time_limit:.0f} s"
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    return Settings(
+        options.folder,
+        repetitions=options.repetitions,
+        time_limit=options.time_limit,
+        patience=options.patience,
+        most_memory=int(options.most_memory * 1e9),
+        resume=options.resume,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure planning.")
+    add = parser.add_argument
+    add("--tables", nargs="+", choices=TABLES, default=[], help="default: all")
+    add("--models", nargs="+", default=[], help="of the table of models; default: all")
+    add("--meshes", nargs="+", type=_mesh, default=[], help="likewise, such as 8 2x4")
+    add("--instances", nargs="+", default=[], help="contest files, PATH or PATH:SECONDS")
+    add("--num-problems", type=int, default=10_000, help="random problems")
+    add("--repetitions", type=int, default=5, help="measurements per case")
+    add("--time-limit", type=float, default=120.0, help="seconds for the solver")
+    add("--patience", type=float, default=600.0, help="seconds until a measurement is stopped")
+    add("--most-memory", type=float, default=12.0, help="GB that a measurement may take")
+    add("--folder", type=Path, default=Path("build/benchmarks"), help="exports and results")
+    add("--document", type=Path, default=_DOCUMENT, help="what the tables are written into")
+    add("--resume", action="store_true", help="take results that the folder has already")
+    return parser
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split("x"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

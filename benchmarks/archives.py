@@ -1,0 +1,47 @@
+"""Exported models on disk, made when they are first asked for.
+
+Exporting happens in another process: it needs torch, and the process that starts the
+measurements must stay small (a child's peak memory is never below its parent's on Linux).
+"""
+
+import hashlib
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("models.py")
+
+
+class ExportFailedError(Exception):
+    """A model cannot be exported; the message is what the export said last."""
+
+
+def archive(name: str, folder: Path) -> Path:
+    """The archive of a model of `benchmarks.models`, from the folder or exported anew.
+
+    Raises:
+        ExportFailedError: it cannot be exported.
+    """
+    path = folder / f"{name}-{_state()}.pt2"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        command = [sys.executable, "-m", "benchmarks.models", name, str(partial)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  our own module
+        if done.returncode:
+            raise ExportFailedError(last_line(done.stderr) or f"status {done.returncode}")
+        partial.rename(path)
+    return path
+
+
+def last_line(text: str) -> str:
+    """What a process said last; an exception's message, as a rule."""
+    return text.strip().rpartition("\n")[2]
+
+
+def _state() -> str:
+    """Eight digits that change with the models' description and with what exports them."""
+    versions = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    text = "\n".join([_SOURCE.read_text(encoding="utf-8"), *versions])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

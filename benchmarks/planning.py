@@ -1,0 +1,204 @@
+"""Cases of planning, and what measuring them several times gives."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.archives import ExportFailedError, archive, last_line
+
+UNLIMITED = 10**15
+"""Bytes per device that no model here needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How cases are measured.
+
+    Attributes:
+        folder: holds exported models and results.
+        repetitions: measurements of a case, each in a fresh process.
+        time_limit: seconds for the solver, and once more for finding a conflict.
+        patience: seconds after which a measurement is stopped, whatever it does.
+        most_memory: bytes of address space that a measurement may take.
+        resume: whether results in the folder are taken instead of measuring again.
+    """
+
+    folder: Path
+    repetitions: int = 5
+    time_limit: float = 120.0
+    patience: float = 600.0
+    most_memory: int = 12 * 10**9
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is planned.
+
+    Attributes:
+        model: a name in `benchmarks.models`.
+        mesh: size of each axis of H100s in nodes of 8, the default topology.
+        mode: training or inference.
+        memory_budget: bytes per device; the device's own memory if None.
+    """
+
+    model: str
+    mesh: tuple[int, ...]
+    mode: str = "training"
+    memory_budget: int | None = None
+
+    @property
+    def mesh_text(self) -> str:
+        """Such as 2x4."""
+        return "x".join(map(str, self.mesh))
+
+    def __str__(self) -> str:
+        budget = "" if self.memory_budget is None else ", memory lifted"
+        return f"{self.model} on {self.mesh_text}, {self.mode}{budget}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What measuring a case gave.
+
+    Attributes:
+        case: what was planned.
+        runs: what `benchmarks.measure` printed, one per repetition that came to its end.
+        failure: why there is none, or not as many as were wanted; else empty.
+    """
+
+    case: Case
+    runs: tuple[Mapping[str, Any], ...]
+    failure: str = ""
+
+    def seconds(self, phase: str) -> float:
+        """Median of a phase; zero where the phase did not take place."""
+        return float(median(run["seconds"].get(phase, 0.0) for run in self.runs))
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Least and largest total seconds."""
+        totals = [run["seconds"]["total"] for run in self.runs]
+        return min(totals), max(totals)
+
+    @property
+    def peak(self) -> float:
+        """Median of the peak memory of the process, bytes."""
+        return float(median(run["peak"] for run in self.runs))
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The last run; what has no clock in it is the same in all, or `note` says so."""
+        return self.runs[-1]
+
+    @property
+    def gap(self) -> float | None:
+        """Largest gap of all runs; None where a run has no plan or no bound."""
+        gaps = [run["certificate"]["gap"] for run in self.runs]
+        return None if not gaps or None in gaps else max(gaps)
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether memory keeps the case from having a plan."""
+        return bool(self.runs) and bool(self.last["memory_conflict"])
+
+    @property
+    def status(self) -> str:
+        """One word or two for a table."""
+        if not self.runs:
+            return "**failed**"
+        statuses = sorted({run["certificate"]["status"] for run in self.runs})
+        found = all(run["certificate"]["objective"] is not None for run in self.runs)
+        if found and not all(run["legal"] for run in self.runs):
+            return "**illegal plan**"
+        return ", ".join(statuses) if found else f"**{', '.join(statuses)}**"
+
+    @property
+    def note(self) -> str:
+        """Whatever a reader has to know besides the figures; empty where all is well."""
+        return self.failure or "; ".join(sorted({run["reason"] for run in self.runs} - {""}))
+
+
+def measure_case(case: Case, settings: Settings) -> Result:
+    """Measure a case as often as the settings say; a failure is not repeated."""
+    key = json.dumps([asdict(case), settings.repetitions, settings.time_limit])
+    name = f"{case.model}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    kept = settings.folder / "results" / name
+    if settings.resume and kept.exists():
+        known = json.loads(kept.read_text(encoding="utf-8"))
+        return Result(case, tuple(known["runs"]), known["failure"])
+    result = _measured(case, settings)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    content = {"case": asdict(case), "runs": result.runs, "failure": result.failure}
+    kept.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return result
+
+
+def _measured(case: Case, settings: Settings) -> Result:
+    try:
+        path = archive(case.model, settings.folder / "models")
+    except ExportFailedError as error:
+        return Result(case, (), f"cannot be exported: {error}")
+    asked = {
+        "archive": str(path),
+        "mesh": case.mesh,
+        "options": {
+            "mode": case.mode,
+            "memory_budget": case.memory_budget,
+            "time_limit": settings.time_limit,
+        },
+        "most_memory": settings.most_memory,
+    }
+    runs: list[Mapping[str, Any]] = []
+    for _ in range(settings.repetitions):
+        run = run_module("benchmarks.measure", asked, patience=settings.patience)
+        if "error" in run:
+            return Result(case, tuple(runs), run["error"])
+        runs.append(run)
+    return Result(case, tuple(runs))
+
+
+def run_module(module: str, asked: Mapping[str, Any], *, patience: float) -> dict[str, Any]:
+    """What a module prints last, run in a fresh process with one JSON argument.
+
+    Where it ends otherwise, or not within `patience` seconds, `error` says how.
+    """
+    command = [sys.executable, "-m", module, json.dumps(asked)]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err)  # noqa: S603  our own module
+        try:
+            process.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return {"error": f"stopped after {patience:.0f} s in phase '{_last(out)['phase']}'"}
+        err.seek(0)
+        said = last_line(err.read())
+        last = _last(out)
+        if process.returncode or "phase" in last:
+            status = f"ended with status {process.returncode} in phase '{last.get('phase')}'"
+            return {"error": f"{status}: {said}".strip(": ")}
+        return last
+
+
+def _last(printed: Any) -> dict[str, Any]:
+    printed.seek(0)
+    last: dict[str, Any] = {"phase": "start"}
+    for value in _values(printed):
+        last = value
+    return last
+
+
+def _values(lines: Any) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue

@@ -1,0 +1,80 @@
+"""One measurement of the service: a request that is new to it, then the same one again.
+
+The service is a process of its own with an empty cache. "answer" is the time until the
+whole response is there; "plan" is what the client needs with reading and validating it.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from autoshard.client import Client
+from autoshard.demo import service
+from autoshard.errors import AutoshardError
+from autoshard.plan import PlanOptions
+
+
+def measure(asked: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a first request and of each repetition.
+
+    Args:
+        asked: `archive`, a path; `mesh`; `options`; and the number of `repetitions`.
+    """
+    data = Path(asked["archive"]).read_bytes()
+    options = PlanOptions.model_validate(asked["options"])
+    with tempfile.TemporaryDirectory() as folder, service(Path(folder)) as url:
+        with Client(url, timeout=asked["options"]["time_limit"] + 60) as client:
+            first, _ = _client_seconds(client, data, asked["mesh"], options)
+            again = [
+                _client_seconds(client, data, asked["mesh"], options)
+                for _ in range(asked["repetitions"])
+            ]
+        answers = [_answer_seconds(url, data, asked) for _ in range(asked["repetitions"])]
+    return {
+        "first": first,
+        "plan": [seconds for seconds, _ in again],
+        "answer": [seconds for seconds, _, _ in answers],
+        "hits": all(cached for _, cached in again) and all(cached for _, cached, _ in answers),
+        "archive_bytes": len(data),
+        "answer_bytes": answers[-1][2],
+    }
+
+
+def _client_seconds(
+    client: Client, data: bytes, mesh: list[int], options: PlanOptions
+) -> tuple[float, bool]:
+    start = time.perf_counter()
+    result = client.request_plan(data, mesh=mesh, options=options)
+    return time.perf_counter() - start, result.cached
+
+
+def _answer_seconds(url: str, data: bytes, asked: dict[str, Any]) -> tuple[float, bool, int]:
+    request = json.dumps({"mesh": {"shape": asked["mesh"]}, "options": asked["options"]})
+    files: dict[str, tuple[str | None, bytes]] = {
+        "graph": ("graph", data),
+        "request": (None, request.encode()),
+    }
+    start = time.perf_counter()
+    response = httpx2.post(f"{url}/v1/plans", files=files, timeout=60.0)
+    seconds = time.perf_counter() - start
+    cached = response.headers.get("Autoshard-Cache") == "hit"
+    return seconds, cached, len(response.content)
+
+
+def main() -> int:
+    """Measure what the only argument asks for, and print the result."""
+    try:
+        result = measure(json.loads(sys.argv[1]))
+    except AutoshardError as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

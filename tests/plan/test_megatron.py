@@ -1,0 +1,86 @@
+"""The fixed pattern: what it looks like, and that it never beats the optimum."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from support.meshes import slow_devices
+from support.models import Planner, bert, gpt2, llama, meta, mlp, small_graph
+
+from autoshard.plan import Plan
+from autoshard.solve import Status
+
+LLAMA = partial(llama, layers=1)
+
+
+def parameters(plan: Plan) -> dict[str, str]:
+    return {p.target: p.layout for p in plan.stages[0].parameters}
+
+
+def test_linears_go_by_columns_then_rows(planned: Planner) -> None:
+    plan = planned(meta(mlp, 64, 512, 2048, 512), (2, 4), algo="megatron")
+    assert parameters(plan) == {
+        "up.weight": "I,S(0)",
+        "up.bias": "I,S(0)",
+        "down.weight": "I,S(1)",
+        "down.bias": "I,I",
+    }
+    assert plan.stages[0].inputs[-1].layout == "S(0),R"
+    assert {(c.kind, c.axis) for c in plan.collectives} == {
+        ("all_reduce", "dp"),
+        ("all_reduce", "tp"),
+    }
+
+
+def test_attention_goes_by_heads_and_embeddings_by_vocabulary(planned: Planner) -> None:
+    plan = planned(small_graph(LLAMA), slow_devices(dp=2, tp=2), algo="megatron")
+    lies = parameters(plan)
+    by_columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+    by_rows = ("o_proj", "down_proj")
+    for name, layout in lies.items():
+        module = name.split(".")[-2]
+        if "norm" in module:
+            assert layout == "I,I"
+        elif module in by_columns:
+            assert layout == "I,S(0)"
+        elif module in by_rows:
+            assert layout == "I,S(1)"
+        else:
+            assert module == "embed_tokens"
+            assert layout in {"I,S(0)", "I,I"}
+    attention = [n for n in plan.stages[0].nodes if "attention" in n.name]
+    assert {n.outputs for n in attention} == {("S(0),S(1)",)}
+    assert all(text.startswith("I,") for text in lies.values())
+    assert not {c.kind for c in plan.collectives} & {"reduce_scatter", "all_to_all"}
+
+
+def test_the_batch_may_have_an_axis_of_choice(planned: Planner) -> None:
+    plan = planned(small_graph(LLAMA), slow_devices(a=2, b=2), algo="megatron", batch_axis="b")
+    (ids, *_) = [i for i in plan.stages[0].inputs if i.kind == "user"]
+    assert ids.layout == "R,S(0)"
+    assert parameters(plan)["model.layers.0.mlp.up_proj.weight"] == "S(0),I"
+
+
+def test_one_axis_that_is_the_batch_axis_is_data_parallelism(planned: Planner) -> None:
+    plan = planned(small_graph(gpt2), slow_devices(a=4), algo="megatron", batch_axis="a")
+    assert set(parameters(plan).values()) == {"I"}
+
+
+def test_axes_that_do_not_divide_the_batch_stay_idle(planned: Planner) -> None:
+    plan = planned(small_graph(mlp), slow_devices(a=3, b=4, c=2), algo="megatron")
+    assert plan.stages[0].inputs[-1].layout == "R,S(0),R"
+
+
+@pytest.mark.parametrize("build", [mlp, gpt2, bert, LLAMA])
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_the_pattern_never_beats_the_optimum(
+    planned: Planner, build: Callable[[], Any], mode: str
+) -> None:
+    graph, mesh = small_graph(build), slow_devices(dp=2, tp=2)
+    best = planned(graph, mesh, mode=mode)
+    pattern = planned(graph, mesh, mode=mode, algo="megatron")
+    assert pattern.certificate.status is Status.OPTIMAL
+    assert pattern.certificate.objective >= best.certificate.bound
+    # It is a serious baseline: within twice of the optimum, not a straw man.
+    assert pattern.certificate.objective <= 2 * best.certificate.objective

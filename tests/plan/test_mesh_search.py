@@ -1,0 +1,116 @@
+"""Every mesh of so many devices, planned in processes of their own."""
+
+from dataclasses import replace
+from math import prod
+from threading import Event
+
+import pytest
+from support.meshes import slow_devices
+from support.models import Planner, mlp, small_graph
+
+from autoshard.errors import MeshError, OptionError
+from autoshard.mesh import Topology, get_topology
+from autoshard.plan import (
+    Pins,
+    PlanOptions,
+    SearchProgress,
+    candidate_meshes,
+    check_plan,
+    search_meshes,
+)
+
+FLAT: Topology = slow_devices(a=2).topology
+
+
+def shapes(num_devices: int, **options: object) -> list[tuple[int, ...]]:
+    return [mesh.axis_sizes for mesh in candidate_meshes(num_devices, **options)]
+
+
+def test_every_factorisation_is_a_candidate() -> None:
+    assert shapes(16) == [(16,), (2, 8), (4, 4), (8, 2), (2, 2, 4), (4, 2, 2)]
+    assert shapes(1) == [(1,)]
+    assert shapes(7) == [(7,)]
+    assert shapes(8, max_axes=1) == [(8,)]
+    assert all(prod(shape) == 360 for shape in shapes(360, max_axes=6))
+
+
+def test_orders_that_lie_alike_over_the_links_are_one() -> None:
+    # Inside one node, or where all links are alike, the order of axes changes nothing.
+    assert shapes(8, topology="h100-sxm") == [(8,), (2, 4), (2, 2, 2)]
+    assert shapes(64, topology=FLAT, max_axes=2) == [(64,), (2, 32), (4, 16), (8, 8)]
+    # Between nodes it matters which axis crosses.
+    assert {(2, 8), (8, 2)} <= set(shapes(16, topology="h100-sxm"))
+
+
+def test_orders_that_are_one_have_one_price(planned: Planner) -> None:
+    graph = small_graph(mlp)
+    first, second = (planned(graph, slow_devices(a=a, b=b)) for a, b in ((2, 4), (4, 2)))
+    assert first.costs.total == pytest.approx(second.costs.total)
+
+
+def test_a_search_ranks_the_plans_of_all_meshes(planned: Planner) -> None:
+    graph = small_graph(mlp)
+    seen: list[SearchProgress] = []
+    found = search_meshes(graph, 8, topology=FLAT, on_progress=seen.append)
+    assert [p.done for p in seen] == [1, 2, 3]
+    assert {p.total for p in seen} == {3}
+    objectives = [candidate.objective for candidate in found]
+    assert objectives == sorted(objectives)
+    for candidate in found:
+        assert candidate.plan is not None
+        assert check_plan(candidate.plan, graph) == ()
+        alone = planned(graph, candidate.mesh)
+        assert candidate.plan.id == alone.id
+        assert candidate.plan.stages == alone.stages
+
+
+def test_meshes_that_the_options_do_not_fit_come_last() -> None:
+    pins = Pins(parameters={"up.weight": "S(0),*"})
+    options = PlanOptions(pins=pins, mode="inference")
+    found = search_meshes(small_graph(mlp), 4, options=options, num_workers=1)
+    assert [candidate.mesh.axis_sizes for candidate in found] == [(2, 2), (4,)]
+    assert found[0].plan is not None
+    assert found[1].plan is None
+    assert "one part per axis" in found[1].error
+
+
+def test_options_that_fit_no_mesh_are_refused() -> None:
+    options = PlanOptions(pins=Pins(parameters={"sideways.*": "*"}))
+    with pytest.raises(OptionError, match=r"no mesh of 2 devices.*no such name"):
+        search_meshes(small_graph(mlp), 2, options=options)
+
+
+def test_a_search_stops_when_it_is_told_to() -> None:
+    stop = Event()
+    found = search_meshes(
+        small_graph(mlp),
+        64,
+        topology=FLAT,
+        num_workers=1,
+        max_axes=2,
+        on_progress=lambda _: stop.set(),
+        cancel=stop,
+    )
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"num_devices": 0}, "num_devices is 0"),
+        ({"num_devices": 8, "max_axes": 0}, "max_axes is 0"),
+        ({"num_devices": 8, "max_axes": 9}, "max_axes is 9"),
+        ({"num_devices": 8, "num_workers": 0}, "num_workers is 0"),
+    ],
+)
+def test_numbers_out_of_range_are_named(arguments: dict[str, int], complaint: str) -> None:
+    with pytest.raises(OptionError, match=complaint):
+        search_meshes(small_graph(mlp), **arguments)
+
+
+def test_a_topology_must_hold_the_devices() -> None:
+    with pytest.raises(MeshError, match="abacus"):
+        candidate_meshes(8, topology="abacus")
+    small = replace(get_topology("h100-sxm"), levels=get_topology("h100-sxm").levels[:1])
+    with pytest.raises(MeshError, match="holds 8"):
+        candidate_meshes(16, topology=small)

@@ -1,0 +1,244 @@
+"""Pins, forbidden collectives, the batch axis: plans obey them, and the checker sees to it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from support.meshes import slow_devices
+from support.models import Planner, bert, gpt2, graph_of, llama, meta, mlp, small_graph
+
+from autoshard.errors import OptionError
+from autoshard.graph import Graph
+from autoshard.layouts import Layout
+from autoshard.mesh import Mesh, make_mesh
+from autoshard.plan import Pins, Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan.active import ActiveAxes
+from autoshard.plan.origins import Origin, Origins
+from autoshard.plan.patterns import LayoutPattern
+from autoshard.solve import Status
+
+LLAMA = partial(llama, layers=1)
+SLOW_2X2 = slow_devices(a=2, b=2)
+
+
+def inputs(plan: Plan) -> dict[str, str]:
+    return {i.target: i.layout for i in plan.stages[0].inputs}
+
+
+def node(plan: Plan, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    (found,) = [n for n in plan.stages[0].nodes if n.name == name]
+    return found.inputs, found.outputs
+
+
+def kinds(plan: Plan, axis: str | None = None) -> set[str]:
+    return {c.kind for c in plan.collectives if axis in (None, c.axis)}
+
+
+def test_pins_hold(planned: Planner) -> None:
+    pins = Pins(
+        parameters={"*.c_fc.weight": "*,S(0)", "transformer.wte.weight": "S(0),S(1)"},
+        inputs={"input_ids": "R,S(1)"},
+        outputs={"1": "S(1),*"},
+        nodes={"layer_norm": "S(0),R"},
+    )
+    graph = small_graph(gpt2)
+    plan = planned(graph, SLOW_2X2, pins=pins)
+    lies = inputs(plan)
+    for name, layout in lies.items():
+        if name.endswith("c_fc.weight"):
+            assert layout.endswith(",S(0)")
+    # The embedding is tied to the head, so it goes by either name.
+    assert lies["lm_head.weight"] == "S(0),S(1)"
+    assert lies["input_ids"] == "R,S(1)"
+    assert plan.stages[0].outputs[1].layout.startswith("S(1),")
+    assert node(plan, "layer_norm")[1] == ("S(0),R",)
+    free = planned(graph, SLOW_2X2)
+    assert plan.certificate.status is Status.OPTIMAL
+    assert plan.certificate.objective > free.certificate.objective
+
+
+def test_a_module_pin_holds_for_what_leaves_the_module(planned: Planner) -> None:
+    graph = small_graph(gpt2)
+    plan = planned(graph, SLOW_2X2, pins=Pins(nodes={"transformer.h.*.mlp": "S(0),S(2)"}))
+    leaving = [
+        n.name
+        for i, n in enumerate(graph.nodes)
+        if ".mlp" in n.module and any(".mlp" not in graph.nodes[u].module for u in users(graph, i))
+    ]
+    assert len(leaving) == 2
+    for name in leaving:
+        assert node(plan, name)[1] == ("S(0),S(2)",)
+
+
+def users(graph: Graph, i: int) -> list[int]:
+    return [user for value in graph.nodes[i].outputs for user, _ in graph.consumers[value]]
+
+
+def test_a_node_pin_may_give_inputs_too(planned: Planner) -> None:
+    pins = Pins(nodes={"linear": "* S(1),* * -> P,*"})
+    taken, made = node(planned(small_graph(mlp), SLOW_2X2, pins=pins), "linear")
+    assert taken[1].startswith("S(1),")
+    assert made[0].startswith("P,")
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_words_of_dtensor_mean_the_same(planned: Planner, mode: str) -> None:
+    words = {"up.weight": "Shard(dim=0),Replicate()", "down.weight": "Replicate(),Shard(1)"}
+    types = {"up.weight": "S(0),R", "down.weight": "I,S(1)"}
+    plans = [
+        planned(small_graph(mlp), SLOW_2X2, mode=mode, pins=Pins(parameters=pins))
+        for pins in (words, types)
+    ]
+    whole = "I" if mode == "training" else "R"
+    assert inputs(plans[0])["up.weight"] == f"S(0),{whole}"
+    assert plans[0].stages == plans[1].stages
+
+
+def test_a_pin_says_how_axes_nest() -> None:
+    axes = ActiveAxes.of(SLOW_2X2)
+    inward = LayoutPattern.parse("S(0),S(0);1>0", axes, exact=True)
+    assert inward.matches(Layout.parse("S(0),S(0);1>0"))
+    assert not inward.matches(Layout.parse("S(0),S(0)"))
+    assert LayoutPattern.parse("S(0),*", axes, exact=True).matches(Layout.parse("S(0),S(0);1>0"))
+
+
+def test_a_pin_on_an_axis_of_one_rank_says_nothing(planned: Planner) -> None:
+    graph = small_graph(mlp)
+    mesh = slow_devices(a=1, b=4)
+    pinned = planned(graph, mesh, pins=Pins(parameters={"*.weight": "S(1),*"}))
+    assert pinned.stages == planned(graph, mesh).stages
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"])
+def test_a_forbidden_collective_does_not_run(planned: Planner, kind: str) -> None:
+    graph = graph_of(meta(mlp, 64, 512, 512, 512))
+    mesh = slow_devices(a=2, b=2)
+    assert kind not in kinds(planned(graph, mesh, forbid=[{"kind": kind}]))
+    only = planned(graph, mesh, forbid=[{"kind": kind, "axis": "b"}])
+    assert kind not in kinds(only, "b")
+
+
+def test_forbidding_what_a_plan_runs_makes_it_dearer(planned: Planner) -> None:
+    graph = small_graph(gpt2)
+    free = planned(graph, SLOW_2X2)
+    for kind in kinds(free) - {"all_reduce"}:
+        plan = planned(graph, SLOW_2X2, forbid=[{"kind": kind}])
+        assert plan.certificate.bound > free.certificate.objective
+
+
+@pytest.mark.parametrize("build", [mlp, gpt2, bert, LLAMA])
+def test_the_batch_is_cut_on_its_axis_and_on_no_other(
+    planned: Planner, build: Callable[[], Any]
+) -> None:
+    graph = small_graph(build)
+    origins = Origins(graph)
+    plan = planned(graph, SLOW_2X2, batch_axis="b")
+    for placed in plan.stages[0].inputs:
+        if placed.kind == "user":
+            first, second = Layout.parse(placed.layout).types
+            assert (str(first) != "S(0)", str(second)) == (True, "S(0)")
+    for call, placed in zip(graph.nodes, plan.stages[0].nodes, strict=True):
+        types = [Layout.parse(text).types for text in (*placed.inputs, *placed.outputs)]
+        for tensor, dim in origins.of_call(call, Origin.BATCH):
+            assert str(types[tensor][0]) != f"S({dim})"
+
+
+def test_a_batch_axis_of_one_rank_leaves_the_batch_whole(planned: Planner) -> None:
+    case = graph_of(meta(mlp, 65536, 512, 512, 512))
+    free = planned(case, (1, 4))
+    assert node(free, "linear")[1][0].endswith("S(0)")
+    pinned = planned(case, (1, 4), batch_axis="dp")
+    for name in ("linear", "relu", "linear_1"):
+        assert not node(pinned, name)[1][0].endswith("S(0)")
+    assert any("S(" in inputs(pinned)[name] for name in ("up.weight", "down.weight"))
+
+
+def test_the_batch_is_followed_through_views() -> None:
+    graph = small_graph(gpt2)
+    origins = Origins(graph)
+    (addmm, *_) = [n for n in graph.nodes if n.operator == "aten.addmm.default"]
+    attention = next(n for n in graph.nodes if "attention" in n.operator)
+    assert origins.batch_size == 4
+    # [b*s, h] x [h, n]: the outer factor of dim 0 is the batch.
+    assert origins.of_call(addmm, Origin.BATCH) == {(1, 0), (3, 0)}
+    assert (0, 0) in origins.of_call(attention, Origin.BATCH)
+    assert (0, 1) in origins.of_call(attention, Origin.MODEL)
+    assert (0, 2) in origins.of_call(attention, Origin.INPUT)
+
+
+def test_no_heavy_operator_does_all_work_everywhere(planned: Planner) -> None:
+    graph = small_graph(LLAMA)
+    mesh = make_mesh((2, 2))
+    free = planned(graph, mesh)
+    plan = planned(graph, mesh, skip_fully_replicated=True)
+
+    def whole(plan: Plan) -> set[str]:
+        return {
+            n.name
+            for call, n in zip(graph.nodes, plan.stages[0].nodes, strict=True)
+            if call.operator in {"aten.linear.default", "aten.scaled_dot_product_attention.default"}
+            and "S(" not in "".join((*n.inputs, *n.outputs))
+        }
+
+    # On fast devices a model this small is not worth cutting.
+    assert whole(free)
+    assert not whole(plan)
+
+
+NO_NAME = "no such name"
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "parameter": ({"pins": {"parameters": {"nothing.*": "R,R"}}}, NO_NAME),
+    "input": ({"pins": {"inputs": {"up.weight": "R,R"}}}, NO_NAME),
+    "output": ({"pins": {"outputs": {"7": "R,R"}}}, NO_NAME),
+    "node": ({"pins": {"nodes": {"conv*": "R,R"}}}, NO_NAME),
+    "too few parts": ({"pins": {"inputs": {"x": "R"}}}, "has 1 parts"),
+    "no type": ({"pins": {"inputs": {"x": "R,Q"}}}, "'Q'"),
+    "no nesting": ({"pins": {"inputs": {"x": "S(0),R;1>0"}}}, "reorder"),
+    "no dim": ({"pins": {"parameters": {"up.bias": "S(1),R"}}}, "no dim 1"),
+    "no divisor": ({"pins": {"inputs": {"x": "S(0),S(0)"}}}, "does not divide into 4"),
+    "partial at rest": ({"pins": {"parameters": {"up.weight": "P,R"}}}, "cannot do that"),
+    "no rule": ({"pins": {"nodes": {"relu": "P,R"}}}, "cannot do that"),
+    "too few layouts": ({"pins": {"nodes": {"linear": "R,R -> R,R"}}}, "gives 1 inputs"),
+    "forbidden axis": ({"forbid": [{"kind": "all_gather", "axis": "pp"}]}, "'pp'"),
+    "batch axis": ({"batch_axis": "pp"}, "'pp'"),
+    "batch size": ({"batch_axis": "a"}, "does not divide the batch of 6"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_is_named(name: str) -> None:
+    options, complaint = BAD[name]
+    mesh = slow_devices(a=4, b=2) if name == "batch size" else SLOW_2X2
+    graph = graph_of(meta(mlp, 6, 8, 8, 8))
+    with pytest.raises(OptionError, match=complaint):
+        make_plan(graph, mesh, PlanOptions.model_validate(options))
+
+
+DISOBEYED: dict[str, tuple[dict[str, Any], str]] = {
+    "parameter": ({"pins": {"parameters": {"up.weight": "S(0),S(1)"}}}, "pin of parameter"),
+    "input": ({"pins": {"inputs": {"x": "S(0),S(1)"}}}, "pin of input"),
+    "output": ({"pins": {"outputs": {"0": "S(0),S(1)"}}}, "pin of output"),
+    "node": ({"pins": {"nodes": {"linear": "S(0),S(1)"}}}, "pin of node"),
+    "collective": ({"forbid": [{"kind": "all_reduce"}]}, "against the forbidden all_reduce"),
+    "batch": ({"batch_axis": "dp"}, "does not obey the batch_axis"),
+    "pattern": ({"algo": "megatron"}, "does not obey the algo"),
+}
+
+
+@pytest.mark.parametrize("name", DISOBEYED)
+def test_the_checker_sees_who_does_not_obey(name: str, planned: Planner) -> None:
+    options, finding = DISOBEYED[name]
+    # Two-way tensor parallelism over the outer axis; the inner one is idle.
+    pins = Pins(parameters={"*": "*,I"}, inputs={"*": "R,R"}, nodes={"*": "*,Replicate()"})
+    plan = planned(graph_of(meta(mlp, 2, 512, 2048, 512)), (2, 2), pins=pins)
+    assert kinds(plan) == {"all_reduce"}
+    claimed = plan.model_copy(update={"options": PlanOptions.model_validate(options)})
+    assert any(finding in f for f in check_plan(claimed)), check_plan(claimed)
+
+
+def test_the_checker_sees_idle_work(planned: Planner) -> None:
+    mesh: Mesh = make_mesh((2, 2))
+    plan = planned(small_graph(LLAMA), mesh)
+    claimed = plan.model_copy(update={"options": PlanOptions(skip_fully_replicated=True)})
+    assert any("skip_fully_replicated" in f for f in check_plan(claimed))

@@ -1,0 +1,152 @@
+"""Messages, windows and followers: the steps that carry large problems, on small ones."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.solve import Edge, Node, Problem, Status, brute_force, large, solve_problem
+from autoshard.solve.ascent import Ascent
+from autoshard.solve.flat import Flat
+from autoshard.solve.network import Network
+from autoshard.solve.reductions import Chain, DropForbidden, MergeFollowers, MergeTies
+from autoshard.solve.search import Search
+from autoshard.solve.stage import Stage
+
+RandomProblem = Callable[[int], Problem]
+seeds = st.integers(0, 2**32 - 1)
+thorough = settings(max_examples=100, derandomize=True, deadline=None)
+
+
+def cleared(problem: Problem) -> Network:
+    """A network as the messages want it: no ties, no forbidden strategies."""
+    network = Network.from_problem(problem)
+    Chain((MergeTies(), DropForbidden())).apply(network)
+    return network
+
+
+@thorough
+@given(seed=seeds)
+def test_flat_arrays_price_like_the_network(random_problem: RandomProblem, seed: int) -> None:
+    network = cleared(random_problem(seed))
+    if network.infeasible:
+        return
+    flat = Flat(network)
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(0, np.diff(flat.starts))
+    by_variable = dict(zip(flat.variables, picks.tolist(), strict=True))
+    assert flat.price(picks) == pytest.approx(network.price(by_variable), rel=1e-12)
+    assert flat.usage(picks) == pytest.approx(network.usage(by_variable), rel=1e-12)
+    prices = rng.random(len(flat.capacity))
+    least = flat.priced(prices)[flat.starts[:-1] + picks].sum() - flat.cost[
+        flat.starts[:-1] + picks
+    ].sum()
+    assert least == pytest.approx(float(prices @ flat.usage(picks)), rel=1e-9, abs=1e-9)
+
+
+@thorough
+@given(seed=seeds)
+def test_messages_bound_every_choice_from_below(random_problem: RandomProblem, seed: int) -> None:
+    problem = random_problem(seed)
+    truth = brute_force(problem)
+    search = Search(problem)
+    stage = Stage(cleared(problem), search)
+    if stage.network.infeasible or truth.choice is None:
+        return
+    least = Ascent(stage).run()
+    scale = sum(float(np.abs(x.cost[np.isfinite(x.cost)]).sum()) for x in problem.nodes)
+    scale += sum(float(np.abs(e.cost[np.isfinite(e.cost)]).sum()) for e in problem.edges)
+    assert search.bound <= truth.objective + 1e-12 * scale
+    for v, bounds in least.items():
+        # The optimum itself pays at least the bound of each strategy that it picks.
+        place = stage.network.variables[v].labels.tolist().index(int(truth.choice[v]))
+        assert bounds[place] <= truth.objective + 1e-12 * scale
+
+
+def test_messages_are_exact_on_a_tree() -> None:
+    rng = np.random.default_rng(3)
+    index = np.arange(4)
+    nodes = tuple(Node(rng.random(4), np.zeros(4)) for _ in range(8))
+    edges = tuple(
+        Edge(int(rng.integers(0, v)), v, rng.random((4, 4)), index, index) for v in range(1, 8)
+    )
+    problem = Problem(nodes, edges)
+    search = Search(problem)
+    Ascent(Stage(Network.from_problem(problem), search)).run()
+    optimum = brute_force(problem).objective
+    assert search.bound == pytest.approx(optimum, rel=1e-9)
+    assert search.objective == pytest.approx(optimum, rel=1e-12)
+
+
+@thorough
+@given(seed=seeds)
+def test_large_problems_find_what_brute_force_finds(
+    contested_problem: RandomProblem, seed: int
+) -> None:
+    problem = contested_problem(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(large, "LARGE", 0)
+        found = solve_problem(problem)
+    truth = brute_force(problem)
+    assert found.status is truth.status
+    assert found.objective == pytest.approx(truth.objective, rel=1e-6)
+    assert found.bound <= truth.objective * (1 + 1e-12)
+
+
+def test_windows_improve_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "LARGE", 0)
+    monkeypatch.setattr(large, "HUGE", 0)
+    rng = np.random.default_rng(0)
+    index = np.arange(6)
+    nodes = tuple(Node(rng.random(6), rng.random(6), (v // 4, v // 4 + 2)) for v in range(24))
+    edges = tuple(Edge(u, v, rng.random((6, 6)), index, index) for v in range(24) for u in range(v))
+    problem = Problem(nodes, edges, usage_limit=2.5)
+    found = solve_problem(problem, time_limit=2.0)
+    assert found.statistics["windows"] > 0
+    assert found.status is Status.FEASIBLE
+    assert problem.is_feasible(found.choice)
+    assert found.bound < found.objective
+
+
+def permuted(rng: np.random.Generator, source: int, target: int, size: int) -> Edge:
+    """An edge that allows one partner per strategy."""
+    cost = np.full((size, size), np.inf)
+    cost[np.arange(size), rng.permutation(size)] = rng.random(size)
+    return Edge(source, target, cost, np.arange(size), np.arange(size))
+
+
+def test_aliases_merge_into_one_variable_with_all_their_usage() -> None:
+    rng = np.random.default_rng(4)
+    nodes = tuple(Node(rng.random(4), rng.random(4), (v, v + 2)) for v in range(5))
+    edges = tuple(permuted(rng, v, v + 1, 4) for v in range(4))
+    network = Network.from_problem(Problem(nodes, edges, usage_limit=1.5))
+    MergeFollowers().apply(network)
+    (variable,) = network.variables.values()
+    assert len(variable.terms) == 5
+    assert not any(network.links.values())
+
+
+def test_a_follower_of_two_leaders_ties_them() -> None:
+    rng = np.random.default_rng(5)
+    nodes = tuple(Node(rng.random(3), rng.random(3), (0, 1)) for _ in range(3))
+    edges = (permuted(rng, 0, 2, 3), permuted(rng, 1, 2, 3))
+    problem = Problem(nodes, edges, usage_limit=2.0)
+    found, truth = solve_problem(problem), brute_force(problem)
+    assert found.status is truth.status
+    assert found.objective == pytest.approx(truth.objective, rel=1e-12)
+
+
+def test_a_free_choice_on_one_side_only_merges_the_other() -> None:
+    """Every strategy of the first leaves the second one choice; not the other way round."""
+    cost = np.array([[1.0, np.inf], [2.0, np.inf], [np.inf, 3.0]])
+    edge = Edge(0, 1, cost, np.arange(3), np.arange(2))
+    nodes = (Node(np.array([5.0, 1.0, 2.0]), np.zeros(3)), Node(np.array([1.0, 2.0]), np.zeros(2)))
+    network = Network.from_problem(Problem(nodes, (edge,)))
+    inverse = MergeFollowers().apply(network)
+    assert list(network.variables) == [0]
+    assert network.variables[0].cost.tolist() == [7.0, 4.0, 7.0]
+    choice = np.array([2, -1])
+    inverse(choice)
+    assert choice.tolist() == [2, 1]

@@ -1,0 +1,85 @@
+"""The command that writes docs/performance.md, on one tiny case; and the page's places."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+
+
+def benchmarks(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
+    return subprocess.run(  # noqa: S603  our own module
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def python(code: str) -> str:
+    done = subprocess.run(  # noqa: S603  our own module
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exported models and results, shared by the tests."""
+    return tmp_path_factory.mktemp("benchmarks")
+
+
+def table_of(page: Path, name: str) -> str:
+    return page.read_text(encoding="utf-8").split(f"<!-- {name} -->")[1].split("<!-- /")[0]
+
+
+def test_a_tiny_model_gets_its_lines_and_the_rest_of_the_page_stays(
+    folder: Path, tmp_path: Path
+) -> None:
+    page = Path(shutil.copy(PAGE, tmp_path))
+    asked = ("--tables", "models", "--models", "gpt2-tiny", "--meshes", "2x4", "--repetitions", "2")
+    done = benchmarks(*asked, "--folder", folder, "--document", page)
+    assert done.returncode == 0, done.stderr
+    table = table_of(page, "models")
+    for mode in ("training", "inference"):
+        assert f"| gpt2-tiny on 2x4, {mode} | 80 GB | optimal | 0.0" in table
+    assert "2 cases: 2 have a plan with a bound" in table
+    assert "medians of 2 runs, a part of the models and meshes" in table
+    assert table_of(page, "depth") == table_of(PAGE, "depth")
+    assert len(list((folder / "results").glob("gpt2-tiny-*.json"))) == 2
+
+
+def test_a_case_that_is_stopped_stays_with_its_reason(folder: Path, tmp_path: Path) -> None:
+    page = Path(shutil.copy(PAGE, tmp_path))
+    asked = ("--tables", "models", "--models", "gpt2-tiny", "--meshes", "8", "--patience", "0.01")
+    done = benchmarks(*asked, "--folder", folder, "--document", page)
+    assert done.returncode == 0, done.stderr
+    table = table_of(page, "models")
+    assert "| gpt2-tiny on 8, training |  | **failed** | - |" in table
+    assert "- gpt2-tiny on 8, training: stopped after 0 s in phase 'start'" in table
+
+
+def test_a_model_that_does_not_exist_stays_with_its_reason(folder: Path, tmp_path: Path) -> None:
+    page = Path(shutil.copy(PAGE, tmp_path))
+    asked = ("--tables", "models", "--models", "gpt5", "--meshes", "8")
+    done = benchmarks(*asked, "--folder", folder, "--document", page)
+    assert done.returncode == 0, done.stderr
+    assert "gpt5 on 8, training: cannot be exported" in table_of(page, "models")
+
+
+def test_the_page_has_one_place_for_every_table() -> None:
+    names = python("from benchmarks.tables import TABLES; print(*TABLES)").split()
+    text = PAGE.read_text(encoding="utf-8")
+    assert names
+    for name in names:
+        assert text.count(f"<!-- {name} -->") == text.count(f"<!-- /{name} -->") == 1, name
+
+
+def test_every_model_of_a_table_is_one_that_can_be_exported() -> None:
+    code = (
+        "from benchmarks.models import MODELS; from benchmarks import tables; "
+        "print(*{*tables.SMALL, *tables._DEPTHS} - set(MODELS))"
+    )
+    assert not python(code)

@@ -1,0 +1,130 @@
+"""Steering, explaining, comparing and searching from the command line."""
+
+from pathlib import Path
+
+import pytest
+from support.models import meta, mlp
+from typer.testing import CliRunner, Result
+
+from autoshard.cli import NO_PLAN, app
+from autoshard.graph import export_model
+from autoshard.plan import Plan, PlanOptions
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, kwargs = meta(mlp, 64, 512, 512, 512)
+    path = tmp_path_factory.mktemp("cli") / "mlp.pt2"
+    path.write_bytes(export_model(model, (), kwargs))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plans(archive: Path) -> tuple[Path, Path]:
+    """The plan of choice, and one with a pin."""
+    paths = archive.with_name("free.json"), archive.with_name("pinned.json")
+    free = autoshard("plan", archive, "--mesh", "2,4", "-o", paths[0])
+    pin = "node:linear=S(0),S(1)"
+    pinned = autoshard("plan", archive, "--mesh", "2,4", "--pin", pin, "-o", paths[1])
+    assert (free.exit_code, pinned.exit_code) == (0, 0)
+    return paths
+
+
+def autoshard(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def words(result: Result) -> str:
+    """The output without the line breaks that a narrow terminal makes."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_options_arrive_in_the_plan(archive: Path) -> None:
+    result = autoshard(
+        *("plan", archive, "--mesh", "2,4", "--json", "--algo", "megatron"),
+        *("--pin", "parameter:up.*=*,S(0)", "--pin", "parameter:down.bias=I,I"),
+        *("--pin", "input:x=Shard(dim=0),*", "--pin", "output:0=*,*"),
+        *("--forbid", "all_to_all", "--forbid", "reduce_scatter@tp"),
+        *("--batch-axis", "dp", "--skip-fully-replicated"),
+    )
+    assert Plan.from_json(result.output).options == PlanOptions.model_validate(
+        {
+            "algo": "megatron",
+            "pins": {
+                "parameters": {"up.*": "*,S(0)", "down.bias": "I,I"},
+                "inputs": {"x": "Shard(dim=0),*"},
+                "outputs": {"0": "*,*"},
+            },
+            "forbid": [{"kind": "all_to_all"}, {"kind": "reduce_scatter", "axis": "tp"}],
+            "batch_axis": "dp",
+            "skip_fully_replicated": True,
+        }
+    )
+
+
+def test_a_conflict_is_told(archive: Path) -> None:
+    pins = ("--pin", "node:linear=P,R", "--forbid", "all_reduce", "--forbid", "reduce_scatter")
+    result = autoshard("plan", archive, "--mesh", "2,2", *pins)
+    assert result.exit_code == NO_PLAN
+    assert "these options cannot all hold: pin of node 'linear'" in words(result)
+
+
+def test_explain_prices_alternatives(archive: Path, plans: tuple[Path, Path]) -> None:
+    result = autoshard("explain", archive, plans[0], "linear", "--limit", "3")
+    assert result.exit_code == 0
+    for word in ("aten.linear.default", "chosen", "regret", "more"):
+        assert word in words(result)
+    pinned = autoshard("explain", archive, plans[1], "linear", "--limit", "1000")
+    assert "pin of node" in words(pinned)
+
+
+def test_diff_shows_what_changed(plans: tuple[Path, Path]) -> None:
+    result = autoshard("diff", *plans)
+    assert result.exit_code == 0
+    for word in ("Operators that differ", "linear", "S(0),S(1)", "communication", "activations"):
+        assert word in words(result)
+    assert "the plans are the same" in autoshard("diff", plans[0], plans[0]).output
+
+
+def test_search_ranks_meshes_and_writes_the_best(archive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    arguments = ("--devices", "4", "--mode", "inference", "--topology", "h100-sxm", "-o", path)
+    result = autoshard("search", archive, *arguments)
+    assert result.exit_code == 0
+    for mesh in ("tp=4", "dp=2 x tp=2"):
+        assert mesh in words(result)
+    best = Plan.from_json(path.read_bytes())
+    assert best.mesh.num_devices == 4
+    assert best.options.mode == "inference"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--pin", "weights"], "KIND:NAME=LAYOUT"),
+        (["--pin", "weight:x=R,R"], "KIND:NAME=LAYOUT"),
+        (["--pin", "parameter:nothing=R,R"], "no such name"),
+        (["--pin", "input:x=R,R", "--pin", "input:x=S(0),R"], "given twice"),
+        (["--forbid", "broadcast"], "forbid.0.kind"),
+        (["--forbid", "all_gather@pp"], "'pp'"),
+        (["--batch-axis", "pp"], "'pp'"),
+        (["--algo", "guess"], "optimal or megatron"),
+        (["--time-limit", "-1"], "time_limit"),
+    ],
+)
+def test_bad_options_are_named(archive: Path, arguments: list[str], complaint: str) -> None:
+    result = autoshard("plan", archive, "--mesh", "2,2", *arguments)
+    assert result.exit_code == 1
+    assert "error:" in result.output
+    assert complaint in result.output
+
+
+def test_bad_questions_are_named(archive: Path, plans: tuple[Path, Path]) -> None:
+    for arguments, complaint in (
+        (("explain", archive, plans[0], "sideways"), "no node"),
+        (("diff", plans[0], archive), "mlp.pt2"),
+        (("search", archive, "--devices", "0"), "num_devices is 0"),
+    ):
+        result = autoshard(*arguments)
+        assert result.exit_code == 1
+        assert complaint in result.output
