@@ -235,10 +235,15 @@ def explain_choice(
         bool, typer.Option("--value", help="Where a node and a value share the name: the value.")
     ] = False,
     limit: Annotated[int, typer.Option(help="Most alternatives to show.")] = 20,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds for what must be planned anew.")
+    ] = 60.0,
 ) -> None:
     """Show every alternative of one choice of a plan, with its price."""
     with _reported():
-        explanation = explain(load_graph(graph), _read(plan), name, value=value)
+        explanation = explain(
+            load_graph(graph), _read(plan), name, value=value, time_limit=time_limit
+        )
     _console.print(render_explanation(explanation, most=limit))
 
 

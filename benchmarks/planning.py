@@ -178,7 +178,7 @@ def run_module(module: str, asked: Mapping[str, Any], *, patience: float) -> dic
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            return {"error": f"stopped after {patience:.0f} s in phase '{_last(out)['phase']}'"}
+            return {"error": f"stopped after {patience:g} s in phase '{_last(out)['phase']}'"}
         err.seek(0)
         said = last_line(err.read())
         last = _last(out)

@@ -22,8 +22,8 @@ from autoshard.solve import (
     BoolArray,
     FloatArray,
     IntArray,
+    Marginals,
     Status,
-    min_marginals,
     solve_problem,
 )
 
@@ -42,7 +42,7 @@ class Alternative:
         time: seconds of its own, compute or the optimizer's update; None where forbidden.
         memory: bytes per device that it holds itself.
         total: seconds of the best plan that has it; None where there is none, or where
-            the time ended before one was found.
+            the time ended before one was found, and the plan at hand cannot be changed to it.
         regret: seconds that this costs over the plan at hand; None where `total` is.
         exact: whether `total` is proven best; if not, it is the best that was found.
         override: seconds that it costs over the plan at hand if everything else stays as it
@@ -94,8 +94,8 @@ def explain(
             output (`0`).
         value: whether a name that is both a node and a value means the value: the layout
             that its consumers share.
-        time_limit: seconds for plans that must be made anew, because the budget binds;
-            afterwards totals are not exact.
+        time_limit: seconds for plans that must be made anew, because the budget binds or
+            the problem is too large for one pass; afterwards totals are not exact.
 
     Raises:
         PlanError: there is no plan, or it is one of another graph.
@@ -144,6 +144,8 @@ class _Explainer:
         assert plan.certificate.objective is not None
         self._formulation = formulation
         self._objective = plan.certificate.objective
+        gap = plan.certificate.gap
+        self._is_optimal = gap is not None and gap <= _EXACT
         self._problem = formulation.problem
         self._deadline = time.perf_counter() + time_limit
         self._choice = choices_of(formulation, plan.stages[0])
@@ -210,17 +212,31 @@ class _Explainer:
 
     def _totals(self, number: int) -> tuple[FloatArray, BoolArray]:
         """Seconds of the best plan with each strategy, shape [S], and whether that is proven."""
-        marginals = min_marginals(self._problem)
+        marginals = Marginals.of(self._problem)
         size = self._problem.nodes[number].num_strategies
-        least = np.zeros(size) if marginals is None else marginals[number]
         exact = np.ones(size, dtype=np.bool_)
         if marginals is not None and self._memory_is_ample():
-            return least, exact
+            return marginals.least[number], exact
+        known = np.array([self._objective + self._override(number, s) for s in range(size)])
+        least = known if marginals is None else marginals.least[number]
         totals = np.full(size, np.inf)
         for s in np.argsort(least, kind="stable").tolist():
-            if isfinite(least[s]):
-                totals[s], exact[s] = self._forced(number, s)
+            if marginals is not None and (
+                not isfinite(least[s]) or self._fits(marginals, number, s)
+            ):
+                totals[s] = least[s]
+            elif self._is_optimal and s == self._choice[number]:
+                totals[s] = self._objective
+            else:
+                total, exact[s] = self._forced(number, s)
+                totals[s] = total if exact[s] else min(total, known[s])
         return totals, exact
+
+    def _fits(self, marginals: Marginals, number: int, s: int) -> bool:
+        """Whether a best plan with a strategy, made without the budget, obeys it anyway."""
+        if time.perf_counter() > self._deadline:
+            return False
+        return self._problem.is_feasible(marginals.choice(number, s))
 
     def _memory_is_ample(self) -> bool:
         """Whether no choice at all can exceed the budget."""

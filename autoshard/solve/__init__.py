@@ -3,7 +3,7 @@
 from autoshard.solve.brute import brute_force
 from autoshard.solve.engine import solve_problem
 from autoshard.solve.iopddl import read_iopddl
-from autoshard.solve.marginals import min_marginals
+from autoshard.solve.marginals import Marginals
 from autoshard.solve.problem import (
     USAGE_TOLERANCE,
     BoolArray,
@@ -27,6 +27,7 @@ __all__ = [
     "Edge",
     "FloatArray",
     "IntArray",
+    "Marginals",
     "Node",
     "Problem",
     "Progress",
@@ -34,7 +35,6 @@ __all__ = [
     "Solution",
     "Status",
     "brute_force",
-    "min_marginals",
     "minimum_usage",
     "read_iopddl",
     "solve_problem",

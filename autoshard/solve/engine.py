@@ -9,12 +9,12 @@ from autoshard.solve.descent import Descent
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.highs import Ending, HighsSolver
 from autoshard.solve.lagrange import Lagrangian
-from autoshard.solve.large import ascend, search_windows
+from autoshard.solve.large import ascend, is_huge, search_windows
 from autoshard.solve.linear import LinearModel, linear_model
 from autoshard.solve.network import Network
 from autoshard.solve.problem import FloatArray, Problem, Solution, Status
 from autoshard.solve.reference import solve_reference
-from autoshard.solve.repeats import solve_repeats
+from autoshard.solve.repeats import Outcome, solve_repeats
 from autoshard.solve.search import CancelToken, Interrupted, Progress, Search
 from autoshard.solve.stage import Stage
 from autoshard.solve.usage import minimum_usage
@@ -27,6 +27,7 @@ _EXPLAIN_SECONDS = 20.0
 _CORE_STRATEGIES = 3
 _CORE_SHARE = 0.25
 _CORE_SECONDS = 240.0
+_WINDOWS_SHARE = 0.05
 _WORTHWHILE = 0.2
 """Share of the strategies that a round must drop to be followed by another one."""
 
@@ -79,7 +80,8 @@ def solve_problem(
     infeasible = False
     try:
         infeasible = not _solve(search, solver)
-        if infeasible and np.isfinite(problem.usage_limit):
+        known = "minimum_usage" in search.statistics
+        if infeasible and not known and np.isfinite(problem.usage_limit):
             _explain(search)
     except Interrupted:
         search.count("interrupted")
@@ -107,8 +109,10 @@ def _solve(search: Search, solver: str) -> bool:
     limited = bool(np.isfinite(search.problem.usage_limit))
     if search.problem.usage_limit < 0:
         return False
-    if search.problem.repeats and solve_repeats(search) and search.closed:
-        return True
+    if search.problem.repeats:
+        outcome = solve_repeats(search)
+        if outcome is Outcome.INFEASIBLE or (outcome is Outcome.TOLD and search.closed):
+            return outcome is Outcome.TOLD
     search.enter("reduce")
     stage = Stage(Network.from_problem(search.problem, limited=False), search)
     stage.reduce()
@@ -153,7 +157,13 @@ def _unlimited(stage: Stage) -> bool:
 def _meet_size(stage: Stage) -> None:
     """Do what a large problem needs before anything of linear size in it is affordable."""
     ascend(stage)
-    search_windows(stage, lambda window, seconds: _branch(window, seconds=seconds))
+    remaining = stage.search.remaining
+    if is_huge(stage.network) and np.isfinite(remaining):
+        search_windows(stage, _close, seconds=remaining)
+
+
+def _close(window: Stage, seconds: float) -> bool:
+    return _branch(window, seconds=seconds)
 
 
 def _limited(stage: Stage) -> bool:
@@ -177,6 +187,8 @@ def _limited(stage: Stage) -> bool:
         marginals = plan.min_marginals(best.result, check=search.check)
         shift = float(best.prices @ stage.network.capacity)
         least = {v: bounds - shift for v, bounds in marginals.items()}
+        share = _WINDOWS_SHARE * min(search.remaining, _CORE_SECONDS)
+        search_windows(stage, _close, seconds=share)
         _search_core(stage, least, best.seen)
         before = sum(len(x.cost) for x in stage.network.variables.values())
         dropped = stage.drop_hopeless(least)

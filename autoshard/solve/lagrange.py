@@ -7,6 +7,7 @@ they do not swing (in-out separation, Ben-Ameur and Neto 2007).
 """
 
 from dataclasses import dataclass, field
+from itertools import permutations
 
 import numpy as np
 from scipy.optimize import linprog
@@ -16,11 +17,13 @@ from autoshard.solve.elimination import Elimination, Evaluation
 from autoshard.solve.network import Network
 from autoshard.solve.problem import BoolArray, FloatArray
 from autoshard.solve.reductions.limits import term_prices
+from autoshard.solve.relink import best_between
 from autoshard.solve.stage import Stage
 
 _MOST_ROUNDS = 80
 _MOST_GROWTHS = 40
 _FRESH_CHECKPOINTS = 8
+_MOST_MIXED = 6
 
 
 @dataclass
@@ -86,7 +89,24 @@ class Lagrangian:
             gain = asked.bound - best.bound
             stalled = 0 if gain > self._tolerance(best.bound) or at_edge else stalled + 1
             best = asked if gain > 0 else best
+        self._mix(best)
         return best
+
+    def _mix(self, best: Multipliers) -> None:
+        """Offer choices between those that were cheapest near the best prices."""
+        # The choices that the bound thinks nearest to optimal are tight at the best prices.
+        paid = [
+            price + float(slope @ best.prices)
+            for price, slope in zip(self._cuts.price, self._cuts.slope, strict=True)
+        ]
+        order = sorted(range(len(paid)), key=paid.__getitem__)
+        near = list({tuple(self._seen[i].items()): self._seen[i] for i in order}.values())
+        for start, goal in permutations(near[:_MOST_MIXED], 2):
+            if self._search.closed:
+                return
+            mixed = best_between(self._network, start, goal, check=self._search.check)
+            if mixed is not None:
+                self._stage.offer(self._descent.improve(mixed, within=True))
 
     def _tolerance(self, bound: float) -> float:
         return max(self._search.gap * max(abs(bound), self._search.magnitude), 1e-300)

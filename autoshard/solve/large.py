@@ -17,8 +17,10 @@ HUGE = 1_000_000
 _MOST_ROUNDS = 4
 _ASCENT_SHARE = 0.6
 _WORTHWHILE = 0.2
-_FIRST_WINDOW = 40
+_FIRST_WINDOW = 24
 _WINDOW_SECONDS = 4.0
+_SLOW = 0.25
+_MOST_FRUITLESS = 40
 _GROWTH = 1.25
 _SHRINKAGE = 0.6
 
@@ -32,6 +34,11 @@ def size(network: Network) -> int:
         for term in variable.terms
     )
     return pairs + usage
+
+
+def is_huge(network: Network) -> bool:
+    """Whether a linear program of the network takes too long to be of use."""
+    return size(network) >= HUGE
 
 
 def ascend(stage: Stage) -> None:
@@ -49,25 +56,29 @@ def ascend(stage: Stage) -> None:
             return
 
 
-def search_windows(stage: Stage, solve: Callable[[Stage, float], object]) -> None:
-    """Improve the best choice a part at a time, until the time is over.
+def search_windows(
+    stage: Stage, solve: Callable[[Stage, float], object], *, seconds: float
+) -> None:
+    """Improve the best choice a part at a time, until that stops paying or the time is over.
 
     Large-neighbourhood search: everything outside of a window keeps its strategy, and the
     window is solved as a problem of its own. Windows are variables near each other in the
     network, or alive at the same time, in turn.
 
     Args:
-        stage: a problem for which linear programs take too long.
+        stage: the problem; nothing happens while no choice is known.
         solve: closes a stage within the seconds it is given.
+        seconds: time to spend at most.
     """
     search = stage.search
-    if stage.done or search.closed or size(stage.network) < HUGE or np.isinf(search.remaining):
+    variables = np.array(sorted(stage.network.variables))
+    if stage.done or search.closed or len(variables) <= _FIRST_WINDOW:
         return
     search.enter("search windows")
     rng = np.random.default_rng(search.seed)
     width = float(_FIRST_WINDOW)
-    variables = np.array(sorted(stage.network.variables))
-    while not search.closed:
+    end, fruitless = search.elapsed + seconds, 0
+    while not search.closed and search.elapsed < end and fruitless < _MOST_FRUITLESS:
         search.check()
         picks = None if search.choice is None else stage.pick_of(search.choice)
         if picks is None:
@@ -78,12 +89,15 @@ def search_windows(stage: Stage, solve: Callable[[Stage, float], object]) -> Non
         start, before = search.elapsed, search.objective
         window = _window(stage, members, picks)
         window.reduce()
-        solve(window, _WINDOW_SECONDS)
-        slow = search.elapsed - start > _WINDOW_SECONDS
+        allowed = min(_WINDOW_SECONDS, end - search.elapsed)
+        solve(window, allowed)
+        better = search.objective < before
+        fruitless = 0 if better else fruitless + 1
+        slow = search.elapsed - start > _SLOW * _WINDOW_SECONDS
         width = max(width * (_SHRINKAGE if slow else _GROWTH), 2.0)
         width = min(width, float(len(variables)))
         search.count("windows")
-        search.count("windows.better", float(search.objective < before))
+        search.count("windows.better", float(better))
 
 
 def _nearby(

@@ -1,37 +1,57 @@
 """What every single choice costs, with everything else at its best."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.network import Network
-from autoshard.solve.problem import FloatArray, Problem
+from autoshard.solve.problem import FloatArray, IntArray, Problem
 
 
-def min_marginals(
-    problem: Problem, *, check: Callable[[], None] = lambda: None
-) -> tuple[FloatArray, ...] | None:
-    """Least objective of all choices that pick each strategy of each node, without the limit.
+def _go_on() -> None:
+    """Never stops anything."""
+
+
+class Marginals:
+    """The best choices that pick a given strategy of a given node; usage limits are ignored.
 
     Exact, by message passing over an elimination order (see `Elimination`).
 
-    Args:
-        problem: what to look at; its usage limit is ignored.
-        check: called now and then; raises to stop.
-
-    Returns:
-        an array of shape [S] per node, inf where a strategy is impossible; None where the
-        problem has ties, or its tables would be too large.
+    Attributes:
+        least: for each node the least objective of all choices that pick each of its
+            strategies, shape [S]; inf where a strategy is impossible.
     """
-    if problem.ties:
-        return None
-    network = Network.from_problem(problem, limited=False)
-    plan = Elimination.compile(network, check=check)
-    if plan is None:
-        return None
-    result = plan.evaluate({v: x.cost for v, x in network.variables.items()}, check=check)
-    if not np.isfinite(result.value):
-        return tuple(np.full(node.num_strategies, np.inf) for node in problem.nodes)
-    found = plan.min_marginals(result, check=check)
-    return tuple(found[v] for v in range(len(problem.nodes)))
+
+    def __init__(self, network: Network, plan: Elimination, check: Callable[[], None]) -> None:
+        self._plan = plan
+        self._check = check
+        self._costs: Mapping[int, FloatArray] = {v: x.cost for v, x in network.variables.items()}
+        result = plan.evaluate(self._costs, check=check)
+        if np.isfinite(result.value):
+            found = plan.min_marginals(result, check=check)
+            self.least = tuple(found[v] for v in sorted(found))
+        else:
+            every = (self._costs[v] for v in sorted(self._costs))
+            self.least = tuple(np.full(len(cost), np.inf) for cost in every)
+
+    @classmethod
+    def of(cls, problem: Problem, *, check: Callable[[], None] = _go_on) -> "Marginals | None":
+        """The marginals of a problem; None where it has ties, or tables would be too large.
+
+        Args:
+            problem: what to look at.
+            check: called now and then; raises to stop.
+        """
+        if problem.ties:
+            return None
+        network = Network.from_problem(problem, limited=False)
+        plan = Elimination.compile(network, check=check)
+        return None if plan is None else cls(network, plan, check)
+
+    def choice(self, node: int, strategy: int) -> IntArray:
+        """A choice that attains `least[node][strategy]`, which must be finite."""
+        cost = np.full(len(self._costs[node]), np.inf)
+        cost[strategy] = self._costs[node][strategy]
+        picks = self._plan.evaluate({**self._costs, node: cost}, check=self._check).picks
+        return np.array([picks[v] for v in sorted(picks)], dtype=np.intp)

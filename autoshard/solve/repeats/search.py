@@ -1,11 +1,14 @@
 """Solving a problem with runs: exactly where the tables are small, with bounds elsewhere."""
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from functools import partial
 
 import numpy as np
 
 from autoshard.solve.problem import BoolArray, FloatArray, IntArray, Problem
 from autoshard.solve.repeats.condensed import Answer, Condensed
+from autoshard.solve.repeats.limited import price_usage
 from autoshard.solve.repeats.runs import find_runs
 from autoshard.solve.repeats.template import Open
 from autoshard.solve.search import Search
@@ -18,28 +21,39 @@ _SLACK = 1e-6
 """Relative difference below which two prices count as the same."""
 
 
-def solve_repeats(search: Search) -> bool:
-    """Solve a problem through its runs, its usage limit aside.
+class Outcome(StrEnum):
+    """What solving through runs came to."""
 
-    The search is told the choice, and the bound that every choice obeys.
+    NOTHING = "nothing"
+    """There are no runs, or the tables would be too large."""
+    TOLD = "told"
+    """The search has been told choices and bounds."""
+    INFEASIBLE = "infeasible"
+    """No choice keeps the usage limit."""
 
-    Returns:
-        whether there were runs, and the tables small enough.
+
+def solve_repeats(search: Search) -> Outcome:
+    """Solve a problem through its runs.
+
+    The search is told the best choice that was found, and the bound that every choice obeys.
+    A usage limit is dealt with where usage can peak at one time only.
     """
     problem = search.problem
-    condensed = Condensed(problem, find_runs(problem), check=search.check)
+    runs = find_runs(problem)
+    condensed = Condensed(problem, runs, check=search.check)
     if problem.ties or not condensed.worthwhile:
-        return False
+        return Outcome.NOTHING
     search.enter("solve repeated groups")
-    costs = [node.cost for node in problem.nodes]
-    answer = _minimise(search, condensed, costs)
+    answer = _minimise(search, condensed, [node.cost for node in problem.nodes])
     if answer is None:
-        return False
-    value, choice = answer
-    search.raise_bound(value)
-    if choice is not None:
-        search.offer(choice)
-    return True
+        return Outcome.NOTHING
+    bound, choice = answer
+    search.raise_bound(bound)
+    if choice is not None and not search.offer(choice) and len(problem.peak_times) == 1:
+        minimise = partial(_minimise, search, condensed)
+        if not price_usage(search, runs, minimise, choice):
+            return Outcome.INFEASIBLE
+    return Outcome.TOLD
 
 
 def _minimise(

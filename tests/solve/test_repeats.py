@@ -1,0 +1,208 @@
+"""Runs of equal groups: the same answers as without the hint, and found through the runs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.solve import Edge, Node, Problem, Repeat, Status, brute_force, solve_problem
+from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
+from autoshard.solve.repeats.template import batched_min_plus, cheapest_path, min_plus_power
+from autoshard.solve.search import Search
+
+
+def free_node(cost: np.ndarray) -> Node:
+    return Node(cost, np.zeros_like(cost))
+
+
+def edge(source: int, target: int, cost: np.ndarray) -> Edge:
+    return Edge(source, target, cost, np.arange(cost.shape[0]), np.arange(cost.shape[1]))
+
+
+def layered(
+    seed: int, *, num_layers: int, num_inner: int, num_hubs: int, num_strategies: int = 3
+) -> Problem:
+    """A head, equal layers in a row, a tail; hubs are linked to every layer.
+
+    Costs are multiples of a half, so that sums are exact and ties between choices occur.
+    """
+    rng = np.random.default_rng(seed)
+
+    def prices(*shape: int) -> np.ndarray:
+        return rng.integers(0, 12, shape) / 2
+
+    s = num_strategies
+    nodes = [free_node(prices(s)) for _ in range(1 + num_hubs)]
+    head, hubs = 0, range(1, 1 + num_hubs)
+    edges = [edge(head, hub, prices(s, s)) for hub in hubs]
+    costs = [prices(s) for _ in range(num_inner + 1)]
+    inside = [(i, j, prices(s, s)) for i in range(num_inner) for j in range(i + 1, num_inner + 1)]
+    inside = [link for k, link in enumerate(inside) if k % 2 == 0 or link[1] == num_inner]
+    entries = [(i, prices(s, s)) for i in range(min(2, num_inner))]
+    spokes = [(i, h, prices(s, s)) for h in range(num_hubs) for i in range(num_inner)]
+    before, instances = head, []
+    for _ in range(num_layers):
+        first = len(nodes)
+        nodes.extend(free_node(cost) for cost in costs)
+        edges.extend(edge(first + i, first + j, cost) for i, j, cost in inside)
+        edges.extend(edge(before, first + i, cost) for i, cost in entries)
+        edges.extend(edge(first + i, hubs[h], cost) for i, h, cost in spokes)
+        instances.append(tuple(range(first, len(nodes))))
+        before = len(nodes) - 1
+    nodes.append(free_node(prices(s)))
+    edges.append(edge(before, len(nodes) - 1, prices(s, s)))
+    if num_hubs:
+        edges.append(edge(hubs[0], len(nodes) - 1, prices(s, s)))
+    return Problem(tuple(nodes), tuple(edges), repeats=(Repeat(tuple(instances)),))
+
+
+def through_runs(problem: Problem) -> Search:
+    search = Search(problem, time_limit=None, gap=1e-9, seed=0, on_progress=None, cancel=None)
+    assert solve_repeats(search) is Outcome.TOLD
+    return search
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    num_layers=st.integers(2, 4),
+    num_inner=st.integers(1, 2),
+    num_hubs=st.integers(0, 2),
+)
+def test_runs_give_the_optimum(seed: int, num_layers: int, num_inner: int, num_hubs: int) -> None:
+    problem = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
+    plain = replace(problem, repeats=())
+    expected = solve_problem(plain).objective
+    search = through_runs(problem)
+    assert search.closed
+    assert search.choice is not None
+    assert plain.objective(search.choice) == pytest.approx(expected)
+    assert search.bound <= expected + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_runs_agree_with_trying_everything(seed: int) -> None:
+    problem = layered(seed, num_layers=3, num_inner=2, num_hubs=1, num_strategies=2)
+    solution = solve_problem(problem)
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective == pytest.approx(brute_force(problem).objective)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_hubs_that_make_tables_too_large_are_narrowed(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no work allowed up front the optimum must come from relaxing and narrowing."""
+    monkeypatch.setattr("autoshard.solve.repeats.search._EAGER_WORK", 0.0)
+    problem = layered(seed, num_layers=4, num_inner=3, num_hubs=2, num_strategies=4)
+    expected = solve_problem(replace(problem, repeats=())).objective
+    search = through_runs(problem)
+    assert search.closed
+    assert search.objective == pytest.approx(expected)
+
+
+def with_usage(problem: Problem, seed: int, share: float) -> Problem:
+    """Usage at every node, and a limit at a share of the way from the least to the most."""
+    rng = np.random.default_rng(seed)
+    usage: dict[bytes, np.ndarray] = {}
+    nodes = []
+    for node in problem.nodes:
+        key = node.cost.tobytes()
+        if key not in usage:
+            usage[key] = rng.integers(0, 6, len(node.cost)).astype(float)
+        nodes.append(Node(node.cost, usage[key], (0, 1)))
+    least = sum(float(node.usage.min()) for node in nodes)
+    most = sum(float(node.usage.max()) for node in nodes)
+    limit = least + share * (most - least)
+    return replace(problem, nodes=tuple(nodes), usage_limit=limit)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
+def test_a_limit_over_runs_gives_the_optimum(seed: int, share: float) -> None:
+    problem = layered(seed, num_layers=3, num_inner=1, num_hubs=1)
+    limited = with_usage(problem, seed, share)
+    expected = solve_problem(replace(limited, repeats=()))
+    solution = solve_problem(limited)
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective == pytest.approx(expected.objective)
+    assert limited.is_feasible(solution.choice)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_limit_that_nothing_keeps_is_infeasible(seed: int) -> None:
+    problem = layered(seed, num_layers=3, num_inner=1, num_hubs=1)
+    limited = with_usage(problem, seed, -0.01)
+    limited = replace(limited, usage_limit=max(limited.usage_limit - 0.5, 0.0))
+    solution = solve_problem(limited)
+    expected = solve_problem(replace(limited, repeats=()))
+    assert solution.status is expected.status
+    if solution.status is Status.INFEASIBLE:
+        least = solution.statistics["minimum_usage"]
+        assert solve_problem(replace(limited, usage_limit=least)).status is Status.OPTIMAL
+        assert solve_problem(replace(limited, usage_limit=least - 0.5)).status is Status.INFEASIBLE
+
+
+def test_many_layers_end_close_to_the_limit() -> None:
+    problem = with_usage(layered(4, num_layers=40, num_inner=2, num_hubs=1), 4, 0.35)
+    search = Search(problem, time_limit=None, gap=1e-9, seed=0, on_progress=None, cancel=None)
+    assert solve_repeats(search) is Outcome.TOLD
+    assert search.choice is not None
+    assert problem.is_feasible(search.choice)
+    assert search.objective - search.bound <= 0.02 * search.objective
+
+
+def test_depth_costs_little() -> None:
+    """The tables of 300 layers are those of 3."""
+    few, many = (layered(1, num_layers=n, num_inner=2, num_hubs=1) for n in (3, 300))
+    assert len(find_runs(many)[0].instances) == 300
+    assert find_runs(many)[0].hubs == find_runs(few)[0].hubs
+    plain = solve_problem(replace(many, repeats=()))
+    assert solve_problem(many).objective == pytest.approx(plain.objective)
+
+
+def test_a_layer_that_differs_ends_the_run() -> None:
+    problem = layered(2, num_layers=6, num_inner=2, num_hubs=0)
+    odd = problem.repeats[0].instances[3][0]
+    nodes = list(problem.nodes)
+    nodes[odd] = free_node(nodes[odd].cost + np.array([5.0, 0.0, 1.0]))
+    changed = replace(problem, nodes=tuple(nodes))
+    lengths = [len(run.instances) for run in find_runs(changed)]
+    assert max(lengths) <= 3
+    expected = solve_problem(replace(changed, repeats=())).objective
+    assert solve_problem(changed).objective == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "instances",
+    [((1, 2), (2, 3)), ((0,), (1,)), ((1, 2), (3,)), ((1,), (1,))],
+    ids=["overlapping", "unlike", "of different sizes", "twice the same"],
+)
+def test_a_wrong_hint_changes_no_answer(instances: Sequence[tuple[int, ...]]) -> None:
+    problem = layered(3, num_layers=3, num_inner=1, num_hubs=1)
+    hinted = replace(problem, repeats=(Repeat(tuple(instances)),))
+    expected = solve_problem(replace(problem, repeats=())).objective
+    assert solve_problem(hinted).objective == pytest.approx(expected)
+
+
+@given(seed=st.integers(0, 10**6), exponent=st.integers(1, 9))
+def test_powers_are_repeated_products(seed: int, exponent: int) -> None:
+    rng = np.random.default_rng(seed)
+    matrices = rng.integers(0, 9, (2, 3, 3)).astype(float)
+    expected = matrices
+    for _ in range(exponent - 1):
+        expected = batched_min_plus(expected, matrices)
+    assert np.array_equal(min_plus_power(matrices, exponent), expected)
+
+
+@given(seed=st.integers(0, 10**6), length=st.integers(1, 6))
+def test_the_cheapest_path_has_the_price_of_the_power(seed: int, length: int) -> None:
+    matrix = np.random.default_rng(seed).integers(0, 9, (4, 4)).astype(float)
+    path = cheapest_path(matrix, length, 0, 3)
+    assert (path[0], path[-1], len(path)) == (0, 3, length + 1)
+    price = sum(matrix[a, b] for a, b in pairwise(path))
+    assert price == min_plus_power(matrix[None], length)[0, 0, 3]
