@@ -47,7 +47,7 @@ def _how(name: str, settings: Settings, selection: Selection) -> str:
     if name in {"contest", "random"}:
         return "one run"
     part = ", a part of the models and meshes" if selection.models or selection.meshes else ""
-    resumed = ", some results from an earlier run" if settings.resume else ""
+    resumed = ", results of an earlier run taken where there were any" if settings.resume else ""
     times = "one run" if settings.repetitions == 1 else f"medians of {settings.repetitions} runs"
     return f"{times}{part}{resumed}, solver limit {settings.time_limit:.0f} s"
 

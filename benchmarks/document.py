@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -37,8 +38,20 @@ def caption(how: str) -> str:
     return (
         f"*{datetime.now(UTC):%Y-%m-%d %H:%M} UTC; {_processor()}, {cores} cores, "
         f"{_memory() / 1e9:.0f} GB, load {busy:.1f} when it began; {platform.system()}, "
-        f"Python {platform.python_version()}, {packages}; {how}.*"
+        f"Python {platform.python_version()}, {packages}{_commit()}; {how}.*"
     )
+
+
+def _commit() -> str:
+    """The commit that is measured, after a comma; empty outside of a checkout."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(  # noqa: S603  nothing but our own words
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f", commit {done.stdout.strip()}"
 
 
 def _processor() -> str:

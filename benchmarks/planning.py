@@ -105,6 +105,12 @@ class Result:
         return None if not gaps or None in gaps else max(gaps)
 
     @property
+    def found(self) -> bool:
+        """Whether every run has a plan."""
+        objectives = [run["certificate"]["objective"] for run in self.runs]
+        return bool(objectives) and None not in objectives
+
+    @property
     def needs_memory(self) -> bool:
         """Whether memory keeps the case from having a plan."""
         return bool(self.runs) and bool(self.last["memory_conflict"])
@@ -115,10 +121,9 @@ class Result:
         if not self.runs:
             return "**failed**"
         statuses = sorted({run["certificate"]["status"] for run in self.runs})
-        found = all(run["certificate"]["objective"] is not None for run in self.runs)
-        if found and not all(run["legal"] for run in self.runs):
+        if self.found and not all(run["legal"] for run in self.runs):
             return "**illegal plan**"
-        return ", ".join(statuses) if found else f"**{', '.join(statuses)}**"
+        return ", ".join(statuses) if self.found else f"**{', '.join(statuses)}**"
 
     @property
     def note(self) -> str:

@@ -106,9 +106,9 @@ def models(settings: Settings, selection: Selection) -> str:
 
 
 def _with_lifted(case: Case, settings: Settings) -> list[Result]:
-    """The case; and once more without its memory limit where that is what forbids a plan."""
+    """The case; and once more without its memory limit where it has no plan within it."""
     result = _measure(case, settings)
-    if not result.needs_memory:
+    if not result.runs or result.found:
         return [result]
     return [result, _measure(replace(case, memory_budget=UNLIMITED), settings)]
 

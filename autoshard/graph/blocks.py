@@ -6,7 +6,7 @@ enters a block comes from the block's own parameters, from the instance before, 
 outside, and then it is the same value for all instances: a mask, say.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,11 +65,12 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
 def _kinds(graph: Graph) -> NDArray[np.intp]:
     """A number per node, equal where operator, attributes and tensors are equal."""
     numbers: dict[object, int] = {}
-    kinds = [numbers.setdefault(_kind(graph, node), len(numbers)) for node in graph.nodes]
+    kinds = [numbers.setdefault(node_kind(graph, node), len(numbers)) for node in graph.nodes]
     return np.array(kinds, dtype=np.intp)
 
 
-def _kind(graph: Graph, node: Node) -> object:
+def node_kind(graph: Graph, node: Node) -> Hashable:
+    """Operator, attributes and tensors of a node: all that its own behaviour depends on."""
     arguments = tuple((name, _attribute(value)) for name, value in node.arguments)
     tensors = tuple(graph.values[value] for value in (*node.inputs, *node.outputs))
     return node.operator, arguments, tensors

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations, product
 from math import prod
 
@@ -33,13 +34,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Read a layout as `str` writes it: `S(0),R` or `S(0),S(0);1>0`."""
-        head, *orders = text.split(";")
-        try:
-            nesting = tuple(tuple(int(axis) for axis in order.split(">")) for order in orders)
-        except ValueError:
-            raise LayoutError(f"{text!r}: a nesting order reads like ';1>0'") from None
-        types = tuple(parse_type(part) for part in head.split(",")) if head else ()
-        return _checked(cls(types, nesting), text)
+        return _parse(text)
 
     @classmethod
     def nested(cls, types: Sequence[AxisType], order: Sequence[int]) -> "Layout":
@@ -124,6 +119,17 @@ class Layout:
             orders[axis_type.dim] = (*self.cutting_axes(axis_type.dim), axis)
         nesting = tuple(o for _, o in sorted(orders.items()) if list(o) != sorted(o))
         return Layout(tuple(types), nesting)
+
+
+@lru_cache(maxsize=65536)
+def _parse(text: str) -> Layout:
+    head, *orders = text.split(";")
+    try:
+        nesting = tuple(tuple(int(axis) for axis in order.split(">")) for order in orders)
+    except ValueError:
+        raise LayoutError(f"{text!r}: a nesting order reads like ';1>0'") from None
+    types = tuple(parse_type(part) for part in head.split(",")) if head else ()
+    return _checked(Layout(types, nesting), text)
 
 
 def _checked(layout: Layout, text: str) -> Layout:

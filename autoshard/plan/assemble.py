@@ -54,13 +54,19 @@ class Assembly:
 
     def costs(self, stage: Stage) -> Costs:
         """Predicted seconds by kind."""
-        compute = sum(node.time for node in stage.nodes)
+        trained = {
+            parameter.name
+            for parameter in self._graph.parameters
+            if self._formulation.gradients.exists(parameter.name)
+        }
+        optimizer = loading = 0.0
+        for variable, s in zip(self._formulation.variables, self._choice, strict=True):
+            if variable.role is Role.INPUT and variable.name in trained:
+                optimizer += float(variable.time[s])
+            elif variable.role is Role.INPUT:
+                loading += float(variable.time[s])
+        compute = loading + sum(node.time for node in stage.nodes)
         communication = sum(conversion.time for conversion in stage.conversions)
-        optimizer = sum(
-            float(variable.time[s])
-            for variable, s in zip(self._formulation.variables, self._choice, strict=True)
-            if variable.role is Role.INPUT
-        )
         return Costs(
             total=compute + communication + optimizer,
             compute=compute,

@@ -5,12 +5,12 @@ and nothing else: no problem, no solver, no strategy enumeration. It walks the p
 runtime would, from layout to layout.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import isclose, prod
 from types import MappingProxyType
 
 from autoshard.errors import InputError, LayoutError
-from autoshard.graph import Graph, Node, graph_digest, graph_from_json
+from autoshard.graph import Graph, Node, graph_digest, graph_from_json, node_kind
 from autoshard.layouts import (
     STEPS,
     Action,
@@ -33,7 +33,7 @@ from autoshard.plan.document import (
 )
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import local_sizes, without_invariant
-from autoshard.plan.lifetimes import Interval, input_interval, output_interval
+from autoshard.plan.lifetimes import Interval, input_interval, keeps_output, output_interval
 from autoshard.plan.pricing import Prices
 from autoshard.plan.steering import Steering
 from autoshard.rules import Strategy, call_of, rule_for
@@ -92,6 +92,10 @@ def _certificate_findings(plan: Plan) -> Iterator[str]:
         yield f"gap {certificate.gap} does not follow from objective and bound ({gap})"
 
 
+_Work = tuple[dict[str, int], float, float]
+"""Letter sizes on a rank, seconds, and bytes of activations."""
+
+
 class _StageCheck:
     def __init__(self, plan: Plan, stage: Stage, graph: Graph) -> None:
         self.plan = plan
@@ -104,11 +108,13 @@ class _StageCheck:
         self.axes = ActiveAxes.of(plan.mesh)
         self.steering = Steering.of(graph, plan.mesh, plan.options)
         self.nodes = {node.name: node for node in graph.nodes}
+        self.work: dict[Hashable, _Work | str] = {}
         self.made: dict[str, Layout] = {}
         self.by_use = {(c.value, c.consumer, c.position): c for c in stage.conversions}
         self.used: set[tuple[str, str | None, int]] = set()
         self.held: list[tuple[Interval, float]] = []
         self.optimizer_time = 0.0
+        self.loading_time = 0.0
 
     def findings(self) -> Iterator[str]:
         if tuple(self.stage.axes) != tuple(zip(self.mesh.axis_names, self.sizes, strict=True)):
@@ -151,7 +157,10 @@ class _StageCheck:
             time, usage = self.prices.input(
                 expected[placed.name], tensor, [layout.local_shape(tensor.shape, self.sizes)]
             )
-            self.optimizer_time += float(time[0])
+            if placed.kind == "parameter" and self.gradients.exists(placed.name):
+                self.optimizer_time += float(time[0])
+            else:
+                self.loading_time += float(time[0])
             interval = input_interval(self.graph, training=self.prices.training)
             self.held.extend((interval, float(held[0])) for held in usage.values())
             yield from self._steering("input", placed.name, (), (layout,))
@@ -172,19 +181,12 @@ class _StageCheck:
             return
         for position, (value, wanted) in enumerate(zip(node.inputs, inputs, strict=True)):
             yield from self._use(value, node.name, position, wanted)
-        values = (*node.inputs, *node.outputs)
-        for value, layout in zip(values, (*inputs, *outputs), strict=True):
-            if not layout.is_legal(self.graph.values[value].shape, self.sizes):
-                yield f"node {node.name}: {layout} is illegal for {self.graph.values[value]}"
-                return
-        sizes = self._local_sizes(node, inputs, outputs)
-        if sizes is None:
-            yield f"node {node.name}: no rule of {node.operator} allows {placed}"
+        work = self._work(node, inputs, outputs)
+        if isinstance(work, str):
+            yield f"node {node.name}: {work}"
             return
+        sizes, seconds, activations = work
         yield from self._steering("operator", node.name, inputs, outputs, sizes)
-        seconds, activations = self.prices.strategy(
-            self.graph, node, sizes, backward=self.gradients.flows(node)
-        )
         interval = output_interval(self.graph, time, training=self.prices.training)
         self.held.append((interval, activations))
         if not isclose(seconds, placed.time, rel_tol=_TOLERANCE):
@@ -193,15 +195,33 @@ class _StageCheck:
             self.made[value] = layout
             yield from self._shared(value)
 
-    def _local_sizes(
+    def _work(
         self, node: Node, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]
-    ) -> dict[str, int] | None:
+    ) -> _Work | str:
+        """What a rank does for a node, or what is wrong; alike nodes are looked at once."""
         gradients = (
             *(self.gradients.of_use(v, node) is not Gradient.NONE for v in node.inputs),
             *(self.gradients.exists(v) for v in node.outputs),
         )
+        flows = self.gradients.flows(node)
+        kept = keeps_output(self.graph, node, training=self.prices.training)
+        key = (node_kind(self.graph, node), inputs, outputs, gradients, flows, kept)
+        if key not in self.work:
+            self.work[key] = self._new_work(node, (*inputs, *outputs), gradients)
+        return self.work[key]
+
+    def _new_work(
+        self, node: Node, layouts: tuple[Layout, ...], gradients: tuple[bool, ...]
+    ) -> _Work | str:
+        for value, layout in zip((*node.inputs, *node.outputs), layouts, strict=True):
+            if not layout.is_legal(self.graph.values[value].shape, self.sizes):
+                return f"{layout} is illegal for {self.graph.values[value]}"
         rule = rule_for(call_of(self.graph, node))
-        return local_sizes(rule, (*inputs, *outputs), gradients, self.sizes)
+        sizes = local_sizes(rule, layouts, gradients, self.sizes)
+        if sizes is None:
+            return f"no rule of {node.operator} allows {', '.join(map(str, layouts))}"
+        flows = self.gradients.flows(node)
+        return sizes, *self.prices.strategy(self.graph, node, sizes, backward=flows)
 
     def _use(self, value: str, consumer: str, position: int, wanted: Layout) -> Iterator[str]:
         if value not in self.made:
@@ -287,7 +307,11 @@ class _StageCheck:
         assert self.plan.costs is not None
         assert self.plan.memory is not None
         sums = (
-            ("compute", sum(n.time for n in self.stage.nodes), self.plan.costs.compute),
+            (
+                "compute",
+                self.loading_time + sum(n.time for n in self.stage.nodes),
+                self.plan.costs.compute,
+            ),
             (
                 "communication",
                 sum(c.time for c in self.stage.conversions),

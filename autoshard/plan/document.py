@@ -153,7 +153,7 @@ class Costs(Document):
     """Predicted seconds of one step, on every device."""
 
     total: Seconds
-    compute: Seconds
+    compute: Seconds = Field(description="operators, and the writing and holding of inputs")
     communication: Seconds = Field(description="collectives and the local copies around them")
     optimizer: Seconds = Field(description="the local optimizer update")
 

@@ -78,9 +78,9 @@ class PlanOptions(BaseModel):
         gt=0,
         description="bytes per device that the peak must obey; the device's memory if null.",
     )
-    time_limit: float = Field(default=120.0, gt=0, description="seconds for the solver.")
+    time_limit: float = Field(default=60.0, gt=0, description="seconds for the solver.")
     relative_gap: float = Field(
-        default=1e-4, ge=0, lt=1, description="stop when the proven gap is at most this."
+        default=1e-3, ge=0, lt=1, description="stop when the proven gap is at most this."
     )
     seed: int = Field(default=0, ge=0, description="for the solver's own choices.")
     algo: Algorithm = Field(

@@ -46,6 +46,10 @@ class OperatorPrices:
     usage: Usage
 
 
+_TIE_BREAK = 1e-6
+"""Share of the time to read what is held that holding it costs: of layouts that take equal
+time, the one that holds less wins."""
+
 _HELD_AS = {
     InputKind.PARAMETER: "parameters",
     InputKind.BUFFER: "buffers",
@@ -80,13 +84,20 @@ class Prices:
     def input(
         self, graph_input: Input, tensor: Tensor, local_shapes: Sequence[tuple[int, ...]]
     ) -> tuple[FloatArray, Usage]:
-        """Seconds of the optimizer's update, and bytes by kind, of an input at rest."""
+        """Seconds that an input costs in a step, and bytes by kind.
+
+        A parameter that is trained takes the optimizer's update, and what the caller passes
+        is written to memory.
+        """
         trained = self.training and tensor.requires_grad and graph_input.kind is InputKind.PARAMETER
         optimizer = self._optimizer if trained else None
         held = [parameter_bytes(shape, tensor.dtype, optimizer) for shape in local_shapes]
         usage = {_HELD_AS[graph_input.kind]: np.array([h.parameter for h in held], dtype=float)}
+        if graph_input.kind is InputKind.USER:
+            return usage["inputs"] / self._device.memory_bandwidth, usage
         if not trained:
-            return np.zeros(len(held)), usage
+            parameter = next(iter(usage.values()))
+            return _TIE_BREAK * parameter / self._device.memory_bandwidth, usage
         usage["gradients"] = np.array([h.gradient for h in held], dtype=float)
         usage["optimizer"] = np.array([h.optimizer for h in held], dtype=float)
         time = [

@@ -22,12 +22,13 @@ MOST_CELLS = 50_000_000
 _EPSILON = 2.0**-50
 _FIRST_STEP = 0.5
 _LAST_STEP = 1e-4
-_REACH = 0.5
+_REACH = 0.15
 _PATIENCE = 5
 _MEMORY = 0.7
 _MOST_STALLED = 60
 _STALLED_GAIN = 1e-5
 _NEWS = 1e-3
+_ROUNDED_EVERY = 5
 _REPAIR_SHARE = 0.3
 _PROMISING = 1.5
 
@@ -59,6 +60,7 @@ class Ascent:
         self._best = _Point(-float("inf"), unpriced, self._messages.copy())
         self._descent = Descent(stage.network, check=self._search.check)
         self._repairing = 0.0
+        self._sweeps = 0
         self._known: set[bytes] = set()
 
     def run(self, seconds: float = float("inf")) -> dict[int, FloatArray]:
@@ -92,8 +94,10 @@ class Ascent:
                     self._proven(best)
             else:
                 without_gain += 1
-            self._consider(prices)
             excess = flat.usage(self._picks) - flat.capacity
+            self._sweeps += 1
+            if self._sweeps % _ROUNDED_EVERY == 0:
+                self._consider(self._rounded(prices), prices)
             if without_gain > _PATIENCE and step > _LAST_STEP:
                 step, without_gain = max(0.5 * step, _LAST_STEP), 0
                 prices, self._messages = best.prices, best.messages.copy()
@@ -145,15 +149,15 @@ class Ascent:
         """
         messages, scratch = self._messages, self._scratch
         for arms in behind:
-            given = (arms.values - messages[arms.there][:, None, :]).min(axis=2)
-            messages[arms.here] = np.where(np.isfinite(given), given, 0.0)
+            messages[arms.here] = _given(arms, messages)
             scratch[arms.here] = self._flat.facing(arms, self._picks)
         for arms in ahead:
             scratch[arms.here] = messages[arms.here]
         own, size = priced[level.strategies], len(level.strategies)
         total = own + np.bincount(level.seen, messages[level.messages], size)
         least = np.minimum.reduceat(total, level.starts)
-        self._pick(level, own + np.bincount(level.seen, scratch[level.messages], size))
+        score = own + np.bincount(level.seen, scratch[level.messages], size)
+        self._picks[level.variables] = _cheapest(level, score)
         if ahead:
             total -= np.repeat(least, level.sizes)
             scratch[level.messages] = np.inf
@@ -163,36 +167,49 @@ class Ascent:
                 messages[arms.here] -= arms.share * np.where(np.isfinite(spare), spare, 0.0)
         return float(least.sum())
 
-    def _pick(self, level: Level, score: FloatArray) -> None:
-        """Pick the cheapest strategy of each variable, given what lies behind."""
-        best = np.minimum.reduceat(score, level.starts)
-        hits = np.flatnonzero(score <= np.repeat(best, level.sizes))[::-1]
-        owner = np.searchsorted(level.starts, hits, side="right") - 1
-        # The last assignment stays, so of equals the first one is picked.
-        self._picks[level.variables[owner]] = hits - level.starts[owner]
+    def _rounded(self, prices: FloatArray) -> IntArray:
+        """Pick strategies along the order of the variables, up or down in turn.
 
-    def _consider(self, prices: FloatArray) -> None:
-        """Offer the choice of the last sweep; repair it where that is worth the time."""
+        What lies behind is picked; what lies ahead is seen through its messages.
+        """
+        flat, scratch = self._flat, self._scratch
+        priced = flat.priced(prices)
+        picks: IntArray = np.zeros(len(flat.variables), dtype=np.intp)
+        upwards = self._sweeps % (2 * _ROUNDED_EVERY) == 0
+        for level in flat.ordered if upwards else reversed(flat.ordered):
+            self._search.check()
+            behind, ahead = level.lower, level.upper
+            if not upwards:
+                behind, ahead = ahead, behind
+            for arms in behind:
+                scratch[arms.here] = flat.facing(arms, picks)
+            for arms in ahead:
+                scratch[arms.here] = _given(arms, self._messages)
+            picked = priced[level.strategies]
+            picked = picked + np.bincount(level.seen, scratch[level.messages], len(picked))
+            picks[level.variables] = _cheapest(level, picked)
+        return picks
+
+    def _consider(self, picks: IntArray, prices: FloatArray) -> None:
+        """Offer a choice; repair it where that is worth the time."""
         flat, search = self._flat, self._search
-        price = flat.price(self._picks)
-        fits = bool((flat.usage(self._picks) <= flat.capacity).all())
+        price = flat.price(picks)
+        fits = bool((flat.usage(picks) <= flat.capacity).all())
+        by_variable = dict(zip(flat.variables, picks.tolist(), strict=True))
         if fits and price < search.objective:
-            self._stage.offer(self._by_variable())
+            self._stage.offer(by_variable)
         hope = price < search.objective * (1.0 if fits else _PROMISING)
-        key = self._picks.tobytes()
+        key = picks.tobytes()
         if key in self._known or not (hope or search.choice is None):
             return
         if self._repairing > _REPAIR_SHARE * search.elapsed:
             return
         self._known.add(key)
         start = search.elapsed
-        repaired = self._descent.repair(self._by_variable(), prices)
+        repaired = self._descent.repair(by_variable, prices)
         if repaired is not None:
             self._stage.offer(repaired)
         self._repairing += search.elapsed - start
-
-    def _by_variable(self) -> dict[int, int]:
-        return dict(zip(self._flat.variables, self._picks.tolist(), strict=True))
 
     def _proven(self, best: _Point) -> dict[int, FloatArray]:
         """Record the bound of a point with its rounding taken off; bound each strategy."""
@@ -212,3 +229,20 @@ class Ascent:
         self._stage.raise_bound(bound)
         spare = bound + total - np.repeat(least, np.diff(flat.starts))
         return dict(zip(flat.variables, np.split(spare, flat.starts[1:-1]), strict=True))
+
+
+def _given(arms: Arms, messages: FloatArray) -> FloatArray:
+    """The least price that each row of a link can be had for, shape [G, R]."""
+    given = (arms.values - messages[arms.there][:, None, :]).min(axis=2)
+    return np.where(np.isfinite(given), given, 0.0)
+
+
+def _cheapest(level: Level, score: FloatArray) -> IntArray:
+    """The first strategy of least price of each variable of a level, shape [L]."""
+    best = np.minimum.reduceat(score, level.starts)
+    hits = np.flatnonzero(score <= np.repeat(best, level.sizes))
+    owner = np.searchsorted(level.starts, hits, side="right") - 1
+    picks: IntArray = np.empty(len(level.starts), dtype=np.intp)
+    # The last assignment stays, so of equals the first one is picked.
+    picks[owner[::-1]] = (hits - level.starts[owner])[::-1]
+    return picks

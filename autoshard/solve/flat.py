@@ -1,10 +1,11 @@
 """A network as flat arrays, to sweep over all of its variables with few calls of numpy.
 
-Variables are taken in the order of their index and put in levels: the neighbours of a
-variable that come before it lie in lower levels, so all variables of a level can be
-treated at once as if one after the other. Each end of a link has one message per row (or
-column) of the link's matrix; links of similar shape are padded to the same shape and
-stacked.
+Variables are put in levels without links inside, so that all variables of a level can be
+treated at once as if one after the other. There are two sets of levels: a colouring has
+few of them and is quick; the order of the variables' indices, which is the order in which
+a model runs, has many and is good to pick strategies in. Each end of a link has one
+message per row (or column) of the link's matrix; links of similar shape are padded to the
+same shape and stacked.
 """
 
 from collections import defaultdict
@@ -88,7 +89,8 @@ class Flat:
         num_messages: length of an array of messages.
         seen: strategy that sees each of `messages`, shape [E].
         messages: the message, shape [E].
-        levels: all variables, from the lowest level up.
+        levels: all variables by colour.
+        ordered: all variables in levels that follow the order of their indices.
     """
 
     def __init__(self, network: Network) -> None:
@@ -114,11 +116,14 @@ class Flat:
 
     def _load_links(self, network: Network) -> None:
         place = {v: i for i, v in enumerate(self.variables)}
+        colour = np.zeros(len(place), dtype=np.intp)
         depth = np.zeros(len(place), dtype=np.intp)
         ends: list[_End] = []
         values: list[FloatArray] = []
         first = 0
         for u in self.variables:
+            taken = {int(colour[place[v]]) for v in network.links[u] if v < u}
+            colour[place[u]] = next(c for c in range(len(taken) + 1) if c not in taken)
             for v, link in network.links[u].items():
                 if v < u:
                     continue
@@ -130,7 +135,8 @@ class Flat:
                 first += rows + cols
         self.num_messages = first
         shown = self._load_ends(ends)
-        self.levels = self._leveled(depth, ends, values, shown)
+        self.levels = self._leveled(colour, ends, values, shown)
+        self.ordered = self._leveled(depth, ends, values, shown)
 
     def _load_ends(self, ends: list[_End]) -> IntArray:
         """List the messages that strategies see, by variable; give the place of each end."""
@@ -151,18 +157,19 @@ class Flat:
     ) -> tuple[Level, ...]:
         # A pass gives a variable's price away in equal shares, as many as the side with
         # more links needs: the weights of TRW-S.
-        upward = np.bincount([e.owner for e in ends[0::2]], minlength=len(depth))
-        downward = np.bincount([e.owner for e in ends[1::2]], minlength=len(depth))
-        share = 1.0 / np.maximum(np.maximum(upward, downward), 1)
-        groups: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+        upward, downward = np.zeros(len(depth)), np.zeros(len(depth))
+        groups: dict[tuple[int, bool, int, int], list[int]] = defaultdict(list)
         for e, end in enumerate(ends):
-            groups[int(depth[end.owner]), e % 2, end.side, ends[e ^ 1].side].append(e)
-        sides: dict[tuple[int, int], list[Arms]] = defaultdict(list)
-        for (level, side, _, _), members in groups.items():
-            arms = _stacked(members, ends, values, shown, share)
-            sides[level, side].append(arms)
+            far = ends[e ^ 1]
+            up = bool(depth[far.owner] > depth[end.owner])
+            (upward if up else downward)[end.owner] += 1.0
+            groups[int(depth[end.owner]), up, end.side, far.side].append(e)
+        share = 1.0 / np.maximum(np.maximum(upward, downward), 1.0)
+        sides: dict[tuple[int, bool], list[Arms]] = defaultdict(list)
+        for (level, up, _, _), members in groups.items():
+            sides[level, up].append(_stacked(members, ends, values, shown, share))
         return tuple(
-            self._level(np.flatnonzero(depth == d), tuple(sides[d, 1]), tuple(sides[d, 0]))
+            self._level(np.flatnonzero(depth == d), tuple(sides[d, False]), tuple(sides[d, True]))
             for d in range(int(depth.max()) + 1)
         )
 

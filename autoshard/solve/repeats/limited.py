@@ -105,9 +105,9 @@ def _is_possible(search: Search, minimise: Minimise) -> bool:
     most = _most_expensive(problem)
     price = _STEEP * max(most, _SAME) / max(problem.usage_limit, _SAME)
     answer = minimise([node.cost + price * node.usage for node in problem.nodes])
-    if answer is None or answer[1] is None:
+    bound, choice = answer or (0.0, None)
+    if choice is None:
         return True
-    bound, choice = answer
     room = problem.usage_limit * (1 + USAGE_TOLERANCE)
     if bound - price * room <= most:
         search.offer(choice)
