@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.document import caption, replace_table
-from benchmarks.planning import Settings
+from benchmarks.planning import Settings, code_digest
 from benchmarks.tables import TABLES, Selection
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
@@ -30,8 +30,11 @@ def main() -> int:
     settings = _settings(options)
     for name in options.tables or _possible(selection):
         how = _how(name, settings, selection)
-        head = caption(how)
+        code = code_digest()
+        head = caption(f"code {code}; {how}")
         table = TABLES[name](settings, selection)
+        if code_digest() != code:
+            head += "\n\n**The code changed while this was measured: rows may not be comparable.**"
         document = options.document.read_text(encoding="utf-8")
         changed = replace_table(document, name, f"{head}\n\n{table}")
         options.document.write_text(changed, encoding="utf-8")
@@ -49,7 +52,8 @@ def _how(name: str, settings: Settings, selection: Selection) -> str:
     part = ", a part of the models and meshes" if selection.models or selection.meshes else ""
     resumed = ", results of an earlier run taken where there were any" if settings.resume else ""
     times = "one run" if settings.repetitions == 1 else f"medians of {settings.repetitions} runs"
-    return f"{times}{part}{resumed}, solver limit {settings.time_limit:.0f} s"
+    limits = f"solver limit {settings.time_limit:g} s, relative_gap {settings.relative_gap:g}"
+    return f"{times}{part}{resumed}, {limits}"
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -57,6 +61,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         options.folder,
         repetitions=options.repetitions,
         time_limit=options.time_limit,
+        relative_gap=options.relative_gap,
         patience=options.patience,
         most_memory=int(options.most_memory * 1e9),
         resume=options.resume,
@@ -73,11 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-problems", type=int, default=10_000, help="random problems")
     add("--repetitions", type=int, default=5, help="measurements per case")
     add("--time-limit", type=float, default=120.0, help="seconds for the solver")
+    add("--relative-gap", type=float, default=1e-3, help="at which the solver stops")
     add("--patience", type=float, default=600.0, help="seconds until a measurement is stopped")
     add("--most-memory", type=float, default=12.0, help="GB that a measurement may take")
     add("--folder", type=Path, default=Path("build/benchmarks"), help="exports and results")
     add("--document", type=Path, default=_DOCUMENT, help="what the tables are written into")
-    add("--resume", action="store_true", help="take results that the folder has already")
+    add("--resume", action="store_true", help="take results of the same code and settings")
     return parser
 
 

@@ -25,14 +25,18 @@ class Settings:
         folder: holds exported models and results.
         repetitions: measurements of a case, each in a fresh process.
         time_limit: seconds for the solver, and once more for finding a conflict.
+        relative_gap: at which the solver stops; pinned, so that tables stay comparable when
+            the default changes.
         patience: seconds after which a measurement is stopped, whatever it does.
         most_memory: bytes of address space that a measurement may take.
-        resume: whether results in the folder are taken instead of measuring again.
+        resume: whether results in the folder are taken instead of measuring again, if they
+            were measured with the same code and settings.
     """
 
     folder: Path
     repetitions: int = 5
     time_limit: float = 120.0
+    relative_gap: float = 1e-3
     patience: float = 600.0
     most_memory: int = 12 * 10**9
     resume: bool = False
@@ -133,7 +137,8 @@ class Result:
 
 def measure_case(case: Case, settings: Settings) -> Result:
     """Measure a case as often as the settings say; a failure is not repeated."""
-    key = json.dumps([asdict(case), settings.repetitions, settings.time_limit])
+    limits = (settings.time_limit, settings.relative_gap, settings.patience, settings.most_memory)
+    key = json.dumps([asdict(case), settings.repetitions, limits, code_digest()])
     name = f"{case.model}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     kept = settings.folder / "results" / name
     if settings.resume and kept.exists():
@@ -144,6 +149,17 @@ def measure_case(case: Case, settings: Settings) -> Result:
     content = {"case": asdict(case), "runs": result.runs, "failure": result.failure}
     kept.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return result
+
+
+def code_digest() -> str:
+    """Eight digits that change with any source file of what is measured."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for folder in ("autoshard", "server", "solver_cache"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _measured(case: Case, settings: Settings) -> Result:
@@ -158,6 +174,7 @@ def _measured(case: Case, settings: Settings) -> Result:
             "mode": case.mode,
             "memory_budget": case.memory_budget,
             "time_limit": settings.time_limit,
+            "relative_gap": settings.relative_gap,
         },
         "most_memory": settings.most_memory,
     }

@@ -7,7 +7,7 @@ about a step: what runs forward, and what autograd runs backward.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Protocol
@@ -152,6 +152,7 @@ class Conversions:
         self._axis_sizes = tuple(axis_sizes)
         self._backward = differentiable and backward
         self._pricer = pricer
+        self._prices: dict[tuple[int, Action, Action, int], float] = {}
         self.layouts = tuple(
             legal_layouts(shape, axis_sizes, differentiable=differentiable, partial=partial)
         )
@@ -190,28 +191,21 @@ class Conversions:
     def _arcs(self) -> dict[tuple[int, int], Step]:
         arcs = {}
         for number, layout in enumerate(self.layouts):
-            for axis, old in enumerate(layout.types):
-                if old.is_shard and layout.cutting_axes(old.dim)[-1] != axis:
-                    continue
-                for new in (I, R, P, *(S(d) for d in range(len(self._shape)))):
-                    if new == old or (old.kind, new.kind) not in STEPS:
-                        continue
-                    target = self.index.get(layout.replace(axis, new))
-                    if target is not None:
-                        arcs[number, target] = self._step(layout, axis, new)
+            elements = prod(layout.local_shape(self._shape, self._axis_sizes))
+            for axis, new, after in _moves(layout, len(self._shape)):
+                target = self.index.get(after)
+                if target is not None:
+                    arcs[number, target] = self._step(layout.types[axis], axis, new, elements)
         return arcs
 
-    def _step(self, layout: Layout, axis: int, new: AxisType) -> Step:
-        old = layout.types[axis]
+    def _step(self, old: AxisType, axis: int, new: AxisType, elements: int) -> Step:
         forward, backward = STEPS[old.kind, new.kind]
-        before = prod(layout.local_shape(self._shape, self._axis_sizes))
-        scale = self._axis_sizes[axis]
-        elements = before * scale if old.is_shard and not new.is_shard else before
+        grows = old.is_shard and not new.is_shard
         return Step(
             axis=axis,
             source=old,
             target=new,
-            nbytes=elements * self._itemsize,
+            nbytes=elements * self._itemsize * (self._axis_sizes[axis] if grows else 1),
             forward=forward,
             backward=backward if self._backward else Action.NOTHING,
         )
@@ -220,7 +214,30 @@ class Conversions:
     def _shortest(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         n = len(self.layouts)
         pairs = np.array(list(self._arcs), dtype=np.intp).reshape(-1, 2)
-        prices = np.array([step_price(step, self._pricer) for step in self._arcs.values()])
+        prices = np.array([self._price(step) for step in self._arcs.values()])
         arcs = csr_array((prices, (pairs[:, 0], pairs[:, 1])), shape=(n, n))
         cost, predecessors = dijkstra(arcs, return_predecessors=True)
         return cost, predecessors
+
+    def _price(self, step: Step) -> float:
+        # Few steps differ in what is priced.
+        key = (step.axis, step.forward, step.backward, step.nbytes)
+        if key not in self._prices:
+            self._prices[key] = step_price(step, self._pricer)
+        return self._prices[key]
+
+
+@lru_cache(maxsize=1 << 16)
+def _moves(layout: Layout, num_dims: int) -> tuple[tuple[int, AxisType, Layout], ...]:
+    """Every step from a layout, whatever the shape: axis, new type, layout after it."""
+    innermost = [
+        (axis, old)
+        for axis, old in enumerate(layout.types)
+        if not old.is_shard or layout.cutting_axes(old.dim)[-1] == axis
+    ]
+    return tuple(
+        (axis, new, layout.replace(axis, new))
+        for axis, old in innermost
+        for new in (I, R, P, *(S(d) for d in range(num_dims)))
+        if new != old and (old.kind, new.kind) in STEPS
+    )

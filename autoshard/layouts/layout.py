@@ -1,7 +1,7 @@
 """A layout: one type per mesh axis, and how axes nest where several cut one dim."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations, product
 from math import prod
@@ -25,6 +25,14 @@ class Layout:
 
     types: tuple[AxisType, ...]
     nesting: tuple[tuple[int, ...], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Layouts are looked up far more often than made.
+        object.__setattr__(self, "_hash", hash((self.types, self.nesting)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         text = ",".join(str(t) for t in self.types)

@@ -114,6 +114,7 @@ def _solve(search: Search, solver: str) -> bool:
         if outcome is Outcome.INFEASIBLE or (outcome is Outcome.TOLD and search.closed):
             return outcome is Outcome.TOLD
     search.enter("reduce")
+    _offer_plain(search)
     stage = Stage(Network.from_problem(search.problem, limited=False), search)
     stage.reduce()
     if stage.network.infeasible:
@@ -121,6 +122,16 @@ def _solve(search: Search, solver: str) -> bool:
     if not limited:
         return _unlimited(stage) if solver == "highs" else _hand_over(stage, solver)
     return search.closed or _under_limit(search, solver)
+
+
+def _offer_plain(search: Search) -> None:
+    """Offer what is cheapest and what uses least, one node at a time: there may be no time left."""
+    problem = search.problem
+    for preferred in ([node.cost for node in problem.nodes], [x.usage for x in problem.nodes]):
+        choice = np.array([int(values.argmin()) for values in preferred], dtype=np.intp)
+        for group in problem.ties:
+            choice[list(group)] = int(np.sum([preferred[v] for v in group], axis=0).argmin())
+        search.offer(choice)
 
 
 def _under_limit(search: Search, solver: str) -> bool:

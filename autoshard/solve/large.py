@@ -15,7 +15,7 @@ LARGE = 200_000
 HUGE = 1_000_000
 """The same, from which on windows come before linear programs."""
 _MOST_ROUNDS = 4
-_ASCENT_SHARE = 0.6
+_ASCENT_SHARE = 0.75
 _WORTHWHILE = 0.2
 _FIRST_WINDOW = 24
 _WINDOW_SECONDS = 4.0

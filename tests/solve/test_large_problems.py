@@ -97,6 +97,7 @@ def test_large_problems_find_what_brute_force_finds(
 def test_windows_improve_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large, "LARGE", 0)
     monkeypatch.setattr(large, "HUGE", 0)
+    monkeypatch.setattr(large, "_FIRST_WINDOW", 6)
     rng = np.random.default_rng(0)
     index = np.arange(6)
     nodes = tuple(Node(rng.random(6), rng.random(6), (v // 4, v // 4 + 2)) for v in range(24))
