@@ -253,3 +253,23 @@ def test_several_outputs_and_list_outputs(check_equal: Check) -> None:
             value = node.argument(key, 0)
             assert isinstance(value, int)
             assert value >= 0
+
+
+class Regression(nn.Module):
+    """A loss that broadcasts its arguments, to shapes that they have and to new ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        wide, _ = torch.broadcast_tensors(self.linear.bias, x)
+        return nn.functional.mse_loss(self.linear(x), y) + (wide * x).sum()
+
+
+def test_broadcasts_are_expansions(check_equal: Check) -> None:
+    torch.manual_seed(0)
+    graph = check_equal(Regression(), x=torch.randn(3, 4), y=torch.randn(3, 4))
+    operators = Counter(node.operator for node in graph.nodes)
+    assert operators["aten.expand.default"] == 1
+    assert not operators["aten.broadcast_tensors.default"]

@@ -7,8 +7,6 @@ tests/shard_parallel (models, counts and objectives).
 from collections import Counter
 from typing import Any
 
-from support.models import Case, graph_of
-
 from autoshard.graph import Graph
 from autoshard.mesh import COLLECTIVES, AlphaBeta, Axis, Device, Link, Mesh, Topology
 from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
@@ -19,9 +17,6 @@ FREE = Device("free", {"float32": 1e30}, memory_bandwidth=1e30, memory=1 << 50)
 
 SCALAR_NBYTES = 8
 """Alpa ignores all-reduces of scalars (the loss, and the count of its terms); so do we."""
-
-LOSS = 7.01
-"""Price of the one all-reduce of a float32 loss over 4 ranks, which Alpa does not count."""
 
 ONLY_ALL_REDUCES = tuple({"kind": kind} for kind in COLLECTIVES if kind != "all_reduce")
 """Value of the option `forbid`."""
@@ -40,13 +35,16 @@ def all_reduce(nbytes: int, num_ranks: int = 4) -> float:
     return 1 + 2 * (num_ranks - 1) / num_ranks * nbytes + 0.01
 
 
-def optimal(case: Case | Graph, mesh: Mesh, **options: Any) -> Plan:
+LOSS = all_reduce(4)
+"""Price of the one all-reduce of a float32 loss over 4 ranks, which Alpa does not count."""
+
+
+def optimal(graph: Graph, mesh: Mesh, **options: Any) -> Plan:
     """A plan that is proven optimal and in which the checker finds nothing wrong.
 
     Compute is free, so doing everything everywhere would be, too: unless a test says
     otherwise every operator must be cut. (Alpa forbids idle ranks to products only.)
     """
-    graph = case if isinstance(case, Graph) else graph_of(case)
     defaults = {"optimizer": "adam", "skip_fully_replicated": True}
     plan = make_plan(graph, mesh, PlanOptions.model_validate({**defaults, **options}))
     assert plan.certificate.status is Status.OPTIMAL

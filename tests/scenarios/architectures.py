@@ -1,16 +1,14 @@
-"""The models of the published tests in plain torch, on the meta device.
+"""The models of the published tests in plain torch, exported once on the meta device.
 
 A model that is trained ends in its loss, so that gradients enter at a scalar. Linear
 weights are torch's [out, in], so a published `column` is dim 0 here and a `row` dim 1.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
 
 import torch
-from support.models import Case
 from torch import nn
-from torch.nn import functional as F
 
 from autoshard.graph import Graph, export_model, load_graph
 
@@ -26,9 +24,14 @@ class SquaredError(nn.Module):
         return (self.body(x) - y).square().mean()
 
 
-def trained(body: nn.Module, x: tuple[int, ...], y: tuple[int, ...]) -> Case:
-    """A model with its loss, for an input and a target of these shapes."""
-    return SquaredError(body).to("meta"), {"x": empty(*x), "y": empty(*y)}
+def graph_of(model: nn.Module, **inputs: torch.Tensor) -> Graph:
+    """The graph of a model, for inputs by argument name."""
+    return load_graph(export_model(model, (), inputs))
+
+
+def trained(body: nn.Module, x: tuple[int, ...], y: tuple[int, ...]) -> Graph:
+    """The graph of a model with its loss, for an input and a target of these shapes."""
+    return graph_of(SquaredError(body), x=empty(*x), y=empty(*y))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -52,7 +55,8 @@ def function_graph(function: Callable[..., torch.Tensor], *args: torch.Tensor) -
     return load_graph(export_model(Function(function), args))
 
 
-def mlp(layers: int, batch: int, width: int) -> Case:
+@cache
+def mlp(layers: int, batch: int, width: int) -> Graph:
     """Linear layers with biases and a ReLU between each two."""
     modules: list[nn.Module] = []
     with torch.device("meta"):
@@ -73,7 +77,7 @@ class Attention(nn.Module):
         batch, sequence, width = x.shape
         split = self.qkv(x).view(batch, sequence, self.heads, 3, width // self.heads)
         split = split.permute(3, 0, 2, 1, 4)
-        mixed = F.scaled_dot_product_attention(
+        mixed = nn.functional.scaled_dot_product_attention(
             split[0], split[1], split[2], dropout_p=self.dropout
         )
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, width))
@@ -90,11 +94,14 @@ class BertLayer(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm1(x + F.dropout(self.attention(x), self.dropout))
-        return self.norm2(x + F.dropout(self.fc2(F.gelu(self.fc1(x))), self.dropout))
+        x = self.norm1(x + nn.functional.dropout(self.attention(x), self.dropout))
+        return self.norm2(
+            x + nn.functional.dropout(self.fc2(nn.functional.gelu(self.fc1(x))), self.dropout)
+        )
 
 
-def bert(batch: int, sequence: int, width: int, heads: int) -> Case:
+@cache
+def bert(batch: int, sequence: int, width: int, heads: int) -> Graph:
     """Two layers of BERT on hidden states."""
     shape = (batch, sequence, width)
     with torch.device("meta"):
@@ -113,21 +120,22 @@ class LanguageModel(nn.Module):
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         scores = self.head(self.layers(self.embedding(ids)))
-        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
-def tokens(batch: int, sequence: int) -> dict[str, Any]:
+def tokens(batch: int, sequence: int) -> dict[str, torch.Tensor]:
     """Arguments of a language model."""
     ids = empty(batch, sequence, dtype=torch.int64)
     return {"ids": ids, "labels": torch.empty_like(ids)}
 
 
-def masked_lm(batch: int, sequence: int, width: int, heads: int, vocabulary: int) -> Case:
+@cache
+def masked_lm(batch: int, sequence: int, width: int, heads: int, vocabulary: int) -> Graph:
     """BERT with two layers between an embedding and a head."""
     with torch.device("meta"):
         layers = [BertLayer(width, heads) for _ in range(2)]
         model = LanguageModel(vocabulary, width, *layers)
-    return model, tokens(batch, sequence)
+    return graph_of(model, **tokens(batch, sequence))
 
 
 class TiedEmbedding(nn.Module):
@@ -142,15 +150,17 @@ class TiedEmbedding(nn.Module):
         self.table = nn.Embedding(vocabulary, width)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        scores = F.linear(self.table(ids), self.table.weight)
+        scores = nn.functional.linear(self.table(ids), self.table.weight)
         return (scores.exp().sum(-1).log() - (scores * targets).sum(-1)).mean()
 
 
-def tied_embedding(batch: int, sequence: int, width: int, vocabulary: int) -> Case:
+@cache
+def tied_embedding(batch: int, sequence: int, width: int, vocabulary: int) -> Graph:
     """A table that is embedding and head at once."""
-    model = TiedEmbedding(vocabulary, width).to("meta")
-    targets = empty(batch, sequence, vocabulary)
-    return model, {"ids": tokens(batch, sequence)["ids"], "targets": targets}
+    with torch.device("meta"):
+        model = TiedEmbedding(vocabulary, width)
+    ids, targets = tokens(batch, sequence)["ids"], empty(batch, sequence, vocabulary)
+    return graph_of(model, ids=ids, targets=targets)
 
 
 class Experts(nn.Module):
@@ -192,7 +202,8 @@ class ExpertLayer(nn.Module):
         return self.norm2(x + self.experts(x))
 
 
-def experts(batch: int = 64, sequence: int = 16, width: int = 64, heads: int = 16) -> Case:
+@cache
+def experts(batch: int = 64, sequence: int = 16, width: int = 64, heads: int = 16) -> Graph:
     """One layer of 16 experts."""
     shape = (batch, sequence, width)
     with torch.device("meta"):
@@ -200,15 +211,17 @@ def experts(batch: int = 64, sequence: int = 16, width: int = 64, heads: int = 1
     return trained(body, shape, shape)
 
 
-def expert_lm(vocabulary: int = 32, width: int = 64, heads: int = 16) -> Case:
+@cache
+def expert_lm(vocabulary: int = 32, width: int = 64, heads: int = 16) -> Graph:
     """A language model with a plain layer and one of experts."""
     with torch.device("meta"):
         layer = ExpertLayer(width, heads, 4 * width, group=32, experts=16)
         model = LanguageModel(vocabulary, width, BertLayer(width, heads), layer)
-    return model, tokens(64, 16)
+    return graph_of(model, **tokens(64, 16))
 
 
-def convolutions(layers: int, batch: int, pixels: int, channels: int, *, norm: bool) -> Case:
+@cache
+def convolutions(layers: int, batch: int, pixels: int, channels: int, *, norm: bool) -> Graph:
     """Convolutions of stride 2 with batch norm (or without), ReLU and pooling."""
     modules: list[nn.Module] = []
     with torch.device("meta"):

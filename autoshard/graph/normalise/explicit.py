@@ -1,10 +1,10 @@
 """Dim, index and size arguments made explicit: nothing negative, nothing inferred."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autoshard.errors import SchemaError
-from autoshard.graph.ir import Argument, Graph, Node, Tensor
+from autoshard.graph.ir import Argument, Graph, Node, Ref, Tensor
 from autoshard.graph.normalise.read import integer, required
 
 _DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
@@ -20,12 +20,28 @@ _SIZES = {
 def make_explicit(graph: Graph) -> Graph:
     """The graph with every dim counted from the front and every size written out.
 
-    `select` gets a non-negative index; `slice` gets dim, start, end within the dim, and step.
+    A broadcast of several tensors becomes an expansion of each. `select` gets a non-negative index; `slice` gets dim, start, end within the dim, and step.
 
     Raises:
         SchemaError: a dim or an index is out of range, or missing.
     """
-    return replace(graph, nodes=tuple(_explicit(node, graph.values) for node in graph.nodes))
+    nodes = (part for node in graph.nodes for part in _broadcasts(node))
+    return replace(graph, nodes=tuple(_explicit(node, graph.values) for node in nodes))
+
+
+def _broadcasts(node: Node) -> Iterator[Node]:
+    """A broadcast of several tensors as one expansion for each of them."""
+    if node.operator != "aten.broadcast_tensors.default":
+        yield node
+        return
+    for source, result in zip(node.inputs, node.outputs, strict=True):
+        yield replace(
+            node,
+            name=result,
+            operator="aten.expand.default",
+            arguments=(("self", Ref(source)),),
+            outputs=(result,),
+        )
 
 
 def _explicit(node: Node, values: Mapping[str, Tensor]) -> Node:
