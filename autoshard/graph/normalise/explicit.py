@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autoshard.errors import SchemaError
-from autoshard.graph.ir import Argument, Graph, Node, Ref, Tensor
+from autoshard.graph.ir import Argument, Graph, InputKind, Node, Ref, Tensor
 from autoshard.graph.normalise.read import integer, required
 
 _DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
 _ONE_MORE_DIM = frozenset({"aten.unsqueeze.default", "aten.stack.default"})
 """Operators whose dim counts the dims of their output."""
+_BROADCAST = "aten.broadcast_tensors.default"
 _SIZES = {
     "aten.view.default": "size",
     "aten.reshape.default": "shape",
@@ -20,18 +21,37 @@ _SIZES = {
 def make_explicit(graph: Graph) -> Graph:
     """The graph with every dim counted from the front and every size written out.
 
-    A broadcast of several tensors becomes an expansion of each. `select` gets a non-negative index; `slice` gets dim, start, end within the dim, and step.
+    A broadcast of several tensors becomes an expansion of each. `select` gets a non-negative
+    index; `slice` gets dim, start, end within the dim, and step.
 
     Raises:
         SchemaError: a dim or an index is out of range, or missing.
     """
+    graph = _with_own_gradients(graph)
     nodes = (part for node in graph.nodes for part in _broadcasts(node))
     return replace(graph, nodes=tuple(_explicit(node, graph.values) for node in nodes))
 
 
+def _with_own_gradients(graph: Graph) -> Graph:
+    """The graph without gradients that an export gives to what the caller passes.
+
+    A broadcast that leaves a tensor as it is returns that tensor, and tracing marks it as
+    requiring a gradient if one of the others does.
+    """
+    users = {i.name for i in graph.inputs if i.kind is InputKind.USER}
+    marked = {
+        name
+        for node in graph.nodes
+        if node.operator == _BROADCAST
+        for name in users.intersection(node.inputs)
+    }
+    cleared = {name: replace(graph.values[name], requires_grad=False) for name in marked}
+    return replace(graph, values={**graph.values, **cleared})
+
+
 def _broadcasts(node: Node) -> Iterator[Node]:
     """A broadcast of several tensors as one expansion for each of them."""
-    if node.operator != "aten.broadcast_tensors.default":
+    if node.operator != _BROADCAST:
         yield node
         return
     for source, result in zip(node.inputs, node.outputs, strict=True):
