@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test check serve openapi format clean
+.PHONY: help install demo test check serve openapi bench prove format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -34,6 +34,12 @@ serve: $(INSTALLED)  ## Start the planning service on this machine
 openapi: $(INSTALLED)  ## Write the specification and the plan's schema from the code
 	$(BIN)/python -m autoshard_server.openapi
 	$(BIN)/python -m autoshard.plan.schema
+
+bench: $(INSTALLED)  ## Measure, and regenerate the tables of docs/performance.md
+	$(BIN)/python -m benchmarks
+
+prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
+	$(BIN)/python benchmarks/random_problems.py --count 100000 --processes 2
 
 format: $(INSTALLED)  ## Format the code
 	$(BIN)/ruff check --fix .

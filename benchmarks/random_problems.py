@@ -45,6 +45,7 @@ FAMILIES = ("mixed", "contested", "layered", "followers")
 _GAP = 1e-6
 _ROUNDING = 1e-12
 _MOST_TIED = 3
+_NEWS_EVERY = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +268,11 @@ def main() -> int:
     seeds = range(options.first, options.first + options.count)
     start, tally, failures = time.perf_counter(), Counter[str](), 0
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for outcome in pool.imap_unordered(examine, seeds, chunksize=50):
+        answers = pool.imap_unordered(examine, seeds, chunksize=50)
+        for done, outcome in enumerate(answers, start=1):
             tally.update(outcome.labels)
+            if done % _NEWS_EVERY == 0:
+                print(f"{done} done, {failures} failures", file=sys.stderr, flush=True)
             if outcome.failure:
                 failures += 1
                 print(f"seed {outcome.seed}: {outcome.failure}", flush=True)

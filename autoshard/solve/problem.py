@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,11 +115,37 @@ class Problem:
 
     def objective(self, choice: Sequence[int] | IntArray) -> float:
         """Price of a choice per node, without looking at ties and limits."""
-        total = sum(float(node.cost[s]) for node, s in zip(self.nodes, choice, strict=True))
-        for edge in self.edges:
-            row, col = edge.rows[choice[edge.source]], edge.cols[choice[edge.target]]
-            total += float(edge.cost[row, col])
-        return total
+        return float(self.prices(choice).sum())
+
+    def prices(self, choice: Sequence[int] | IntArray) -> FloatArray:
+        """What a choice per node pays at each node and then at each edge, shape [N + E]."""
+        listed, picks = self._listed, np.asarray(choice, dtype=np.intp)
+        assert picks.shape == listed.starts.shape, "one strategy per node"
+        rows = listed.labels[listed.rows + picks[listed.sources]]
+        cols = listed.labels[listed.cols + picks[listed.targets]]
+        paid = (
+            listed.costs[listed.starts + picks],
+            listed.prices[listed.matrices + rows * listed.widths + cols],
+        )
+        return np.concatenate(paid)
+
+    @cached_property
+    def _listed(self) -> "_Listed":
+        costs, starts = _laid_out([node.cost for node in self.nodes])
+        labels, places = _laid_out([x for edge in self.edges for x in (edge.rows, edge.cols)])
+        prices, matrices = _laid_out([edge.cost for edge in self.edges])
+        return _Listed(
+            costs,
+            starts,
+            labels.astype(np.intp),
+            places[0::2],
+            places[1::2],
+            prices,
+            matrices,
+            np.array([edge.cost.shape[1] for edge in self.edges], dtype=np.intp),
+            np.array([edge.source for edge in self.edges], dtype=np.intp),
+            np.array([edge.target for edge in self.edges], dtype=np.intp),
+        )
 
     @cached_property
     def peak_times(self) -> IntArray:
@@ -171,6 +198,50 @@ class Problem:
             return False
         room = self.usage_limit + abs(self.usage_limit) * rtol
         return self.peak_usage(choice) <= room
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listed:
+    """A problem as flat arrays, to price a choice with few calls of numpy.
+
+    Attributes:
+        costs: costs of all nodes.
+        starts: where the costs of each node start, shape [N].
+        labels: rows and columns of all edges.
+        rows: where the rows of each edge start in `labels`, shape [E].
+        cols: the same for its columns, shape [E].
+        prices: entries of all matrices, row by row.
+        matrices: where the matrix of each edge starts, shape [E].
+        widths: number of its columns, shape [E].
+        sources: first node of each edge, shape [E].
+        targets: second node of each edge, shape [E].
+    """
+
+    costs: FloatArray
+    starts: IntArray
+    labels: IntArray
+    rows: IntArray
+    cols: IntArray
+    prices: FloatArray
+    matrices: IntArray
+    widths: IntArray
+    sources: IntArray
+    targets: IntArray
+
+
+def _laid_out(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArray]:
+    """Arrays behind one another, shared ones once, and where each of them starts."""
+    place: dict[int, int] = {}
+    parts: list[NDArray[Any]] = [np.zeros(0)]
+    starts = np.empty(len(arrays), dtype=np.intp)
+    length = 0
+    for i, values in enumerate(arrays):
+        if id(values) not in place:
+            place[id(values)] = length
+            parts.append(values.ravel())
+            length += values.size
+        starts[i] = place[id(values)]
+    return np.concatenate(parts), starts
 
 
 class Status(StrEnum):

@@ -149,18 +149,10 @@ class Search:
         objective = self.problem.objective(choice)
         if self.choice is None or objective < self.objective:
             self.choice, self.objective = choice.copy(), objective
-            self.magnitude = self._paid(choice)
+            # What rounding is measured against: the objective where no price is negative.
+            self.magnitude = float(np.abs(self.problem.prices(choice)).sum())
             self.report()
         return True
-
-    def _paid(self, choice: IntArray) -> float:
-        """Sum of the absolute prices of a choice: its objective where none is negative."""
-        nodes, edges = self.problem.nodes, self.problem.edges
-        total = sum(abs(float(node.cost[s])) for node, s in zip(nodes, choice, strict=True))
-        for edge in edges:
-            row, col = edge.rows[choice[edge.source]], edge.cols[choice[edge.target]]
-            total += abs(float(edge.cost[row, col]))
-        return total
 
     def raise_bound(self, bound: float) -> None:
         """Record a proven lower bound."""

@@ -103,7 +103,7 @@ def test_windows_improve_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch)
     nodes = tuple(Node(rng.random(6), rng.random(6), (v // 4, v // 4 + 2)) for v in range(24))
     edges = tuple(Edge(u, v, rng.random((6, 6)), index, index) for v in range(24) for u in range(v))
     problem = Problem(nodes, edges, usage_limit=2.5)
-    found = solve_problem(problem, time_limit=2.0)
+    found = solve_problem(problem, time_limit=6.0)
     assert found.statistics["windows"] > 0
     assert found.status is Status.FEASIBLE
     assert problem.is_feasible(found.choice)
