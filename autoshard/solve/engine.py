@@ -161,16 +161,19 @@ def _hand_over(stage: Stage, solver: str) -> bool:
 
 def _unlimited(stage: Stage) -> bool:
     """Solve what the reductions leave of a problem without a usage limit."""
-    _meet_size(stage)
-    return _branch(stage)
+    return _meet_size(stage) or _branch(stage)
 
 
-def _meet_size(stage: Stage) -> None:
-    """Do what a large problem needs before anything of linear size in it is affordable."""
+def _meet_size(stage: Stage) -> bool:
+    """Do what a large problem needs; tell whether that has taken the time there was."""
     ascend(stage)
-    remaining = stage.search.remaining
-    if is_huge(stage.network) and np.isfinite(remaining):
-        search_windows(stage, _close, seconds=remaining)
+    search = stage.search
+    if stage.done or not is_huge(stage.network) or np.isinf(search.remaining):
+        return False
+    if search.choice is None or stage.pick_of(search.choice) is None:
+        return False
+    search_windows(stage, _close, seconds=search.remaining, patience=float("inf"))
+    return True
 
 
 def _close(window: Stage, seconds: float) -> bool:
@@ -180,7 +183,8 @@ def _close(window: Stage, seconds: float) -> bool:
 def _limited(stage: Stage) -> bool:
     """Solve what a binding usage limit leaves."""
     search = stage.search
-    _meet_size(stage)
+    if _meet_size(stage):
+        return True
     if not stage.done:
         search.enter("improve by hand")
         _descend(stage, {v: int(x.cost.argmin()) for v, x in stage.network.variables.items()})

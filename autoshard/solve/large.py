@@ -17,9 +17,11 @@ HUGE = 1_000_000
 _MOST_ROUNDS = 4
 _ASCENT_SHARE = 0.75
 _WORTHWHILE = 0.2
+_NOTABLE = 0.02
 _FIRST_WINDOW = 24
 _WINDOW_SECONDS = 4.0
 _SLOW = 0.25
+_FORGETTING = 0.9
 _MOST_FRUITLESS = 40
 _GROWTH = 1.25
 _SHRINKAGE = 0.6
@@ -49,15 +51,24 @@ def ascend(stage: Stage) -> None:
             return
         search.enter("pass messages")
         least = Ascent(stage).run(_ASCENT_SHARE * search.remaining)
-        before = sum(len(x.cost) for x in stage.network.variables.values())
-        dropped = stage.drop_hopeless(least)
+        bounds = np.concatenate(list(least.values()))
+        hopeless = float((bounds >= search.cutoff).mean())
+        # Reductions after a few drops cost more than they bring, and may drop what the
+        # best choice picks for something as good, so that no window could start from it.
+        if hopeless < _NOTABLE:
+            return
+        stage.drop_hopeless(least)
         stage.reduce()
-        if dropped < _WORTHWHILE * before:
+        if hopeless < _WORTHWHILE:
             return
 
 
 def search_windows(
-    stage: Stage, solve: Callable[[Stage, float], object], *, seconds: float
+    stage: Stage,
+    solve: Callable[[Stage, float], object],
+    *,
+    seconds: float,
+    patience: float = _MOST_FRUITLESS,
 ) -> None:
     """Improve the best choice a part at a time, until that stops paying or the time is over.
 
@@ -68,7 +79,9 @@ def search_windows(
     Args:
         stage: the problem; nothing happens while no choice is known.
         solve: closes a stage within the seconds it is given.
-        seconds: time to spend at most.
+        seconds: time to spend at most; the search ends early where the next window might
+            not end in time.
+        patience: windows without a gain after which the search ends.
     """
     search = stage.search
     variables = np.array(sorted(stage.network.variables))
@@ -77,8 +90,8 @@ def search_windows(
     search.enter("search windows")
     rng = np.random.default_rng(search.seed)
     width = float(_FIRST_WINDOW)
-    end, fruitless = search.elapsed + seconds, 0
-    while not search.closed and search.elapsed < end and fruitless < _MOST_FRUITLESS:
+    end, fruitless, longest = search.elapsed + seconds, 0, 0.0
+    while not search.closed and search.elapsed + longest < end and fruitless < patience:
         search.check()
         picks = None if search.choice is None else stage.pick_of(search.choice)
         if picks is None:
@@ -91,9 +104,10 @@ def search_windows(
         window.reduce()
         allowed = min(_WINDOW_SECONDS, end - search.elapsed)
         solve(window, allowed)
-        better = search.objective < before
+        taken, better = search.elapsed - start, search.objective < before
         fruitless = 0 if better else fruitless + 1
-        slow = search.elapsed - start > _SLOW * _WINDOW_SECONDS
+        longest = max(longest * _FORGETTING, taken)
+        slow = taken > _SLOW * _WINDOW_SECONDS
         width = max(width * (_SHRINKAGE if slow else _GROWTH), 2.0)
         width = min(width, float(len(variables)))
         search.count("windows")
