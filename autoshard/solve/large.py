@@ -12,8 +12,8 @@ from autoshard.solve.stage import Stage
 
 LARGE = 200_000
 """Entries of matrices and usage rows from which on messages come before linear programs."""
-HUGE = 1_000_000
-"""The same, from which on windows come before linear programs."""
+HUGE = 300_000
+"""Entries of matrices alone, from which on windows take the place of linear programs."""
 _MOST_ROUNDS = 4
 _ASCENT_SHARE = 0.75
 _WORTHWHILE = 0.2
@@ -27,27 +27,30 @@ _GROWTH = 1.25
 _SHRINKAGE = 0.6
 
 
-def size(network: Network) -> int:
-    """Entries of all matrices and usage rows: about the length of the linear program."""
-    pairs = sum(link.matrix.values.size for _, _, link in network.pairs())
+def _num_pairs(network: Network) -> int:
+    return sum(link.matrix.values.size for _, _, link in network.pairs())
+
+
+def is_large(network: Network) -> bool:
+    """Whether messages should come before a linear program of the network."""
     usage = sum(
         (term.last - term.first) * len(term.usage)
         for variable in network.variables.values()
         for term in variable.terms
     )
-    return pairs + usage
+    return _num_pairs(network) + usage >= LARGE
 
 
 def is_huge(network: Network) -> bool:
     """Whether a linear program of the network takes too long to be of use."""
-    return size(network) >= HUGE
+    return _num_pairs(network) >= HUGE
 
 
 def ascend(stage: Stage) -> None:
     """Bound a large problem by messages, and drop what cannot matter any more."""
     search = stage.search
     for _ in range(_MOST_ROUNDS):
-        if stage.done or search.closed or size(stage.network) < LARGE:
+        if stage.done or search.closed or not is_large(stage.network):
             return
         search.enter("pass messages")
         least = Ascent(stage).run(_ASCENT_SHARE * search.remaining)
