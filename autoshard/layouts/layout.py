@@ -92,13 +92,15 @@ class Layout:
             LayoutError: an axis does not divide the dim it cuts.
         """
         local = self.local_shape(shape, axis_sizes)
-        starts = [0] * len(local)
-        for dim, extent in enumerate(shape):
-            remaining = extent
-            for axis in self.cutting_axes(dim):
-                remaining //= axis_sizes[axis]
-                starts[dim] += coordinate[axis] * remaining
-        return tuple(slice(a, a + n) for a, n in zip(starts, local, strict=True))
+        indices = (self.slice_index(dim, axis_sizes, coordinate) for dim in range(len(local)))
+        return tuple(slice(i * n, (i + 1) * n) for i, n in zip(indices, local, strict=True))
+
+    def slice_index(self, dim: int, axis_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
+        """Number of a rank's slice of one dim, counted along the dim."""
+        index = 0
+        for axis in self.cutting_axes(dim):
+            index = index * axis_sizes[axis] + coordinate[axis]
+        return index
 
     def is_legal(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
         """Whether every axis divides the dim it cuts."""

@@ -11,7 +11,6 @@ from autoshard.graph import Node
 from autoshard.layouts import Kind, Layout
 from autoshard.rules import Kernel, kernel_for
 from autoshard.runtime.operators import OperatorCall
-from autoshard.runtime.slices import slice_index
 
 LocalKernel = Callable[[Sequence[torch.Tensor], int], tuple[torch.Tensor, ...]]
 """Takes the local inputs and the number of the step; gives the local outputs."""
@@ -95,10 +94,10 @@ def _reshape(local: LocalNode, _argument: str) -> LocalKernel:
 def _vocabulary(local: LocalNode, _argument: str) -> LocalKernel:
     place = local.place
     rows = local.input_shapes[0][0]
-    index, num_slices = slice_index(local.inputs[0], 0, place.axis_sizes, place.coordinate)
-    if num_slices == 1:
+    table = local.inputs[0]
+    if all(place.axis_sizes[axis] == 1 for axis in table.cutting_axes(0)):
         return _plain(local)
-    first = index * rows
+    first = table.slice_index(0, place.axis_sizes, place.coordinate) * rows
     padding = local.node.argument("padding_idx", -1)
     assert isinstance(padding, int)
     inside = first <= padding < first + rows
