@@ -28,6 +28,8 @@ LayoutText = Annotated[
 ]
 Seconds = Annotated[float, Field(ge=0, description="seconds")]
 Bytes = Annotated[int, Field(ge=0, description="bytes per device")]
+Direction = Literal["forward", "backward"]
+"""When something runs; what runs forward once more during backward counts as backward."""
 
 
 class Document(BaseModel):
@@ -105,6 +107,13 @@ class Conversion(Document):
     source: LayoutText
     target: LayoutText
     steps: tuple[PlannedStep, ...]
+    again: bool = Field(
+        default=False,
+        description=(
+            "whether backward gets the converted tensor by running the forward actions once "
+            "more, instead of finding it held"
+        ),
+    )
 
     @property
     def time(self) -> float:
@@ -122,6 +131,18 @@ class PlacedOutput(Document):
     layout: LayoutText
 
 
+class Checkpoint(Document):
+    """Consecutive nodes of which backward holds only what enters.
+
+    Their forward runs once more in backward, up to the last tensor that backward needs. A
+    conversion for one consumer belongs to its consumer; a shared one belongs to the nodes if
+    its value is made and read among them.
+    """
+
+    first: str = Field(description="name of the first node")
+    last: str = Field(description="name of the last node")
+
+
 class Stage(Document):
     """One pipeline stage: a program on its own sub-mesh."""
 
@@ -132,6 +153,9 @@ class Stage(Document):
     nodes: tuple[PlacedNode, ...]
     conversions: tuple[Conversion, ...]
     outputs: tuple[PlacedOutput, ...]
+    checkpoints: tuple[Checkpoint, ...] = Field(
+        default=(), description="in program order, without overlap"
+    )
 
     @property
     def parameters(self) -> tuple[PlacedInput, ...]:
@@ -144,7 +168,7 @@ class CollectiveCount(Document):
 
     kind: str
     axis: str
-    direction: Literal["forward", "backward"]
+    direction: Direction
     count: int = Field(ge=1)
     nbytes: int = Field(ge=0, description="sum of PlannedStep.nbytes")
 
@@ -251,8 +275,8 @@ class Plan(Document):
 
 def count_collectives(stages: tuple[Stage, ...]) -> tuple[CollectiveCount, ...]:
     """The collectives of one step of a program, summed by kind, axis and direction."""
-    count: Counter[tuple[str, str, Literal["forward", "backward"]]] = Counter()
-    nbytes: Counter[tuple[str, str, Literal["forward", "backward"]]] = Counter()
+    count: Counter[tuple[str, str, Direction]] = Counter()
+    nbytes: Counter[tuple[str, str, Direction]] = Counter()
     for kind, axis, direction, size in _collectives(stages):
         count[kind, axis, direction] += 1
         nbytes[kind, axis, direction] += size
@@ -266,7 +290,7 @@ def count_collectives(stages: tuple[Stage, ...]) -> tuple[CollectiveCount, ...]:
 
 def _collectives(
     stages: tuple[Stage, ...],
-) -> Iterator[tuple[str, str, Literal["forward", "backward"], int]]:
+) -> Iterator[tuple[str, str, Direction, int]]:
     names = {action.value for action in Action if action.is_collective}
     for stage in stages:
         for conversion in stage.conversions:

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.plan import CollectiveCount
-
-Direction = Literal["forward", "backward"]
+from autoshard.plan import CollectiveCount, Direction
 
 _KINDS = {
     "_c10d_functional::all_reduce": "all_reduce",
