@@ -21,9 +21,13 @@ from autoshard.render import (
     render_explanation,
     render_plan,
 )
+from autoshard.solve import TableStore
 
 NO_PLAN = 3
 """Exit status where planning ended without a plan: infeasible, or out of time."""
+
+_CACHE_BYTES = 256 << 20
+"""Room for solved blocks; the least recently used go first."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -73,6 +77,27 @@ _Optimizer = Annotated[str, typer.Option(help="Whose state is kept in training."
 _Memory = Annotated[
     str | None, typer.Option(help="Budget per device, such as 80GB; default: all it has.")
 ]
+_MasterWeights = Annotated[
+    bool,
+    typer.Option("--master-weights", help="The optimizer keeps a float32 copy of parameters."),
+]
+_StateDType = Annotated[
+    str | None,
+    typer.Option("--state-dtype", help="Of the optimizer's state: float32, float16 or bfloat16."),
+]
+_Reconversion = Annotated[
+    str,
+    typer.Option(
+        help="Whether backward converts tensors again instead of holding them, such as gathered "
+        "parameters: auto, never or always."
+    ),
+]
+_Checkpointing = Annotated[
+    str,
+    typer.Option(
+        help="Whether repeated blocks run again in backward to hold less: auto, never or always."
+    ),
+]
 _TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver, per plan.")]
 _Algo = Annotated[
     str, typer.Option(help="optimal, or megatron: that fixed pattern, as a baseline.")
@@ -99,6 +124,17 @@ _SkipReplicated = Annotated[
         help="No operator that can be cut does all of its work on every rank.",
     ),
 ]
+_Cache = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        envvar="AUTOSHARD_CACHE",
+        help="Folder of solved blocks, which other plans reuse; default: in your cache folder.",
+    ),
+]
+_NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="Solve everything anew, and keep nothing.")
+]
 _Output = Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the plan.")]
 
 
@@ -117,13 +153,19 @@ def plan(
     ] = None,
     mode: _Mode = "training",
     optimizer: _Optimizer = "adamw",
+    master_weights: _MasterWeights = False,
+    state_dtype: _StateDType = None,
     memory: _Memory = None,
+    reconversion: _Reconversion = "auto",
+    checkpointing: _Checkpointing = "auto",
     time_limit: _TimeLimit = 60.0,
     algo: _Algo = "optimal",
     pin: _Pin = None,
     forbid: _Forbid = None,
     batch_axis: _BatchAxis = None,
     skip_fully_replicated: _SkipReplicated = False,
+    cache: _Cache = None,
+    no_cache: _NoCache = False,
     output: _Output = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -135,7 +177,11 @@ def plan(
             read_options(
                 mode=mode,
                 optimizer=optimizer,
+                master_weights=master_weights,
+                state_dtype=state_dtype,
                 memory=memory,
+                reconversion=reconversion,
+                checkpointing=checkpointing,
                 time_limit=time_limit,
                 algo=algo,
                 pins=pin or (),
@@ -143,6 +189,7 @@ def plan(
                 batch_axis=batch_axis,
                 skip_fully_replicated=skip_fully_replicated,
             ),
+            tables=None if no_cache else _solved_blocks(cache),
         )
         _write(found, output)
     if json:
@@ -163,7 +210,11 @@ def search(
     workers: Annotated[int, typer.Option(help="Processes that plan at the same time.")] = 2,
     mode: _Mode = "training",
     optimizer: _Optimizer = "adamw",
+    master_weights: _MasterWeights = False,
+    state_dtype: _StateDType = None,
     memory: _Memory = None,
+    reconversion: _Reconversion = "auto",
+    checkpointing: _Checkpointing = "auto",
     time_limit: _TimeLimit = 60.0,
     algo: _Algo = "optimal",
     pin: _Pin = None,
@@ -184,7 +235,11 @@ def search(
             options=read_options(
                 mode=mode,
                 optimizer=optimizer,
+                master_weights=master_weights,
+                state_dtype=state_dtype,
                 memory=memory,
+                reconversion=reconversion,
+                checkpointing=checkpointing,
                 time_limit=time_limit,
                 algo=algo,
                 pins=pin or (),
@@ -297,6 +352,12 @@ def _mesh(
         intra_bandwidth=intra_bandwidth,
         inter_bandwidth=inter_bandwidth,
     )
+
+
+def _solved_blocks(folder: Path | None) -> TableStore:
+    from autoshard_solver_cache import FolderCache, Shelf  # noqa: PLC0415  --no-cache needs none
+
+    return Shelf(FolderCache(folder, max_bytes=_CACHE_BYTES), "blocks")
 
 
 def _write(plan: Plan, path: Path | None) -> None:

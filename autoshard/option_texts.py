@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from autoshard.costs import parse_bytes
 from autoshard.errors import OptionError
 from autoshard.plan import Algorithm, Mode, PlanOptions
+from autoshard.plan.options import Checkpointing, Reconversion, StateDType
 
 _KINDS = {"input": "inputs", "output": "outputs", "parameter": "parameters", "node": "nodes"}
 T = TypeVar("T", bound=str)
@@ -17,7 +18,11 @@ def read_options(
     *,
     mode: str,
     optimizer: str,
+    master_weights: bool,
+    state_dtype: str | None,
     memory: str | None,
+    reconversion: str,
+    checkpointing: str,
     time_limit: float,
     algo: str,
     pins: Sequence[str],
@@ -30,7 +35,11 @@ def read_options(
     Args:
         mode: training or inference.
         optimizer: name of the optimizer.
+        master_weights: as in `PlanOptions`.
+        state_dtype: element type of the optimizer's state; None for the parameters'.
         memory: budget per device, such as 80GB; None for what the device has.
+        reconversion: auto, never or always.
+        checkpointing: auto, never or always.
         time_limit: seconds.
         algo: optimal or megatron.
         pins: each `KIND:NAME=LAYOUT`.
@@ -44,6 +53,12 @@ def read_options(
     given = {
         "mode": _one_of(get_args(Mode), mode, "--mode"),
         "optimizer": optimizer,
+        "master_weights": master_weights,
+        "state_dtype": None
+        if state_dtype is None
+        else _one_of(get_args(StateDType), state_dtype, "--state-dtype"),
+        "reconversion": _one_of(get_args(Reconversion), reconversion, "--reconversion"),
+        "checkpointing": _one_of(get_args(Checkpointing), checkpointing, "--checkpointing"),
         "memory_budget": None if memory is None else parse_bytes(memory),
         "time_limit": time_limit,
         "algo": _one_of(get_args(Algorithm), algo, "--algo"),

@@ -1,6 +1,6 @@
 """Plans and progress as tables on a terminal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,6 +19,7 @@ from autoshard.plan import (
     fold_parameters,
     mesh_text,
 )
+from autoshard.plan.timeline import KINDS
 
 _MILLISECONDS = 1e3
 _MOST_CHANGES = 40
@@ -38,6 +39,7 @@ def render_plan(plan: Plan) -> RenderableType:
         _collectives(plan),
         _costs(plan.costs),
         _memory(plan.memory),
+        *_recomputing(plan),
         _certificate(plan.certificate),
     )
 
@@ -162,22 +164,38 @@ def _collectives(plan: Plan) -> Table:
 
 def _costs(costs: Costs) -> Table:
     table = _table("Predicted time of a step")
-    for title in ("compute", "communication", "optimizer", "total"):
+    kinds = ("compute", "communication", "optimizer", "recompute", "total")
+    for title in kinds:
         table.add_column(title, justify="right")
-    values = (costs.compute, costs.communication, costs.optimizer, costs.total)
-    table.add_row(*map(_milliseconds, values))
+    table.add_row(*(_milliseconds(getattr(costs, kind)) for kind in kinds))
     return table
 
 
 def _memory(memory: Memory) -> Table:
-    table = _table("Predicted memory per device at the peak")
+    where = f"{memory.phase} of {memory.at}" if memory.at else memory.phase
+    table = _table(f"Predicted memory per device at the peak ({where})")
     table.add_column("kind")
     table.add_column("bytes", justify="right")
-    kinds = ("parameters", "gradients", "optimizer", "buffers", "inputs", "activations")
-    for kind in (*kinds, "peak"):
+    for kind in (*KINDS, "peak"):
         table.add_row(kind, format_bytes(getattr(memory, kind)))
     table.add_row("budget", "none" if memory.budget is None else format_bytes(memory.budget))
     return table
+
+
+def _recomputing(plan: Plan) -> Iterator[Text]:
+    """What backward runs once more, if anything."""
+    assert plan.costs is not None
+    (stage,) = plan.stages
+    again = [c for c in stage.conversions if c.again]
+    if again or stage.checkpoints:
+        parameters = {parameter.name for parameter in stage.parameters}
+        gathered = sum(conversion.value in parameters for conversion in again)
+        yield Text(
+            f"To hold less, backward runs {len(stage.checkpoints)} blocks once more, and converts "
+            f"{gathered} parameters and {len(again) - gathered} activations again: "
+            f"{_milliseconds(plan.costs.recompute)}",
+            style="bold",
+        )
 
 
 def _certificate(certificate: Certificate) -> Text:

@@ -3,7 +3,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from support.models import meta, mlp
+from support.models import llama, meta, mlp
 from typer.testing import CliRunner, Result
 
 from autoshard.cli import NO_PLAN, app
@@ -35,6 +35,22 @@ def test_plan_show_and_check(archive: Path, tmp_path: Path) -> None:
         assert word in planned.output
     assert autoshard("show", path).output == planned.output
     assert "legal" in autoshard("check", archive, path).output
+
+
+def blocks_reused(*arguments: object) -> int:
+    plan = Plan.from_json(autoshard("plan", *arguments, "--mesh", "2,2", "--json").output)
+    return sum(block.num_reused for block in plan.provenance.blocks)
+
+
+def test_blocks_are_reused_unless_that_is_not_wanted(tmp_path: Path) -> None:
+    model, kwargs = meta(llama, layers=3, batch=8, sequence=16)
+    archive, folder = tmp_path / "llama.pt2", tmp_path / "solved"
+    archive.write_bytes(export_model(model, (), kwargs))
+    assert blocks_reused(archive, "--no-cache", "--cache", folder) == 0
+    assert not folder.exists()
+    assert blocks_reused(archive, "--cache", folder) == 0
+    assert blocks_reused(archive, "--cache", folder) > 0
+    assert blocks_reused(archive, "--no-cache", "--cache", folder) == 0
 
 
 def test_json_is_the_plan(archive: Path) -> None:

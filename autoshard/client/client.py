@@ -1,5 +1,6 @@
 """The client: a model and a mesh in, a plan out."""
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,13 @@ import httpx2
 from pydantic import ValidationError
 
 from autoshard.client.results import JobProgress, JobStatus, PlanResult, read_job, rejected
-from autoshard.errors import ArchiveError, OptionError, ServiceError, ServiceUnavailableError
+from autoshard.errors import (
+    ArchiveError,
+    OptionError,
+    RequestRejectedError,
+    ServiceError,
+    ServiceUnavailableError,
+)
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan import Mode, Plan, PlanOptions
 
@@ -31,6 +38,13 @@ _UNAVAILABLE = frozenset({429, 502, 503})
 """Statuses that say to come back later."""
 
 
+_NOT_THERE = frozenset({404, 405})
+"""Statuses that say that there is no such plan, or no such route yet."""
+
+_MOST_PLANS = 4
+"""Plans that a client keeps; one of a large model takes some megabytes."""
+
+
 class Client:
     """Talks to a planning service; a context manager.
 
@@ -43,6 +57,7 @@ class Client:
         self._url = url
         self._timeout = timeout
         self._http = httpx2.Client(base_url=url, timeout=timeout)
+        self._plans: dict[str, Plan] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -138,6 +153,9 @@ class Client:
             "mesh": _mesh_document(mesh),
             "options": _options(options, mode, memory_budget).model_dump(mode="json"),
         }
+        known = self._known_plan(graph, asked)
+        if known is not None:
+            return PlanResult(known, cached=True)
         # With somebody watching, come back at once so as to report progress.
         patience = _PATIENCE if wait and on_progress is None else 0
         response = self._send(
@@ -152,7 +170,10 @@ class Client:
         )
         cached = response.headers.get("Autoshard-Cache") == "hit"
         if response.status_code != httpx2.codes.ACCEPTED:
-            return PlanResult(Plan.from_json(response.content), cached)
+            plan = Plan.from_json(response.content)
+            if "ETag" in response.headers:
+                self._keep(plan)
+            return PlanResult(plan, cached)
         job = _job(response)
         if not wait:
             return PlanResult(job.plan, cached, job.id)
@@ -166,7 +187,11 @@ class Client:
             RequestRejectedError: there is none.
             ServiceUnavailableError: the service does not answer.
         """
-        return Plan.from_json(self._send("GET", f"/v1/plans/{plan_id}").content)
+        plan = self._plans.get(plan_id)
+        if plan is None:
+            plan = Plan.from_json(self._send("GET", f"/v1/plans/{plan_id}").content)
+        self._keep(plan)
+        return plan
 
     def get_job(self, job_id: str) -> JobStatus:
         """Where a job stands.
@@ -204,6 +229,24 @@ class Client:
         self._send("GET", "/readyz")
         return dict(self._send("GET", "/version").json()["versions"])
 
+    def _known_plan(self, graph: bytes, asked: Mapping[str, Any]) -> Plan | None:
+        """The plan, if the service was asked for it before: the graph need not be sent then."""
+        digest = hashlib.sha256(graph).hexdigest()
+        try:
+            found = self._send("POST", "/v1/plans:lookup", json={**asked, "graph_sha256": digest})
+            return self.get_plan(_member(found, "id"))
+        except RequestRejectedError as error:
+            if error.status not in _NOT_THERE:
+                raise
+            return None
+
+    def _keep(self, plan: Plan) -> None:
+        """Keep a plan for when it is asked for again: it never changes under its id."""
+        self._plans.pop(plan.id, None)
+        self._plans[plan.id] = plan
+        while len(self._plans) > _MOST_PLANS:
+            self._plans.pop(next(iter(self._plans)))
+
     def _follow(self, job: JobStatus, pause: float, on_progress: OnProgress | None) -> JobStatus:
         failures = 0
         while not job.done:
@@ -239,6 +282,13 @@ class Client:
                 f"{problem.get('detail', response.reason_phrase)}"
             )
         raise rejected(problem, response.status_code)
+
+
+def _member(response: httpx2.Response, name: str) -> str:
+    try:
+        return str(response.json()[name])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceError(f"the service's answer has no {name!r}: {error!r}") from error
 
 
 def _job(response: httpx2.Response) -> JobStatus:

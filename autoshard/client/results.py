@@ -1,6 +1,5 @@
 """What the service answers, as values."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +108,7 @@ def read_job(document: Any) -> JobStatus:
                 gap=metadata.get("gap"),
                 elapsed=float(metadata["elapsed"]),
             ),
-            plan=None if result is None else Plan.from_json(json.dumps(result)),
+            plan=None if result is None else Plan.from_document(result),
             error=document.get("error"),
         )
     except (KeyError, TypeError, AttributeError) as error:

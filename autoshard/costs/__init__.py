@@ -3,9 +3,11 @@
 from autoshard.costs.compute import Category, categorise, operator_times
 from autoshard.costs.memory import (
     ParameterBytes,
+    SavedBytes,
     activation_bytes,
     parameter_bytes,
     parse_bytes,
+    saved_bytes,
 )
 from autoshard.costs.optimizer import Optimizer, OptimizerSpec, optimizer_time
 
@@ -14,10 +16,12 @@ __all__ = [
     "Optimizer",
     "OptimizerSpec",
     "ParameterBytes",
+    "SavedBytes",
     "activation_bytes",
     "categorise",
     "operator_times",
     "optimizer_time",
     "parameter_bytes",
     "parse_bytes",
+    "saved_bytes",
 ]

@@ -126,7 +126,7 @@ class _Contraction:
         shared = {x for x in summed if sum(x in held[i] for i in floating) > 1}
         factors = tuple(i for i in floating if held[i] & shared)
         groups: dict[tuple[int, ...], set[str]] = {}
-        for letter in kept:
+        for letter in sorted(kept):
             owners = tuple(i for i in factors if letter in held[i]) or factors[:1]
             if len(owners) < len(factors):
                 groups.setdefault(owners, set()).add(letter)

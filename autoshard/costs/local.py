@@ -31,7 +31,8 @@ class LocalSizes:
     def product(self, letters: Iterable[str]) -> FloatArray:
         """Product of the local sizes of some letters, shape [S]."""
         result = self._ones.copy()
-        for letter in letters:
+        # Beyond 2^53 a product of floats depends on the order, and that of a set on the run.
+        for letter in sorted(letters):
             result *= self._columns[letter]
         return result
 

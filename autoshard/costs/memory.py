@@ -1,7 +1,7 @@
 """Bytes that one rank holds: parameters with what training adds to them, and activations."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -10,7 +10,7 @@ from autoshard.costs.local import FloatArray, LocalSizes
 from autoshard.costs.optimizer import OptimizerSpec
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Tensor
-from autoshard.rules import OperatorRule, Strategy
+from autoshard.rules import OperatorRule, Saved, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,51 @@ def activation_bytes(
         for tensor, dims in zip(outputs, rule.outputs, strict=True):
             total += sizes.nbytes(tensor, dims)
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBytes:
+    """Bytes that one rank keeps of a call until its backward, each of shape [S].
+
+    Attributes:
+        inputs: by position, the inputs that are kept; they belong to whoever makes them, so
+            what several calls keep is held once.
+        outputs: likewise the outputs.
+        extra: what only autograd sees, all of it together.
+    """
+
+    inputs: Mapping[int, FloatArray]
+    outputs: Mapping[int, FloatArray]
+    extra: FloatArray
+
+
+def saved_bytes(
+    rule: OperatorRule,
+    strategies: Sequence[Strategy],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    saved: Saved,
+) -> SavedBytes:
+    """Bytes that one rank keeps of a call until its backward.
+
+    Args:
+        rule: the operator's rule.
+        strategies: strategies of that rule; S of them.
+        inputs: global shapes of the inputs.
+        outputs: global shapes of the outputs.
+        saved: what the call keeps.
+    """
+    sizes = LocalSizes(rule, strategies)
+    dims = (*rule.inputs, *rule.outputs)
+    extra = 0.0 * sizes.product(())
+    for kept in saved.extras:
+        letters = {letter for tensor, dim in kept.dims for letter in dims[tensor][dim]}
+        extra += kept.times * kept.itemsize * sizes.product(letters)
+    return SavedBytes(
+        {i: sizes.nbytes(inputs[i], rule.inputs[i]) for i in sorted(saved.inputs)},
+        {i: sizes.nbytes(outputs[i], rule.outputs[i]) for i in sorted(saved.outputs)},
+        extra,
+    )
 
 
 _UNITS = {

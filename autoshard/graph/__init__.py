@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from autoshard.graph.archive import Archive, ArchiveLimits, read_archive
-from autoshard.graph.blocks import Block, find_blocks, node_kind
+from autoshard.graph.blocks import Block, find_blocks
 from autoshard.graph.ir import (
     Argument,
     DType,
@@ -45,7 +45,6 @@ __all__ = [
     "graph_from_json",
     "graph_to_json",
     "load_graph",
-    "node_kind",
     "read_archive",
     "references",
 ]

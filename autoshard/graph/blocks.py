@@ -6,13 +6,13 @@ enters a block comes from the block's own parameters, from the instance before, 
 outside, and then it is the same value for all instances: a mask, say.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.graph.ir import Argument, Graph, Node, Ref
+from autoshard.graph.ir import Graph
 
 _SHORTEST = 4
 """Nodes of the shortest run that is worth being called a block."""
@@ -49,7 +49,7 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
     Where a run can be cut into instances in several ways, the cut with the fewest values
     handed from one instance to the next is taken.
     """
-    kinds = _kinds(graph)
+    kinds = np.array(graph.kinds, dtype=np.intp)
     wiring = _Wiring(graph)
     found: list[Block] = []
     free = np.ones(len(kinds), dtype=bool)
@@ -62,28 +62,6 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
     return tuple(sorted(found, key=lambda block: block.start))
 
 
-def _kinds(graph: Graph) -> NDArray[np.intp]:
-    """A number per node, equal where operator, attributes and tensors are equal."""
-    numbers: dict[object, int] = {}
-    kinds = [numbers.setdefault(node_kind(graph, node), len(numbers)) for node in graph.nodes]
-    return np.array(kinds, dtype=np.intp)
-
-
-def node_kind(graph: Graph, node: Node) -> Hashable:
-    """Operator, attributes and tensors of a node: all that its own behaviour depends on."""
-    arguments = tuple((name, _attribute(value)) for name, value in node.arguments)
-    tensors = tuple(graph.values[value] for value in (*node.inputs, *node.outputs))
-    return node.operator, arguments, tensors
-
-
-def _attribute(argument: Argument) -> object:
-    if isinstance(argument, Ref):
-        return Ref
-    if isinstance(argument, tuple):
-        return tuple(_attribute(item) for item in argument)
-    return type(argument), argument
-
-
 def _longest_run(kinds: NDArray[np.intp], free: NDArray[np.bool_]) -> tuple[int, int, int] | None:
     """First node, period and size of the run that covers most free nodes.
 
@@ -91,8 +69,9 @@ def _longest_run(kinds: NDArray[np.intp], free: NDArray[np.bool_]) -> tuple[int,
     pairs of layers.
     """
     best: tuple[int, int, int] | None = None
-    for period in range(_SHORTEST, len(kinds) // 2 + 1):
-        if best is not None and best[2] >= len(kinds) - best[0]:
+    most = _longest_true(free)[1]
+    for period in range(_SHORTEST, most // 2 + 1):
+        if best is not None and best[2] + period > most:
             break
         same = (kinds[period:] == kinds[:-period]) & free[period:] & free[:-period]
         first, length = _longest_true(same)

@@ -1,7 +1,5 @@
 """Reading untrusted JSON: every member that is missing or of another type is named."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from autoshard.errors import GraphError, SchemaError
@@ -15,15 +13,20 @@ def typed(value: object, kind: type[T], what: str) -> T:
     """The value, if it is of that JSON type; a boolean is no integer."""
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    raise SchemaError(f"{what} must be a JSON {_JSON_NAMES[kind]}, not {_excerpt(value)}")
+    raise _mistyped(value, kind, what)
 
 
 def member(owner: object, key: str, kind: type[T]) -> T:
     """A required member of a JSON object."""
-    members = typed(owner, dict, f"what holds {key!r}")
-    if key not in members:
+    # Runs for everything in a graph, so no message is written before it is needed.
+    if not isinstance(owner, dict):
+        raise _mistyped(owner, dict, f"what holds {key!r}")
+    if key not in owner:
         raise SchemaError(f"{key!r} is missing")
-    return typed(members[key], kind, repr(key))
+    value = owner[key]
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    raise _mistyped(value, kind, repr(key))
 
 
 def union(value: object, what: str) -> tuple[str, Any]:
@@ -34,13 +37,30 @@ def union(value: object, what: str) -> tuple[str, Any]:
     return next(iter(members.items()))
 
 
-@contextmanager
-def place(where: str) -> Iterator[None]:
-    """Prefix a graph error raised inside with the place where it happened."""
-    try:
-        yield
-    except GraphError as error:
-        raise type(error)(f"{where}: {error}") from error
+class place:  # noqa: N801  a context manager reads like a function
+    """Prefix a graph error raised inside with the place where it happened.
+
+    Args:
+        where: the place.
+    """
+
+    # Entered for every member of a graph, and a generator would take far longer.
+    __slots__ = ("_where",)
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Raise a graph error anew, with the place in front."""
+        if isinstance(error, GraphError):
+            raise type(error)(f"{self._where}: {error}") from error
+
+
+def _mistyped(value: object, kind: type, what: str) -> SchemaError:
+    return SchemaError(f"{what} must be a JSON {_JSON_NAMES[kind]}, not {_excerpt(value)}")
 
 
 def _excerpt(value: object) -> str:

@@ -4,7 +4,7 @@ Nothing here knows torch. Operators keep PyTorch's names (`aten.linear.default`)
 arguments keep the names of the operator's schema, so that a runtime can call them again.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -32,6 +32,9 @@ class DType(StrEnum):
     UINT64 = "uint64"
     FLOAT8_E4M3FN = "float8_e4m3fn"
     FLOAT8_E5M2 = "float8_e5m2"
+
+    # Tensors are hashed often, and an enumeration would do it in Python.
+    __hash__ = str.__hash__
 
     @property
     def itemsize(self) -> int:
@@ -118,7 +121,7 @@ class Token:
 Argument = None | bool | int | float | str | Ref | Token | tuple["Argument", ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """One call of an operator.
 
@@ -141,7 +144,7 @@ class Node:
         """The argument of that schema name, or the default where it was left out."""
         return next((value for key, value in self.arguments if key == name), default)
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values used, in argument order, lists flattened, repeats kept."""
         return tuple(ref.name for _, argument in self.arguments for ref in references(argument))
@@ -154,6 +157,15 @@ def references(argument: Argument) -> Iterator[Ref]:
     elif isinstance(argument, tuple):
         for item in argument:
             yield from references(item)
+
+
+def _attribute(argument: Argument) -> Hashable:
+    """What an argument says beside names, 1 and 1.0 and True apart."""
+    if isinstance(argument, Ref):
+        return Ref
+    if isinstance(argument, tuple):
+        return tuple(_attribute(item) for item in argument)
+    return type(argument), argument
 
 
 class InputKind(StrEnum):
@@ -224,6 +236,18 @@ class Graph:
             for position, name in enumerate(node.inputs):
                 uses[name].append((i, position))
         return {name: tuple(pairs) for name, pairs in uses.items()}
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """A number per node, equal where operator, attributes and tensors are equal."""
+        numbers: dict[object, int] = {}
+        return tuple(numbers.setdefault(self.kind(node), len(numbers)) for node in self.nodes)
+
+    def kind(self, node: Node) -> Hashable:
+        """Operator, attributes and tensors of a node: all that its own behaviour depends on."""
+        arguments = tuple((name, _attribute(value)) for name, value in node.arguments)
+        tensors = tuple(self.values[value] for value in (*node.inputs, *node.outputs))
+        return node.operator, arguments, tensors
 
     @property
     def parameters(self) -> tuple[Input, ...]:

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+from autoshard.collection import collection_paused
 from autoshard.graph.archive import ArchiveLimits, read_archive
 from autoshard.graph.ir import Graph
 from autoshard.graph.normalise import normalise
 from autoshard.graph.parse import parse_program
 
 
+@collection_paused()
 def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = None) -> Graph:
     """Read an exported program and normalise it.
 

@@ -8,10 +8,11 @@ order of an object's members.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
-from autoshard.errors import SchemaError
+from autoshard.errors import GraphError, SchemaError
 from autoshard.graph.fields import member, place, typed
 from autoshard.graph.ir import (
     Argument,
@@ -38,8 +39,14 @@ def graph_digest(graph: Graph) -> str:
 
     Names, module paths and tree specs count, because plans repeat them.
     """
-    text = json.dumps(graph_to_json(graph), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    # A graph never changes, so its digest is kept with it, as a cached property would be.
+    kept = vars(graph)
+    if _DIGEST not in kept:
+        document = graph_to_json(graph)
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        kept[_DIGEST] = hashlib.sha256(text.encode()).hexdigest()
+    digest: str = kept[_DIGEST]
+    return digest
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
@@ -111,10 +118,10 @@ def graph_from_json(document: object) -> Graph:
         document, {"inputs", "nodes", "outputs", "values", "in_spec", "out_spec"}, "a graph"
     )
     graph = Graph(
-        inputs=tuple(_each(document, "inputs", _input_from_json)),
-        nodes=tuple(_each(document, "nodes", _node_from_json)),
-        outputs=tuple(_each(document, "outputs", _output_from_json)),
-        values=dict(_values_from_json(member(document, "values", dict))),
+        inputs=_each(document, "inputs", _input_from_json),
+        nodes=_each(document, "nodes", _node_from_json),
+        outputs=_each(document, "outputs", _output_from_json),
+        values=_values_from_json(member(document, "values", dict)),
         in_spec=member(document, "in_spec", str),
         out_spec=member(document, "out_spec", str),
     )
@@ -127,16 +134,20 @@ def graph_from_json(document: object) -> Graph:
     return graph
 
 
-def _each(owner: object, key: str, read: Callable[[object], T]) -> Iterator[T]:
-    for i, item in enumerate(member(owner, key, list)):
-        with place(f"{key}[{i}]"):
-            yield read(item)
+def _each(owner: object, key: str, read: Callable[[object], T]) -> tuple[T, ...]:
+    items = member(owner, key, list)
+    done: list[T] = []
+    try:
+        for item in items:
+            done.append(read(item))  # noqa: PERF401  `done` says how far it got
+    except GraphError as error:
+        raise type(error)(f"{key}[{len(done)}]: {error}") from error
+    return tuple(done)
 
 
-def _check_members(value: object, known: set[str], what: str) -> None:
-    unknown = sorted(typed(value, dict, what).keys() - known)
-    if unknown:
-        raise SchemaError(f"{what} has no member {unknown[0]!r}")
+def _check_members(value: object, known: AbstractSet[str], what: str) -> None:
+    if unknown := typed(value, dict, what).keys() - known:
+        raise SchemaError(f"{what} has no member {min(unknown)!r}")
 
 
 def _input_from_json(item: object) -> Input:
@@ -153,11 +164,11 @@ def _input_from_json(item: object) -> Input:
 
 
 def _node_from_json(item: object) -> Node:
-    _check_members(item, {"name", "operator", "arguments", "outputs", "module"}, "a node")
+    _check_members(item, _OF_A_NODE, "a node")
     return Node(
         name=member(item, "name", str),
         operator=member(item, "operator", str),
-        arguments=tuple(_each(item, "arguments", _pair_from_json)),
+        arguments=_each(item, "arguments", _pair_from_json),
         outputs=tuple(typed(o, str, "an output") for o in member(item, "outputs", list)),
         module=member(item, "module", str),
     )
@@ -188,15 +199,17 @@ def _literal(item: object) -> Literal:
     raise SchemaError(f"a literal must be a number, a string, a flag or null, not {value!r}")
 
 
-def _values_from_json(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _values_from_json(values: dict[str, Any]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
     for name, item in values.items():
         with place(f"values[{name!r}]"):
-            _check_members(item, {"shape", "dtype", "requires_grad"}, "a value")
+            _check_members(item, _OF_A_TENSOR, "a value")
             shape = tuple(typed(s, int, "a size") for s in member(item, "shape", list))
-            if any(s < 0 for s in shape):
+            if shape and min(shape) < 0:
                 raise SchemaError(f"shape {shape} has a negative size")
             dtype = _code(DType, member(item, "dtype", str))
-            yield name, Tensor(shape, dtype, member(item, "requires_grad", bool))
+            tensors[name] = Tensor(shape, dtype, member(item, "requires_grad", bool))
+    return tensors
 
 
 def _from_json(value: object) -> Argument:
@@ -227,4 +240,7 @@ def _code(kind: type[E], text: str) -> E:
 
 
 _PAIR = 2
+_OF_A_NODE = frozenset({"name", "operator", "arguments", "outputs", "module"})
+_OF_A_TENSOR = frozenset({"shape", "dtype", "requires_grad"})
+_DIGEST = "digest"
 _NON_FINITE = ("inf", "-inf", "nan")

@@ -6,6 +6,7 @@ from autoshard.layouts.conversions import (
     Conversions,
     Pricer,
     Step,
+    again_price,
     step_price,
 )
 from autoshard.layouts.layout import Layout, legal_layouts
@@ -30,6 +31,7 @@ __all__ = [
     "R",
     "S",
     "Step",
+    "again_price",
     "from_placements",
     "layout_of_texts",
     "legal_layouts",

@@ -112,6 +112,13 @@ def step_price(step: Step, pricer: Pricer) -> float:
     )
 
 
+def again_price(step: Step, pricer: Pricer) -> float:
+    """Seconds that the forward action of a step takes once more."""
+    if step.forward in (Action.NOTHING, Action.SLICE):
+        return 0.0
+    return STEP_OVERHEAD + _action_price(step.forward, step, pricer)
+
+
 def _action_price(action: Action, step: Step, pricer: Pricer) -> float:
     # A slice is a view of what is there.
     if action in (Action.NOTHING, Action.SLICE):
@@ -152,7 +159,7 @@ class Conversions:
         self._axis_sizes = tuple(axis_sizes)
         self._backward = differentiable and backward
         self._pricer = pricer
-        self._prices: dict[tuple[int, Action, Action, int], float] = {}
+        self._before: dict[int, NDArray[np.int32]] = {}
         self.layouts = tuple(
             legal_layouts(shape, axis_sizes, differentiable=differentiable, partial=partial)
         )
@@ -163,6 +170,26 @@ class Conversions:
         """Seconds from each layout (row) to each layout (column); inf where there is no way."""
         return self._shortest[0]
 
+    @property
+    def again_cost(self) -> NDArray[np.float64]:
+        """Seconds of the forward actions of each chain alone; inf where there is no way."""
+        return self._forward[0]
+
+    @property
+    def stays(self) -> NDArray[np.bool_]:
+        """Whether the forward pass of each chain does nothing: the tensor stays what it is."""
+        return self._forward[1]
+
+    @cached_property
+    def steps(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
+        """Every step by the numbers of the layouts before and after it, and its seconds."""
+        # Few moves differ in what is priced.
+        priced_as = list(zip(self._moves.kinds, self._nbytes, strict=True))
+        examples = {key: i for i, key in enumerate(priced_as)}
+        price = {key: step_price(self._step(i), self._pricer) for key, i in examples.items()}
+        pairs = np.array(list(self._moves.arcs), dtype=np.intp).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1], np.array([price[key] for key in priced_as])
+
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The cheapest chain of steps; empty where the layouts are the same.
 
@@ -170,14 +197,14 @@ class Conversions:
             LayoutError: a layout is illegal for this tensor, or there is no way.
         """
         start, end = self._number(source), self._number(target)
-        predecessors = self._shortest[1]
+        predecessors = self._predecessors(start)
         chain = [end]
         while chain[-1] != start:
-            chain.append(int(predecessors[start, chain[-1]]))
+            chain.append(int(predecessors[chain[-1]]))
             if chain[-1] < 0:
                 raise LayoutError(f"there is no conversion from {source} to {target}")
         chain.reverse()
-        return tuple(self._arcs[a, b] for a, b in pairwise(chain))
+        return tuple(self._step(self._moves.arcs[pair]) for pair in pairwise(chain))
 
     def _number(self, layout: Layout) -> int:
         if layout not in self.index:
@@ -187,44 +214,118 @@ class Conversions:
             )
         return self.index[layout]
 
-    @cached_property
-    def _arcs(self) -> dict[tuple[int, int], Step]:
-        arcs = {}
-        for number, layout in enumerate(self.layouts):
-            elements = prod(layout.local_shape(self._shape, self._axis_sizes))
-            for axis, new, after in _moves(layout, len(self._shape)):
-                target = self.index.get(after)
-                if target is not None:
-                    arcs[number, target] = self._step(layout.types[axis], axis, new, elements)
-        return arcs
-
-    def _step(self, old: AxisType, axis: int, new: AxisType, elements: int) -> Step:
-        forward, backward = STEPS[old.kind, new.kind]
-        grows = old.is_shard and not new.is_shard
+    def _step(self, i: int) -> Step:
+        move = self._moves.moves[i]
+        forward, backward = STEPS[move.source.kind, move.target.kind]
         return Step(
-            axis=axis,
-            source=old,
-            target=new,
-            nbytes=elements * self._itemsize * (self._axis_sizes[axis] if grows else 1),
+            axis=move.axis,
+            source=move.source,
+            target=move.target,
+            nbytes=self._nbytes[i],
             forward=forward,
             backward=backward if self._backward else Action.NOTHING,
         )
 
     @cached_property
+    def _moves(self) -> "_Moves":
+        return _moves_between(self.layouts, len(self._shape), self._axis_sizes)
+
+    @cached_property
+    def _nbytes(self) -> list[int]:
+        """`Step.nbytes` of each move."""
+        whole = prod(self._shape) * self._itemsize
+        return [whole // parts for parts in self._moves.parts]
+
+    @cached_property
     def _shortest(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        n = len(self.layouts)
-        pairs = np.array(list(self._arcs), dtype=np.intp).reshape(-1, 2)
-        prices = np.array([self._price(step) for step in self._arcs.values()])
-        arcs = csr_array((prices, (pairs[:, 0], pairs[:, 1])), shape=(n, n))
-        cost, predecessors = dijkstra(arcs, return_predecessors=True)
+        cost, predecessors = dijkstra(self._graph, return_predecessors=True)
         return cost, predecessors
 
-    def _price(self, step: Step) -> float:
-        # Few steps differ in what is priced.
-        key = (step.axis, step.forward, step.backward, step.nbytes)
-        if key not in self._prices:
-            self._prices[key] = step_price(step, self._pricer)
-        return self._prices[key]
+    def _predecessors(self, start: int) -> NDArray[np.int32]:
+        """The layout before each one on the cheapest chain from one layout, shape [N]."""
+        if start not in self._before:
+            _, self._before[start] = dijkstra(self._graph, indices=start, return_predecessors=True)
+        return self._before[start]
+
+    @cached_property
+    def _graph(self) -> csr_array:
+        n = len(self.layouts)
+        sources, targets, prices = self.steps
+        return csr_array((prices, (sources, targets)), shape=(n, n))
+
+    @cached_property
+    def _forward(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        n = len(self.layouts)
+        seconds, nothing = np.zeros((n, n)), np.zeros((n, n), dtype=np.bool_)
+        for pair, i in self._moves.arcs.items():
+            step = self._step(i)
+            seconds[pair] = again_price(step, self._pricer)
+            nothing[pair] = step.forward is Action.NOTHING
+        cost, predecessors = self._shortest
+        stays = np.eye(n, dtype=np.bool_)
+        total = np.where(stays, 0.0, np.inf)
+        known = stays.copy()
+        # A chain is known once the chain that it prolongs is.
+        while True:
+            rows, cols = np.nonzero(np.isfinite(cost) & ~known)
+            before = predecessors[rows, cols]
+            ready = known[rows, before]
+            if not ready.any():
+                return total, stays
+            rows, cols, before = rows[ready], cols[ready], before[ready]
+            total[rows, cols] = total[rows, before] + seconds[before, cols]
+            stays[rows, cols] = stays[rows, before] & nothing[before, cols]
+            known[rows, cols] = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One axis changes its type."""
+
+    axis: int
+    source: AxisType
+    target: AxisType
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Every move between some layouts; A of them.
+
+    Attributes:
+        arcs: number of each move by the numbers of the layouts before and after.
+        moves: what moves, A of them.
+        kinds: equal where the axis and the kinds of both types are, A of them.
+        parts: how many of the larger tensor, before or after, make a whole one, A of them.
+    """
+
+    arcs: dict[tuple[int, int], int]
+    moves: tuple[_Move, ...]
+    kinds: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+@lru_cache(maxsize=1 << 10)
+def _moves_between(
+    layouts: tuple[Layout, ...], num_dims: int, axis_sizes: tuple[int, ...]
+) -> _Moves:
+    """The moves are those of all tensors that can have these layouts."""
+    index = {layout: i for i, layout in enumerate(layouts)}
+    arcs: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, Kind, Kind], int] = {}
+    moves: list[_Move] = []
+    kinds: list[int] = []
+    parts: list[int] = []
+    for number, layout in enumerate(layouts):
+        slices = prod(axis_sizes[a] for a, t in enumerate(layout.types) if t.is_shard)
+        for axis, new, after in _moves(layout, num_dims):
+            if after in index:
+                old = layout.types[axis]
+                arcs[number, index[after]] = len(moves)
+                moves.append(_Move(axis, old, new))
+                kinds.append(numbers.setdefault((axis, old.kind, new.kind), len(numbers)))
+                grows = old.is_shard and not new.is_shard
+                parts.append(slices // axis_sizes[axis] if grows else slices)
+    return _Moves(arcs, tuple(moves), tuple(kinds), tuple(parts))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -27,6 +27,9 @@ class Kind(StrEnum):
     SHARD = "S"
     PARTIAL = "P"
 
+    # Types are hashed often, and an enumeration would do it in Python.
+    __hash__ = str.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class AxisType:

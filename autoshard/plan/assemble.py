@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 from autoshard.graph import Graph, Input, InputKind, graph_to_json
-from autoshard.layouts import Layout, Step, placement_texts, step_price
+from autoshard.layouts import Action, Layout, Step, again_price, placement_texts, step_price
 from autoshard.plan.active import ActiveAxes
+from autoshard.plan.decisions import Decisions, use_of
 from autoshard.plan.document import (
+    Checkpoint,
     Conversion,
     Costs,
     Memory,
@@ -17,8 +19,13 @@ from autoshard.plan.document import (
 )
 from autoshard.plan.formulate import Arc, Formulation, Role
 from autoshard.plan.gradients import Gradient
+from autoshard.plan.recompute import recomputed
+from autoshard.plan.timeline import Timeline
 from autoshard.rules import Strategy
-from autoshard.solve import IntArray
+
+_Texts = tuple[str, ...]
+_Change = tuple[str, str, tuple[PlannedStep, ...], float]
+"""What a conversion goes from and to, its steps, and seconds of its forward part."""
 
 
 class Assembly:
@@ -26,11 +33,13 @@ class Assembly:
 
     Args:
         formulation: what was solved.
-        choice: strategy index per variable.
+        decisions: its solution.
     """
 
-    def __init__(self, formulation: Formulation, choice: IntArray) -> None:
+    def __init__(self, formulation: Formulation, decisions: Decisions) -> None:
         self._formulation = formulation
+        self._decisions = decisions
+        choice = decisions.choice
         self._graph: Graph = formulation.graph
         self._axes: ActiveAxes = formulation.axes
         self._choice = choice
@@ -38,6 +47,8 @@ class Assembly:
             variable.strategies[s]
             for variable, s in zip(formulation.variables, choice, strict=True)
         ]
+        self._shown: dict[tuple[int, int], tuple[_Texts, _Texts]] = {}
+        self._changes: dict[tuple[object, ...], _Change] = {}
 
     def stage(self, name: str = "stage0") -> Stage:
         """The whole program as one stage."""
@@ -50,6 +61,13 @@ class Assembly:
             nodes=tuple(self._nodes()),
             conversions=tuple(self._conversions()),
             outputs=tuple(self._outputs()),
+            checkpoints=tuple(
+                Checkpoint(
+                    first=self._graph.nodes[span.start].name,
+                    last=self._graph.nodes[span.stop - 1].name,
+                )
+                for span in self._decisions.checkpoints
+            ),
         )
 
     def costs(self, stage: Stage) -> Costs:
@@ -67,26 +85,48 @@ class Assembly:
                 loading += float(variable.time[s])
         compute = loading + sum(node.time for node in stage.nodes)
         communication = sum(conversion.time for conversion in stage.conversions)
+        recompute = self._recompute(stage)
         return Costs(
-            total=compute + communication + optimizer,
+            total=compute + communication + optimizer + recompute,
             compute=compute,
             communication=communication,
             optimizer=optimizer,
+            recompute=recompute,
         )
 
-    def memory(self) -> Memory:
-        """Predicted bytes by kind."""
-        kinds = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers", "inputs"), 0.0)
-        for variable, s in zip(self._formulation.variables, self._choice, strict=True):
-            for kind, use in variable.usage.items():
-                if kind in kinds:
-                    kinds[kind] += float(use[s])
-        peak = self._formulation.problem.peak_usage(self._choice)
+    def _recompute(self, stage: Stage) -> float:
+        """Seconds of what runs once more in backward."""
+        again = recomputed(self._graph, stage)
+        if not again.nodes and not again.conversions:
+            return 0.0
+        formulation, seconds = self._formulation, 0.0
+        number = {node.name: i for i, node in enumerate(self._graph.nodes)}
+        known: dict[tuple[int, int], float] = {}
+        for variable, strategy, s in zip(
+            formulation.variables, self._strategies, self._choice, strict=True
+        ):
+            if variable.role is Role.OPERATOR and variable.name in again.nodes:
+                key = (id(variable.strategies), int(s))
+                if key not in known:
+                    node = self._graph.nodes[number[variable.name]]
+                    known[key] = float(formulation.prices.forward(self._graph, node, [strategy])[0])
+                seconds += known[key]
+        for arc in formulation.arcs:
+            if use_of(formulation, arc) in again.conversions:
+                seconds += self._change(arc)[3]
+        return seconds
+
+    def memory(self, timeline: Timeline) -> Memory:
+        """Predicted bytes by kind at the peak."""
+        phase, name = timeline.moments[timeline.peak_moment]
+        turn = timeline.turn
         return Memory(
-            peak=round(peak),
+            peak=timeline.peak,
             budget=self._formulation.prices.budget_bytes,
-            activations=round(peak - sum(kinds.values())),
-            **{kind: round(use) for kind, use in kinds.items()},
+            phase=phase.value,
+            at=name,
+            turn=None if turn is None else int(timeline.total[turn]),
+            **timeline.at_peak,
         )
 
     def _widen(self, value: str, layout: Layout) -> Layout:
@@ -124,14 +164,19 @@ class Assembly:
         ):
             if variable.role is Role.OPERATOR:
                 node = next(nodes)
+                # Nodes that share their strategies have tensors of the same types.
+                key = (id(variable.strategies), int(s))
+                if key not in self._shown:
+                    self._shown[key] = (
+                        self._texts(node.inputs, strategy.inputs),
+                        self._texts(node.outputs, strategy.outputs),
+                    )
+                inputs, outputs = self._shown[key]
                 yield PlacedNode(
-                    name=node.name,
-                    inputs=self._texts(node.inputs, strategy.inputs),
-                    outputs=self._texts(node.outputs, strategy.outputs),
-                    time=float(variable.time[s]),
+                    name=node.name, inputs=inputs, outputs=outputs, time=float(variable.time[s])
                 )
 
-    def _texts(self, values: tuple[str, ...], layouts: tuple[Layout, ...]) -> tuple[str, ...]:
+    def _texts(self, values: tuple[str, ...], layouts: tuple[Layout, ...]) -> _Texts:
         pairs = zip(values, layouts, strict=True)
         return tuple(str(self._widen(value, layout)) for value, layout in pairs)
 
@@ -153,28 +198,44 @@ class Assembly:
             )
 
     def _conversions(self) -> Iterator[Conversion]:
-        for arc in self._formulation.arcs:
-            table = self._formulation.table(arc.value, arc.gradient)
-            source = self._formulation.layout_at_source(arc, self._strategies[arc.source])
-            target = self._strategies[arc.target].inputs[arc.position]
-            if source != target:
-                yield self._conversion(arc, source, target, table.path(source, target))
+        for number, arc in enumerate(self._formulation.arcs):
+            if self._source(arc) != self._target(arc):
+                yield self._conversion(arc, again=number in self._decisions.again)
 
-    def _conversion(
-        self, arc: Arc, source: Layout, target: Layout, steps: tuple[Step, ...]
-    ) -> Conversion:
-        consumer = self._formulation.variables[arc.target]
-        position = int(consumer.name) if consumer.role is Role.OUTPUT else arc.position
-        differentiable = arc.gradient is not Gradient.NONE
-        names = {Role.OUTPUT: "output", Role.SHARED: None}
+    def _source(self, arc: Arc) -> Layout:
+        return self._formulation.layout_at_source(arc, self._strategies[arc.source])
+
+    def _target(self, arc: Arc) -> Layout:
+        return self._strategies[arc.target].inputs[arc.position]
+
+    def _conversion(self, arc: Arc, *, again: bool) -> Conversion:
+        value, consumer, position = use_of(self._formulation, arc)
+        start, end, steps, _ = self._change(arc)
+        moves = any(step.forward != Action.NOTHING for step in steps)
         return Conversion(
-            value=arc.value,
-            consumer=names.get(consumer.role, consumer.name),
+            value=value,
+            consumer=consumer,
             position=position,
-            source=str(self._axes.widen(source, differentiable=differentiable)),
-            target=str(self._axes.widen(target, differentiable=differentiable)),
-            steps=tuple(self._step(step) for step in steps),
+            source=start,
+            target=end,
+            steps=steps,
+            again=again and moves,
         )
+
+    def _change(self, arc: Arc) -> _Change:
+        source, target = self._source(arc), self._target(arc)
+        table = self._formulation.table(arc.value, arc.gradient)
+        key = (id(table), source, target)
+        if key not in self._changes:
+            differentiable = arc.gradient is not Gradient.NONE
+            path = table.path(source, target)
+            self._changes[key] = (
+                str(self._axes.widen(source, differentiable=differentiable)),
+                str(self._axes.widen(target, differentiable=differentiable)),
+                tuple(self._step(step) for step in path),
+                sum(again_price(step, self._axes) for step in path),
+            )
+        return self._changes[key]
 
     def _step(self, step: Step) -> PlannedStep:
         return PlannedStep(

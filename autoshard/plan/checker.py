@@ -6,11 +6,13 @@ runtime would, from layout to layout.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isclose, prod
 from types import MappingProxyType
 
+from autoshard.collection import collection_paused
 from autoshard.errors import InputError, LayoutError
-from autoshard.graph import Graph, Node, graph_digest, graph_from_json, node_kind
+from autoshard.graph import Graph, Node, Tensor, graph_digest, graph_from_json
 from autoshard.layouts import (
     STEPS,
     Action,
@@ -18,6 +20,7 @@ from autoshard.layouts import (
     Kind,
     Layout,
     Step,
+    again_price,
     parse_type,
     placement_texts,
     step_price,
@@ -25,23 +28,25 @@ from autoshard.layouts import (
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.document import (
     Conversion,
+    Memory,
     PlacedNode,
     Plan,
     PlannedStep,
     Stage,
-    count_collectives,
 )
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import local_sizes, without_invariant
-from autoshard.plan.lifetimes import Interval, input_interval, keeps_output, output_interval
 from autoshard.plan.pricing import Prices
+from autoshard.plan.recompute import count_collectives, recomputed
 from autoshard.plan.steering import Steering
+from autoshard.plan.timeline import timeline
 from autoshard.rules import Strategy, call_of, rule_for
 from autoshard.solve import Status
 
 _TOLERANCE = 1e-6
 
 
+@collection_paused()
 def check_plan(plan: Plan, graph: Graph | None = None) -> tuple[str, ...]:
     """Everything that is wrong with a plan; empty if it is right.
 
@@ -58,14 +63,14 @@ def check_plan(plan: Plan, graph: Graph | None = None) -> tuple[str, ...]:
 
 
 def _findings(plan: Plan, graph: Graph | None) -> Iterator[str]:
-    for stage in plan.stages:
-        program = graph_from_json(stage.program)
+    programs = [graph_from_json(stage.program) for stage in plan.stages]
+    for stage, program in zip(plan.stages, programs, strict=True):
         if graph_digest(program) != plan.graph.digest:
             yield f"{stage.name}: the program inside is not the one the plan names"
         if graph is not None and graph_digest(graph) != plan.graph.digest:
             yield "the plan was made for another graph"
         yield from _StageCheck(plan, stage, program).findings()
-    if plan.collectives != count_collectives(plan.stages):
+    if plan.collectives != count_collectives(plan.stages, programs):
         yield "the table of collectives does not add up to the conversions"
     yield from _certificate_findings(plan)
 
@@ -73,7 +78,8 @@ def _findings(plan: Plan, graph: Graph | None) -> Iterator[str]:
 def _certificate_findings(plan: Plan) -> Iterator[str]:
     assert plan.costs is not None
     certificate = plan.certificate
-    parts = plan.costs.compute + plan.costs.communication + plan.costs.optimizer
+    costs = plan.costs
+    parts = costs.compute + costs.communication + costs.optimizer + costs.recompute
     if not isclose(plan.costs.total, parts, rel_tol=_TOLERANCE):
         yield f"total cost {plan.costs.total} is not the sum of its parts {parts}"
     if certificate.objective is None:
@@ -92,8 +98,42 @@ def _certificate_findings(plan: Plan) -> Iterator[str]:
         yield f"gap {certificate.gap} does not follow from objective and bound ({gap})"
 
 
-_Work = tuple[dict[str, int], float, float]
-"""Letter sizes on a rank, seconds, and bytes of activations."""
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a rank does for a node.
+
+    Attributes:
+        inputs: layout of each input.
+        outputs: layout of each output.
+        uses: how backward meets the use of each input.
+        fault: why it cannot be done; empty if it can.
+        sizes: letter sizes on the rank.
+        seconds: time it takes.
+        forward: time that forward alone takes.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    uses: tuple[Gradient, ...]
+    fault: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    forward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A conversion looked at by itself.
+
+    Attributes:
+        source: where it starts.
+        findings: what is wrong with its steps.
+        forward: time that its forward part takes.
+    """
+
+    source: Layout
+    findings: tuple[str, ...]
+    forward: float
 
 
 class _StageCheck:
@@ -108,13 +148,16 @@ class _StageCheck:
         self.axes = ActiveAxes.of(plan.mesh)
         self.steering = Steering.of(graph, plan.mesh, plan.options)
         self.nodes = {node.name: node for node in graph.nodes}
-        self.work: dict[Hashable, _Work | str] = {}
+        self.work: dict[Hashable, _Work] = {}
+        self.changes: dict[Hashable, _Change] = {}
         self.made: dict[str, Layout] = {}
         self.by_use = {(c.value, c.consumer, c.position): c for c in stage.conversions}
         self.used: set[tuple[str, str | None, int]] = set()
-        self.held: list[tuple[Interval, float]] = []
+        self.again = recomputed(graph, stage)
+        self.is_sound = True  # enough to follow its memory
         self.optimizer_time = 0.0
         self.loading_time = 0.0
+        self.recompute_time = 0.0
 
     def findings(self) -> Iterator[str]:
         if tuple(self.stage.axes) != tuple(zip(self.mesh.axis_names, self.sizes, strict=True)):
@@ -128,9 +171,17 @@ class _StageCheck:
         for time, (node, placed) in enumerate(pairs):
             yield from self._node(time, node, placed)
         yield from self._outputs()
+        yield from self._recomputing()
         for value, consumer, position in self.by_use.keys() - self.used:
             yield f"conversion of {value} for {consumer} at {position} serves no use"
         yield from self._costs()
+
+    def _recomputing(self) -> Iterator[str]:
+        options = self.plan.options
+        if options.checkpointing == "never" and self.stage.checkpoints:
+            yield f"{self.stage.name}: it has checkpoints, which the options rule out"
+        if options.reconversion == "never" and any(c.again for c in self.stage.conversions):
+            yield f"{self.stage.name}: it converts again, which the options rule out"
 
     def _seen(self, value: str, layout: Layout) -> Layout:
         if self.gradients.exists(value):
@@ -154,15 +205,13 @@ class _StageCheck:
             at_rest = Kind.INVARIANT if self.gradients.exists(placed.name) else Kind.REPLICATE
             if not kinds <= {at_rest, Kind.SHARD}:
                 yield f"input {placed.name} cannot rest as {layout}: its gradient is incomplete"
-            time, usage = self.prices.input(
+            time, _ = self.prices.input(
                 expected[placed.name], tensor, [layout.local_shape(tensor.shape, self.sizes)]
             )
             if placed.kind == "parameter" and self.gradients.exists(placed.name):
                 self.optimizer_time += float(time[0])
             else:
                 self.loading_time += float(time[0])
-            interval = input_interval(self.graph, training=self.prices.training)
-            self.held.extend((interval, float(held[0])) for held in usage.values())
             yield from self._steering("input", placed.name, (), (layout,))
             self.made[placed.name] = layout
             yield from self._shared(placed.name)
@@ -174,56 +223,59 @@ class _StageCheck:
             self.made[value] = Layout.parse(conversion.target)
 
     def _node(self, time: int, node: Node, placed: PlacedNode) -> Iterator[str]:
-        inputs = tuple(Layout.parse(text) for text in placed.inputs)
-        outputs = tuple(Layout.parse(text) for text in placed.outputs)
-        if (len(inputs), len(outputs)) != (len(node.inputs), len(node.outputs)):
+        if (len(placed.inputs), len(placed.outputs)) != (len(node.inputs), len(node.outputs)):
             yield f"node {node.name}: wrong number of layouts"
+            self.is_sound = False
             return
-        for position, (value, wanted) in enumerate(zip(node.inputs, inputs, strict=True)):
-            yield from self._use(value, node.name, position, wanted)
-        work = self._work(node, inputs, outputs)
-        if isinstance(work, str):
-            yield f"node {node.name}: {work}"
+        work = self._work(time, node, placed)
+        uses = zip(node.inputs, work.inputs, work.uses, strict=True)
+        for position, (value, wanted, gradient) in enumerate(uses):
+            yield from self._use(value, node.name, position, wanted, gradient)
+        if work.fault:
+            yield f"node {node.name}: {work.fault}"
             return
-        sizes, seconds, activations = work
-        yield from self._steering("operator", node.name, inputs, outputs, sizes)
-        interval = output_interval(self.graph, time, training=self.prices.training)
-        self.held.append((interval, activations))
-        if not isclose(seconds, placed.time, rel_tol=_TOLERANCE):
-            yield f"node {node.name} takes {seconds} s, not {placed.time}"
-        for value, layout in zip(node.outputs, outputs, strict=True):
+        yield from self._steering("operator", node.name, work.inputs, work.outputs, work.sizes)
+        if node.name in self.again.nodes:
+            self.recompute_time += work.forward
+        if not isclose(work.seconds, placed.time, rel_tol=_TOLERANCE):
+            yield f"node {node.name} takes {work.seconds} s, not {placed.time}"
+        for value, layout in zip(node.outputs, work.outputs, strict=True):
             self.made[value] = layout
             yield from self._shared(value)
 
-    def _work(
-        self, node: Node, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...]
-    ) -> _Work | str:
-        """What a rank does for a node, or what is wrong; alike nodes are looked at once."""
-        gradients = (
-            *(self.gradients.of_use(v, node) is not Gradient.NONE for v in node.inputs),
-            *(self.gradients.exists(v) for v in node.outputs),
-        )
+    def _work(self, time: int, node: Node, placed: PlacedNode) -> _Work:
+        """What a rank does for a node; alike nodes are looked at once."""
         flows = self.gradients.flows(node)
-        kept = keeps_output(self.graph, node, training=self.prices.training)
-        key = (node_kind(self.graph, node), inputs, outputs, gradients, flows, kept)
+        key = (self.graph.kinds[time], placed.inputs, placed.outputs, flows)
         if key not in self.work:
-            self.work[key] = self._new_work(node, (*inputs, *outputs), gradients)
+            self.work[key] = self._new_work(node, placed, backward=flows)
         return self.work[key]
 
-    def _new_work(
-        self, node: Node, layouts: tuple[Layout, ...], gradients: tuple[bool, ...]
-    ) -> _Work | str:
+    def _new_work(self, node: Node, placed: PlacedNode, *, backward: bool) -> _Work:
+        inputs = tuple(Layout.parse(text) for text in placed.inputs)
+        outputs = tuple(Layout.parse(text) for text in placed.outputs)
+        uses = tuple(self.gradients.of_use(value, node) for value in node.inputs)
+        layouts = (*inputs, *outputs)
         for value, layout in zip((*node.inputs, *node.outputs), layouts, strict=True):
             if not layout.is_legal(self.graph.values[value].shape, self.sizes):
-                return f"{layout} is illegal for {self.graph.values[value]}"
+                self.is_sound = False
+                fault = f"{layout} is illegal for {self.graph.values[value]}"
+                return _Work(inputs, outputs, uses, fault)
+        gradients = (
+            *(gradient is not Gradient.NONE for gradient in uses),
+            *(self.gradients.exists(value) for value in node.outputs),
+        )
         rule = rule_for(call_of(self.graph, node))
         sizes = local_sizes(rule, layouts, gradients, self.sizes)
         if sizes is None:
-            return f"no rule of {node.operator} allows {', '.join(map(str, layouts))}"
-        flows = self.gradients.flows(node)
-        return sizes, *self.prices.strategy(self.graph, node, sizes, backward=flows)
+            fault = f"no rule of {node.operator} allows {', '.join(map(str, layouts))}"
+            return _Work(inputs, outputs, uses, fault)
+        seconds, forward = self.prices.strategy(self.graph, node, sizes, backward=backward)
+        return _Work(inputs, outputs, uses, "", sizes, seconds, forward)
 
-    def _use(self, value: str, consumer: str, position: int, wanted: Layout) -> Iterator[str]:
+    def _use(
+        self, value: str, consumer: str, position: int, wanted: Layout, gradient: Gradient
+    ) -> Iterator[str]:
         if value not in self.made:
             yield f"{consumer} uses {value} before it is made"
             return
@@ -233,7 +285,6 @@ class _StageCheck:
             arrived = Layout.parse(conversion.target)
         else:
             arrived = self.made[value]
-        gradient = self._gradient(value, consumer, position)
         if _as_seen(arrived, gradient) != _as_seen(wanted, gradient):
             yield f"{consumer} wants {value} as {wanted}, but it arrives as {arrived}"
 
@@ -247,46 +298,59 @@ class _StageCheck:
     def _convert(self, conversion: Conversion, source: Layout) -> Iterator[str]:
         self.used.add((conversion.value, conversion.consumer, conversion.position))
         where = f"conversion of {conversion.value} for {conversion.consumer or 'all'}"
-        tensor = self.graph.values[conversion.value]
-        layout = Layout.parse(conversion.source)
         gradient = self._gradient(conversion.value, conversion.consumer, conversion.position)
-        if _as_seen(layout, gradient) != _as_seen(source, gradient):
-            yield f"{where} starts from {layout}, but the value is made as {source}"
+        tensor = self.graph.values[conversion.value]
+        key = (tensor, gradient, conversion.source, conversion.target, conversion.steps)
+        if key not in self.changes:
+            self.changes[key] = self._new_change(conversion, tensor, gradient)
+        change = self.changes[key]
+        if _as_seen(change.source, gradient) != _as_seen(source, gradient):
+            yield f"{where} starts from {change.source}, but the value is made as {source}"
+        yield from (f"{where}: {finding}" for finding in change.findings)
+        if (conversion.value, conversion.consumer, conversion.position) in self.again.conversions:
+            self.recompute_time += change.forward
+
+    def _new_change(self, conversion: Conversion, tensor: Tensor, gradient: Gradient) -> _Change:
+        source = Layout.parse(conversion.source)
+        findings = tuple(self._walk(conversion, source, tensor, gradient))
+        axes = self.mesh.axis_names
+        priced = [_priced(step, axes) for step in conversion.steps if step.axis in axes]
+        forward = sum(again_price(step, self.mesh) for step in priced)
+        return _Change(source, findings, forward)
+
+    def _walk(
+        self, conversion: Conversion, layout: Layout, tensor: Tensor, gradient: Gradient
+    ) -> Iterator[str]:
+        """What is wrong with the steps of a conversion."""
         for step in conversion.steps:
             try:
                 axis = self.mesh.axis_names.index(step.axis)
                 after = layout.replace(axis, parse_type(step.target))
                 shapes = [x.local_shape(tensor.shape, self.sizes) for x in (layout, after)]
             except (ValueError, LayoutError) as error:
-                yield f"{where}: {error}"
+                yield str(error)
+                self.is_sound = False
                 return
             nbytes = max(prod(shape) for shape in shapes) * tensor.dtype.itemsize
-            yield from _step_findings(where, step, layout.types[axis], nbytes, gradient)
-            yield from self._price_findings(where, step, axis)
+            yield from _step_findings(step, layout.types[axis], nbytes, gradient)
+            yield from self._price_findings(step)
             for action in (step.forward, step.backward):
                 for label in self.steering.forbidding(action, self.axes, axis):
-                    yield f"{where}: a step runs {action} on {step.axis} against the {label}"
+                    yield f"a step runs {action} on {step.axis} against the {label}"
             layout = after
         if str(layout) != conversion.target:
-            yield f"{where} ends in {layout}, not {conversion.target}"
+            yield f"it ends in {layout}, not {conversion.target}"
 
-    def _price_findings(self, where: str, step: PlannedStep, axis: int) -> Iterator[str]:
-        priced = Step(
-            axis,
-            parse_type(step.source),
-            parse_type(step.target),
-            step.nbytes,
-            Action(step.forward),
-            Action(step.backward),
-        )
-        time = step_price(priced, self.mesh)
+    def _price_findings(self, step: PlannedStep) -> Iterator[str]:
+        time = step_price(_priced(step, self.mesh.axis_names), self.mesh)
         if not isclose(time, step.time, rel_tol=_TOLERANCE):
-            yield f"{where}: a step takes {time} s, not {step.time}"
+            yield f"a step takes {time} s, not {step.time}"
 
     def _outputs(self) -> Iterator[str]:
         for placed in self.stage.outputs:
             layout = Layout.parse(placed.layout)
-            yield from self._use(placed.name, "output", placed.position, layout)
+            gradient = self.gradients.of_output(placed.position)
+            yield from self._use(placed.name, "output", placed.position, layout, gradient)
             if any(t.kind is Kind.PARTIAL for t in layout.types):
                 yield f"output {placed.name} leaves as {layout}: it is not summed"
             yield from self._steering("output", str(placed.position), (layout,), ())
@@ -299,6 +363,8 @@ class _StageCheck:
         outputs: Sequence[Layout],
         sizes: Mapping[str, int] = MappingProxyType({}),
     ) -> Iterator[str]:
+        if not self.steering.restrictions:
+            return
         taken, made = (tuple(self.axes.narrow(x) for x in side) for side in (inputs, outputs))
         for label in self.steering.violated((role, name), Strategy(taken, made, sizes)):
             yield f"{role} {name} does not obey the {label}"
@@ -318,43 +384,66 @@ class _StageCheck:
                 self.plan.costs.communication,
             ),
             ("optimizer", self.optimizer_time, self.plan.costs.optimizer),
+            ("recompute", self.recompute_time, self.plan.costs.recompute),
         )
         for name, found, stated in sums:
             if not isclose(found, stated, rel_tol=_TOLERANCE, abs_tol=1e-15):
                 yield f"{name} adds up to {found} s, not {stated}"
-        memory = self.plan.memory
-        peak = self._peak()
-        if abs(peak - memory.peak) > 1:
-            yield f"memory peaks at {peak} bytes, not {memory.peak}"
-        if memory.budget is not None and memory.peak > memory.budget:
-            yield f"peak memory {memory.peak} is over the budget {memory.budget}"
+        yield from self._memory(self.plan.memory)
 
-    def _peak(self) -> float:
-        starts = {interval[0] for interval, _ in self.held}
-        return max(
-            (
-                sum(held for (first, last), held in self.held if first <= time < last)
-                for time in starts
-            ),
-            default=0.0,
+    def _memory(self, stated: Memory) -> Iterator[str]:
+        if not self.is_sound:
+            return
+        found = timeline(
+            self.stage,
+            self.graph,
+            training=self.prices.training,
+            optimizer=self.prices.optimizer,
         )
+        if found.peak != stated.peak:
+            yield f"memory peaks at {found.peak} bytes, not {stated.peak}"
+        for kind, nbytes in found.at_peak.items():
+            if nbytes != getattr(stated, kind):
+                yield f"{kind} take {nbytes} bytes at the peak, not {getattr(stated, kind)}"
+        moment, turn = found.moments[found.peak_moment], found.turn
+        if (stated.phase, stated.at) != moment:
+            yield f"the peak is in {moment[0]} at {moment[1]!r}, not as stated"
+        if stated.turn != (None if turn is None else found.total[turn]):
+            yield f"{stated.turn} bytes at the turn from forward to backward do not follow"
+        if stated.budget != self.prices.budget_bytes:
+            yield f"the budget is {self.prices.budget_bytes} bytes, not {stated.budget}"
+        budget = min(self.prices.budget_bytes, stated.budget or self.prices.budget_bytes)
+        if found.peak > budget:
+            yield f"peak memory {found.peak} is over the budget {budget}"
+
+
+def _priced(step: PlannedStep, axes: Sequence[str]) -> Step:
+    """A step as it is priced."""
+    return Step(
+        axes.index(step.axis),
+        parse_type(step.source),
+        parse_type(step.target),
+        step.nbytes,
+        Action(step.forward),
+        Action(step.backward),
+    )
 
 
 def _step_findings(
-    where: str, step: PlannedStep, before: AxisType, nbytes: int, gradient: Gradient
+    step: PlannedStep, before: AxisType, nbytes: int, gradient: Gradient
 ) -> Iterator[str]:
     source, target = parse_type(step.source), parse_type(step.target)
     if before != source:
-        yield f"{where}: a step on {step.axis} starts from {source}, not {before}"
+        yield f"a step on {step.axis} starts from {source}, not {before}"
     actions = STEPS.get((source.kind, target.kind))
     if actions is None:
-        yield f"{where}: there is no step from {source} to {target}"
+        yield f"there is no step from {source} to {target}"
         return
     backward = actions[1] if gradient is Gradient.FLOWS else Action.NOTHING
     if (step.forward, step.backward) != (actions[0], backward):
-        yield f"{where}: {source} -> {target} runs {actions[0]} and {backward}, not as stated"
+        yield f"{source} -> {target} runs {actions[0]} and {backward}, not as stated"
     if step.nbytes != nbytes:
-        yield f"{where}: a step moves {nbytes} bytes, not {step.nbytes}"
+        yield f"a step moves {nbytes} bytes, not {step.nbytes}"
 
 
 def _as_seen(layout: Layout, gradient: Gradient) -> Layout:

@@ -7,9 +7,10 @@ from typing import TypeVar
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.plan.document import CollectiveCount, Plan
+from autoshard.plan.timeline import KINDS
 
-_COSTS = ("compute", "communication", "optimizer", "total")
-_MEMORY = ("parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "peak")
+_COSTS = ("compute", "communication", "optimizer", "recompute", "total")
+_MEMORY = (*KINDS, "peak")
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")

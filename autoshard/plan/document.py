@@ -5,14 +5,13 @@ nodes are those of the program, which travels inside the plan, so a plan can be 
 nothing but the model's parameters.
 """
 
-from collections import Counter
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
+from autoshard.collection import collection_paused
 from autoshard.errors import PlanError
-from autoshard.layouts import Action
 from autoshard.mesh import Mesh
 from autoshard.plan.options import PlanOptions
 from autoshard.solve import Status
@@ -180,19 +179,50 @@ class Costs(Document):
     compute: Seconds = Field(description="operators, and the writing and holding of inputs")
     communication: Seconds = Field(description="collectives and the local copies around them")
     optimizer: Seconds = Field(description="the local optimizer update")
+    recompute: Seconds = Field(
+        default=0.0, description="operators and conversions that backward runs once more"
+    )
 
 
 class Memory(Document):
-    """Predicted bytes per device at the peak."""
+    """Predicted bytes per device at the moment when most are alive."""
 
     peak: Bytes
     budget: int | None = Field(description="what the peak had to obey")
+    phase: Literal["forward", "turn", "recompute", "backward", "optimizer"] = Field(
+        description="part of the step that the peak is in"
+    )
+    at: str = Field(
+        description="node, or value that is converted, at the peak; empty where it is neither"
+    )
+    turn: int | None = Field(
+        ge=0, description="bytes held from forward to backward; null in inference"
+    )
     parameters: Bytes
-    gradients: Bytes
+    gradients: Bytes = Field(description="of parameters")
     optimizer: Bytes
     buffers: Bytes
     inputs: Bytes
-    activations: Bytes = Field(description="upper estimate: outputs kept until backward")
+    activations: Bytes = Field(
+        description="what is kept until its backward, or until its last use in inference"
+    )
+    temporaries: Bytes = Field(
+        description="converted and recomputed tensors, gradients on their way, working memory"
+    )
+
+
+class RepeatedBlock(Document):
+    """Nodes that repeat, solved as one block; what a cache knows of it is not worked out again."""
+
+    first: str = Field(description="name of the first node of the first repetition")
+    num_nodes: int = Field(ge=1, description="nodes of one repetition")
+    num_repetitions: int = Field(ge=1)
+    key: str = Field(
+        pattern="^[0-9a-f]{64}$",
+        description="digest of the block's content: its choices, their prices and their links",
+    )
+    num_reused: int = Field(ge=0, description="tables of the block that came from the cache")
+    num_solved: int = Field(ge=0, description="tables of the block that were worked out")
 
 
 class Provenance(Document):
@@ -201,6 +231,9 @@ class Provenance(Document):
     versions: dict[str, str]
     wall_time: dict[str, float] = Field(description="seconds per phase")
     statistics: dict[str, float] = Field(description="sizes of the problem and its reductions")
+    blocks: tuple[RepeatedBlock, ...] = Field(
+        default=(), description="what repeats, and how much of it was reused from a cache"
+    )
 
 
 class Conflict(Document):
@@ -265,37 +298,25 @@ class Plan(Document):
         Raises:
             PlanError: the text is not a plan of a version that we understand.
         """
+        with collection_paused():
+            try:
+                # Not in one step, which takes longer: most of the text is the program, which
+                # is any JSON to us.
+                document = from_json(text)
+            except ValueError as error:
+                raise PlanError(f"not a version {PLAN_VERSION} plan: document: {error}") from None
+            return cls.from_document(document)
+
+    @classmethod
+    def from_document(cls, document: Any) -> "Plan":
+        """Read a document that is no longer text.
+
+        Raises:
+            PlanError: it is not a plan of a version that we understand.
+        """
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate(document)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "document"
             raise PlanError(f"not a version {PLAN_VERSION} plan: {place}: {first['msg']}") from None
-
-
-def count_collectives(stages: tuple[Stage, ...]) -> tuple[CollectiveCount, ...]:
-    """The collectives of one step of a program, summed by kind, axis and direction."""
-    count: Counter[tuple[str, str, Direction]] = Counter()
-    nbytes: Counter[tuple[str, str, Direction]] = Counter()
-    for kind, axis, direction, size in _collectives(stages):
-        count[kind, axis, direction] += 1
-        nbytes[kind, axis, direction] += size
-    return tuple(
-        CollectiveCount(
-            kind=kind, axis=axis, direction=direction, count=n, nbytes=nbytes[kind, axis, direction]
-        )
-        for (kind, axis, direction), n in sorted(count.items())
-    )
-
-
-def _collectives(
-    stages: tuple[Stage, ...],
-) -> Iterator[tuple[str, str, Direction, int]]:
-    names = {action.value for action in Action if action.is_collective}
-    for stage in stages:
-        for conversion in stage.conversions:
-            for step in conversion.steps:
-                if step.forward in names:
-                    yield step.forward, step.axis, "forward", step.nbytes
-                if step.backward in names:
-                    yield step.backward, step.axis, "backward", step.nbytes

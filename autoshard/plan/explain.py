@@ -12,20 +12,14 @@ from autoshard.errors import OptionError, PlanError
 from autoshard.graph import Graph, graph_digest
 from autoshard.layouts import Layout
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.document import Plan, Stage
+from autoshard.plan.budget import Planning
+from autoshard.plan.decisions import Decisions, decisions_of
+from autoshard.plan.document import Plan
 from autoshard.plan.formulate import Formulation, Role, Variable
 from autoshard.plan.pricing import Prices
-from autoshard.plan.steering import Steering
+from autoshard.plan.steering import Restriction, Steering
 from autoshard.rules import Strategy
-from autoshard.solve import (
-    USAGE_TOLERANCE,
-    BoolArray,
-    FloatArray,
-    IntArray,
-    Marginals,
-    Status,
-    solve_problem,
-)
+from autoshard.solve import BoolArray, FloatArray, Marginals, Status
 
 _EXACT = 1e-6
 """Relative gap of the plans that a regret is measured with."""
@@ -142,13 +136,18 @@ def _find(formulation: Formulation, name: str, *, value: bool) -> int:
 class _Explainer:
     def __init__(self, formulation: Formulation, plan: Plan, time_limit: float) -> None:
         assert plan.certificate.objective is not None
+        assert plan.costs is not None
+        self._recompute = plan.costs.recompute
         self._formulation = formulation
         self._objective = plan.certificate.objective
         gap = plan.certificate.gap
         self._is_optimal = gap is not None and gap <= _EXACT
         self._problem = formulation.problem
+        self._options = plan.options.model_copy(update={"relative_gap": _EXACT})
         self._deadline = time.perf_counter() + time_limit
-        self._choice = choices_of(formulation, plan.stages[0])
+        self._decisions = decisions_of(formulation, plan.stages[0])
+        self._choice = self._decisions.choice
+        self._planning = Planning(formulation, self._options)
 
     def explanation(self, number: int) -> Explanation:
         variable = self._formulation.variables[number]
@@ -215,8 +214,6 @@ class _Explainer:
         marginals = Marginals.of(self._problem)
         size = self._problem.nodes[number].num_strategies
         exact = np.ones(size, dtype=np.bool_)
-        if marginals is not None and self._memory_is_ample():
-            return marginals.least[number], exact
         known = np.array([self._objective + self._override(number, s) for s in range(size)])
         least = known if marginals is None else marginals.least[number]
         totals = np.full(size, np.inf)
@@ -234,32 +231,41 @@ class _Explainer:
 
     def _fits(self, marginals: Marginals, number: int, s: int) -> bool:
         """Whether a best plan with a strategy, made without the budget, obeys it anyway."""
-        if time.perf_counter() > self._deadline:
+        if self._remaining <= 0 or not self._holds_everything:
             return False
-        return self._problem.is_feasible(marginals.choice(number, s))
+        return self._obeys(Decisions(marginals.choice(number, s)))
 
-    def _memory_is_ample(self) -> bool:
-        """Whether no choice at all can exceed the budget."""
-        most = sum(float(node.usage.max()) for node in self._problem.nodes)
-        return most <= self._problem.usage_limit
+    @property
+    def _holds_everything(self) -> bool:
+        return "always" not in (self._options.reconversion, self._options.checkpointing)
+
+    @property
+    def _remaining(self) -> float:
+        return self._deadline - time.perf_counter()
+
+    def _obeys(self, decisions: Decisions) -> bool:
+        peak = self._planning.made(decisions).memory.peak
+        return peak <= self._formulation.prices.budget_bytes
 
     def _forced(self, number: int, s: int) -> tuple[float, bool]:
         """Seconds of the best plan with a strategy, and whether that is proven."""
-        remaining = self._deadline - time.perf_counter()
-        if remaining <= 0:
+        if self._remaining <= 0:
             return float("inf"), False
-        node = self._problem.nodes[number]
-        cost = np.full(node.num_strategies, np.inf)
-        cost[s] = node.cost[s]
-        nodes = [*self._problem.nodes]
-        nodes[number] = replace(node, cost=cost)
-        forced = replace(self._problem, nodes=tuple(nodes))
-        found = solve_problem(forced, time_limit=remaining, relative_gap=_EXACT)
+        old, variable = self._formulation, self._formulation.variables[number]
+        wanted = variable.strategies[s]
+        place = variable.role.value, variable.name
+        only = Restriction("the alternative", {place: lambda strategy: strategy == wanted})
+        steering = Steering([*old.steering.restrictions, only])
+        formulation = Formulation(old.graph, old.axes, old.prices, steering=steering)
+        planning = Planning(formulation, self._options, seconds=self._remaining)
+        found = planning.within(old.prices.budget_bytes).solution
         return found.objective, found.status in (Status.OPTIMAL, Status.INFEASIBLE)
 
     def _override(self, number: int, s: int) -> float:
         """Seconds over the plan at hand if this alone changes."""
         problem, old = self._problem, self._choice
+        if old[number] == s:
+            return 0.0
         new = old.copy()
         new[number] = s
         cost = problem.nodes[number].cost
@@ -271,49 +277,11 @@ class _Explainer:
                 more += float(after - before)
         if not isfinite(more):
             return float("inf")
-        fits = problem.peak_usage(new) <= problem.usage_limit * (1 + USAGE_TOLERANCE)
-        return more if fits else float("inf")
+        changed = self._planning.made(replace(self._decisions, choice=new))
+        if changed.memory.peak > self._formulation.prices.budget_bytes:
+            return float("inf")
+        return more + changed.costs.recompute - self._recompute
 
 
 def _finite(number: float) -> float | None:
     return number if isfinite(number) else None
-
-
-def choices_of(formulation: Formulation, stage: Stage) -> IntArray:
-    """The strategy index of each choice of a formulation in a plan.
-
-    Raises:
-        PlanError: the plan has a layout that the formulation does not offer.
-    """
-    axes = formulation.axes
-
-    def layouts(*texts: str) -> tuple[Layout, ...]:
-        return tuple(axes.narrow(Layout.parse(text)) for text in texts)
-
-    placed = {
-        **{(Role.INPUT, i.name): ((), layouts(i.layout)) for i in stage.inputs},
-        **{(Role.OPERATOR, n.name): (layouts(*n.inputs), layouts(*n.outputs)) for n in stage.nodes},
-        **{(Role.OUTPUT, str(o.position)): (layouts(o.layout), ()) for o in stage.outputs},
-    }
-    shared = {c.value: layouts(c.target) for c in stage.conversions if c.consumer is None}
-    into = {arc.target: arc for arc in formulation.arcs}
-    choice: IntArray = np.zeros(len(formulation.variables), dtype=np.intp)
-    for i, variable in enumerate(formulation.variables):
-        wanted = placed.get((variable.role, variable.name))
-        if variable.role is Role.SHARED:
-            arc = into[i]
-            made = formulation.variables[arc.source].strategies[choice[arc.source]]
-            kept = shared.get(variable.name, (formulation.layout_at_source(arc, made),))
-            wanted = (kept, kept)
-        try:
-            choice[i] = next(
-                s
-                for s, strategy in enumerate(variable.strategies)
-                if (strategy.inputs, strategy.outputs) == wanted
-            )
-        except StopIteration:
-            raise PlanError(
-                f"the plan's {variable.role} {variable.name!r} is not among the strategies "
-                "of this version; check the plan, or make it anew"
-            ) from None
-    return choice

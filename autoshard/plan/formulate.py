@@ -20,11 +20,11 @@ from autoshard.layouts import Conversions, I, Kind, Layout, R, legal_layouts
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import without_invariant
-from autoshard.plan.lifetimes import input_interval, keeps_output, output_interval
+from autoshard.plan.lifetimes import input_interval, output_interval
 from autoshard.plan.pricing import OperatorPrices, Prices, Usage
 from autoshard.plan.steering import UNSTEERED, Steering
 from autoshard.rules import Strategy
-from autoshard.solve import Edge, FloatArray, IntArray, Problem, Repeat
+from autoshard.solve import Closure, Edge, FloatArray, IntArray, Problem, Repeat
 from autoshard.solve import Node as ProblemNode
 
 
@@ -47,7 +47,7 @@ class Variable:
         strategies: what there is to choose from; an input has only outputs, and so on.
         time: seconds of each strategy, shape [S].
         usage: bytes per device of each strategy by kind, each of shape [S].
-        interval: when its memory is held, half-open.
+        interval: when its memory is held in inference, half-open.
     """
 
     role: Role
@@ -69,6 +69,24 @@ class Arc:
     position: int
     gradient: Gradient
 
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """What nodes have in common that are alike in themselves and in their surroundings.
+
+    Attributes:
+        prices: their strategies.
+        uses: how backward meets the use of each input.
+        sums: whether each output can be a sum over ranks.
+    """
+
+    prices: OperatorPrices
+    uses: tuple[Gradient, ...]
+    sums: tuple[bool, ...]
+
+
+_MOST_PAIRED = 600
+"""Layouts of a tensor up to which the prices of all pairs are written down."""
 
 _Resting = tuple[tuple[Strategy, ...], FloatArray, Usage]
 """Strategies of an input at rest, with the time and usage of each."""
@@ -101,30 +119,28 @@ class Formulation:
         self._tables: dict[tuple[object, ...], Conversions] = {}
         self._made_by: dict[str, tuple[int, int]] = {}
         self._partial: set[str] = set()
-        self._blocks = find_blocks(graph)
-        self._twins = {
-            i: block.start + (i - block.start) % block.length
-            for block in self._blocks
-            for i in range(block.start, block.stop)
-        }
+        self.blocks = find_blocks(graph)
         self._several = self._with_several_users()
-        self._operators: dict[tuple[object, ...], OperatorPrices] = {}
+        self._alike: dict[tuple[object, ...], _Alike] = {}
         self._choice_by_node: list[int] = []
         self._choices_by_value: dict[str, list[int]] = {}
         self._resting_names = {graph_input.name for graph_input in graph.inputs}
         self._totals: dict[int, FloatArray] = {}
-        self._edges: dict[tuple[object, ...], tuple[FloatArray, IntArray, IntArray]] = {}
+        self._edges: dict[tuple[object, ...], tuple[FloatArray | Closure, IntArray, IntArray]] = {}
+        self._closures: dict[int, Closure] = {}
         self._shared: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
         self._resting: dict[tuple[object, ...], _Resting] = {}
         self._build()
 
     @cached_property
     def problem(self) -> Problem:
-        """The optimization problem; its nodes are `variables`, its edges are `arcs`."""
+        """The optimization problem; its nodes are `variables`, its edges are `arcs`.
+
+        Without a limit on usage, which is that of inference.
+        """
         return Problem(
             nodes=tuple(self._node(variable) for variable in self.variables),
             edges=tuple(self._edge(arc) for arc in self.arcs),
-            usage_limit=self.prices.memory_budget,
             repeats=tuple(self._repeats()),
         )
 
@@ -138,14 +154,20 @@ class Formulation:
 
     def _repeats(self) -> Iterator[Repeat]:
         """The choices of each instance of each block, place by place."""
-        for block in self._blocks:
-            instances = [self._choices_of(nodes) for nodes in block.instances()]
+        for block in self.blocks:
+            instances = [self.choices_of(nodes) for nodes in block.instances()]
             for alike, run in groupby(instances, key=len):
                 members = tuple(run)
                 if alike and len(members) > 1:
                     yield Repeat(members)
 
-    def _choices_of(self, nodes: range) -> tuple[int, ...]:
+    @cached_property
+    def inside_blocks(self) -> frozenset[int]:
+        """The choices that belong to instances of repeated blocks."""
+        instances = (nodes for block in self.blocks for nodes in block.instances())
+        return frozenset(i for nodes in instances for i in self.choices_of(nodes))
+
+    def choices_of(self, nodes: range) -> tuple[int, ...]:
         """The choices that belong to some nodes, and to the inputs that only they use."""
         chosen: dict[int, None] = {}
         for i in nodes:
@@ -199,8 +221,7 @@ class Formulation:
             shapes = [layout.local_shape(tensor.shape, self.axes.sizes) for layout in layouts]
             strategies = tuple(Strategy((), (layout,), {}) for layout in layouts)
             self._resting[key] = strategies, *self.prices.input(graph_input, tensor, shapes)
-        interval = input_interval(self.graph, training=self.prices.training)
-        variable = Variable(Role.INPUT, name, *self._resting[key], interval)
+        variable = Variable(Role.INPUT, name, *self._resting[key], input_interval(self.graph))
         self._made_by[name] = self._add(variable), 0
         self._choices_by_value[name] = [self._made_by[name][0]]
         self._share(name)
@@ -218,44 +239,46 @@ class Formulation:
         return tuple(layouts)
 
     def _add_operator(self, time: int, node: Node) -> None:
-        flags = tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs))
-        operator = self._operator(time, node, flags)
+        alike = self._alike_to(time, node)
         variable = Variable(
             Role.OPERATOR,
             node.name,
-            operator.strategies,
-            operator.time,
-            operator.usage,
-            output_interval(self.graph, time, training=self.prices.training),
+            alike.prices.strategies,
+            alike.prices.time,
+            alike.prices.usage,
+            output_interval(self.graph, time),
         )
         target = self._add(variable)
         self._choice_by_node.append(target)
-        for position, value in enumerate(node.inputs):
-            self._use(value, target, position, self.gradients.of_use(value, node))
-        for output, value in enumerate(node.outputs):
+        for position, (value, gradient) in enumerate(zip(node.inputs, alike.uses, strict=True)):
+            self._use(value, target, position, gradient)
+        for output, (value, is_sum) in enumerate(zip(node.outputs, alike.sums, strict=True)):
             self._made_by[value] = target, output
             self._choices_by_value[value] = []
-            if any(_is_partial(s.outputs[output]) for s in operator.strategies):
+            if is_sum:
                 self._partial.add(value)
             self._share(value)
 
-    def _operator(self, time: int, node: Node, flags: tuple[bool, ...]) -> OperatorPrices:
-        """The prices of a node; those of its twin in a block where nothing differs."""
+    def _alike_to(self, time: int, node: Node) -> _Alike:
         backward = self.gradients.flows(node)
         partial = frozenset(i for i, v in enumerate(node.inputs) if v in self._partial)
-        kept = keeps_output(self.graph, node, training=self.prices.training)
-        key = (self._twins.get(time, time), flags, backward, partial, kept)
-        if key not in self._operators:
-            self._operators[key] = self.prices.operator(
+        key = (self.graph.kinds[time], backward, partial)
+        if key not in self._alike:
+            flags = tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs))
+            prices = self.prices.operator(
                 self.graph, node, flags, self.axes.sizes, backward=backward, partial=partial
             )
-        return self._operators[key]
+            uses = tuple(self.gradients.of_use(v, node) for v in node.inputs)
+            made = zip(*(s.outputs for s in prices.strategies), strict=True)
+            sums = tuple(any(map(_is_partial, layouts)) for layouts in made)
+            self._alike[key] = _Alike(prices, uses, sums)
+        return self._alike[key]
 
     def _with_several_users(self) -> frozenset[str]:
         """Values with several users, or whose twin in another instance of a block has them."""
         leaving = Counter(output.name for output in self.graph.outputs)
         several = {v for v, uses in self.graph.consumers.items() if len(uses) + leaving[v] > 1}
-        for block in self._blocks:
+        for block in self.blocks:
             for twins in zip(*block.instances(), strict=True):
                 outputs = zip(*(self.graph.nodes[i].outputs for i in twins), strict=True)
                 for values in outputs:
@@ -297,7 +320,7 @@ class Formulation:
     def _add(self, variable: Variable) -> int:
         place = (variable.role, variable.name)
         time = self.steering.priced(place, variable.strategies, variable.time)
-        self.variables.append(replace(variable, time=time))
+        self.variables.append(variable if time is variable.time else replace(variable, time=time))
         return len(self.variables) - 1
 
     def _use(self, value: str, target: int, position: int, gradient: Gradient) -> None:
@@ -305,24 +328,30 @@ class Formulation:
         self.arcs.append(Arc(value, source, output, target, position, gradient))
 
     def _edge(self, arc: Arc) -> Edge:
-        table = self.table(arc.value, arc.gradient)
-        source, target = self.variables[arc.source], self.variables[arc.target]
-        key = (
-            id(table),
-            id(source.strategies),
-            arc.output,
-            id(target.strategies),
-            arc.position,
-            arc.gradient,
+        source, target = (
+            self.variables[arc.source].strategies,
+            self.variables[arc.target].strategies,
         )
+        # Choices that share their strategies are about tensors of the same shape and type.
+        key = (id(source), arc.output, id(target), arc.position, arc.gradient)
         if key not in self._edges:
-            made = [table.index[self.layout_at_source(arc, s)] for s in source.strategies]
-            wanted = [table.index[s.inputs[arc.position]] for s in target.strategies]
-            distinct_rows, rows = _distinct(made)
-            distinct_cols, cols = _distinct(wanted)
-            cost = table.cost[np.ix_(distinct_rows, distinct_cols)]
-            self._edges[key] = cost, rows, cols
+            table = self.table(arc.value, arc.gradient)
+            made = [table.index[self.layout_at_source(arc, s)] for s in source]
+            wanted = [table.index[s.inputs[arc.position]] for s in target]
+            self._edges[key] = self._prices(table, made, wanted)
         return Edge(arc.source, arc.target, *self._edges[key])
+
+    def _prices(
+        self, table: Conversions, made: Sequence[int], wanted: Sequence[int]
+    ) -> tuple[FloatArray | Closure, IntArray, IntArray]:
+        """Prices of the conversions, and the row and column of each strategy."""
+        if len(table.layouts) > _MOST_PAIRED:
+            if id(table) not in self._closures:
+                self._closures[id(table)] = Closure(len(table.layouts), *table.steps)
+            return self._closures[id(table)], np.array(made), np.array(wanted)
+        distinct_rows, rows = _distinct(made)
+        distinct_cols, cols = _distinct(wanted)
+        return table.cost[np.ix_(distinct_rows, distinct_cols)], rows, cols
 
 
 def _distinct(numbers: Sequence[int]) -> tuple[IntArray, IntArray]:

@@ -18,6 +18,9 @@ class Gradient(StrEnum):
     """The value has a gradient, but backward does not come this way."""
     NONE = "none"
 
+    # Every use of a value is looked up by it, and an enumeration would hash in Python.
+    __hash__ = str.__hash__
+
 
 class Gradients:
     """The gradients of one program.
@@ -39,7 +42,7 @@ class Gradients:
 
     def flows(self, node: Node) -> bool:
         """Whether backward runs through a node."""
-        return any(value in self._reached for value in node.outputs)
+        return not self._reached.isdisjoint(node.outputs)
 
     def of_value(self, value: str) -> Gradient:
         """How backward meets a value, all its uses together."""

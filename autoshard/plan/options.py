@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Mode = Literal["training", "inference"]
 Algorithm = Literal["optimal", "megatron"]
+Reconversion = Literal["auto", "never", "always"]
+Checkpointing = Literal["auto", "never", "always"]
+StateDType = Literal["float32", "float16", "bfloat16"]
 CollectiveKind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
 _Pattern = Annotated[str, Field(min_length=1, max_length=512)]
@@ -73,10 +76,39 @@ class PlanOptions(BaseModel):
     optimizer: str = Field(
         default="adamw", description="whose state is kept and updated in training."
     )
+    master_weights: bool = Field(
+        default=False,
+        description=(
+            "whether the optimizer keeps a float32 copy of parameters that are narrower, and "
+            "updates that."
+        ),
+    )
+    state_dtype: StateDType | None = Field(
+        default=None,
+        description=(
+            "element type of the optimizer's state; that of the values it updates if null."
+        ),
+    )
     memory_budget: int | None = Field(
         default=None,
         gt=0,
         description="bytes per device that the peak must obey; the device's memory if null.",
+    )
+    reconversion: Reconversion = Field(
+        default="auto",
+        description=(
+            "whether backward converts a tensor again instead of finding it held, such as a "
+            "parameter that is gathered again (FSDP's reshard after forward). auto: where memory "
+            "is short and it costs least. never. always: every input that was moved, the rest as "
+            "in auto. What a checkpoint converts again is not meant."
+        ),
+    )
+    checkpointing: Checkpointing = Field(
+        default="auto",
+        description=(
+            "whether repeated blocks run forward once more in backward and hold only what enters "
+            "them. auto: where memory is short and it costs least. never. always: every block."
+        ),
     )
     time_limit: float = Field(default=60.0, gt=0, description="seconds for the solver.")
     relative_gap: float = Field(

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from math import isfinite
 
+from autoshard.collection import collection_paused
 from autoshard.errors import GraphError
 from autoshard.graph import Graph, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.assemble import Assembly
+from autoshard.plan.budget import Outcome, Planning
 from autoshard.plan.conflicts import conflict_text, find_conflict
 from autoshard.plan.document import (
     PLAN_VERSION,
@@ -21,14 +22,21 @@ from autoshard.plan.document import (
     GraphSummary,
     Plan,
     Provenance,
+    RepeatedBlock,
     Stage,
-    count_collectives,
 )
-from autoshard.plan.formulate import Formulation
+from autoshard.plan.formulate import Formulation, Role
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices
+from autoshard.plan.recompute import count_collectives
 from autoshard.plan.steering import Steering
-from autoshard.solve import CancelToken, Progress, Solution, Status, solve_problem
+from autoshard.solve import (
+    CancelToken,
+    Progress,
+    Solution,
+    Status,
+    TableStore,
+)
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
 
@@ -53,6 +61,7 @@ def make_plan(
     *,
     on_progress: Callable[[Progress], None] | None = None,
     cancel: CancelToken | None = None,
+    tables: TableStore | None = None,
 ) -> Plan:
     """Find the cheapest way to run a graph on a mesh.
 
@@ -62,6 +71,8 @@ def make_plan(
         options: mode, optimizer, memory budget, limits of the solver.
         on_progress: called with phase, incumbent and bound while the solver runs.
         cancel: an event; setting it stops the solver.
+        tables: keeps solved blocks for other plans. What it has is not worked out again;
+            `provenance.blocks` says what that was, and nothing else in the plan depends on it.
 
     Returns:
         A plan with its certificate. Where none was found, the same document without
@@ -74,25 +85,20 @@ def make_plan(
     options = options or PlanOptions()
     _check_mode(graph, options)
     clock = _Clock()
-    with clock.phase("formulate"):
+    with clock.phase("formulate"), collection_paused():
         prices = Prices(mesh, options)
         steering = Steering.of(graph, mesh, options)
         formulation = Formulation(graph, ActiveAxes.of(mesh), prices, steering=steering)
-        problem = formulation.problem
     with clock.phase("solve"):
-        solution = solve_problem(
-            problem,
-            time_limit=options.time_limit,
-            relative_gap=options.relative_gap,
-            seed=options.seed,
-            on_progress=on_progress,
-            cancel=cancel,
+        planning = Planning(
+            formulation, options, on_progress=on_progress, cancel=cancel, tables=tables
         )
+        outcome = planning.within(prices.budget_bytes)
     conflict = None
-    if solution.status is Status.INFEASIBLE:
+    if outcome.is_conflict:
         with clock.phase("find conflict"):
-            conflict = find_conflict(formulation, seconds=options.time_limit, cancel=cancel)
-    return _document(formulation, solution, conflict, options, clock)
+            conflict = find_conflict(formulation, options, cancel=cancel)
+    return _document(formulation, outcome, conflict, options, clock)
 
 
 def _check_mode(graph: Graph, options: PlanOptions) -> None:
@@ -105,20 +111,20 @@ def _check_mode(graph: Graph, options: PlanOptions) -> None:
         )
 
 
+@collection_paused()
 def _document(
     formulation: Formulation,
-    solution: Solution,
+    outcome: Outcome,
     conflict: Conflict | None,
     options: PlanOptions,
     clock: "_Clock",
 ) -> Plan:
-    graph, mesh = formulation.graph, formulation.axes.mesh
-    assembly = Assembly(formulation, solution.choice) if solution.choice is not None else None
-    stages: tuple[Stage, ...] = (assembly.stage(),) if assembly else ()
+    graph, mesh, plan = formulation.graph, formulation.axes.mesh, outcome.plan
+    stages: tuple[Stage, ...] = (plan.stage,) if plan else ()
     return Plan(
         id=plan_id(graph, mesh, options),
-        certificate=_certificate(solution),
-        reason="" if assembly else _reason(solution, conflict),
+        certificate=_certificate(outcome.solution),
+        reason="" if plan else _reason(outcome.solution, conflict),
         conflict=conflict,
         graph=GraphSummary(
             digest=graph_digest(graph),
@@ -127,14 +133,15 @@ def _document(
         ),
         mesh=mesh,
         options=options,
-        costs=assembly.costs(stages[0]) if assembly else None,
-        memory=assembly.memory() if assembly else None,
-        collectives=count_collectives(stages),
+        costs=plan.costs if plan else None,
+        memory=plan.memory if plan else None,
+        collectives=count_collectives(stages, [graph] * len(stages)),
         stages=stages,
         provenance=Provenance(
             versions={name: version(name) for name in _DEPENDENCIES},
             wall_time=clock.seconds,
-            statistics=_statistics(formulation, solution),
+            statistics=_statistics(outcome),
+            blocks=tuple(_blocks(formulation, outcome)),
         ),
     )
 
@@ -151,20 +158,35 @@ def _certificate(solution: Solution) -> Certificate:
 
 def _reason(solution: Solution, conflict: Conflict | None) -> str:
     if conflict is not None:
-        return conflict_text(conflict)
+        return conflict_text(conflict, proven=solution.status is Status.INFEASIBLE)
     if solution.status is Status.CANCELLED:
         return "planning was cancelled before a plan was found"
     return "the time limit ended before a plan was found; raise time_limit"
 
 
-def _statistics(formulation: Formulation, solution: Solution) -> dict[str, float]:
-    problem = formulation.problem
+def _statistics(outcome: Outcome) -> dict[str, float]:
+    problem = outcome.problem
     sizes = {
         "nodes": float(len(problem.nodes)),
         "edges": float(len(problem.edges)),
         "strategies": float(sum(node.num_strategies for node in problem.nodes)),
     }
-    return {**sizes, **solution.statistics}
+    return {**sizes, **outcome.solution.statistics}
+
+
+def _blocks(formulation: Formulation, outcome: Outcome) -> Iterator[RepeatedBlock]:
+    for block in outcome.solution.blocks:
+        numbers = (outcome.variable_of(v) for v in block.nodes)
+        variables = (formulation.variables[v] for v in numbers if v >= 0)
+        nodes = [variable.name for variable in variables if variable.role is Role.OPERATOR]
+        yield RepeatedBlock(
+            first=nodes[0],
+            num_nodes=len(nodes),
+            num_repetitions=block.num_groups,
+            key=block.key,
+            num_reused=block.num_reused,
+            num_solved=block.num_solved,
+        )
 
 
 class _Clock:

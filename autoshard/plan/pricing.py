@@ -1,7 +1,7 @@
 """What strategies cost and use: where rules, costs, mesh and options meet."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,11 +11,11 @@ from autoshard.costs import (
     operator_times,
     optimizer_time,
     parameter_bytes,
+    saved_bytes,
 )
-from autoshard.graph import Graph, Input, InputKind, Node, Tensor
+from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor
 from autoshard.mesh import Mesh
 from autoshard.plan.legality import without_invariant
-from autoshard.plan.lifetimes import keeps_output
 from autoshard.plan.options import PlanOptions
 from autoshard.rules import (
     OperatorRule,
@@ -23,6 +23,7 @@ from autoshard.rules import (
     call_of,
     is_view,
     rule_for,
+    saved_by,
     strategies,
 )
 from autoshard.solve import FloatArray
@@ -38,7 +39,8 @@ class OperatorPrices:
     Attributes:
         strategies: S of them.
         time: seconds of compute, forward plus backward, shape [S].
-        usage: bytes per device, each of shape [S].
+        usage: bytes per device, each of shape [S]: in training what the operator itself
+            makes and holds until its backward, in inference its outputs.
     """
 
     strategies: tuple[Strategy, ...]
@@ -71,15 +73,14 @@ class Prices:
 
     def __init__(self, mesh: Mesh, options: PlanOptions) -> None:
         self._device = mesh.topology.device
-        self._optimizer = OptimizerSpec.named(options.optimizer)
+        self.optimizer = replace(
+            OptimizerSpec.named(options.optimizer),
+            state_dtype=None if options.state_dtype is None else DType(options.state_dtype),
+            master_weights=options.master_weights,
+        )
         self._cache: dict[tuple[object, ...], OperatorPrices] = {}
         self.training = options.mode == "training"
         self.budget_bytes = options.memory_budget or self._device.memory
-
-    @property
-    def memory_budget(self) -> float:
-        """Bytes per device that the peak must obey."""
-        return float(self.budget_bytes)
 
     def input(
         self, graph_input: Input, tensor: Tensor, local_shapes: Sequence[tuple[int, ...]]
@@ -90,7 +91,7 @@ class Prices:
         is written to memory.
         """
         trained = self.training and tensor.requires_grad and graph_input.kind is InputKind.PARAMETER
-        optimizer = self._optimizer if trained else None
+        optimizer = self.optimizer if trained else None
         held = [parameter_bytes(shape, tensor.dtype, optimizer) for shape in local_shapes]
         usage = {_HELD_AS[graph_input.kind]: np.array([h.parameter for h in held], dtype=float)}
         if graph_input.kind is InputKind.USER:
@@ -101,7 +102,7 @@ class Prices:
         usage["gradients"] = np.array([h.gradient for h in held], dtype=float)
         usage["optimizer"] = np.array([h.optimizer for h in held], dtype=float)
         time = [
-            optimizer_time(self._optimizer, shape, tensor.dtype, self._device)
+            optimizer_time(self.optimizer, shape, tensor.dtype, self._device)
             for shape in local_shapes
         ]
         return np.array(time), usage
@@ -126,36 +127,38 @@ class Prices:
             backward: whether the backward pass runs through the node.
             partial: inputs that can arrive as sums over ranks.
         """
-        rule = rule_for(call_of(graph, node))
-        tensors = tuple(graph.values[v] for v in (*node.inputs, *node.outputs))
-        kept = keeps_output(graph, node, training=self.training)
-        key = (*_key(rule), tensors, node.operator, gradients, axis_sizes, kept, backward, partial)
+        key = (graph.kind(node), gradients, axis_sizes, backward, partial)
         if key not in self._cache:
             self._cache[key] = self._price(
-                graph, node, rule, gradients, axis_sizes, backward=backward, partial=partial
+                graph, node, gradients, axis_sizes, backward=backward, partial=partial
             )
         return self._cache[key]
 
     def strategy(
         self, graph: Graph, node: Node, sizes: Mapping[str, int], *, backward: bool
     ) -> tuple[float, float]:
-        """Seconds, and bytes of activations, of an operator by the letter sizes on a rank."""
+        """Seconds of an operator by the letter sizes on a rank: all of it, forward alone."""
         rule = rule_for(call_of(graph, node))
         chosen = [Strategy((), (), sizes)]
-        time = self._times(graph, node, rule, chosen, backward=backward)
-        return float(time[0]), float(self._activations(graph, node, rule, chosen)[0])
+        both = self._times(graph, node, rule, chosen, backward=backward)
+        return float(both[0]), float(self.forward(graph, node, chosen)[0])
+
+    def forward(self, graph: Graph, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
+        """Seconds that strategies of an operator take forward, shape [S]."""
+        rule = rule_for(call_of(graph, node))
+        return self._times(graph, node, rule, chosen, backward=False)
 
     def _price(
         self,
         graph: Graph,
         node: Node,
-        rule: OperatorRule,
         gradients: tuple[bool, ...],
         axis_sizes: tuple[int, ...],
         *,
         backward: bool,
         partial: frozenset[int],
     ) -> OperatorPrices:
+        rule = rule_for(call_of(graph, node))
         every = strategies(rule, axis_sizes, partial=partial)
         seen = [_without_gradient(s, gradients) for s in every]
         times = self._times(graph, node, rule, every, backward=backward)
@@ -164,15 +167,27 @@ class Prices:
             if strategy not in cheapest or times[i] < times[cheapest[strategy]]:
                 cheapest[strategy] = i
         unique = tuple(seen[i] for i in cheapest.values())
-        held = self._activations(graph, node, rule, unique)
+        flags = gradients[: len(node.inputs)] if backward else ()
+        held = self._activations(graph, node, rule, unique, flags)
         return OperatorPrices(unique, times[list(cheapest.values())], {"activations": held})
 
     def _activations(
-        self, graph: Graph, node: Node, rule: OperatorRule, chosen: Sequence[Strategy]
+        self,
+        graph: Graph,
+        node: Node,
+        rule: OperatorRule,
+        chosen: Sequence[Strategy],
+        gradients: Sequence[bool],
     ) -> FloatArray:
-        kept = keeps_output(graph, node, training=self.training)
         outputs = [graph.values[v] for v in node.outputs]
-        return activation_bytes(rule, chosen, outputs, is_view=not kept)
+        if not self.training:
+            return activation_bytes(rule, chosen, outputs, is_view=is_view(node.operator))
+        if not gradients:
+            return np.zeros(len(chosen))
+        inputs = [graph.values[v] for v in node.inputs]
+        saved = saved_by(call_of(graph, node), gradients)
+        held = saved_bytes(rule, chosen, inputs, outputs, saved)
+        return sum(held.outputs.values(), held.extra)
 
     def _times(
         self,
@@ -192,19 +207,6 @@ class Prices:
             training=backward,
             is_view=is_view(node.operator),
         )
-
-
-def _key(rule: OperatorRule) -> tuple[object, ...]:
-    return (
-        tuple(sorted(rule.sizes.items())),
-        rule.inputs,
-        rule.outputs,
-        frozenset(rule.contracted),
-        frozenset(rule.whole),
-        tuple(frozenset(group) for group in rule.linear),
-        frozenset(rule.addends),
-        rule.flops_per_point,
-    )
 
 
 def _without_gradient(strategy: Strategy, gradients: tuple[bool, ...]) -> Strategy:

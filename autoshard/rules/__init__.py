@@ -1,23 +1,35 @@
 """Sharding rules per operator family."""
 
+from autoshard.rules.aliasing import Strides, made_strides, passes_gradient, view_strides
 from autoshard.rules.call import Call, call_of
 from autoshard.rules.local_kernels import Kernel, LocalKernel, kernel_for
 from autoshard.rules.registry import has_rule, is_view, rule_for
 from autoshard.rules.rule import AxisRule, Dims, OperatorRule, Strategy, axis_rules, strategies
+from autoshard.rules.saved import Extra, Saved, has_saved_row, saved_by
+from autoshard.rules.working import backward_working
 
 __all__ = [
     "AxisRule",
     "Call",
     "Dims",
+    "Extra",
     "Kernel",
     "LocalKernel",
     "OperatorRule",
+    "Saved",
     "Strategy",
+    "Strides",
     "axis_rules",
+    "backward_working",
     "call_of",
     "has_rule",
+    "has_saved_row",
     "is_view",
     "kernel_for",
+    "made_strides",
+    "passes_gradient",
     "rule_for",
+    "saved_by",
     "strategies",
+    "view_strides",
 ]

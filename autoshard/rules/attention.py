@@ -1,6 +1,7 @@
 """Scaled dot-product attention as one operator."""
 
 from collections.abc import Mapping
+from math import prod
 
 from autoshard.rules.call import Call, Rule
 from autoshard.rules.rule import Dims, OperatorRule
@@ -10,10 +11,11 @@ from autoshard.rules.space import Space, broadcast
 def _attention(call: Call) -> OperatorRule:
     """query[*,h,l,d], key[*,h,s,d], value[*,h,s,e] -> [*,h,l,e], mask broadcast to [*,h,l,s].
 
-    Batch and heads are independent, and so are queries, except where `is_causal` derives the
-    mask from a query's position. A softmax runs over s, scores are summed over d before it;
-    cutting e would repeat the scores on every rank and is not offered. With grouped queries a
-    query head is (group, member), and keys and values have the groups alone.
+    Batch and heads are independent, and so are queries; where `is_causal` derives the mask
+    from a query's place, a rank is told the place of its own (`Kernel.CAUSAL`). A softmax runs
+    over s, scores are summed over d before it; cutting e would repeat the scores on every rank
+    and is not offered. With grouped queries a query head is (group, member), and keys and values
+    have the groups alone.
 
     The flops are 2 b h l s (d + e), forward.
     """
@@ -21,7 +23,9 @@ def _attention(call: Call) -> OperatorRule:
     space = Space(call)
     sequence, depth = space.fixed(key[-2]), space.fixed(key[-1])
     value_depth = space.fixed(value[-1])
-    rows = (space.fixed if call.flag("is_causal") else space.free)(query[-2])
+    # Queries behind the last key would see all keys, as no slice of keys says.
+    ordered = not call.flag("is_causal") or query[-2] <= key[-2]
+    rows = (space.free if ordered else space.fixed)(query[-2])
     queries, keys = _leading(space, call)
     inputs = [
         (*broadcast(queries, query[:-2]), rows, depth),
@@ -30,12 +34,11 @@ def _attention(call: Call) -> OperatorRule:
     ]
     scores = (*queries, rows, sequence)
     inputs.extend(broadcast(scores, mask.shape) for mask in call.inputs[3:])
-    sizes = key[-1] * value[-1]
     return space.rule(
         inputs,
         [(*queries, rows, value_depth)],
         linear=[call.positions("value")],
-        flops_per_point=2.0 * (key[-1] + value[-1]) / sizes if sizes else 0.0,
+        flops=2.0 * prod(call.outputs[0].shape[:-1]) * key[-2] * (key[-1] + value[-1]),
     )
 
 

@@ -29,7 +29,8 @@ _FILLING = """
 
 RULES: Mapping[str, Rule] = {
     **{f"aten.{operator}": _filled for operator in _FILLING},
-    # values that count from the start of the tensor
+    # Values that count from the start of the tensor. Nothing is lost by making them whole:
+    # they are rows or small squares of integers, and taking a slice is free.
     "aten.arange": replicated,
     "aten.linspace": replicated,
     "aten.eye": replicated,

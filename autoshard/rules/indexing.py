@@ -1,11 +1,13 @@
 """Reading and writing at positions that are data: dims that are indexed stay whole."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 
 from autoshard.graph import DType, Ref
 from autoshard.rules.call import Call, Rule
 from autoshard.rules.rule import Dims, OperatorRule
-from autoshard.rules.space import Space, broadcast, replicated
+from autoshard.rules.space import Shape, Space, broadcast, replicated
 
 _MASKS = (DType.BOOL, DType.UINT8)
 
@@ -30,7 +32,8 @@ def _index_put(call: Call) -> OperatorRule:
 def _at_indices(call: Call, *, writes: bool = False) -> OperatorRule | None:
     """Letters that indices share may be cut where they are read: each reads on its own.
 
-    Where they are written, every writer must see the whole of the indices.
+    What is written may be cut by them if it is added up, with `self` added once. Otherwise
+    the last of two writes to one place counts, and a slice does not know which one that is.
     """
     indexed = _indexed_dims(call)
     indices = [call.inputs[i] for i in call.positions("indices")]
@@ -42,13 +45,15 @@ def _at_indices(call: Call, *, writes: bool = False) -> OperatorRule | None:
     sizes = [
         max(i.shape[d - rank] for i in indices if len(i.shape) >= rank - d) for d in range(rank)
     ]
-    shared = space.fixed_dims(sizes) if writes else space.free_dims(sizes)
+    apart = not writes or call.flag("accumulate")
+    shared = space.free_dims(sizes) if apart else space.fixed_dims(sizes)
     at = _read_dims(dims, indexed, shared)
     inputs = [dims, *[broadcast(shared, index.shape) for index in indices]]
     if not writes:
         return space.rule(inputs, [at], linear=[{0}])
     inputs.extend(broadcast(at, call.inputs[i].shape) for i in call.positions("values"))
-    return space.rule(inputs, [dims], linear=[{0, len(inputs) - 1}])
+    written = {0, len(inputs) - 1}
+    return space.rule(inputs, [dims], contracted=chain(*shared), addends={0}, linear=[written])
 
 
 def _read_dims(dims: Dims, indexed: Sequence[int], shared: Dims) -> Dims:
@@ -59,29 +64,43 @@ def _read_dims(dims: Dims, indexed: Sequence[int], shared: Dims) -> Dims:
     return (*others[:place], *shared, *others[place:])
 
 
-def _along_dim(call: Call, *, linear: Iterable[Collection[int]]) -> OperatorRule:
-    """Scatters: equal sizes outside `dim` are independent."""
-    dim = call.dim("dim", 0)
+def _scatter(call: Call, *, adds: bool = False) -> OperatorRule:
+    """self[index[i, j], j] = src[i, j]: equal sizes outside `dim` are independent.
+
+    Jointly linear in what is written and what is written over, with a reduction or not. What
+    is added may come from slices of the index: their letter is summed, `self` added once.
+    """
     shapes = [tensor.shape for tensor in call.inputs]
-    rank = len(shapes[0])
-    free = {d for d in range(rank) if d != dim and len({shape[d] for shape in shapes}) == 1}
-    space = Space(call)
-    whole = set(range(rank)) - free
-    dims = space.free_dims(shapes[0], fixed=whole)
-    others = [
-        tuple(dims[d] if d in free else space.fixed(size) for d, size in enumerate(shape))
-        for shape in shapes[1:]
-    ]
-    return space.rule([dims, *others], [dims], linear=linear)
-
-
-def _scatter(call: Call) -> OperatorRule:
-    """Jointly linear in what is written and what is written over, with a reduction or not."""
-    if call.argument("reduce") is not None or 0 in {len(t.shape) for t in call.inputs}:
+    if call.argument("reduce") is not None or () in shapes:
         return replicated(call)
+    dim = call.dim("dim", 0)
+    space = Space(call)
+    equal = [len({shape[d] for shape in shapes}) == 1 for d in range(len(shapes[0]))]
+    dims = tuple(
+        space.free(size) if equal[d] and d != dim else space.fixed(size)
+        for d, size in enumerate(shapes[0])
+    )
+    rows = shapes[1][dim]
+    place = space.free(rows) if adds and rows == shapes[-1][dim] else ()
+
+    def letters(shape: Shape) -> Dims:
+        return tuple(
+            (place or space.fixed(size)) if d == dim else dims[d] if equal[d] else space.fixed(size)
+            for d, size in enumerate(shape)
+        )
+
     affine = not call.positions("src") and bool(call.argument("value"))
     written = {*call.positions("self"), *call.positions("src")}
-    return _along_dim(call, linear=() if affine else [written])
+    return space.rule(
+        [dims, *map(letters, shapes[1:])],
+        [dims],
+        contracted=place,
+        addends={0},
+        linear=() if affine else [written],
+    )
+
+
+_scatter_add: Rule = partial(_scatter, adds=True)
 
 
 def _gather(call: Call) -> OperatorRule:
@@ -100,6 +119,16 @@ def _gather(call: Call) -> OperatorRule:
         for d, size in enumerate(source)
     )
     return space.rule([dims, places], [places], linear=[{0}])
+
+
+def _masked_scatter(call: Call) -> OperatorRule:
+    """Takes the next element of `source` at every place that the mask holds.
+
+    Which element that is depends on all of the mask before it, so nothing is cut.
+    """
+    space = Space(call)
+    dims = [space.fixed_dims(tensor.shape) for tensor in call.inputs]
+    return space.rule(dims, [space.fixed_dims(call.outputs[0].shape)], linear=[{0, 2}])
 
 
 def _index_select(call: Call) -> OperatorRule:
@@ -135,7 +164,8 @@ RULES: Mapping[str, Rule] = {
     "aten.index_put.default": _index_put,
     "aten.gather.default": _gather,
     "aten.scatter": _scatter,
-    "aten.scatter_add.default": _scatter,
+    "aten.scatter_add.default": _scatter_add,
     "aten.index_select.default": _index_select,
     "aten.index_add.default": _index_add,
+    "aten.masked_scatter.default": _masked_scatter,
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from autoshard.rules.random import DRAWING
+from autoshard.rules.random import DRAWING, FILLING_AT_RANDOM, SIZED_AT_RANDOM
 
 
 class Kernel(StrEnum):
@@ -21,22 +21,38 @@ class Kernel(StrEnum):
     RESHAPE = "reshape"
     """Runs `x.reshape(the rank's shape)` instead: the sizes and dims in the arguments of a
     reshape, a flatten or a squeeze describe the whole tensor."""
+    REPEAT = "repeat"
+    """The argument named by `LocalKernel.argument` becomes the number of times that each dim
+    of `x` fits into the rank's shape."""
+    GROUPS = "groups"
+    """The argument named by `LocalKernel.argument` counts groups of the channels in dim 1 of
+    the whole `x`; it becomes the rank's share of it, and at least 1."""
     VOCABULARY = "vocabulary"
     """An embedding with local rows [first, first + n) of the table, where `first` is the
     global row that the rank's slice starts at. Ids outside are looked up at row 0 and their
     output rows are zero, and so is their gradient; ids inside are lowered by `first`, and
     so is `padding_idx`, which is dropped where it lies outside. Plain where the table's
     rows are not cut."""
+    BAGS = "bags"
+    """Outputs beside the first are tables of integers that only backward reads, on a form that
+    differs between devices. One of another shape than planned becomes zeros of that shape."""
+    COUNTS = "counts"
+    """Integers are counted as numbers of double precision where the device counts no others:
+    a program that was exported for another device may count integers."""
+    EXPERTS = "experts"
+    """A grouped product with a slice of the rows, of the matrices, or both. The ends of all
+    groups become those of the local matrices, counted within the local rows. Rows of other
+    matrices give zero, and their gradient is zero; they are moved behind the last group,
+    where they cost nothing."""
+    CAUSAL = "causal"
+    """Attention. If the flag named by `LocalKernel.argument` is set and the queries are cut,
+    the rank's queries see the keys up to their own place in the whole sequence, and later keys
+    are left out. Otherwise plain."""
     SCALED = "scaled"
     """A mean: the result is multiplied by 1/n, where n is the product of the sizes of the
     axes on which a letter of the mean is cut (an input is a shard, output 0 is partial).
     Where `LocalKernel.argument` names a reduction argument, only if that is 1 (mean, and
     the default); otherwise plain."""
-    SEEDED = "seeded"
-    """Draws random numbers: ranks that differ only on axes that do not cut output 0 (they
-    hold copies of a slice, or terms of its sum) draw the same ones, and ranks with
-    different slices draw different ones. Plain where `LocalKernel.argument` names a
-    probability that is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +62,23 @@ class LocalKernel:
     Attributes:
         kind: what differs.
         argument: schema name of the argument that the kind speaks of; empty for none.
+        draws: whether the operator draws random numbers: None if it never does, the schema
+            name of a probability if it does where that is not 0, empty if it always does.
+            Ranks that differ only on axes that do not cut output 0 (they hold copies of a
+            slice, or terms of its sum) draw the same ones, and ranks with different slices
+            draw different ones.
     """
 
     kind: Kernel = Kernel.PLAIN
     argument: str = ""
+    draws: str | None = None
 
 
 _PLAIN = LocalKernel()
 _RESHAPE = LocalKernel(Kernel.RESHAPE)
 _RESIZE = LocalKernel(Kernel.RESIZE, "size")
+_GROUPS = LocalKernel(Kernel.GROUPS, "groups")
+_EXPERTS = LocalKernel(Kernel.EXPERTS, "offs")
 _MEAN = LocalKernel(Kernel.SCALED)
 _MEAN_LOSS = LocalKernel(Kernel.SCALED, "reduction")
 
@@ -83,12 +107,31 @@ KERNELS: Mapping[str, LocalKernel] = {
     "aten.smooth_l1_loss.default": _MEAN_LOSS,
     "aten.huber_loss.default": _MEAN_LOSS,
     "aten.kl_div.default": _MEAN_LOSS,
+    "aten.cross_entropy_loss.default": _MEAN_LOSS,
     "aten.soft_margin_loss.default": _MEAN_LOSS,
     "aten.binary_cross_entropy.default": _MEAN_LOSS,
     "aten.binary_cross_entropy_with_logits.default": _MEAN_LOSS,
-    "aten.dropout.default": LocalKernel(Kernel.SEEDED, "p"),
-    "aten.scaled_dot_product_attention.default": LocalKernel(Kernel.SEEDED, "dropout_p"),
-    **{f"aten.{packet}": LocalKernel(Kernel.SEEDED) for packet in DRAWING},
+    **{f"aten.adaptive_avg_pool{rank}d.default": _MEAN for rank in (1, 2, 3)},
+    **{f"aten.conv{rank}d": _GROUPS for rank in (1, 2, 3)},
+    "aten.conv_transpose1d.default": _GROUPS,
+    "aten.conv_transpose2d.input": _GROUPS,
+    "aten.conv_transpose3d.input": _GROUPS,
+    "aten.group_norm.default": LocalKernel(Kernel.GROUPS, "num_groups"),
+    "aten.repeat.default": LocalKernel(Kernel.REPEAT, "repeats"),
+    "aten.embedding_bag": LocalKernel(Kernel.BAGS),
+    "aten.histc.default": LocalKernel(Kernel.COUNTS),
+    "aten._grouped_mm.default": _EXPERTS,
+    "transformers.grouped_mm_fallback.default": _EXPERTS,
+    **{f"aten.{packet}": LocalKernel(draws="") for packet in (*DRAWING, *FILLING_AT_RANDOM)},
+    **{f"aten.{operator}": LocalKernel(Kernel.RESIZE, "size", "") for operator in SIZED_AT_RANDOM},
+    "aten.dropout.default": LocalKernel(draws="p"),
+    "aten.native_dropout": LocalKernel(draws="p"),
+    "aten.multinomial.default": LocalKernel(draws=""),
+    "aten.scaled_dot_product_attention.default": LocalKernel(
+        Kernel.CAUSAL, "is_causal", draws="dropout_p"
+    ),
+    "aten.lstm": LocalKernel(draws="dropout"),
+    "aten.gru": LocalKernel(draws="dropout"),
 }
 """Kernels by operator, or by packet for all overloads; the rest are plain."""
 

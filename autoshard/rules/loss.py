@@ -7,28 +7,31 @@ from autoshard.rules.call import Call, Rule
 from autoshard.rules.rule import OperatorRule
 from autoshard.rules.space import Space, broadcast, replicated
 
-MEAN, SUM = 1, 2
-"""Values of `reduction`; 0 keeps every term."""
+MEAN = 1
+"""Value of `reduction`; 2 sums, 0 keeps every term."""
 
 
 def _classification(call: Call) -> OperatorRule:
     """scores[n,c,*], target[n,*] or [n,c,*], weight[c]: whole in c, a term per position.
 
-    The mean divides by what the targets count, so it does not follow from means of slices.
+    A mean over labels divides by what they count, so it does not follow from means of
+    slices; one over probabilities divides by the positions (`Kernel.SCALED`).
     """
     reduction = call.integer("reduction", MEAN)
-    if reduction == MEAN:
-        return replicated(call)
     scores, target = call.inputs[:2]
+    if reduction == MEAN and not target.dtype.is_differentiable:
+        return replicated(call)
     classes = 1 if len(scores.shape) > 1 else 0
     space = Space(call)
     dims = space.free_dims(scores.shape, fixed={classes})
     positions = dims[:classes] + dims[classes + 1 :]
     target_dims = dims if target.dtype.is_differentiable else positions
     inputs = [dims, target_dims, *[(dims[classes],) for _ in call.inputs[2:]]]
-    if reduction == SUM:
-        return space.rule(inputs, [()], contracted=chain(*positions))
-    return space.rule(inputs, [positions])
+    smooth = call.number("label_smoothing", 0.0)
+    linear = [{1}] if target.dtype.is_differentiable and not smooth else []
+    if reduction:
+        return space.rule(inputs, [()], contracted=chain(*positions), linear=linear)
+    return space.rule(inputs, [positions], linear=linear)
 
 
 def _elementwise(call: Call) -> OperatorRule:

@@ -1,5 +1,6 @@
 """Products of matrices: sums over a contracted letter, linear in each factor."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 from autoshard.rules.call import Call, Rule
@@ -11,7 +12,7 @@ def _linear(call: Call) -> OperatorRule:
     weight = call.inputs[1]
     features = "n" if len(weight.shape) > 1 else ""
     patterns = {"input": "*k", "weight": features + "k", "bias": features}
-    return einsum(call, patterns, "*" + features, contracted="k", addends={"bias"})
+    return einsum(call, patterns, "*" + features, addends={"bias"})
 
 
 def _matmul(call: Call) -> OperatorRule:
@@ -22,60 +23,67 @@ def _matmul(call: Call) -> OperatorRule:
         "other": "*" * (right > 1) + "k" + columns,
     }
     stars = "*" * (left > 1 or right > 1)
-    return einsum(call, patterns, stars + rows + columns, contracted="k")
+    return einsum(call, patterns, stars + rows + columns)
 
 
 def _mm(call: Call) -> OperatorRule:
-    return einsum(call, {"self": "mk", "mat2": "kn"}, "mn", contracted="k")
+    return einsum(call, {"self": "mk", "mat2": "kn"}, "mn")
 
 
 def _mv(call: Call) -> OperatorRule:
-    return einsum(call, {"self": "mk", "vec": "k"}, "m", contracted="k")
+    return einsum(call, {"self": "mk", "vec": "k"}, "m")
 
 
 def _dot(call: Call) -> OperatorRule:
-    return einsum(call, {"self": "k", "tensor": "k"}, "", contracted="k")
+    return einsum(call, {"self": "k", "tensor": "k"}, "")
 
 
 def _bmm(call: Call) -> OperatorRule:
-    return einsum(call, {"self": "bmk", "mat2": "bkn"}, "bmn", contracted="k")
+    return einsum(call, {"self": "bmk", "mat2": "bkn"}, "bmn")
 
 
 def _addmm(call: Call) -> OperatorRule:
     patterns = {"self": "mn", "mat1": "mk", "mat2": "kn"}
-    return einsum(call, patterns, "mn", contracted="k", addends={"self"})
+    return einsum(call, patterns, "mn", addends={"self"})
 
 
 def _baddbmm(call: Call) -> OperatorRule:
     patterns = {"self": "bmn", "batch1": "bmk", "batch2": "bkn"}
-    return einsum(call, patterns, "bmn", contracted="k", addends={"self"})
+    return einsum(call, patterns, "bmn", addends={"self"})
 
 
 def _grouped_mm(call: Call) -> OperatorRule:
-    """One matrix per group of rows; the rows' groups are data, so rows stay together."""
+    """rows[t,k], one matrix [k,n] per group of rows -> [t,n].
+
+    Which rows are whose is data: `offs` says where each group ends, and stays whole. Rows
+    may be cut anywhere, since a rank can tell which groups its rows are of. A slice of the
+    matrices (experts) makes the rows of their groups, and zeros elsewhere
+    (`Kernel.EXPERTS`): the letter g is summed, though each row meets one matrix only.
+    """
     rows, matrices = call.inputs[:2]
     if len(rows.shape) != 2 or len(matrices.shape) != 3 or call.tensor("bias"):  # noqa: PLR2004  ranks
         return replicated(call)
     return einsum(
         call,
-        {"self": "tk", "mat2": "gkn", "offs": "g"},
+        ["tk", "gkn", "e"],
         "tn",
-        contracted="k",
-        whole="tg",
+        whole="e",
         constants={"offs"},
-        flops_per_point=2.0 / matrices.shape[0],
+        flops_per_point=2.0 / matrices.shape[0] ** 2,
     )
 
 
 def _einsum(call: Call) -> OperatorRule:
-    equation = str(call.argument("equation")).replace(" ", "")
+    """An equation; dots are dims that broadcast. The dims of a diagonal would be cut at once."""
+    equation = str(call.argument("equation")).replace(" ", "").replace("...", "*")
     left, arrow, output = equation.partition("->")
     terms = left.split(",")
-    repeats = any(len(set(term)) != len(term) for term in (*terms, output))
-    if not arrow or "." in equation or repeats:
-        return replicated(call)
-    summed = "".join(sorted(set("".join(terms)) - set(output)))
-    return einsum(call, terms, output, contracted=summed)
+    counts = Counter("".join(terms))
+    if not arrow:
+        single = sorted(letter for letter in counts if letter != "*" and counts[letter] == 1)
+        output = "*" * ("*" in counts) + "".join(single)
+    diagonal = {letter for term in terms for letter in term if term.count(letter) > 1}
+    return einsum(call, terms, output, whole="".join(sorted(diagonal)))
 
 
 RULES: Mapping[str, Rule] = {
@@ -89,4 +97,6 @@ RULES: Mapping[str, Rule] = {
     "aten.baddbmm.default": _baddbmm,
     "aten.einsum.default": _einsum,
     "aten._grouped_mm.default": _grouped_mm,
+    # what transformers has in its place where the element type is not bfloat16
+    "transformers.grouped_mm_fallback.default": _grouped_mm,
 }

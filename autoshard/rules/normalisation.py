@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from autoshard.rules.call import Call, Rule
 from autoshard.rules.rule import OperatorRule
-from autoshard.rules.space import Space
+from autoshard.rules.space import Space, broadcast
 
 
 def _over_last_dims(call: Call) -> OperatorRule:
@@ -18,11 +18,17 @@ def _over_last_dims(call: Call) -> OperatorRule:
 
 
 def _group_norm(call: Call) -> OperatorRule:
-    """Statistics per sample and group of channels; `num_groups` counts all channels."""
+    """Statistics per sample and group of channels, whose number a rank shares in.
+
+    A rank with a slice of the groups is told how many it has (`Kernel.GROUPS`).
+    """
     shape = call.inputs[0].shape
+    groups = call.integer("num_groups", 1)
     space = Space(call)
-    dims = space.free_dims(shape, fixed=range(1, len(shape)))
-    return space.rule([dims, *[(dims[1],) for _ in call.inputs[1:]]], [dims])
+    samples = space.free(shape[0])
+    channels = (*space.free(groups), *space.fixed(shape[1] // groups))
+    dims = (samples, channels, *space.fixed_dims(shape[2:]))
+    return space.rule([dims, *[(channels,) for _ in call.inputs[1:]]], [dims])
 
 
 def _batch_norm(call: Call) -> OperatorRule:
@@ -34,9 +40,19 @@ def _batch_norm(call: Call) -> OperatorRule:
     return space.rule([dims, *[(dims[1],) for _ in call.inputs[1:]]], [dims])
 
 
+def _weight_norm(call: Call) -> OperatorRule:
+    """Weights g v / |v|, the norm taken over all dims of v but one; linear in g."""
+    shape = call.inputs[0].shape
+    kept = call.integer("dim", 0)
+    space = Space(call)
+    dims = space.free_dims(shape, fixed=set(range(len(shape))) - {kept})
+    return space.rule([dims, broadcast(dims, call.inputs[1].shape)], [dims], linear=[{1}])
+
+
 RULES: Mapping[str, Rule] = {
     "aten.layer_norm.default": _over_last_dims,
     "aten.rms_norm.default": _over_last_dims,
     "aten.group_norm.default": _group_norm,
     "aten.batch_norm.default": _batch_norm,
+    "aten._weight_norm.default": _weight_norm,
 }

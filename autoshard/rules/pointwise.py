@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
+from math import inf
 
 from autoshard.rules.call import Call, Rule
 from autoshard.rules.rule import OperatorRule
@@ -36,14 +37,20 @@ def _divide(call: Call) -> OperatorRule:
 
 
 def _choose(call: Call, *, first: str, second: str) -> OperatorRule:
-    """Jointly linear in two branches, the choice held; a branch may be the number 0."""
+    """Jointly linear in two branches, the choice held.
+
+    A branch may be a number that is the sum of itself: 0 or an infinity.
+    """
     branches = (*call.positions(first), *call.positions(second))
-    constants = [
-        value
+    sums = all(
+        call.positions(key) or value in _SUMS_OF_ITSELF
         for key, value in call.arguments
-        if key in (first, second) and not call.positions(key) and value != 0
-    ]
-    return pointwise(call, linear=() if constants else [branches])
+        if key in (first, second)
+    )
+    return pointwise(call, linear=[branches] if sums else ())
+
+
+_SUMS_OF_ITSELF = (0, inf, -inf)
 
 
 def _like_self(call: Call) -> OperatorRule:
@@ -84,6 +91,7 @@ LINEAR: Mapping[str, Rule] = {
     "aten.where.ScalarSelf": _where,
     "aten.where.Scalar": _where,
     "aten.masked_fill": _masked_fill,
+    "aten.lerp.Scalar": _in_all,
 }
 
 NONLINEAR = """

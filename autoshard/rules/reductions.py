@@ -71,6 +71,7 @@ RULES: Mapping[str, Rule] = {
     "aten.argmin": _whole,
     "aten.any": _whole,
     "aten.all": _whole,
+    "aten._is_all_true.default": _whole,
     "aten.var": _whole,
     "aten.std": _whole,
     "aten.logsumexp": _whole,

@@ -15,6 +15,7 @@ from autoshard.rules import (
     normalisation,
     pointwise,
     random,
+    recurrent,
     reductions,
     views,
 )
@@ -33,6 +34,7 @@ FAMILIES = (
     normalisation,
     pointwise,
     random,
+    recurrent,
     reductions,
     views,
 )

@@ -36,6 +36,7 @@ class OperatorRule:
         linear: groups of inputs (by position) in which the operator is jointly linear,
             the other inputs held fixed.
         addends: inputs that are added to a contraction, and so must enter its sum once.
+        unaffected: outputs that come out whole from a cut of a letter that they lack.
         flops_per_point: floating-point operations per point of the index space.
     """
 
@@ -46,6 +47,7 @@ class OperatorRule:
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
+    unaffected: frozenset[int] = frozenset()
     flops_per_point: float = 0.0
 
     def cut(self, letter: str, parts: int) -> "OperatorRule":
@@ -111,8 +113,10 @@ def _cut_types(rule: OperatorRule, letter: str) -> AxisRule | None:
         _cut_type(rule, dims, letter, absent=P if contracted and i in rule.addends else R)
         for i, dims in enumerate(rule.inputs)
     ]
+    lost = P if contracted else None
     outputs = [
-        _cut_type(rule, dims, letter, absent=P if contracted else None) for dims in rule.outputs
+        _cut_type(rule, dims, letter, absent=R if i in rule.unaffected else lost)
+        for i, dims in enumerate(rule.outputs)
     ]
     if None in inputs or None in outputs:
         return None
@@ -152,7 +156,7 @@ def strategies(
         linear = tuple(group for group in rule.linear if not group.isdisjoint(partial))
         rule = replace(rule, linear=linear)
     found: dict[Strategy, None] = {}
-    for sequence, local in _sequences(rule, axis_sizes, ()):
+    for sequence, local in _sequences(_Options(rule), rule, axis_sizes, ()):
         order = tuple(axis for axis, _ in sequence)
         options = [option for _, option in sorted(sequence, key=lambda pair: pair[0])]
         inputs = _layouts([option.inputs for option in options], len(rule.inputs), order)
@@ -164,8 +168,27 @@ def strategies(
 _Sequence = tuple[tuple[int, AxisRule], ...]
 
 
+class _Options:
+    """What axes may do to the shares of an operator, and the shares that this leaves."""
+
+    def __init__(self, rule: OperatorRule) -> None:
+        self._letters = tuple(rule.sizes)
+        self._known: dict[tuple[int, ...], tuple[tuple[AxisRule, OperatorRule], ...]] = {}
+
+    def of(self, share: OperatorRule, parts: int) -> tuple[tuple[AxisRule, OperatorRule], ...]:
+        """Each option of an axis of `parts` ranks, with what it leaves a rank."""
+        # Many ways lead to the same share.
+        key = (parts, *(share.sizes[letter] for letter in self._letters))
+        if key not in self._known:
+            self._known[key] = tuple(
+                (option, share.cut(option.letter, parts) if option.letter else share)
+                for option in axis_rules(share, parts)
+            )
+        return self._known[key]
+
+
 def _sequences(
-    rule: OperatorRule, axis_sizes: tuple[int, ...], before: _Sequence
+    options: _Options, rule: OperatorRule, axis_sizes: tuple[int, ...], before: _Sequence
 ) -> Iterator[tuple[_Sequence, OperatorRule]]:
     """Options applied axis by axis; of orders that make no difference only the ascending one."""
     taken = {axis for axis, _ in before}
@@ -175,11 +198,10 @@ def _sequences(
     for axis, parts in enumerate(axis_sizes):
         if axis in taken:
             continue
-        for option in axis_rules(rule, parts):
+        for option, local in options.of(rule, parts):
             if before and axis < before[-1][0] and not _share_a_dim(before[-1][1], option):
                 continue
-            local = rule.cut(option.letter, parts) if option.letter else rule
-            yield from _sequences(local, axis_sizes, (*before, (axis, option)))
+            yield from _sequences(options, local, axis_sizes, (*before, (axis, option)))
 
 
 def _share_a_dim(one: AxisRule, other: AxisRule) -> bool:

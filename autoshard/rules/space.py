@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
+from math import prod
 
 from autoshard.errors import SchemaError
 from autoshard.graph import Tensor
@@ -56,22 +57,34 @@ class Space:
         contracted: Iterable[str] = (),
         linear: Iterable[Collection[int]] = (),
         addends: Iterable[int] = (),
-        flops_per_point: float = 0.0,
+        unaffected: Iterable[int] = (),
+        flops: float = 0.0,
     ) -> OperatorRule:
         """The rule; linear groups without a gradient are left out.
 
         A partial value stands for a sum of floating-point numbers, so a group counts only if
         all its inputs and all outputs are such.
+
+        Args:
+            inputs: letters of each input.
+            outputs: letters of each output.
+            contracted: letters that are summed over.
+            linear: groups of inputs in which the operator is jointly linear.
+            addends: inputs that are added to a contraction.
+            unaffected: outputs that come out whole from a cut of a letter that they lack.
+            flops: floating-point operations of the whole call.
         """
+        taken, made = tuple(inputs), tuple(outputs)  # what is lazy makes letters only now
         return OperatorRule(
             sizes=dict(self._sizes),
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
+            inputs=taken,
+            outputs=made,
             contracted=frozenset(contracted),
             whole=frozenset(self._whole),
             linear=differentiable_groups(self._call, linear),
             addends=frozenset(addends),
-            flops_per_point=flops_per_point,
+            unaffected=frozenset(unaffected),
+            flops_per_point=flops / max(prod(self._sizes.values()), 1),
         )
 
 
@@ -133,13 +146,12 @@ def einsum(
     patterns: Mapping[str, str] | Sequence[str],
     output: str,
     *,
-    contracted: str = "",
     whole: str = "",
     addends: Collection[str] = (),
     constants: Collection[str] = (),
     flops_per_point: float = 2.0,
 ) -> OperatorRule:
-    """The rule of a product of tensors, summed over some letters.
+    """The rule of a product of tensors, summed over the letters that the output lacks.
 
     Args:
         call: the call.
@@ -147,7 +159,6 @@ def einsum(
             stands for any number of dims that broadcast. A tensor with fewer dims than
             letters is aligned at the last.
         output: letters of the output.
-        contracted: letters that are summed over.
         whole: letters that may not be cut.
         addends: arguments that are added to the product.
         constants: arguments in which the product is not linear.
@@ -168,7 +179,7 @@ def einsum(
         sizes=sizes,
         inputs=tuple(inputs),
         outputs=tuple(_bind(output, tensor.shape, sizes) for tensor in call.outputs),
-        contracted=frozenset(contracted) & sizes.keys(),
+        contracted=frozenset(letter for letter in sizes if letter[0] not in output),
         whole=frozenset(whole) & sizes.keys(),
         linear=differentiable_groups(call, [{i, *added} for i in factors]),
         addends=frozenset(added),

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from functools import partial
+from itertools import chain
 from math import gcd
 
 from autoshard.graph import Tensor
@@ -101,10 +102,17 @@ def _within(call: Call, *, name: str = "dim") -> OperatorRule:
 
 
 def _slice(call: Call) -> OperatorRule:
-    """Slicing all of a dim touches nothing."""
-    same = call.inputs[0].shape == call.outputs[0].shape
-    dims = () if same else {call.dim("dim", 0)}
-    return touching(call, dims, linear=[{0}])
+    """Within one dim, unless it takes the whole of it, or one element of every step."""
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    dim, step = call.dim("dim", 0), call.integer("step", 1)
+    first = call.argument("start") or 0
+    within = step == 1 or (isinstance(first, int) and 0 <= first < step)
+    if before and before[dim] == after[dim] * step and within:
+        space = Space(call)
+        dims = space.free_dims(after)
+        blocks = (*dims[:dim], (*dims[dim], *space.fixed(step)), *dims[dim + 1 :])
+        return space.rule([blocks], [dims], linear=[{0}])
+    return touching(call, {dim}, linear=[{0}])
 
 
 def _flip(call: Call) -> OperatorRule:
@@ -150,40 +158,66 @@ def _stack(call: Call) -> OperatorRule:
 
 
 def _cat(call: Call) -> OperatorRule:
-    """Joined along one dim; an empty tensor of one dim joins anything and is not cut."""
-    rank = len(call.outputs[0].shape)
-    if any(len(tensor.shape) != rank for tensor in call.inputs):
-        return replicated(call)
-    return touching(call, {call.integer("dim", 0) % rank}, linear=[range(len(call.inputs))])
+    """Joined along one dim, which one tensor alone fills; empty ones may have one dim."""
+    shape = call.outputs[0].shape
+    dim = call.integer("dim", 0) % len(shape)
+    filling = [i for i, t in enumerate(call.inputs) if len(t.shape) == len(shape) and t.shape[dim]]
+    space = Space(call)
+    dims = space.free_dims(shape, fixed={dim} if len(filling) > 1 else ())
+
+    def letters(tensor: Tensor) -> Dims:
+        if len(tensor.shape) != len(shape):
+            return space.fixed_dims(tensor.shape)
+        own = space.fixed(tensor.shape[dim]) if len(filling) > 1 else dims[dim]
+        return (*dims[:dim], own if tensor.shape[dim] else (), *dims[dim + 1 :])
+
+    return space.rule(map(letters, call.inputs), [dims], linear=[filling])
 
 
 def _repeat(call: Call) -> OperatorRule:
-    """A dim that is repeated stays whole, and so do new ones."""
-    before, after = call.inputs[0].shape, call.outputs[0].shape
-    repeats = call.integers("repeats")[len(after) - len(before) :]
+    """An output dim is (repeat, element); of a slice of the repeats a rank makes only those.
+
+    See `Kernel.REPEAT`. Elements of a dim that is repeated stay whole.
+    """
+    before = call.inputs[0].shape
+    repeats = call.integers("repeats")
     space = Space(call)
+    times = [space.free(number) for number in repeats]
+    new = len(repeats) - len(before)
     dims = tuple(
-        space.fixed(size) if times != 1 else space.free(size)
-        for size, times in zip(before, repeats, strict=True)
+        space.free(size) if number == 1 else space.fixed(size)
+        for size, number in zip(before, repeats[new:], strict=True)
     )
-    new = space.fixed_dims(after[: len(after) - len(before)])
-    repeated = tuple(
-        letters if times == 1 else space.fixed(size * times)
-        for letters, size, times in zip(dims, before, repeats, strict=True)
-    )
-    return space.rule([dims], [(*new, *repeated)], linear=[{0}])
+    repeated = ((*outer, *inner) for outer, inner in zip(times[new:], dims, strict=True))
+    return space.rule([dims], [(*times[:new], *repeated)], linear=[{0}])
 
 
 def _repeat_interleave(call: Call) -> OperatorRule:
-    """Each element repeated next to itself: an output dim is (element, repeat)."""
-    if call.argument("dim") is None or call.argument("output_size") is not None:
+    """Each element repeated next to itself: an output dim is (element, repeat).
+
+    Without a dim the elements of the whole tensor are in one row.
+    """
+    if call.argument("output_size") is not None:
         return replicated(call)
-    dim = call.dim("dim", 0)
     space = Space(call)
     dims = space.free_dims(call.inputs[0].shape)
     repeats = space.fixed(call.integer("repeats", 1))
+    if call.argument("dim") is None:
+        return space.rule([dims], [((*chain(*dims), *repeats),)], linear=[{0}])
+    dim = call.dim("dim", 0)
     after = (*dims[:dim], (*dims[dim], *repeats), *dims[dim + 1 :])
     return space.rule([dims], [after], linear=[{0}])
+
+
+def _meshgrid(call: Call) -> OperatorRule:
+    """Rows a and columns b -> [a, b] each, or [b, a] for the indexing "xy"."""
+    space = Space(call)
+    dims = [space.free(tensor.numel) for tensor in call.inputs]
+    grid = list(dims)
+    if call.argument("indexing") == "xy":
+        grid[:2] = reversed(grid[:2])
+    inputs = [(d,) if tensor.shape else () for d, tensor in zip(dims, call.inputs, strict=True)]
+    return space.rule(inputs, [tuple(grid)] * len(grid), linear=[range(len(grid))])
 
 
 def _paired(call: Call) -> OperatorRule:
@@ -242,6 +276,7 @@ RULES: Mapping[str, Rule] = {
     "aten.triu.default": _triangle,
     "aten.repeat.default": _repeat,
     "aten.repeat_interleave.self_int": _repeat_interleave,
+    "aten.meshgrid": _meshgrid,
 }
 
 VIEWS = frozenset(_VIEWS) | {"aten.alias", "aten.detach"}

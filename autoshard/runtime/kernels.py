@@ -4,10 +4,13 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from autoshard.graph import Node
+from autoshard.graph import Node, references
 from autoshard.layouts import Kind, Layout
 from autoshard.rules import Kernel, kernel_for
 from autoshard.runtime.operators import OperatorCall
@@ -64,16 +67,16 @@ def bind_kernel(local: LocalNode) -> LocalKernel:
         PlanError: the operator may not be called, or an argument does not fit its schema.
     """
     kernel = kernel_for(local.node.operator)
-    return _BINDERS[kernel.kind](local, kernel.argument)
+    run = _BINDERS[kernel.kind](local, kernel.argument)
+    return _seeded(local, run) if draws_random_numbers(local.node) else run
 
 
 def draws_random_numbers(node: Node) -> bool:
     """Whether running a node twice gives the same only if the step is the same."""
-    kernel = kernel_for(node.operator)
-    if kernel.kind is not Kernel.SEEDED:
-        return False
-    default = _DEFAULT_PROBABILITY.get(kernel.argument)
-    return not kernel.argument or bool(node.argument(kernel.argument, default))
+    draws = kernel_for(node.operator).draws
+    if not draws:
+        return draws is not None
+    return bool(node.argument(draws, _DEFAULT_PROBABILITY.get(draws)))
 
 
 def _plain(local: LocalNode, _argument: str = "") -> LocalKernel:
@@ -132,10 +135,103 @@ def _scaled(local: LocalNode, argument: str) -> LocalKernel:
     return run
 
 
-def _seeded(local: LocalNode, _argument: str) -> LocalKernel:
+def _repeat(local: LocalNode, argument: str) -> LocalKernel:
+    source, result = local.input_shapes[0], local.output_shapes[0]
+    padded = (*(1 for _ in range(len(result) - len(source))), *source)
+    times = tuple(whole // max(part, 1) for whole, part in zip(result, padded, strict=True))
+    call = OperatorCall(local.node, local.place.device, replaced={argument: times})
+    return lambda tensors, _step: call(tensors)
+
+
+def _groups(local: LocalNode, argument: str) -> LocalKernel:
+    groups = local.node.argument(argument, 1)
+    assert isinstance(groups, int)
+    cutting = local.inputs[0].cutting_axes(1)
+    share = max(groups // prod(local.place.axis_sizes[axis] for axis in cutting), 1)
+    call = OperatorCall(local.node, local.place.device, replaced={argument: share})
+    return lambda tensors, _step: call(tensors)
+
+
+def _bags(local: LocalNode, _argument: str) -> LocalKernel:
     plain = _plain(local)
-    if not draws_random_numbers(local.node):
+
+    def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
+        made = plain(tensors, step)
+        return tuple(
+            table if table.shape == shape else table.new_zeros(shape)
+            for table, shape in zip(made, local.output_shapes, strict=True)
+        )
+
+    return run
+
+
+def _counts(local: LocalNode, _argument: str) -> LocalKernel:
+    plain = _plain(local)
+    if local.place.device.type != "cpu":
         return plain
+
+    def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
+        (values,) = tensors
+        if values.is_floating_point():
+            return plain(tensors, step)
+        (counts,) = plain((values.double(),), step)
+        return (counts.to(values.dtype),)
+
+    return run
+
+
+def _experts(local: LocalNode, argument: str) -> LocalKernel:
+    place = local.place
+    names = [name for name, value in local.node.arguments for _ in references(value)]
+    cut = local.inputs[0].cutting_axes(0) + local.inputs[1].cutting_axes(0)
+    if argument not in names or all(place.axis_sizes[axis] == 1 for axis in cut):
+        return _plain(local)
+    at = names.index(argument)
+    num_rows, num_matrices = local.input_shapes[0][0], local.input_shapes[1][0]
+    before = num_rows * local.inputs[0].slice_index(0, place.axis_sizes, place.coordinate)
+    first = num_matrices * local.inputs[1].slice_index(0, place.axis_sizes, place.coordinate)
+    call = OperatorCall(local.node, place.device)
+
+    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+        rows, matrices, *rest = tensors
+        ends = (tensors[at] - before).clamp(0, num_rows)
+        start = ends[first - 1] if first else torch.zeros_like(ends[0])
+        ends = (ends[first : first + num_matrices] - start).to(tensors[at].dtype)
+        rest[at - 2] = ends
+        places = torch.arange(num_rows, device=rows.device)
+        others = (places >= ends[-1]).unsqueeze(-1)
+        # Kernels leave what lies behind the last group as it is, forward and backward.
+        moved = rows[(places + start) % num_rows].masked_fill(others, 0)
+        (product,) = call((moved, matrices, *rest))
+        return (product.masked_fill(others, 0)[(places - start) % num_rows],)
+
+    return run
+
+
+def _causal(local: LocalNode, argument: str) -> LocalKernel:
+    plain = _plain(local)
+    node, place, queries = local.node, local.place, local.inputs[0]
+    length = local.input_shapes[0][-2]
+    dim = len(local.input_shapes[0]) - 2
+    first = length * queries.slice_index(dim, place.axis_sizes, place.coordinate)
+    if not node.argument(argument) or first == 0:
+        return plain
+    given = dict(node.arguments)
+    names = ("dropout_p", "scale", "enable_gqa")
+    options: dict[str, Any] = {name: given[name] for name in names if name in given}
+    end = first + length
+    bias = causal_lower_right(length, end)
+
+    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+        query, key, value = tensors
+        seen = (key[..., :end, :], value[..., :end, :])
+        # Only this function, and no operator, knows masks that are not spelt out.
+        return (scaled_dot_product_attention(query, *seen, attn_mask=bias, **options),)
+
+    return run
+
+
+def _seeded(local: LocalNode, plain: LocalKernel) -> LocalKernel:
     place = local.place
     parts = [local.node.name]
     for axis, axis_type in enumerate(local.outputs[0].types):
@@ -165,5 +261,10 @@ _BINDERS: Mapping[Kernel, Callable[[LocalNode, str], LocalKernel]] = {
     Kernel.RESHAPE: _reshape,
     Kernel.VOCABULARY: _vocabulary,
     Kernel.SCALED: _scaled,
-    Kernel.SEEDED: _seeded,
+    Kernel.REPEAT: _repeat,
+    Kernel.GROUPS: _groups,
+    Kernel.BAGS: _bags,
+    Kernel.COUNTS: _counts,
+    Kernel.EXPERTS: _experts,
+    Kernel.CAUSAL: _causal,
 }

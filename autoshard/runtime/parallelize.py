@@ -161,11 +161,12 @@ class PlannedForward:
                 "backward pass: apply activation checkpointing inside the model, not around it"
             )
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
+            # Slices that were copied to the device are held by nobody but the program.
             given = self._arguments.flatten(args, kwargs)
-            inputs = [
-                given[placed.name] if placed.kind == "user" else self._held[placed.name]()
+            inputs = (
+                given.pop(placed.name) if placed.kind == "user" else self._held[placed.name]()
                 for placed in self._stage.inputs
-            ]
+            )
             outputs = self._program(inputs, step=self._step)
             self._step += 1
             return self._results.nest(outputs)

@@ -1,6 +1,7 @@
 """The optimization core: numpy only, knows neither tensors nor meshes."""
 
 from autoshard.solve.brute import brute_force
+from autoshard.solve.closure import Closure
 from autoshard.solve.engine import solve_problem
 from autoshard.solve.iopddl import read_iopddl
 from autoshard.solve.marginals import Marginals
@@ -18,12 +19,14 @@ from autoshard.solve.problem import (
 )
 from autoshard.solve.reference import solve_reference
 from autoshard.solve.search import CancelToken, Progress
+from autoshard.solve.tables import SolvedBlock, TableStore
 from autoshard.solve.usage import minimum_usage
 
 __all__ = [
     "USAGE_TOLERANCE",
     "BoolArray",
     "CancelToken",
+    "Closure",
     "Edge",
     "FloatArray",
     "IntArray",
@@ -33,7 +36,9 @@ __all__ = [
     "Progress",
     "Repeat",
     "Solution",
+    "SolvedBlock",
     "Status",
+    "TableStore",
     "brute_force",
     "minimum_usage",
     "read_iopddl",

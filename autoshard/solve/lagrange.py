@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import permutations
 
 import numpy as np
-from scipy.optimize import linprog
 
+from autoshard.solve.cuts import best_prices
 from autoshard.solve.descent import Descent
 from autoshard.solve.elimination import Elimination, Evaluation
 from autoshard.solve.network import Network
@@ -142,19 +142,7 @@ class Lagrangian:
     def _master(self) -> tuple[FloatArray, float]:
         """The prices at which the cuts promise most, and the promise."""
         active = np.flatnonzero(self._active)
-        slope = np.array(self._cuts.slope)[:, active] * self._box
-        price = np.array(self._cuts.price)
-        shift, unit = float(price.min()), max(float(np.ptp(price)), float(np.abs(slope).max()))
-        rows = np.hstack([-slope / unit, np.ones((len(price), 1))])
-        answer = linprog(
-            np.append(np.zeros(len(active)), -1.0),
-            A_ub=rows,
-            b_ub=(price - shift) / unit,
-            bounds=[(0.0, 1.0)] * len(active) + [(None, None)],
-            method="highs",
-        )
         prices = np.zeros(len(self._active))
-        if answer.x is None:
-            return prices, -float("inf")
-        prices[active] = answer.x[:-1] * self._box
-        return prices, float(answer.x[-1]) * unit + shift
+        slope = np.array(self._cuts.slope)[:, active]
+        prices[active], promised = best_prices(np.array(self._cuts.price), slope, self._box)
+        return prices, promised

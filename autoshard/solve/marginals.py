@@ -39,11 +39,13 @@ class Marginals:
     def of(cls, problem: Problem, *, check: Callable[[], None] = _go_on) -> "Marginals | None":
         """The marginals of a problem; None where it has ties, or tables would be too large.
 
+        Closures stand for matrices that are too large.
+
         Args:
             problem: what to look at.
             check: called now and then; raises to stop.
         """
-        if problem.ties:
+        if problem.ties or problem.has_closures:
             return None
         network = Network.from_problem(problem, limited=False)
         plan = Elimination.compile(network, check=check)

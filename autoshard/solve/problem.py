@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import ProblemError
+from autoshard.solve.closure import Closure
+from autoshard.solve.tables import SolvedBlock
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.intp]
@@ -50,24 +52,30 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A price on a pair of choices: `cost[rows[s], cols[t]]` for strategies s and t.
+    """A price on a pair of choices: `prices[rows[s], cols[t]]` for strategies s and t.
 
     Many strategies share a row because they produce the same layout. The matrix is kept
-    at the size of the distinct rows and columns, and may be shared between edges.
+    at the size of the distinct rows and columns, and may be shared between edges. One that
+    is too large to be written down is given by the steps that it is the closure of.
 
     Attributes:
         source: index of the first node.
         target: index of the second node; differs from `source`.
-        cost: distinct prices, shape [R, C]; `inf` forbids a pair.
+        prices: distinct prices, shape [R, C]; `inf` forbids a pair.
         rows: row of each strategy of the source, shape [S_source].
         cols: column of each strategy of the target, shape [S_target].
     """
 
     source: int
     target: int
-    cost: FloatArray
+    prices: FloatArray | Closure
     rows: IntArray
     cols: IntArray
+
+    @property
+    def cost(self) -> FloatArray:
+        """The prices as a matrix; slow and large for a closure."""
+        return self.prices.dense if isinstance(self.prices, Closure) else self.prices
 
     def dense(self) -> FloatArray:
         """The full matrix, shape [S_source, S_target]."""
@@ -117,34 +125,67 @@ class Problem:
         """Price of a choice per node, without looking at ties and limits."""
         return float(self.prices(choice).sum())
 
-    def prices(self, choice: Sequence[int] | IntArray) -> FloatArray:
-        """What a choice per node pays at each node and then at each edge, shape [N + E]."""
+    def prices(
+        self,
+        choice: Sequence[int] | IntArray,
+        *,
+        nodes: IntArray | slice = slice(None),
+        edges: IntArray | slice = slice(None),
+    ) -> FloatArray:
+        """What a choice per node pays at each node and then at each edge, shape [N + E].
+
+        Args:
+            choice: a strategy per node.
+            nodes: indices of the nodes to look at; all of them by default.
+            edges: the same for edges.
+        """
         listed, picks = self._listed, np.asarray(choice, dtype=np.intp)
         assert picks.shape == listed.starts.shape, "one strategy per node"
-        rows = listed.labels[listed.rows + picks[listed.sources]]
-        cols = listed.labels[listed.cols + picks[listed.targets]]
-        paid = (
-            listed.costs[listed.starts + picks],
-            listed.prices[listed.matrices + rows * listed.widths + cols],
-        )
-        return np.concatenate(paid)
+        rows = listed.labels[listed.rows[edges] + picks[listed.sources[edges]]]
+        cols = listed.labels[listed.cols[edges] + picks[listed.targets[edges]]]
+        widths = listed.widths[edges]
+        places = np.where(widths > 0, listed.matrices[edges] + rows * widths + cols, -1)
+        paid = listed.prices[places]
+        for i in np.flatnonzero(widths == 0).tolist():
+            closure = listed.closures[int(listed.numbers[edges][i])]
+            paid[i] = closure.price(int(rows[i]), int(cols[i]))
+        return np.concatenate((listed.costs[listed.starts[nodes] + picks[nodes]], paid))
+
+    @cached_property
+    def has_closures(self) -> bool:
+        """Whether some edges have no matrix: a method that needs one is not for this problem."""
+        return any(isinstance(edge.prices, Closure) for edge in self.edges)
+
+    @cached_property
+    def most(self) -> float:
+        """A price that no allowed choice exceeds."""
+        arrays = [*(node.cost for node in self.nodes), *(edge.prices for edge in self.edges)]
+        # Arrays that are shared are looked at once.
+        known = {id(a): a.most if isinstance(a, Closure) else _largest(a) for a in arrays}
+        return sum(known[id(array)] for array in arrays)
 
     @cached_property
     def _listed(self) -> "_Listed":
         costs, starts = _laid_out([node.cost for node in self.nodes])
         labels, places = _laid_out([x for edge in self.edges for x in (edge.rows, edge.cols)])
-        prices, matrices = _laid_out([edge.cost for edge in self.edges])
+        closures = {i: e.prices for i, e in enumerate(self.edges) if isinstance(e.prices, Closure)}
+        empty = np.zeros((0, 0))
+        given = [empty if i in closures else e.cost for i, e in enumerate(self.edges)]
+        prices, matrices = _laid_out(given)
         return _Listed(
             costs,
             starts,
             labels.astype(np.intp),
             places[0::2],
             places[1::2],
-            prices,
+            # With an entry for those that have none.
+            np.append(prices, np.nan),
             matrices,
-            np.array([edge.cost.shape[1] for edge in self.edges], dtype=np.intp),
+            np.array([matrix.shape[1] for matrix in given], dtype=np.intp),
             np.array([edge.source for edge in self.edges], dtype=np.intp),
             np.array([edge.target for edge in self.edges], dtype=np.intp),
+            np.arange(len(self.edges)),
+            closures,
         )
 
     @cached_property
@@ -177,7 +218,26 @@ class Problem:
 
     def peak_usage(self, choice: Sequence[int] | IntArray) -> float:
         """Largest usage over time, of a choice per node; 0 where nothing is alive."""
-        use = np.array([n.usage[s] for n, s in zip(self.nodes, choice, strict=True)])
+        return self._peak(self.uses(choice))
+
+    def uses(self, choice: Sequence[int] | IntArray) -> FloatArray:
+        """Usage of each node while it is alive, of a choice per node, shape [N]."""
+        usage, starts = self._usage
+        return usage[starts + np.asarray(choice, dtype=np.intp)]
+
+    @cached_property
+    def _usage(self) -> tuple[FloatArray, IntArray]:
+        return _laid_out([node.usage for node in self.nodes])
+
+    @cached_property
+    def can_bind(self) -> bool:
+        """Whether some strategies together break the usage limit."""
+        if np.isinf(self.usage_limit):
+            return False
+        return self._peak(np.array([node.usage.max() for node in self.nodes])) > self.usage_limit
+
+    def _peak(self, use: FloatArray) -> float:
+        """Largest usage over time, of the usage of each node, shape [N]."""
         first, last = self.peak_spans.T
         alive = first < last
         if not alive.any():
@@ -200,6 +260,11 @@ class Problem:
         return self.peak_usage(choice) <= room
 
 
+def _largest(prices: FloatArray) -> float:
+    """The largest finite price, or 0 where all are less."""
+    return float(prices[np.isfinite(prices)].max(initial=0.0))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Listed:
     """A problem as flat arrays, to price a choice with few calls of numpy.
@@ -212,9 +277,11 @@ class _Listed:
         cols: the same for its columns, shape [E].
         prices: entries of all matrices, row by row.
         matrices: where the matrix of each edge starts, shape [E].
-        widths: number of its columns, shape [E].
+        widths: number of its columns, shape [E]; 0 where there is none.
         sources: first node of each edge, shape [E].
         targets: second node of each edge, shape [E].
+        numbers: number of each edge, shape [E].
+        closures: prices of each edge that has no matrix, by its number.
     """
 
     costs: FloatArray
@@ -227,6 +294,8 @@ class _Listed:
     widths: IntArray
     sources: IntArray
     targets: IntArray
+    numbers: IntArray
+    closures: dict[int, Closure]
 
 
 def _laid_out(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArray]:
@@ -270,6 +339,7 @@ class Solution:
         bound: proven lower bound of every choice's price.
         wall_time: seconds spent.
         statistics: what each step did, by name, for the report.
+        blocks: repeated groups that were solved as one.
     """
 
     status: Status
@@ -278,6 +348,7 @@ class Solution:
     bound: float
     wall_time: float
     statistics: dict[str, float] = field(default_factory=dict)
+    blocks: tuple[SolvedBlock, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -290,37 +361,61 @@ class Solution:
 
 
 def _validate_nodes(nodes: Sequence[Node]) -> None:
+    sound: set[tuple[int, int]] = set()
     for i, node in enumerate(nodes):
-        where = f"node {i} {node.name!r}"
-        if node.cost.ndim != 1 or len(node.cost) == 0:
-            raise ProblemError(f"{where} has no strategies; every node needs at least one")
-        if node.usage.shape != node.cost.shape:
-            raise ProblemError(
-                f"{where} has {len(node.cost)} costs but usage of shape {node.usage.shape}"
-            )
-        if np.isnan(node.cost).any() or np.isnan(node.usage).any():
-            raise ProblemError(f"{where} has a NaN cost or usage")
-        if np.isneginf(node.cost).any():
-            raise ProblemError(f"{where} has a cost of -inf; costs are numbers or +inf")
-        if (node.usage < 0).any():
-            raise ProblemError(f"{where} has a negative usage; a node can only take room")
+        # Arrays that nodes share are looked at once.
+        shared = (id(node.cost), id(node.usage))
+        if shared not in sound:
+            _validate_node(node, f"node {i} {node.name!r}")
+            sound.add(shared)
+
+
+def _validate_node(node: Node, where: str) -> None:
+    if node.cost.ndim != 1 or len(node.cost) == 0:
+        raise ProblemError(f"{where} has no strategies; every node needs at least one")
+    if node.usage.shape != node.cost.shape:
+        raise ProblemError(
+            f"{where} has {len(node.cost)} costs but usage of shape {node.usage.shape}"
+        )
+    if np.isnan(node.cost).any() or np.isnan(node.usage).any():
+        raise ProblemError(f"{where} has a NaN cost or usage")
+    if np.isneginf(node.cost).any():
+        raise ProblemError(f"{where} has a cost of -inf; costs are numbers or +inf")
+    if (node.usage < 0).any():
+        raise ProblemError(f"{where} has a negative usage; a node can only take room")
 
 
 def _validate_edges(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
+    sound: set[tuple[int, int, int]] = set()
     for i, edge in enumerate(edges):
-        where = f"edge {i} ({edge.source} -> {edge.target})"
         if not (0 <= edge.source < len(nodes) and 0 <= edge.target < len(nodes)):
-            raise ProblemError(f"{where} names a node that does not exist")
+            raise ProblemError(f"{_where(i, edge)} names a node that does not exist")
         if edge.source == edge.target:
+            where = _where(i, edge)
             raise ProblemError(f"{where} joins a node with itself; add the price to the node")
-        ends = ((edge.rows, edge.source, 0), (edge.cols, edge.target, 1))
-        for index, end, dim in ends:
+        for index, end in ((edge.rows, edge.source), (edge.cols, edge.target)):
             if len(index) != nodes[end].num_strategies:
+                where = _where(i, edge)
                 raise ProblemError(f"{where} does not index every strategy of node {end}")
-            if len(index) and not (index.min() >= 0 and index.max() < edge.cost.shape[dim]):
-                raise ProblemError(f"{where} indexes outside its cost matrix")
-        if np.isnan(edge.cost).any() or np.isneginf(edge.cost).any():
-            raise ProblemError(f"{where} has a NaN or -inf cost; costs are numbers or +inf")
+        # Arrays that edges share are looked at once.
+        shared = (id(edge.prices), id(edge.rows), id(edge.cols))
+        if shared not in sound:
+            _validate_prices(edge, _where(i, edge))
+            sound.add(shared)
+
+
+def _validate_prices(edge: Edge, where: str) -> None:
+    for index, size in zip((edge.rows, edge.cols), edge.prices.shape, strict=True):
+        if len(index) and not (index.min() >= 0 and index.max() < size):
+            raise ProblemError(f"{where} indexes outside its cost matrix")
+    given = edge.prices.arcs[2] if isinstance(edge.prices, Closure) else edge.prices
+    # The least entry is NaN if any entry is; these matrices can be large.
+    if not given.min(initial=np.inf) > -np.inf:
+        raise ProblemError(f"{where} has a NaN or -inf cost; costs are numbers or +inf")
+
+
+def _where(i: int, edge: Edge) -> str:
+    return f"edge {i} ({edge.source} -> {edge.target})"
 
 
 def _validate_ties(nodes: Sequence[Node], ties: Sequence[Sequence[int]]) -> None:

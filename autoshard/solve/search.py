@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from autoshard.solve.problem import IntArray, Problem, Solution, Status
+from autoshard.solve.tables import SolvedBlock, TableStore
 
 
 class CancelToken(Protocol):
@@ -54,6 +55,7 @@ class Search:
         seed: for the solvers that draw random numbers.
         on_progress: called with each improvement and at the start of each phase.
         cancel: asked between steps and from inside the solvers.
+        tables: keeps tables of solved blocks for other solves, if there is one.
     """
 
     def __init__(
@@ -65,10 +67,13 @@ class Search:
         seed: int = 0,
         on_progress: Callable[[Progress], None] | None = None,
         cancel: CancelToken | None = None,
+        tables: TableStore | None = None,
     ) -> None:
         self.problem = problem
         self.gap = gap
         self.seed = seed
+        self.tables = tables
+        self.blocks: tuple[SolvedBlock, ...] = ()
         self.choice: IntArray | None = None
         self.objective = float("inf")
         self.magnitude = 0.0
@@ -91,6 +96,11 @@ class Search:
         if self._time_limit is None:
             return float("inf")
         return max(self._time_limit - self.elapsed, 0.0)
+
+    def hurry(self, share: float) -> None:
+        """Give up all but a share of the time that remains."""
+        if self._time_limit is not None:
+            self._time_limit = self.elapsed + share * self.remaining
 
     @property
     def cancelled(self) -> bool:
@@ -166,7 +176,15 @@ class Search:
             status, bound = Status.INFEASIBLE, float("inf")
         else:
             status, bound = self._status(), min(self.bound, self.objective)
-        return Solution(status, self.choice, self.objective, bound, self.elapsed, self.statistics)
+        return Solution(
+            status,
+            self.choice,
+            self.objective,
+            bound,
+            self.elapsed,
+            self.statistics,
+            self.blocks,
+        )
 
     def _status(self) -> Status:
         if self.choice is not None and self.closed:

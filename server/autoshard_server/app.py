@@ -42,7 +42,8 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = await anyio.to_thread.run_sync(Service, settings, executor or ProcessExecutor())
+        solvers = executor or ProcessExecutor(environment=settings.environment)
+        service = await anyio.to_thread.run_sync(Service, settings, solvers)
         service.start()
         app.state.service = service
         try:

@@ -50,6 +50,12 @@ class JobDocument(BaseModel):
     error: Problem | None = None
 
 
+class KnownPlan(BaseModel):
+    """A plan that was asked for before."""
+
+    id: str = Field(description="digest of the request and versions")
+
+
 class Alive(BaseModel):
     """The process answers."""
 

@@ -1,13 +1,15 @@
 """Where solves run: behind one seam, in processes that can be killed, or in a thread."""
 
 import json
+import os
 import queue
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from threading import Event, Thread
 from typing import Any, Protocol
 
@@ -97,19 +99,21 @@ class ProcessExecutor:
 
     Attributes:
         command: what to run; it speaks `autoshard_server.frames` on stdin and stdout.
+        environment: variables that it gets besides those of this process.
     """
 
     command: Sequence[str] = _SOLVER
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def prepare(self) -> Solver:
         """Start a process; it imports what it needs and then waits for its work."""
-        return _ProcessSolver(self.command)
+        return _ProcessSolver(self.command, self.environment)
 
 
 class _ProcessSolver:
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
-        self._process = _spawn(command)
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._spawn = partial(_spawn, command, environment)
+        self._process = self._spawn()
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._threads: list[Thread] = []
 
@@ -117,7 +121,7 @@ class _ProcessSolver:
         if self._process.poll() is not None:
             # It was killed while it waited, which says nothing about this work.
             self._close()
-            self._process = _spawn(self._command)
+            self._process = self._spawn()
         _log.info("solver_process", pid=self._process.pid)
         # Writing in a thread: a large graph fills the pipe until the process reads it.
         for target in (lambda: self._send(work), self._listen):
@@ -181,11 +185,12 @@ class _ProcessSolver:
         )
 
 
-def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _spawn(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603  the command is ours, never a client's
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
         # Ctrl-C in a terminal is for the service, which then decides about its solves.
         start_new_session=True,
     )

@@ -81,12 +81,24 @@ class PlanRequest(BaseModel):
     options: PlanOptions = PlanOptions()
 
 
+class PlanLookup(PlanRequest):
+    """What to plan for, and which graph, by its digest."""
+
+    graph_sha256: Annotated[
+        str,
+        Field(
+            pattern="^[0-9a-f]{64}$",
+            description="sha256 of the bytes that POST /v1/plans takes as the part 'graph'",
+        ),
+    ]
+
+
 class Question:
-    """A request and its graph, checked as far as that goes without reading the graph.
+    """A request and which graph it is about, checked as far as that goes without the graph.
 
     Args:
         request: what to plan for.
-        graph: the uploaded bytes.
+        graph_sha256: digest of the uploaded bytes, 64 hex digits.
         settings: limits of this service.
 
     Raises:
@@ -94,14 +106,14 @@ class Question:
         OptionError: an option exceeds a limit of this service.
     """
 
-    def __init__(self, request: PlanRequest, graph: bytes, settings: Settings) -> None:
+    def __init__(self, request: PlanRequest, graph_sha256: str, settings: Settings) -> None:
         limit = settings.max_time_limit
         if request.options.time_limit > limit:
             raise OptionError(
                 f"time_limit is {request.options.time_limit:g} seconds, but this service allows "
                 f"{limit:g}; ask for less, or raise AUTOSHARD_MAX_TIME_LIMIT"
             )
-        self.graph = graph
+        self._graph_sha256 = graph_sha256
         self.options = request.options
         self.mesh = request.mesh.build()
         self._limits = settings.archive_limits
@@ -112,10 +124,8 @@ class Question:
 
         The same program exported twice can differ here and still have the same plan id.
         """
-        frame = [version("autoshard"), PLAN_VERSION, *self._asked]
-        digest = hashlib.sha256(json.dumps(frame, sort_keys=True).encode())
-        digest.update(self.graph)
-        return digest.hexdigest()
+        frame = [version("autoshard"), PLAN_VERSION, self._graph_sha256, *self._asked]
+        return hashlib.sha256(json.dumps(frame, sort_keys=True).encode()).hexdigest()
 
     def work(self, plan_id: str) -> str:
         """What the solver process needs besides the graph, as JSON text."""

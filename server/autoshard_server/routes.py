@@ -1,5 +1,6 @@
 """The routes of the API."""
 
+import hashlib
 from http import HTTPStatus
 from typing import Annotated, cast
 
@@ -14,6 +15,7 @@ from autoshard_server import problems
 from autoshard_server.documents import (
     Alive,
     JobDocument,
+    KnownPlan,
     Topologies,
     Versions,
     job_document,
@@ -26,8 +28,13 @@ from autoshard_server.problems import (
 )
 from autoshard_server.requests import Question
 from autoshard_server.service import Answer, Service, versions
-from autoshard_server.specification import PLAN_FORM, answer_headers, problem_answers
-from autoshard_server.uploads import preferred_wait, read_upload
+from autoshard_server.specification import (
+    LOOKUP_BODY,
+    PLAN_FORM,
+    answer_headers,
+    problem_answers,
+)
+from autoshard_server.uploads import preferred_wait, read_lookup, read_upload
 from autoshard_server.workers import PLANS
 
 router = APIRouter()
@@ -87,8 +94,8 @@ async def create_plan(request: Request, service: ServiceHere) -> Response:
     seconds; otherwise with the job that makes it. Equal requests share one job.
     """
     asked, graph = await read_upload(request, service.settings)
-    question = await anyio.to_thread.run_sync(Question, asked, graph, service.settings)
-    found = await service.ask(question)
+    digest = await anyio.to_thread.run_sync(_sha256, graph)
+    found = await service.ask(Question(asked, digest, service.settings), graph)
     if isinstance(found, Answer):
         return _plan_response(found)
     structlog.contextvars.bind_contextvars(job_id=found.id)
@@ -107,6 +114,35 @@ async def create_plan(request: Request, service: ServiceHere) -> Response:
         "Autoshard-Cache": "miss",
     }
     return await _job_response(job, service, status=HTTPStatus.ACCEPTED, headers=headers)
+
+
+@router.post(
+    "/v1/plans:lookup",
+    operation_id="lookUpPlan",
+    summary="Look up a plan",
+    openapi_extra=LOOKUP_BODY,
+    responses={
+        200: {
+            "description": "The id of the plan; GET /v1/plans/{id} has it, unless it was dropped.",
+            "headers": answer_headers("Content-Location"),
+        },
+        **problem_answers(
+            problems.NOT_FOUND,
+            problems.TOO_LARGE,
+            problems.MEDIA_TYPE,
+            problems.MESH,
+            problems.OPTIONS,
+            problems.INPUT,
+            problems.REQUEST,
+        ),
+    },
+)
+async def look_up_plan(request: Request, service: ServiceHere, response: Response) -> KnownPlan:
+    """Ask for a plan that was asked for before, without sending the graph again."""
+    asked = await read_lookup(request, service.settings)
+    found = await service.look_up(Question(asked, asked.graph_sha256, service.settings))
+    response.headers["Content-Location"] = f"/v1/plans/{found}"
+    return KnownPlan(id=found)
 
 
 @router.get(
@@ -193,6 +229,10 @@ async def readyz(service: ServiceHere) -> Alive:
 async def get_version() -> Versions:
     """Versions of the service and of what decides how a plan looks."""
     return Versions(versions=versions())
+
+
+def _sha256(graph: bytes) -> str:
+    return hashlib.sha256(graph).hexdigest()
 
 
 def _matches(if_none_match: str, plan_id: str) -> bool:

@@ -80,8 +80,25 @@ class Service:
         self._workers.stop()
         self._engine.dispose()
 
-    async def ask(self, question: Question) -> Answer | Job:
+    async def look_up(self, question: Question) -> str:
+        """The id of a plan that was asked for before.
+
+        Raises:
+            ServerError: NOT_FOUND, where it was not.
+        """
+        known = await anyio.to_thread.run_sync(self._recall, question)
+        if known is None:
+            raise ServerError(
+                NOT_FOUND, "this was not asked before; send the graph with POST /v1/plans"
+            )
+        return known
+
+    async def ask(self, question: Question, graph: bytes) -> Answer | Job:
         """The plan from the cache, or the job that makes it.
+
+        Args:
+            question: what is asked.
+            graph: the uploaded bytes.
 
         Raises:
             GraphError: the graph cannot be read, or not be understood.
@@ -89,11 +106,13 @@ class Service:
         """
         known = await anyio.to_thread.run_sync(self._recall, question)
         if known is None:
-            known = await anyio.to_thread.run_sync(self._read, question, limiter=self._parsers)
+            known = await anyio.to_thread.run_sync(
+                self._read, question, graph, limiter=self._parsers
+            )
         body = await anyio.to_thread.run_sync(self.cache.get, PLANS, known)
         if body is not None:
             return Answer(known, body, kept=True, cached=True)
-        return await anyio.to_thread.run_sync(self._submit, known, question)
+        return await anyio.to_thread.run_sync(self._submit, known, question, graph)
 
     async def wait(self, job: Job, seconds: float) -> Job:
         """The job when it is done, or as it is after so many seconds, or on shutdown."""
@@ -147,17 +166,16 @@ class Service:
         known = self.cache.get(_QUESTIONS, question.digest)
         return None if known is None else known.decode()
 
-    def _read(self, question: Question) -> str:
+    def _read(self, question: Question, graph: bytes) -> str:
         limits = ArchiveLimits(**self.settings.archive_limits)
-        graph = load_graph(question.graph, limits=limits)
-        known = plan_id(graph, question.mesh, question.options)
+        known = plan_id(load_graph(graph, limits=limits), question.mesh, question.options)
         self.cache.put(_QUESTIONS, question.digest, known.encode())
         return known
 
-    def _submit(self, known: str, question: Question) -> Job:
+    def _submit(self, known: str, question: Question, graph: bytes) -> Job:
         work = question.work(known)
         room = self.settings.max_queued_jobs
-        job = self.jobs.submit(known, work, question.graph, max_queued=room)
+        job = self.jobs.submit(known, work, graph, max_queued=room)
         self._workers.wake()
         return job
 

@@ -17,13 +17,15 @@ class Settings(BaseSettings):
 
     store_url: str = Field(
         default_factory=default_url,
-        description="Database of jobs and plans, as a SQLAlchemy URL. `sqlite://` keeps "
-        "everything in memory. By default a SQLite file in the user's cache folder.",
+        description="Database of jobs, plans and solved blocks, as a SQLAlchemy URL. "
+        "`sqlite://` keeps everything in memory, and blocks only as long as a solve. By default "
+        "a SQLite file in the user's cache folder.",
     )
     cache_max_bytes: int = Field(
         default=1024 * _MIB,
         gt=0,
-        description="Room for cached plans, compressed; the least recently used go first.",
+        description="Room for cached plans and solved blocks, compressed; the least recently "
+        "used go first.",
     )
     num_workers: int = Field(
         default=2, ge=0, le=256, description="Solves that run at once; 0 only queues."
@@ -74,6 +76,16 @@ class Settings(BaseSettings):
         description="Seconds that running solves get to finish on shutdown; "
         "the rest go back to the queue.",
     )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables from which a solver process gets the same settings.
+
+        Unlike its arguments, other users of the machine cannot read them: the URL of a
+        database may hold a password.
+        """
+        given = self.model_dump(mode="json")
+        return {f"AUTOSHARD_{name.upper()}": str(value) for name, value in given.items()}
 
     @cached_property
     def archive_limits(self) -> "dict[str, int]":

@@ -15,14 +15,14 @@ from autoshard_server.problems import (
     ProblemType,
     problem_document,
 )
-from autoshard_server.requests import PlanRequest
+from autoshard_server.requests import PlanLookup, PlanRequest
 
 _REF = "#/components/schemas/{model}"
 
 _HEADERS = {
     "Autoshard-Cache": "`hit` where the plan was there before, else `miss`.",
     "Cache-Control": "Plans are immutable.",
-    "Content-Location": "Where the plan can be had again; absent where time ran out.",
+    "Content-Location": "Where the plan can be had; absent where time ran out.",
     "ETag": "The plan's id; strong.",
     "Location": "The job.",
     "Retry-After": "Seconds after which to ask again.",
@@ -70,6 +70,23 @@ PLAN_FORM: dict[str, Any] = {
 }
 """The body and the headers of POST /v1/plans, which FastAPI cannot see in its signature."""
 
+LOOKUP_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {"$ref": _REF.format(model="PlanLookup")},
+                "example": {
+                    "graph_sha256": "0" * 64,
+                    "mesh": {"shape": [2, 4], "topology": "h100-sxm"},
+                    "options": {"mode": "training"},
+                },
+            }
+        },
+    },
+}
+"""The body of POST /v1/plans:lookup, which is read within a limit of its own."""
+
 
 def answer_headers(*names: str) -> dict[str, Any]:
     """Descriptions of the headers of an answer."""
@@ -100,7 +117,11 @@ def specification(app: FastAPI) -> dict[str, Any]:
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     _, extra = models_json_schema(
-        [(PlanRequest, "validation"), (Problem, "serialization")],
+        [
+            (PlanRequest, "validation"),
+            (PlanLookup, "validation"),
+            (Problem, "serialization"),
+        ],
         ref_template=_REF,
     )
     schemas: dict[str, Any] = found["components"]["schemas"]

@@ -1,6 +1,7 @@
-"""Reading the form of a planning request, within limits."""
+"""Reading the bodies of requests about plans, within limits."""
 
 import re
+from typing import TypeVar
 
 from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
@@ -8,8 +9,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from autoshard_server.problems import MEDIA_TYPE, MULTIPART, REQUEST, TOO_LARGE, ServerError
-from autoshard_server.requests import PlanRequest
+from autoshard_server.requests import PlanLookup, PlanRequest
 from autoshard_server.settings import Settings
+
+_Asked = TypeVar("_Asked", PlanRequest, PlanLookup)
 
 _PARTS = ("graph", "request")
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
@@ -21,13 +24,39 @@ async def read_upload(request: Request, settings: Settings) -> tuple[PlanRequest
     Raises:
         ServerError: the body is no such form, or a part is missing, too large or not valid.
     """
-    media_type = request.headers.get("content-type", "")
-    if media_type.partition(";")[0].strip().lower() != "multipart/form-data":
+    if _media_type(request) != "multipart/form-data":
         raise ServerError(
             MEDIA_TYPE, "send multipart/form-data with the parts 'graph' and 'request'"
         )
     parts = await _read_parts(request, settings)
-    return _parse_request(parts["request"]), parts["graph"]
+    return _parse(PlanRequest, parts["request"], "part 'request'"), parts["graph"]
+
+
+async def read_lookup(request: Request, settings: Settings) -> PlanLookup:
+    """The JSON of a request to look a plan up.
+
+    Raises:
+        ServerError: the body is no such JSON, or too large.
+    """
+    if _media_type(request) != "application/json":
+        raise ServerError(MEDIA_TYPE, "send application/json")
+    text = bytearray()
+    async for chunk in request.stream():
+        text += chunk
+        if len(text) > settings.max_request_bytes:
+            raise _too_large("body", settings.max_request_bytes)
+    return _parse(PlanLookup, bytes(text), "body")
+
+
+def _media_type(request: Request) -> str:
+    given: str = request.headers.get("content-type", "")
+    return given.partition(";")[0].strip().lower()
+
+
+def _too_large(what: str, limit: int) -> ServerError:
+    return ServerError(
+        TOO_LARGE, f"the {what} exceeds {limit:,} bytes", extensions={"limit": limit}
+    )
 
 
 async def _read_parts(request: Request, settings: Settings) -> dict[str, bytes]:
@@ -49,15 +78,13 @@ async def _take_parts(form: FormData, limit: int) -> dict[str, bytes]:
         raise ServerError(MULTIPART, "send the part 'graph' as a file, with a filename")
     text = await asked.read() if isinstance(asked, UploadFile) else asked.encode()
     if len(text) > limit:
-        raise ServerError(
-            TOO_LARGE, f"the part 'request' exceeds {limit:,} bytes", extensions={"limit": limit}
-        )
+        raise _too_large("part 'request'", limit)
     return {"graph": await graph.read(), "request": text}
 
 
-def _parse_request(text: bytes) -> PlanRequest:
+def _parse(model: type[_Asked], text: bytes, where: str) -> _Asked:
     try:
-        return PlanRequest.model_validate_json(text)
+        return model.model_validate_json(text)
     except ValidationError as error:
         found = [
             {"pointer": _pointer(e["loc"]), "detail": e["msg"]}
@@ -66,8 +93,7 @@ def _parse_request(text: bytes) -> PlanRequest:
         first = found[0]
         raise ServerError(
             REQUEST,
-            f"the part 'request' is not valid at {first['pointer'] or 'its root'}: "
-            f"{first['detail']}",
+            f"the {where} is not valid at {first['pointer'] or 'its root'}: {first['detail']}",
             extensions={"errors": found},
         ) from None
 

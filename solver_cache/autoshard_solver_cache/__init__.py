@@ -5,21 +5,29 @@ digest of everything that determines the bytes, so the first writer is as right 
 other.
 """
 
-from autoshard_solver_cache.cache import Cache, CacheStats
-from autoshard_solver_cache.engine import (
-    StoreUnavailableError,
-    create_tables,
-    default_url,
-    open_engine,
-    reader,
-)
-from autoshard_solver_cache.memory import MemoryCache
-from autoshard_solver_cache.sql import SolverCache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoshard_solver_cache.cache import Cache, CacheStats
+    from autoshard_solver_cache.engine import (
+        StoreUnavailableError,
+        create_tables,
+        default_url,
+        open_engine,
+        reader,
+    )
+    from autoshard_solver_cache.folder import FolderCache
+    from autoshard_solver_cache.memory import MemoryCache
+    from autoshard_solver_cache.shelf import Shelf
+    from autoshard_solver_cache.sql import SolverCache
 
 __all__ = [
     "Cache",
     "CacheStats",
+    "FolderCache",
     "MemoryCache",
+    "Shelf",
     "SolverCache",
     "StoreUnavailableError",
     "create_tables",
@@ -27,3 +35,24 @@ __all__ = [
     "open_engine",
     "reader",
 ]
+
+_HOMES = {
+    "Cache": "cache",
+    "CacheStats": "cache",
+    "FolderCache": "folder",
+    "MemoryCache": "memory",
+    "Shelf": "shelf",
+    "SolverCache": "sql",
+    "StoreUnavailableError": "engine",
+    "create_tables": "engine",
+    "default_url": "engine",
+    "open_engine": "engine",
+    "reader": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is asked for: a folder needs no database library."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

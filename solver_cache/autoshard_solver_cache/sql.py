@@ -14,6 +14,7 @@ from sqlalchemy import (
     ColumnElement,
     Engine,
     Float,
+    Index,
     LargeBinary,
     MetaData,
     String,
@@ -32,10 +33,14 @@ from autoshard_solver_cache.engine import create_tables, default_url, open_engin
 
 _log = logging.getLogger(__name__)
 
-_TOUCH_INTERVAL = 60.0
+_TOUCH_INTERVAL = 3600.0
 """Seconds by which `used_at` may lag, so that a read is rarely also a write."""
 
-_COMPRESSION_LEVEL = 6
+_ROOM_CHECKS = 50
+"""How often room is checked while as much is written as there is room for."""
+
+_COMPRESSION_LEVEL = 1
+"""The fastest: tables and plans are full of repetition, which it finds as well."""
 
 _metadata = MetaData()
 
@@ -48,8 +53,10 @@ _entries = Table(
     Column("size", BigInteger, nullable=False),
     Column("stored_size", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("used_at", Float, nullable=False, index=True),
+    Column("used_at", Float, nullable=False),
     Column("body", LargeBinary, nullable=False),
+    # With the sizes in it, room is checked without reading the entries.
+    Index("cache_entries_by_use", "used_at", "stored_size"),
 )
 
 
@@ -81,6 +88,7 @@ class SolverCache:
         self._engine = store if isinstance(store, Engine) else open_engine(store or default_url())
         self._reader = reader(self._engine)
         self._max_bytes = max_bytes
+        self._unchecked = max_bytes or 0
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
         create_tables(self._engine, _metadata)
@@ -121,7 +129,7 @@ class SolverCache:
                 connection.execute(insert(_entries).values(values))
         except IntegrityError:
             return False
-        self._make_room()
+        self._make_room(len(packed))
         return True
 
     def delete(self, namespace: str, key: str) -> bool:
@@ -167,9 +175,14 @@ class SolverCache:
         with self._engine.begin() as connection:
             connection.execute(update(_entries).where(_is(namespace, key)).values(used_at=now))
 
-    def _make_room(self) -> None:
+    def _make_room(self, written: int) -> None:
         if self._max_bytes is None:
             return
+        with self._lock:
+            self._unchecked += written
+            if self._unchecked * _ROOM_CHECKS < self._max_bytes:
+                return
+            self._unchecked = 0
         with self._reader.begin() as connection:
             total = connection.execute(select(func.sum(_entries.c.stored_size))).scalar_one()
         if (total or 0) <= self._max_bytes:

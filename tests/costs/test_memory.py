@@ -10,10 +10,11 @@ from autoshard.costs import (
     activation_bytes,
     parameter_bytes,
     parse_bytes,
+    saved_bytes,
 )
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Tensor
-from autoshard.rules import OperatorRule, strategies
+from autoshard.rules import Extra, OperatorRule, Saved, strategies
 
 
 @pytest.mark.parametrize(
@@ -93,3 +94,28 @@ def test_activations_are_the_local_outputs() -> None:
     assert nbytes.tolist() == [2 * prod(s.outputs[0].local_shape((128, 64), (2, 4))) for s in found]
     assert nbytes.max() == 2 * 128 * 64
     assert not activation_bytes(rule, found, outputs, is_view=True).any()
+
+
+def test_what_is_kept_follows_the_local_sizes() -> None:
+    rule = OperatorRule(
+        sizes={"b": 8, "s": 16, "h": 32},
+        inputs=((("b",), ("s",), ("h",)), (("h",),)),
+        outputs=((("b",), ("s",), ("h",)),),
+    )
+    tensors = [Tensor((8, 16, 32), DType.BFLOAT16), Tensor((32,), DType.BFLOAT16)]
+    # a norm: its inputs, and two numbers per position
+    saved = Saved(frozenset({0, 1}), extras=(Extra(((0, 0), (2, 1)), itemsize=4, times=2),))
+    found = strategies(rule, (2, 4))
+    kept = saved_bytes(rule, found, tensors, tensors[:1], saved)
+    for i, strategy in enumerate(found):
+        shapes = [
+            layout.local_shape(tensor.shape, (2, 4))
+            for layout, tensor in zip(
+                (*strategy.inputs, *strategy.outputs), (*tensors, tensors[0]), strict=True
+            )
+        ]
+        assert kept.inputs[0][i] == 2 * prod(shapes[0])
+        assert kept.inputs[1][i] == 2 * prod(shapes[1])
+        assert kept.extra[i] == saved.extras[0].nbytes(shapes)
+    assert kept.outputs == {}
+    assert kept.extra.max() == 2 * 4 * 8 * 16

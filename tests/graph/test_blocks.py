@@ -6,7 +6,17 @@ import torch
 from support.models import Case, bert, gpt2, graph_of, llama, meta
 from torch import nn
 
-from autoshard.graph import Graph, find_blocks
+from autoshard.graph import (
+    DType,
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    Ref,
+    Tensor,
+    find_blocks,
+)
 
 
 class Stack(nn.Module):
@@ -112,3 +122,19 @@ class Alternating(nn.Module):
 def test_layers_that_are_wired_differently_are_not_instances() -> None:
     blocks = find_blocks(graph_of((Alternating(), {"x": torch.zeros(4, 8)})))
     assert all(block.count < 4 for block in blocks)
+
+
+def test_nodes_of_one_kind_differ_in_names_alone() -> None:
+    def add(name: str, value: float) -> Node:
+        arguments = (("self", Ref("x")), ("other", value))
+        return Node(name, "aten.add.Scalar", arguments, (f"{name}_out",), module=name)
+
+    nodes = (add("a", 1), add("b", True), add("c", 1.0), add("d", 1), add("e", 1))
+    tensor = Tensor((2,), DType.FLOAT32)
+    values = {
+        "x": tensor,
+        **{f"{n}_out": tensor for n in "abcd"},
+        "e_out": Tensor((2,), DType.INT8),
+    }
+    graph = Graph((Input("x", InputKind.USER, "x"),), nodes, (Output("d_out"),), values)
+    assert graph.kinds == (0, 1, 2, 0, 3)

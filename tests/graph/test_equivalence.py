@@ -222,12 +222,21 @@ def test_mean_loss_is_a_sum_over_a_count(dtype: torch.dtype, check_equal: Check)
     assert sum(n.operator == "aten.div.Tensor" for n in graph.nodes) == 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"reduction": "sum"}, {"label_smoothing": 0.1}, {"weight": torch.arange(6.0)}]
-)
-def test_other_losses_stay_as_they_are(options: dict[str, object], check_equal: Check) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weight", [None, torch.arange(6.0)])
+def test_mean_loss_with_weights_and_smoothing_is_one_too(
+    smoothing: float, weight: torch.Tensor | None, check_equal: Check
+) -> None:
     labels = torch.tensor([0, 1, 5, -100])
-    graph = check_equal(Loss(**options), x=torch.randn(4, 8), labels=labels)
+    module = Loss(weight=weight, label_smoothing=smoothing)
+    graph = check_equal(module, x=torch.randn(4, 8), labels=labels)
+    (loss,) = [n for n in graph.nodes if n.operator == "aten.cross_entropy_loss.default"]
+    assert loss.argument("reduction") == 2
+
+
+def test_summed_losses_stay_as_they_are(check_equal: Check) -> None:
+    labels = torch.tensor([0, 1, 5, -100])
+    graph = check_equal(Loss(reduction="sum"), x=torch.randn(4, 8), labels=labels)
     assert not any(n.operator == "aten.div.Tensor" for n in graph.nodes)
 
 

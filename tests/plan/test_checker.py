@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.models import graph_of, meta, mlp
+from scenarios.architectures import mlp as chain
+from support.meshes import slow_devices
+from support.models import Planner, graph_of, meta, mlp
 
 from autoshard.plan import Plan, check_plan
 
@@ -83,6 +85,13 @@ CASES: dict[str, tuple[Tamper, str]] = {
     ),
     "a budget that the peak breaks": (_set("memory", "budget", to=1), "over the budget"),
     "a smaller peak": (_set("memory", "peak", to=1), "memory|peak"),
+    "a peak that lies elsewhere": (_set("memory", "phase", to="optimizer"), "the peak is in"),
+    "fewer bytes at the turn": (_set("memory", "turn", to=1), "at the turn"),
+    "temporaries that flatter": (_set("memory", "temporaries", to=0), "temporaries take"),
+    "a conversion that runs again for nothing": (
+        _set(*STAGE, "conversions", -1, "again", to=True),
+        "recompute adds up",
+    ),
     "fewer collectives": (_set("collectives", to=[]), "table of collectives"),
     "another program": (
         _set(*STAGE, "program", "nodes", 0, "operator", to="aten.mul.Tensor"),
@@ -108,3 +117,65 @@ def test_an_untouched_plan_is_right(megatron: Plan) -> None:
 def test_a_plan_of_another_graph_is_found_out(megatron: Plan) -> None:
     findings = check_plan(megatron, graph_of(meta(mlp, 2, 8192, 32768, 8192)))
     assert findings == ("the plan was made for another graph",)
+
+
+@pytest.fixture(scope="module")
+def recomputing(planned: Planner) -> Plan:
+    """A plan that converts again and checkpoints, since memory is short."""
+    options = {"pins": {"parameters": {"*": "S(0)"}}, "reconversion": "always"}
+    graph, mesh = chain(layers=6, batch=256, width=32), slow_devices(a=4)
+    ample = planned(graph, mesh, **options)
+    plan = planned(graph, mesh, **options, memory_budget=int(0.95 * ample.memory.peak))
+    (stage,) = plan.stages
+    assert stage.checkpoints
+    assert any(conversion.again for conversion in stage.conversions)
+    return plan
+
+
+def _hold_all(document: dict[str, Any]) -> None:
+    for conversion in document["stages"][0]["conversions"]:
+        conversion["again"] = False
+
+
+RECOMPUTING: dict[str, tuple[Tamper, str]] = {
+    "what runs again is held": (_hold_all, "recompute adds up|over the budget"),
+    "checkpoints left out": (_set(*STAGE, "checkpoints", to=[]), "recompute adds up"),
+    "a checkpoint that ends too early": (
+        lambda d: d["stages"][0]["checkpoints"][0].update(
+            last=d["stages"][0]["checkpoints"][0]["first"]
+        ),
+        "recompute adds up",
+    ),
+    "a checkpoint between no nodes": (
+        _set(*STAGE, "checkpoints", 0, "first", to="nobody"),
+        "is not between nodes",
+    ),
+    "recomputing that is cheaper": (_set("costs", "recompute", to=0.0), "recompute adds up"),
+    "collectives that run once only": (
+        lambda d: d["collectives"].pop(
+            next(i for i, c in enumerate(d["collectives"]) if c["direction"] == "backward")
+        ),
+        "table of collectives",
+    ),
+    "options that rule checkpoints out": (
+        _set("options", "checkpointing", to="never"),
+        "checkpoints, which the options rule out",
+    ),
+    "options that rule conversions out": (
+        _set("options", "reconversion", to="never"),
+        "converts again, which the options rule out",
+    ),
+    "a larger budget than was asked for": (
+        _set("memory", "budget", to=lambda b: b + 1),
+        "the budget is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTING)
+def test_tampering_with_what_is_recomputed_is_found_out(recomputing: Plan, name: str) -> None:
+    tamper, finding = RECOMPUTING[name]
+    document = json.loads(recomputing.to_json())
+    tamper(document)
+    findings = check_plan(Plan.from_json(json.dumps(document)))
+    assert any(re.search(finding, f) for f in findings), findings

@@ -6,10 +6,19 @@ from typing import Any
 import pytest
 import torch
 from support.models import Case, bert, gpt2, graph_of, llama, mlp
-from transformers import T5Config, T5ForConditionalGeneration, ViTConfig, ViTForImageClassification
+from transformers import (
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
+    SwinConfig,
+    SwinForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from autoshard.graph import Argument, DType, Ref, Tensor, Token
-from autoshard.rules import Call, Kernel, call_of, has_rule, kernel_for
+from autoshard.rules import Call, call_of, has_rule, kernel_for
 
 MakeExample = Callable[..., Any]
 Prove = Callable[..., set[str]]
@@ -44,6 +53,40 @@ def vit() -> Case:
     return ViTForImageClassification(config), {"pixel_values": pixels, "labels": torch.arange(4)}
 
 
+def swin() -> Case:
+    config = SwinConfig(
+        image_size=32,
+        patch_size=2,
+        embed_dim=8,
+        depths=[2, 2],
+        num_heads=[2, 2],
+        window_size=4,
+        num_labels=4,
+        drop_path_rate=0.0,
+    )
+    pixels = torch.randn(4, 3, 32, 32)
+    return SwinForImageClassification(config), {"pixel_values": pixels, "labels": torch.arange(4)}
+
+
+def segformer() -> Case:
+    config = SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        patch_sizes=[3, 3],
+        strides=[2, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=8,
+        num_labels=4,
+        drop_path_rate=0.0,
+    )
+    pixels, labels = torch.randn(4, 3, 16, 16), torch.randint(0, 4, (4, 16, 16))
+    model = SegformerForSemanticSegmentation(config).eval()
+    return model, {"pixel_values": pixels, "labels": labels}
+
+
 CASES = {
     "mlp": mlp,
     "gpt2": lambda: gpt2(layers=1),
@@ -51,6 +94,8 @@ CASES = {
     "llama": lambda: llama(layers=1),
     "t5": t5,
     "vit": vit,
+    "swin": swin,
+    "segformer": segformer,
 }
 
 
@@ -67,8 +112,8 @@ def test_every_operator_has_a_rule(calls: list[Call]) -> None:
 
 def test_every_call_keeps_its_rule(calls: list[Call], example: MakeExample, prove: Prove) -> None:
     for call in calls:
-        kernel = kernel_for(call.operator)
-        draws = kernel.kind is Kernel.SEEDED and call.number(kernel.argument, 0) > 0
+        probability = kernel_for(call.operator).draws
+        draws = probability is not None and (not probability or call.number(probability, 0) > 0)
         if not draws and "empty" not in call.operator:
             made = iter(_values(tensor) for tensor in call.inputs)
             arguments = {key: _concrete(value, made) for key, value in call.arguments}

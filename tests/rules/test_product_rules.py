@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401  registers an operator
 
 MakeExample = Callable[..., Any]
 Prove = Callable[..., set[str]]
@@ -32,7 +33,7 @@ def mask(*shape: int) -> torch.Tensor:
 
 
 def padded(target: torch.Tensor) -> torch.Tensor:
-    return torch.where(torch.arange(target.numel()).reshape(target.shape) % 3 == 1, -100, target)
+    return torch.where(torch.arange(target.numel()).reshape(target.shape) % 5 == 1, -100, target)
 
 
 LINEAR = "aten.linear.default"
@@ -81,10 +82,31 @@ MATRIX_PRODUCTS = [
     ("aten.einsum.default", {"equation": "...i,ij->...j", "tensors": [real(4, 2), real(2, 4)]}),
     ("aten.einsum.default", {"equation": "ii,ij->ij", "tensors": [real(4, 4), real(4, 2)]}),
     ("aten.einsum.default", {"equation": "ab,bc", "tensors": [real(4, 2), real(2, 4)]}),
+    ("aten.einsum.default", {"equation": "b...i, i -> b...", "tensors": [real(4, 3, 2), real(2)]}),
+    ("aten.einsum.default", {"equation": "...i,i...", "tensors": [real(4, 2), real(2, 4)]}),
+    ("aten.einsum.default", {"equation": "...i,...i->i", "tensors": [real(4, 2), real(4, 2)]}),
     (
-        "aten._grouped_mm.default",
-        {"self": real(8, 16).float(), "mat2": real(4, 16, 32).float()}
-        | {"offs": torch.tensor([2, 2, 5, 8], dtype=torch.int32)},
+        "aten.einsum.default",
+        {"equation": "...nd,...md->...nm", "tensors": [real(2, 1, 4, 6), real(8, 2, 6)]},
+    ),
+    (
+        "transformers.grouped_mm_fallback.default",
+        {"input": real(8, 4), "weight": real(4, 4, 6), "offs": torch.tensor([2, 2, 5, 8])},
+    ),
+    *(
+        (
+            "aten._grouped_mm.default",
+            {"self": real(rows, 16).float(), "mat2": real(len(ends), 16, 32).float()}
+            | {"offs": torch.tensor(ends, dtype=torch.int32)},
+        )
+        for rows, ends in (
+            (8, [2, 2, 5, 8]),
+            (8, [8, 8, 8, 8]),
+            (8, [0, 0, 0, 8]),
+            (12, [1, 5, 7, 12]),
+            (6, [6]),
+            (8, [3, 8]),
+        )
     ),
 ]
 
@@ -92,6 +114,7 @@ SDPA = "aten.scaled_dot_product_attention.default"
 HEADS = {"query": real(2, 4, 8, 4), "key": real(2, 4, 6, 4), "value": real(2, 4, 6, 2)}
 SQUARE = {"query": real(2, 4, 8, 4), "key": real(2, 4, 8, 4), "value": real(2, 4, 8, 4)}
 GROUPS = {"query": real(2, 8, 4, 4), "key": real(2, 4, 4, 4), "value": real(2, 4, 4, 4)}
+CAUSAL = {"is_causal": True}
 ATTENTION = [
     (SDPA, HEADS),
     (SDPA, HEADS | {"scale": 0.3}),
@@ -102,7 +125,9 @@ ATTENTION = [
     (SDPA, HEADS | {"attn_mask": real(2, 4, 8, 6)}),
     (SDPA, HEADS | {"attn_mask": real(1, 4, 8, 6)}),
     (SDPA, SQUARE | {"is_causal": True}),
-    (SDPA, SQUARE | {"is_causal": True, "dropout_p": 0.0}),
+    (SDPA, SQUARE | {"is_causal": True, "dropout_p": 0.0, "scale": 0.7}),
+    (SDPA, HEADS | {"query": real(2, 4, 4, 4), "is_causal": True}),
+    (SDPA, {"query": real(4, 8, 4), "key": real(4, 8, 4), "value": real(4, 8, 2)} | CAUSAL),
     (SDPA, GROUPS | {"enable_gqa": True, "is_causal": True}),
     (SDPA, GROUPS | {"enable_gqa": True, "attn_mask": mask(2, 1, 4, 4)}),
     (SDPA, GROUPS | {"enable_gqa": True, "attn_mask": mask(2, 8, 4, 4)}),
@@ -128,6 +153,10 @@ NORMALISATIONS = [
         {"input": real(4, 6, 8), "normalized_shape": [8], "weight": real(8), "eps": 1e-6},
     ),
     ("aten.group_norm.default", CHANNELS | {"num_groups": 4}),
+    ("aten.group_norm.default", CHANNELS | {"num_groups": 1}),
+    ("aten.group_norm.default", {"input": real(2, 8), "num_groups": 2, "weight": real(8)}),
+    ("aten._weight_norm.default", {"v": real(4, 6, 3), "g": positive(4, 1, 1), "dim": 0}),
+    ("aten._weight_norm.default", {"v": real(4, 6, 3), "g": positive(1, 1, 3), "dim": 2}),
     ("aten.batch_norm.default", CHANNELS | STATISTICS | FLAGS | {"training": False}),
     ("aten.batch_norm.default", CHANNELS | NO_STATISTICS | FLAGS | {"training": True}),
 ]
@@ -138,7 +167,23 @@ EMBEDDINGS = [
     (EMBEDDING, {"weight": real(12, 4), "indices": ids(12, 8), "padding_idx": 5}),
     (EMBEDDING, {"weight": real(12, 4), "indices": torch.full((4,), 7), "padding_idx": 7}),
     (EMBEDDING, {"weight": real(12, 4), "indices": torch.tensor(11)}),
-    (EMBEDDING, {"weight": real(8, 1), "indices": ids(8, 4, 1), "scale_grad_by_freq": True}),
+    (
+        EMBEDDING,
+        {
+            "weight": real(8, 1),
+            "indices": torch.tensor([[0], [5], [0], [5]]),
+            "scale_grad_by_freq": True,
+        },
+    ),
+    *(
+        (
+            "aten.embedding_bag.padding_idx",
+            {"weight": real(12, 4), "indices": ids(12, 8), "offsets": torch.tensor([0, 2, 2, 5])}
+            | {"scale_grad_by_freq": False, "mode": mode, "sparse": False}
+            | {"per_sample_weights": weights, "include_last_offset": False, "padding_idx": padding},
+        )
+        for mode, weights, padding in ((0, None, -1), (0, real(8), 3), (1, None, 5), (2, None, -1))
+    ),
 ]
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
@@ -159,6 +204,10 @@ LOSSES = [
     ),
     (CROSS_ENTROPY, {"self": real(4, 6), "target": real(4, 6).softmax(1), "reduction": 2}),
     (CROSS_ENTROPY, {"self": real(4, 6), "target": real(4, 6).softmax(1), "reduction": 0}),
+    (
+        CROSS_ENTROPY,
+        {"self": real(4, 6, 2), "target": real(4, 6, 2).softmax(1), "label_smoothing": 0.1},
+    ),
     (CROSS_ENTROPY, {"self": real(6), "target": torch.tensor(3), "reduction": 2}),
     (CROSS_ENTROPY, {"self": real(6, 5), "target": ids(5, 6), "reduction": 2, "ignore_index": 0}),
     ("aten.nll_loss_nd.default", {"self": real(4, 5, 2), "target": ids(5, 4, 2), "reduction": 2}),
@@ -166,8 +215,12 @@ LOSSES = [
     ("aten.nll_loss_nd.default", {"self": real(4, 5), "target": ids(5, 4)}),
     *(
         (f"aten.{name}.default", {"self": real(4, 6), "target": real(4, 6), "reduction": reduction})
-        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
         for reduction in (0, 1, 2)
+    ),
+    *(
+        ("aten.kl_div.default", {"self": real(4, 6), "target": positive(4, 6), "reduction": way})
+        for way in (0, 1, 2)
     ),
     ("aten.mse_loss.default", {"self": real(4, 6), "target": real(4, 6)}),
     (
@@ -180,32 +233,25 @@ LOSSES = [
     ),
 ]
 
-CONVOLUTIONS = [
+LSTM = "aten.lstm.input"
+RECURRENT = {"has_biases": True, "num_layers": 1, "dropout": 0.0, "train": True}
+GATES = [real(24, 4), real(24, 6), real(24), real(24)]
+RECURRENCES = [
     (
-        "aten.conv2d.default",
-        {"input": real(4, 4, 6, 6), "weight": real(8, 4, 2, 2), "bias": real(8), "stride": [2, 2]},
-    ),
-    ("aten.conv2d.default", {"input": real(4, 6, 6), "weight": real(8, 4, 3, 3)}),
-    ("aten.conv2d.default", {"input": real(4, 4, 3, 3), "weight": real(8, 2, 2, 2), "groups": 2}),
-    (
-        "aten.conv1d.default",
-        {"input": real(4, 4, 6), "weight": real(8, 4, 3), "bias": real(8), "padding": [1]},
+        LSTM,
+        {"input": real(3, 4, 4), "hx": [real(1, 4, 6), real(1, 4, 6)], "params": GATES}
+        | {**RECURRENT, "bidirectional": False, "batch_first": False},
     ),
     (
-        "aten.conv2d.padding",
-        {"input": real(2, 4, 5, 5), "weight": real(4, 4, 3, 3), "padding": "same"},
+        LSTM,
+        {"input": real(4, 3, 4), "hx": [real(2, 4, 6), real(2, 4, 6)], "params": GATES * 2}
+        | {**RECURRENT, "bidirectional": True, "batch_first": True},
     ),
     (
-        "aten.conv_transpose2d.input",
-        {"input": real(4, 4, 3, 3), "weight": real(4, 8, 2, 2), "bias": real(8), "stride": [2, 2]},
+        "aten.gru.input",
+        {"input": real(3, 4, 4), "hx": real(1, 4, 8), "params": [real(24, 4), real(24, 8)]}
+        | {**RECURRENT, "has_biases": False, "bidirectional": False, "batch_first": False},
     ),
-    (
-        "aten.conv_transpose2d.input",
-        {"input": real(2, 4, 3, 3), "weight": real(4, 2, 2, 2), "bias": real(4), "groups": 2},
-    ),
-    ("aten.max_pool2d.default", {"self": real(4, 4, 6, 6), "kernel_size": [2, 2]}),
-    ("aten.avg_pool2d.default", {"self": real(4, 4, 6, 6), "kernel_size": [2, 2]}),
-    ("aten.adaptive_avg_pool2d.default", {"self": real(4, 4, 6, 6), "output_size": [1, 1]}),
 ]
 
 CASES = [
@@ -214,7 +260,7 @@ CASES = [
     *NORMALISATIONS,
     *EMBEDDINGS,
     *LOSSES,
-    *CONVOLUTIONS,
+    *RECURRENCES,
 ]
 
 
@@ -246,8 +292,9 @@ def test_bias_enters_a_contraction_once(example: MakeExample, prove: Prove) -> N
     assert "S(1) S(1) R -> P" not in found
 
 
-def test_causal_attention_keeps_its_queries_together(example: MakeExample, prove: Prove) -> None:
-    assert "S(2) R R -> S(2)" not in prove(example(SDPA, **SQUARE, is_causal=True))
+def test_queries_are_cut_with_a_mask_or_without(example: MakeExample, prove: Prove) -> None:
+    assert "S(2) R R -> S(2)" in prove(example(SDPA, **SQUARE, is_causal=True))
+    assert "S(2) R R -> S(2)" not in prove(example(SDPA, **HEADS, is_causal=True))
     masked = prove(example(SDPA, **HEADS, attn_mask=mask(2, 1, 8, 6)))
     assert "S(2) R R S(2) -> S(2)" in masked
 
@@ -261,6 +308,28 @@ def test_grouped_queries_are_cut_by_group(example: MakeExample, prove: Prove) ->
 def test_vocabulary_is_cut(example: MakeExample, prove: Prove) -> None:
     found = prove(example(EMBEDDING, weight=real(12, 4), indices=ids(12, 4)))
     assert {"S(0) R -> P", "S(1) R -> S(1)", "R S(0) -> S(0)"} <= found
+
+
+def test_mean_over_probabilities_is_cut_by_position(example: MakeExample, prove: Prove) -> None:
+    call = {"self": real(4, 6), "target": real(4, 6).softmax(1)}
+    assert "S(0) S(0) -> P" in prove(example(CROSS_ENTROPY, **call))
+
+
+def test_groups_of_channels_are_cut(example: MakeExample, prove: Prove) -> None:
+    found = prove(example("aten.group_norm.default", **CHANNELS, num_groups=4))
+    assert found == {"I I I -> I", "R R R -> R", "S(0) R R -> S(0)", "S(1) S(0) S(0) -> S(1)"}
+
+
+def test_experts_and_their_rows_are_cut(example: MakeExample, prove: Prove) -> None:
+    operator, arguments = next(case for case in MATRIX_PRODUCTS if "grouped" in case[0])
+    found = prove(example(operator, **arguments))
+    assert {"R S(0) R -> P", "S(0) R R -> S(0)", "R S(2) R -> S(1)", "S(1) S(1) R -> P"} <= found
+
+
+def test_sequences_are_cut_by_sample(example: MakeExample, prove: Prove) -> None:
+    operator, arguments = RECURRENCES[1]
+    cut = " ".join(["S(0) S(1) S(1)", *"R" * 8])
+    assert f"{cut} -> S(0) S(1) S(1)" in prove(example(operator, **arguments))
 
 
 def test_summed_loss_is_cut_by_position(example: MakeExample, prove: Prove) -> None:

@@ -78,7 +78,7 @@ POINTWISE = [
     ("aten.clamp.default", {"self": X, "min": -0.5, "max": 0.5}),
     ("aten.lerp.Scalar", {"self": X, "end": real(8), "weight": 0.3}),
     ("aten.le.Tensor", {"self": ids(5, 4, 1), "other": ids(5, 8)}),
-    ("aten.eq.Scalar", {"self": X, "other": 0}),
+    ("aten.eq.Scalar", {"self": ids(3, 4, 8).double(), "other": 0}),
     ("aten.__and__.Tensor", {"self": flags(4, 8), "other": flags(8)}),
     ("aten.bitwise_not.default", {"self": flags(4, 8)}),
     ("aten.min.other", {"self": X, "other": real(8)}),
@@ -133,6 +133,9 @@ VIEWS = [
     ("aten.slice.Tensor", {"self": X, "dim": 0, "start": 0, "end": 9223372036854775807}),
     ("aten.slice.Tensor", {"self": X, "dim": -1, "start": -8, "end": 8}),
     ("aten.slice.Tensor", {"self": X, "dim": -1, "start": 0, "end": 8, "step": 2}),
+    ("aten.slice.Tensor", {"self": X, "dim": 2, "start": 1, "end": 9, "step": 2}),
+    ("aten.slice.Tensor", {"self": X, "dim": 2, "start": 2, "end": 8, "step": 2}),
+    ("aten.slice.Tensor", {"self": X, "dim": 2, "start": 0, "end": 7, "step": 4}),
     ("aten.narrow.default", {"self": X, "dim": 1, "start": 0, "length": 6}),
     ("aten.select.int", {"self": X, "dim": 1, "index": -1}),
     ("aten.unbind.int", {"self": X, "dim": -3}),
@@ -144,6 +147,8 @@ VIEWS = [
     ("aten.cat.default", {"tensors": [X, real(4, 6, 2)], "dim": -1}),
     ("aten.cat.default", {"tensors": [X, X]}),
     ("aten.cat.default", {"tensors": [real(0), X], "dim": 2}),
+    ("aten.cat.default", {"tensors": [real(4, 6, 0), X], "dim": 2}),
+    ("aten.cat.default", {"tensors": [real(0), X, real(2, 6, 8), real(0, 6, 8)]}),
     ("aten.stack.default", {"tensors": [X, real(4, 6, 8)], "dim": -1}),
     ("aten.stack.default", {"tensors": [X, X, X]}),
     ("aten.pad.default", {"self": X, "pad": [0, 1], "mode": "constant", "value": -100.0}),
@@ -160,6 +165,8 @@ VIEWS = [
     ("aten.repeat.default", {"self": X, "repeats": [1, 2, 1]}),
     ("aten.repeat.default", {"self": real(4, 8), "repeats": [3, 1, 2]}),
     ("aten.repeat_interleave.self_int", {"self": X, "repeats": 3, "dim": 1}),
+    ("aten.repeat.default", {"self": real(1, 6), "repeats": [4, 4, 1]}),
+    ("aten.repeat.default", {"self": real(6), "repeats": [0, 2]}),
     ("aten.repeat_interleave.self_int", {"self": X, "repeats": 3}),
     ("aten.repeat_interleave.self_int", {"self": X, "repeats": 3, "dim": 1, "output_size": 18}),
     ("aten.view_as_complex.default", {"self": real(4, 8, 2)}),
@@ -185,8 +192,9 @@ REDUCTIONS = [
     ("aten.min.dim", {"self": X, "dim": 1, "keepdim": True}),
     ("aten.argmax.default", {"self": X, "dim": -1}),
     ("aten.argmax.default", {"self": X}),
-    ("aten.any.dim", {"self": flags(4, 8), "dim": 1}),
-    ("aten.all.default", {"self": flags(4, 8)}),
+    ("aten.any.dim", {"self": torch.eye(4, 8) > 0, "dim": 1}),
+    ("aten.all.default", {"self": torch.arange(32).reshape(4, 8) != 3}),
+    ("aten._is_all_true.default", {"self": torch.arange(32).reshape(4, 8) != 3}),
     ("aten.var.correction", {"self": X, "dim": [-1], "correction": 0, "keepdim": True}),
     ("aten.std.dim", {"self": X, "dim": [1]}),
     ("aten.logsumexp.default", {"self": X, "dim": [-1]}),
@@ -223,13 +231,22 @@ INDEXING = [
         {"self": X, "indices": [None, torch.tensor([2, 0, 2])], "values": real(3, 8)}
         | {"accumulate": True},
     ),
+    (
+        "aten.index_put.default",
+        {"self": X, "indices": [ids(4, 4, 1), ids(6, 2)], "values": real(4, 2, 8)}
+        | {"accumulate": True},
+    ),
+    (
+        "aten.index_put.default",
+        {"self": X, "indices": [ids(4, 6)], "values": real(8), "accumulate": True},
+    ),
     ("aten.gather.default", {"self": X, "dim": 1, "index": ids(6, 4, 2, 8)}),
     ("aten.gather.default", {"self": X, "dim": -1, "index": ids(8, 2, 6, 4)}),
     ("aten.gather.default", {"self": real(4, 4), "dim": 0, "index": ids(4, 4, 4)}),
     ("aten.gather.default", {"self": real(4, 1), "dim": 1, "index": ids(1, 4, 8)}),
     (
         "aten.scatter.src",
-        {"self": real(6, 8), "dim": 0, "index": WRITTEN["index"], "src": real(6, 8)},
+        {"self": real(6, 8), "dim": 0, "index": WRITTEN["index"][:4], "src": real(4, 8)},
     ),
     ("aten.scatter.value", {"self": real(4, 8), "dim": 1, "index": ids(8, 4, 2), "value": 1}),
     ("aten.scatter.value", {"self": real(4, 8), "dim": 1, "index": ids(8, 4, 2), "value": 0}),
@@ -242,6 +259,10 @@ INDEXING = [
     (
         "aten.index_add.default",
         {"self": X, "dim": -2, "index": ids(6, 4), "source": real(4, 4, 8), "alpha": 2},
+    ),
+    (
+        "aten.masked_scatter.default",
+        {"self": real(4, 8), "mask": torch.arange(32).reshape(4, 8) % 3 == 0, "source": real(14)},
     ),
 ]
 
@@ -257,6 +278,10 @@ CREATIONS = [
     ("aten.full_like.default", {"self": X, "fill_value": 2}),
     ("aten.arange.default", {"end": 8}),
     ("aten.arange.start", {"start": 2, "end": 10}),
+    ("aten.linspace.default", {"start": -1.0, "end": 1.0, "steps": 8}),
+    ("aten.eye.default", {"n": 4}),
+    ("aten.meshgrid.indexing", {"tensors": [real(4), real(6), real(2)], "indexing": "ij"}),
+    ("aten.meshgrid.indexing", {"tensors": [real(4), real(6), real()], "indexing": "xy"}),
 ]
 
 NO_RULE = [

@@ -28,7 +28,7 @@ from autoshard.plan import (
     Provenance,
     Stage,
 )
-from autoshard.plan.document import count_collectives
+from autoshard.plan.recompute import count_collectives
 from autoshard.solve import Status
 
 Layouts = tuple[Sequence[str], Sequence[str]]
@@ -74,14 +74,18 @@ class HandPlan:
             memory=Memory(
                 peak=0,
                 budget=None,
+                phase="turn",
+                at="",
+                turn=0,
                 parameters=0,
                 gradients=0,
                 optimizer=0,
                 buffers=0,
                 inputs=0,
                 activations=0,
+                temporaries=0,
             ),
-            collectives=count_collectives((stage,)),
+            collectives=count_collectives((stage,), (graph,)),
             stages=(stage,),
             provenance=Provenance(versions={}, wall_time={}, statistics={}),
         )

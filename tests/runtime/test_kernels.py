@@ -141,6 +141,27 @@ def test_draws_leave_the_callers_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_integers_are_counted_on_a_device_that_counts_none() -> None:
+    node = operator("histc.default", bins=4, min=0, max=3)
+    local = local_node(node, (0, 0), {"R,R": (6,)}, {"R,R": (4,)})
+    (counts,) = bind_kernel(local)([torch.tensor([0, 3, 3, 1, 0, 3], dtype=torch.int32)], 0)
+    assert torch.equal(counts, torch.tensor([2, 1, 0, 3], dtype=torch.int32))
+
+
+def test_tables_of_bags_have_the_shapes_that_were_planned() -> None:
+    given = (("weight", Ref("w")), ("indices", Ref("i")), ("offsets", Ref("o")))
+    options = (("scale_grad_by_freq", False), ("mode", 0), ("sparse", False))
+    rest = (("per_sample_weights", None), ("include_last_offset", False), ("padding_idx", None))
+    made = ("sums", "bag", "size", "maximum")
+    node = Node("node", "aten.embedding_bag.padding_idx", (*given, *options, *rest), made)
+    takes = {"R,S(1)": (8, 4), "R,R:i": (6,), "R,R:o": (3,)}
+    makes = {"R,S(1)": (3, 4), "R,R:b": (6,), "R,R:s": (3,), "R,R:m": (0,)}
+    inputs = [torch.ones(8, 2), torch.arange(6), torch.tensor([0, 2, 2])]
+    sums, *tables = bind_kernel(local_node(node, (0, 1), takes, makes))(inputs, 0)
+    assert sums.tolist() == [[2, 2], [0, 0], [4, 4]]
+    assert [tuple(table.shape) for table in tables] == [(6,), (3,), (0,)]
+
+
 def test_attention_without_dropout_draws_nothing() -> None:
     qkv = (("query", Ref("q")), ("key", Ref("k")), ("value", Ref("v")))
     name = "aten.scaled_dot_product_attention.default"

@@ -35,6 +35,11 @@ def all_reduce(nbytes: int, num_ranks: int = 4) -> float:
     return 1 + 2 * (num_ranks - 1) / num_ranks * nbytes + 0.01
 
 
+def all_gather(nbytes: int, num_ranks: int = 4) -> float:
+    """Alpa's price of an all-gather that makes so many bytes, likewise."""
+    return 1 + (num_ranks - 1) / num_ranks * nbytes + 0.1
+
+
 LOSS = all_reduce(4)
 """Price of the one all-reduce of a float32 loss over 4 ranks, which Alpa does not count."""
 
@@ -70,7 +75,9 @@ def counts(plan: Plan) -> Counter[str]:
     buckets, found = set(), Counter[str]()
     for conversion in stage.conversions:
         for step in conversion.steps:
-            for kind, direction in ((step.forward, "forward"), (step.backward, "backward")):
+            runs = [(step.forward, "forward"), (step.backward, "backward")]
+            runs += [(step.forward, "backward")] * conversion.again
+            for kind, direction in runs:
                 if kind not in COLLECTIVES or step.nbytes <= SCALAR_NBYTES:
                     continue
                 if conversion.value in parameters:

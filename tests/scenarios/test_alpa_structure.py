@@ -13,6 +13,7 @@ import torch
 from scenarios.alpa import (
     LOSS,
     ONLY_ALL_REDUCES,
+    all_gather,
     all_reduce,
     alpa_mesh,
     counts,
@@ -24,6 +25,8 @@ from scenarios.alpa import (
 )
 from scenarios.architectures import empty, function_graph, mlp, trained
 from torch import nn
+
+from autoshard.plan import PlanOptions, check_plan, make_plan
 
 narrow = partial(mlp, layers=6, batch=256, width=32)
 wide = partial(mlp, layers=6, batch=32, width=256)
@@ -125,6 +128,39 @@ def test_a6_a10_sharded_state_gathers_and_reduce_scatters_once(
     assert all("S" in layout for layout in parameters(plan).values())
     assert counts(plan) == {"all_gather": 1, "reduce_scatter": 1}
     assert price(plan) == pytest.approx(GRADIENTS_NARROW, rel=1e-3)
+
+
+@TALL_AND_FLAT
+def test_a9_parameters_are_gathered_again_for_backward(mesh: tuple[int, int]) -> None:
+    """ZeRO-3, where it is asked for and where memory asks for it.
+
+    Of six weights five are needed in backward: nobody asks for the gradient of the input.
+    """
+    gathered_twice = {"all_gather": 2, "reduce_scatter": 1}
+    always = optimal(narrow(), alpa_mesh(*mesh), reconversion="always", **CUT_AT_REST)
+    assert all("S" in layout for layout in parameters(always).values())
+    assert counts(always) == gathered_twice
+    assert sum(conversion.again for conversion in always.stages[0].conversions) == 5
+    assert price(always) == pytest.approx(GRADIENTS_NARROW, rel=1e-3)
+    assert always.costs.recompute == pytest.approx(5 * all_gather(32 * 32 * 4))
+
+    assert always.memory is not None
+    tight = make_plan(
+        narrow(),
+        alpa_mesh(*mesh),
+        PlanOptions.model_validate(
+            {
+                **CUT_AT_REST,
+                "optimizer": "adam",
+                "skip_fully_replicated": True,
+                "checkpointing": "never",
+                "memory_budget": always.memory.peak,
+            }
+        ),
+    )
+    assert check_plan(tight) == ()
+    assert counts(tight) == gathered_twice
+    assert tight.stages[0].conversions == always.stages[0].conversions
 
 
 @TALL_AND_FLAT

@@ -8,56 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.layered import free_node, layered
 
-from autoshard.solve import Edge, Node, Problem, Repeat, Status, brute_force, solve_problem
+from autoshard.solve import Node, Problem, Repeat, Status, brute_force, solve_problem
 from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
-from autoshard.solve.repeats.template import batched_min_plus, cheapest_path, min_plus_power
+from autoshard.solve.repeats.walks import batched_min_plus, cheapest_path, min_plus_power
 from autoshard.solve.search import Search
-
-
-def free_node(cost: np.ndarray) -> Node:
-    return Node(cost, np.zeros_like(cost))
-
-
-def edge(source: int, target: int, cost: np.ndarray) -> Edge:
-    return Edge(source, target, cost, np.arange(cost.shape[0]), np.arange(cost.shape[1]))
-
-
-def layered(
-    seed: int, *, num_layers: int, num_inner: int, num_hubs: int, num_strategies: int = 3
-) -> Problem:
-    """A head, equal layers in a row, a tail; hubs are linked to every layer.
-
-    Costs are multiples of a half, so that sums are exact and ties between choices occur.
-    """
-    rng = np.random.default_rng(seed)
-
-    def prices(*shape: int) -> np.ndarray:
-        return rng.integers(0, 12, shape) / 2
-
-    s = num_strategies
-    nodes = [free_node(prices(s)) for _ in range(1 + num_hubs)]
-    head, hubs = 0, range(1, 1 + num_hubs)
-    edges = [edge(head, hub, prices(s, s)) for hub in hubs]
-    costs = [prices(s) for _ in range(num_inner + 1)]
-    inside = [(i, j, prices(s, s)) for i in range(num_inner) for j in range(i + 1, num_inner + 1)]
-    inside = [link for k, link in enumerate(inside) if k % 2 == 0 or link[1] == num_inner]
-    entries = [(i, prices(s, s)) for i in range(min(2, num_inner))]
-    spokes = [(i, h, prices(s, s)) for h in range(num_hubs) for i in range(num_inner)]
-    before, instances = head, []
-    for _ in range(num_layers):
-        first = len(nodes)
-        nodes.extend(free_node(cost) for cost in costs)
-        edges.extend(edge(first + i, first + j, cost) for i, j, cost in inside)
-        edges.extend(edge(before, first + i, cost) for i, cost in entries)
-        edges.extend(edge(first + i, hubs[h], cost) for i, h, cost in spokes)
-        instances.append(tuple(range(first, len(nodes))))
-        before = len(nodes) - 1
-    nodes.append(free_node(prices(s)))
-    edges.append(edge(before, len(nodes) - 1, prices(s, s)))
-    if num_hubs:
-        edges.append(edge(hubs[0], len(nodes) - 1, prices(s, s)))
-    return Problem(tuple(nodes), tuple(edges), repeats=(Repeat(tuple(instances)),))
 
 
 def through_runs(problem: Problem) -> Search:
@@ -97,7 +53,7 @@ def test_hubs_that_make_tables_too_large_are_narrowed(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no work allowed up front the optimum must come from relaxing and narrowing."""
-    monkeypatch.setattr("autoshard.solve.repeats.search._EAGER_WORK", 0.0)
+    monkeypatch.setattr("autoshard.solve.repeats.solver._EAGER_WORK", 0.0)
     problem = layered(seed, num_layers=4, num_inner=3, num_hubs=2, num_strategies=4)
     expected = solve_problem(replace(problem, repeats=())).objective
     search = through_runs(problem)
@@ -202,7 +158,7 @@ def test_powers_are_repeated_products(seed: int, exponent: int) -> None:
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 6))
 def test_the_cheapest_path_has_the_price_of_the_power(seed: int, length: int) -> None:
     matrix = np.random.default_rng(seed).integers(0, 9, (4, 4)).astype(float)
-    path = cheapest_path(matrix, length, 0, 3)
+    path = cheapest_path([matrix] * length, 0, 3)
     assert (path[0], path[-1], len(path)) == (0, 3, length + 1)
     price = sum(matrix[a, b] for a, b in pairwise(path))
     assert price == min_plus_power(matrix[None], length)[0, 0, 3]

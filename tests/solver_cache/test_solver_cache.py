@@ -16,13 +16,15 @@ from sqlalchemy import text
 
 from autoshard_solver_cache import (
     Cache,
+    FolderCache,
     MemoryCache,
+    Shelf,
     SolverCache,
     StoreUnavailableError,
     open_engine,
 )
 
-KINDS = ("memory", "sqlite in memory", "sqlite file")
+KINDS = ("memory", "sqlite in memory", "sqlite file", "folder")
 MakeCache = Callable[..., Cache]
 
 
@@ -32,12 +34,14 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture(params=KINDS)
-def make_cache(request: pytest.FixtureRequest, url: str) -> Iterator[MakeCache]:
+def make_cache(request: pytest.FixtureRequest, url: str, tmp_path: Path) -> Iterator[MakeCache]:
     opened: list[Cache] = []
 
     def make(*, max_bytes: int | None = None) -> Cache:
         if request.param == "memory":
             cache: Cache = MemoryCache(max_bytes=max_bytes)
+        elif request.param == "folder":
+            cache = FolderCache(tmp_path / "folder", max_bytes=max_bytes)
         else:
             store = "sqlite://" if "in memory" in request.param else url
             cache = SolverCache(store, max_bytes=max_bytes)
@@ -184,17 +188,76 @@ def test_threads_share_one_cache(make_cache: MakeCache) -> None:
     assert sum(stored) == 10
 
 
+@pytest.mark.parametrize("content", [b"", b"short", bytes(32) + b"body"])
+def test_a_damaged_file_is_dropped_and_can_be_written_again(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = FolderCache(tmp_path)
+    cache.put("blocks", "k", b"body")
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    file.write_bytes(content)
+    assert cache.get("blocks", "k") is None
+    assert str(file) in caplog.text
+    stats = cache.stats("blocks")
+    assert (stats.num_entries, stats.misses, stats.corrupted) == (0, 1, 1)
+    assert cache.put("blocks", "k", b"body")
+    assert cache.get("blocks", "k") == b"body"
+
+
+def test_no_key_leaves_the_folder(tmp_path: Path) -> None:
+    cache = FolderCache(tmp_path / "inside")
+    for key in ("../../outside", "/outside", ".", "..", "a" * 300, "\0"):
+        assert cache.put("blocks", key, key.encode())
+        assert cache.get("blocks", key) == key.encode()
+    assert [path.name for path in tmp_path.iterdir()] == ["inside"]
+    assert cache.stats("blocks").num_entries == 6
+
+
+def test_a_shelf_is_one_namespace() -> None:
+    cache = MemoryCache()
+    shelf = Shelf(cache, "blocks")
+    shelf.put("k", b"body")
+    assert shelf.get("k") == cache.get("blocks", "k") == b"body"
+    assert cache.get("plans", "k") is None
+
+
+def test_a_shelf_in_a_store_that_fails_is_left_alone(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_engine(url)
+    shelf = Shelf(SolverCache(engine), "blocks")
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE cache_entries"))
+    assert shelf.get("k") is None
+    shelf.put("k", b"body")
+    assert shelf.get("k") is None
+    assert len(caplog.records) == 1
+    engine.dispose()
+
+
+def test_a_shelf_in_a_folder_that_cannot_be_made_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    shelf = Shelf(FolderCache(tmp_path / "file" / "folder"), "blocks")
+    shelf.put("k", b"body")
+    assert shelf.get("k") is None
+    assert len(caplog.records) == 1
+
+
 WRITER = """
 import sys
-from autoshard_solver_cache import SolverCache
-cache = SolverCache(sys.argv[1])
+from autoshard_solver_cache import FolderCache, SolverCache
+cache = {"sql": SolverCache, "folder": FolderCache}[sys.argv[1]](sys.argv[2])
 print(sum(cache.put("plans", str(i), b"%d" % i * 100) for i in range(100)))
 cache.close()
 """
 
 
-def test_processes_share_one_file(url: str) -> None:
-    command = [sys.executable, "-c", WRITER, url]
+@pytest.mark.parametrize("kind", ["sql", "folder"])
+def test_processes_share_one_store(kind: str, url: str, tmp_path: Path) -> None:
+    store = url if kind == "sql" else str(tmp_path / "folder")
+    command = [sys.executable, "-c", WRITER, kind, store]
     writers = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  our own code
         for _ in range(3)
@@ -202,7 +265,8 @@ def test_processes_share_one_file(url: str) -> None:
     answers = [writer.communicate()[0] for writer in writers]
     assert [writer.returncode for writer in writers] == [0, 0, 0]
     assert sum(map(int, answers)) == 100
-    with closing(SolverCache(url)) as cache:
+    opened: Cache = SolverCache(store) if kind == "sql" else FolderCache(store)
+    with closing(opened) as cache:
         assert all(cache.get("plans", str(i)) == b"%d" % i * 100 for i in range(100))
 
 

@@ -2,7 +2,8 @@
 
 The mean over the labels that are not ignored is no mean of the ranks' means, because ranks
 may ignore different numbers of labels. A sum and a count can each be summed over ranks, so
-that data parallel gives the gradient of the whole batch exactly.
+that data parallel gives the gradient of the whole batch exactly. With weights of classes the
+count is the sum of the labels' weights, also where labels are smoothed.
 """
 
 from dataclasses import replace
@@ -28,32 +29,28 @@ _HALF = frozenset({DType.FLOAT16, DType.BFLOAT16})
 
 
 def split_mean_losses(graph: Graph) -> Graph:
-    """The graph with every plain mean cross-entropy as a sum over a count.
+    """The graph with every mean cross-entropy over labels as a sum over a count.
 
-    Losses with class weights, label smoothing or class probabilities as targets stay as
-    they are. A loss of 16 bits is summed in 32 bits from the losses of the labels, because
-    their sum (unlike their mean) may exceed what 16 bits hold.
+    Losses over class probabilities stay as they are: they count positions. A loss of 16 bits
+    is summed in 32 bits from the losses of the labels, because their sum (unlike their mean)
+    may exceed what 16 bits hold.
     """
-    if not any(_is_plain_mean(node, graph) for node in graph.nodes):
+    if not any(_is_mean_over_labels(node, graph) for node in graph.nodes):
         return graph
     builder = _Builder(graph)
     for node in graph.nodes:
-        if _is_plain_mean(node, graph):
+        if _is_mean_over_labels(node, graph):
             builder.split(node)
         else:
             builder.nodes.append(node)
     return replace(graph, nodes=tuple(builder.nodes), values=builder.values)
 
 
-def _is_plain_mean(node: Node, graph: Graph) -> bool:
+def _is_mean_over_labels(node: Node, graph: Graph) -> bool:
     if node.operator != _OPERATOR or node.argument("reduction", _MEAN) != _MEAN:
         return False
     target = required(node, "target", Ref)
-    return (
-        node.argument("weight") is None
-        and node.argument("label_smoothing", 0.0) == 0.0
-        and not graph.values[target.name].dtype.is_differentiable
-    )
+    return not graph.values[target.name].dtype.is_differentiable
 
 
 class _Builder:
@@ -95,15 +92,32 @@ class _Builder:
     def _count(self, node: Node, dtype: DType) -> Ref:
         target = required(node, "target", Ref)
         ignored = node.argument("ignore_index", _IGNORE_INDEX)
+        labels = self.values[target.name]
         valid = self._add(
             node,
             "ne.Scalar",
             (("self", target), ("other", ignored)),
-            Tensor(self.values[target.name].shape, DType.BOOL),
+            replace(labels, dtype=DType.BOOL),
         )
+        weight = node.argument("weight")
+        if isinstance(weight, Ref):
+            return self._weights(node, weight, target, valid, dtype)
         count = self._add(node, "sum.default", (("self", valid),), Tensor((), DType.INT64))
         cast = (("self", count), ("dtype", Token(TokenKind.DTYPE, dtype.value)))
         return self._add(node, "to.dtype", cast, Tensor((), dtype))
+
+    def _weights(self, node: Node, weight: Ref, target: Ref, valid: Ref, dtype: DType) -> Ref:
+        """The sum of the weights of the labels that are not ignored."""
+        labels = self.values[target.name]
+        wide = (("dtype", Token(TokenKind.DTYPE, dtype.value)),)
+        # An ignored label may point outside of the classes.
+        choice = (("condition", valid), ("self", target), ("other", 0))
+        inside = self._add(node, "where.ScalarOther", choice, labels)
+        picked = (("self", weight), ("indices", (inside,)))
+        each = Tensor(labels.shape, self.values[weight.name].dtype)
+        weights = self._add(node, "index.Tensor", picked, each)
+        counted = self._add(node, "mul.Tensor", (("self", weights), ("other", valid)), each)
+        return self._add(node, "sum.default", (("self", counted), *wide), Tensor((), dtype))
 
     def _add(
         self, origin: Node, operator: str, arguments: tuple[tuple[str, Argument], ...], out: Tensor

@@ -8,17 +8,22 @@ import numpy as np
 
 from autoshard.solve.elimination import MOST_WORK, Elimination, Evaluation, Table
 from autoshard.solve.network import Network
-from autoshard.solve.problem import FloatArray, IntArray, Node, Problem
+from autoshard.solve.problem import BoolArray, FloatArray, IntArray, Node, Problem
+from autoshard.solve.reductions import Inverse
+from autoshard.solve.repeats.block import Block
 from autoshard.solve.repeats.runs import Run, covered_edges
 from autoshard.solve.repeats.template import (
     GroupTable,
     Known,
     Open,
     Template,
-    cheapest_path,
-    min_plus_power,
     reduce_around,
 )
+from autoshard.solve.repeats.walks import Changing, Leaving, Steps
+from autoshard.solve.tables import SolvedBlock, TableStore
+
+Course = Leaving | Changing
+"""Which walks over the groups of a run count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,19 +41,43 @@ class Answer:
     hub_bounds: Mapping[int, FloatArray] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class _AtCosts:
+    """What has been worked out for some costs.
+
+    Attributes:
+        costs: shape [S] for each node of the problem.
+        rest: what stays when runs are condensed, reduced, and the way back.
+        tables: of each run by its number, and by what was open to it.
+    """
+
+    costs: Sequence[FloatArray]
+    rest: tuple[Network, Inverse] | None = None
+    tables: dict[tuple[int, bytes], GroupTable | None] = field(default_factory=dict)
+
+
 class Condensed:
     """The exact minimum of a problem with runs, by elimination.
 
     Args:
         problem: the problem; its usage limit is not looked at.
         runs: disjoint runs in it.
+        store: keeps tables of groups for other solves, if there is one.
         check: called now and then; raises to stop.
     """
 
-    def __init__(self, problem: Problem, runs: Sequence[Run], *, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        runs: Sequence[Run],
+        store: TableStore | None = None,
+        *,
+        check: Callable[[], None],
+    ) -> None:
         self._problem = problem
         self._check = check
         self._known = Known()
+        self._at: _AtCosts | None = None
         gone = {v for run in runs for instance in run.instances for v in instance}
         staying = {v for run in runs for v in run.last_ports}
         self._runs = [run for run in runs if not (gone - staying) & {*run.before, *run.hubs}]
@@ -57,11 +86,37 @@ class Condensed:
         self._stay = [v for v in range(len(problem.nodes)) if v not in gone or v in self._ports]
         self._edges = covered_edges(problem, self._runs)
         self.hubs = tuple(sorted({h for run in self._runs for h in run.hubs}))
+        self._blocks = [Block(problem, run, store) for run in self._runs]
 
     @property
     def worthwhile(self) -> bool:
         """Whether there is a run left to condense."""
         return bool(self._runs)
+
+    @property
+    def num_modes(self) -> int:
+        """Largest number of modes of a run's groups."""
+        return max(len(block.modes) for block in self._blocks)
+
+    def report(self) -> tuple[SolvedBlock, ...]:
+        """What became of the block of each run."""
+        return tuple(block.report() for block in self._blocks)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs that are condensed."""
+        return tuple(self._runs)
+
+    def shared(self, choice: IntArray) -> dict[int, BoolArray]:
+        """What a choice takes at hubs, and at each port in any group of its run."""
+        taken = {hub: choice[[hub]] for hub in self.hubs}
+        for run in self._runs:
+            for port, before, last in zip(run.ports, run.before, run.last_ports, strict=True):
+                taken[last] = choice[[before, *(group[port] for group in run.instances)]]
+        return {
+            v: np.isin(np.arange(self._problem.nodes[v].num_strategies), strategies)
+            for v, strategies in taken.items()
+        }
 
     def minimise(
         self,
@@ -70,6 +125,8 @@ class Condensed:
         *,
         bounds_of: Sequence[int] = (),
         most_work: float = MOST_WORK,
+        courses: Sequence[Course] = (),
+        mode: int | None = None,
     ) -> Answer | None:
         """The least price for given costs per strategy of each node.
 
@@ -78,15 +135,16 @@ class Condensed:
             still_open: strategies that hubs and ports may take.
             bounds_of: hubs whose price by strategy is wanted.
             most_work: largest number of additions for one group's table.
+            courses: for some runs, the walks over its groups that count.
+            mode: number of the only mode of groups that counts; all if None.
 
         Returns:
             None where the tables would be too large.
         """
-        tables = self._group_tables(costs, still_open, most_work)
+        tables = self._group_tables(costs, still_open, most_work, mode)
         if tables is None:
             return None
-        network = self._rest(costs, still_open)
-        return self._join(network, tables, bounds_of)
+        return self._join(self._rest(costs, still_open), tables, bounds_of, courses)
 
     def port_bounds(
         self, costs: Sequence[FloatArray], still_open: Open
@@ -106,11 +164,9 @@ class Condensed:
             return None
         bounds: dict[int, FloatArray] = {}
         for i, (run, table) in enumerate(zip(self._runs, tables, strict=True)):
-            network = self._rest(costs, still_open)
-            others = [self._table(t) for j, t in enumerate(tables) if j != i]
+            network, _ = self._rest(costs, still_open)
+            others = [_joined(t, _steps(t, ())) for j, t in enumerate(tables) if j != i]
             ends = (*run.before, *run.last_ports)
-            keep = {v for other in others for v in other.scope} | set(ends)
-            reduce_around(network, keep, self._known, check=self._check)
             plan = Elimination.compile(network, keep=ends, extra=others, check=self._check)
             if plan is None:
                 return None
@@ -120,26 +176,44 @@ class Condensed:
         return bounds
 
     def _group_tables(
-        self, costs: Sequence[FloatArray], still_open: Open, most_work: float
+        self,
+        costs: Sequence[FloatArray],
+        still_open: Open,
+        most_work: float,
+        mode: int | None = None,
     ) -> list[GroupTable] | None:
+        made = self._known_at(costs).tables
         tables: list[GroupTable] = []
-        for run in self._runs:
-            template = Template(self._problem, run, still_open, self._known, check=self._check)
-            own = {v: costs[v] for v in run.instances[1]}
-            table = template.evaluate(own, most_work=most_work)
+        for i, block in enumerate(self._blocks):
+            template = Template(
+                self._problem, block, still_open, self._known, mode=mode, check=self._check
+            )
+            view = template.view(most_work)
+            if (i, view) not in made:
+                own = {v: costs[v] for v in block.run.instances[1]}
+                made[i, view] = template.evaluate(own, most_work=most_work)
+            table = made[i, view]
             if table is None:
                 return None
             tables.append(table)
         return tables
 
+    def _known_at(self, costs: Sequence[FloatArray]) -> "_AtCosts":
+        if self._at is None or self._at.costs is not costs:
+            self._at = _AtCosts(costs)
+        return self._at
+
     def _join(
-        self, network: Network, tables: Sequence[GroupTable], bounds_of: Sequence[int]
+        self,
+        rest: tuple[Network, Inverse],
+        tables: Sequence[GroupTable],
+        bounds_of: Sequence[int],
+        courses: Sequence[Course],
     ) -> Answer | None:
         """Minimise what stays, with one table per run."""
-        extra = [self._table(table) for table in tables]
-        keep = {v for table in extra for v in table.scope} | set(bounds_of)
-        labels = {v: network.variables[v].labels for v in keep}
-        inverse = reduce_around(network, keep, self._known, check=self._check)
+        network, inverse = rest
+        steps = [_steps(table, courses) for table in tables]
+        extra = [_joined(*pair) for pair in zip(tables, steps, strict=True)]
         plan = Elimination.compile(network, extra=extra, check=self._check)
         if plan is None:
             return None
@@ -149,37 +223,32 @@ class Condensed:
         for v, s in result.picks.items():
             choice[v] = network.variables[v].labels[s]
         inverse(choice)
-        for table in tables:
-            self._expand(table, result, choice)
-        return Answer(result.value, choice, self._hub_bounds(labels, plan, result, bounds_of))
+        for table, walk in zip(tables, steps, strict=True):
+            _expand(table, walk, result, choice)
+        labels = {v: network.variables[v].labels for v in bounds_of}
+        return Answer(result.value, choice, self._hub_bounds(labels, plan, result))
 
     def _hub_bounds(
         self,
         labels: Mapping[int, IntArray],
         plan: Elimination,
         result: Evaluation,
-        wanted: Sequence[int],
     ) -> dict[int, FloatArray]:
-        if not wanted or not np.isfinite(result.value):
+        if not labels or not np.isfinite(result.value):
             return {}
         marginals = plan.min_marginals(result, check=self._check)
         bounds = {}
-        for hub in wanted:
+        for hub, still_open in labels.items():
             bounds[hub] = np.full(self._problem.nodes[hub].num_strategies, np.inf)
-            bounds[hub][labels[hub]] = marginals[hub]
+            bounds[hub][still_open] = marginals[hub]
         return bounds
 
-    def _rest(self, costs: Sequence[FloatArray], still_open: Open) -> Network:
-        """What stays when runs are condensed; the price of a run's last ports is in its table."""
-        place = {v: i for i, v in enumerate(self._stay)}
-        nodes = [
-            Node(np.zeros_like(costs[v]) if v in self._ports else costs[v], np.zeros_like(costs[v]))
-            for v in self._stay
-        ]
-        edges = [
-            type(e)(place[e.source], place[e.target], e.cost, e.rows, e.cols) for e in self._edges
-        ]
-        network = _renamed(Network.from_problem(Problem(tuple(nodes), tuple(edges))), self._stay)
+    def _rest(self, costs: Sequence[FloatArray], still_open: Open) -> tuple[Network, Inverse]:
+        """What stays when runs are condensed, and the way back to all of it."""
+        known = self._known_at(costs)
+        if known.rest is None:
+            known.rest = self._reduce_rest(costs)
+        network, inverse = known.rest[0].copy(), known.rest[1]
         for v, mask in still_open.items():
             if mask is not None and v in self.hubs:
                 network.keep(v, mask)
@@ -189,36 +258,69 @@ class Condensed:
                 for v in {before, port} if mask is not None else ():
                     assert mask is not None
                     network.keep(v, mask[network.variables[v].labels])
-        return network
+        return network, inverse
 
-    def _table(self, table: GroupTable) -> Table:
-        """The price of all groups of a run together, by what is at its ends."""
-        run = table.template.run
-        power = min_plus_power(table.as_batch(len(run.ports)), len(run.instances))
-        values = np.moveaxis(power, 0, 2).reshape(table.values.shape)
-        return Table((*run.before, *run.last_ports, *table.template.kept_hubs), values)
-
-    def _expand(self, table: GroupTable, result: Evaluation, choice: IntArray) -> None:
-        """Write the choices of every group of a run, given those at its ends."""
-        run = table.template.run
-        shape = table.values.shape[: len(run.ports)]
-        state = 0
-        hub_picks = tuple(result.picks[h] for h in table.template.kept_hubs)
-        if hub_picks:
-            hub_shape = table.values.shape[2 * len(run.ports) :]
-            state = int(np.ravel_multi_index(hub_picks, hub_shape))
-        ends = [
-            int(np.ravel_multi_index([result.picks[v] for v in nodes], shape))
-            for nodes in (run.before, run.last_ports)
+    def _reduce_rest(self, costs: Sequence[FloatArray]) -> tuple[Network, Inverse]:
+        """What stays, reduced; the price of a run's last ports is in its table."""
+        place = {v: i for i, v in enumerate(self._stay)}
+        nodes = [
+            Node(np.zeros_like(costs[v]) if v in self._ports else costs[v], np.zeros_like(costs[v]))
+            for v in self._stay
         ]
-        matrix = table.as_batch(len(run.ports))[state]
-        path = cheapest_path(matrix, len(run.instances), *ends)
-        interiors: dict[tuple[int, int], tuple[int, ...]] = {}
-        for group, step in zip(run.instances, pairwise(path), strict=True):
-            if step not in interiors:
-                seen = [int(i) for flat in step for i in np.unravel_index(flat, shape)]
-                interiors[step] = table.interior((*seen, *hub_picks))
-            choice[list(group)] = interiors[step]
+        edges = [
+            type(e)(place[e.source], place[e.target], e.cost, e.rows, e.cols) for e in self._edges
+        ]
+        network = _renamed(Network.from_problem(Problem(tuple(nodes), tuple(edges))), self._stay)
+        seen = {v for run in self._runs for v in (*run.before, *run.last_ports, *run.hubs)}
+        return network, reduce_around(network, seen, self._known, check=self._check)
+
+
+def _steps(table: GroupTable, courses: Sequence[Course]) -> Steps:
+    """The steps of a walk over a run's groups."""
+    run = table.template.run
+    matrices, num_steps = table.as_batch(len(run.ports)), len(run.instances)
+    for course in courses:
+        if course.run is not run:
+            continue
+        inside = np.ones(1, dtype=np.bool_)
+        for axis, mask in enumerate(course.masks):
+            inside = np.logical_and.outer(inside, mask[table.template.port_labels(axis)])
+        inside = inside.ravel()
+        if isinstance(course, Leaving):
+            return Steps.leaving(matrices, num_steps, inside)
+        first = inside if course.inside_first else ~inside
+        rest = num_steps - course.num_first
+        return Steps.changing(matrices, ((first, course.num_first), (~first, rest)))
+    return Steps.free(matrices, num_steps)
+
+
+def _joined(table: GroupTable, steps: Steps) -> Table:
+    """The price of all groups of a run together, by what is at its ends."""
+    run = table.template.run
+    values = np.moveaxis(steps.joined(), 0, 2).reshape(table.values.shape)
+    return Table((*run.before, *run.last_ports, *table.template.kept_hubs), values)
+
+
+def _expand(table: GroupTable, steps: Steps, result: Evaluation, choice: IntArray) -> None:
+    """Write the choices of every group of a run, given those at its ends."""
+    run = table.template.run
+    shape = table.values.shape[: len(run.ports)]
+    state = 0
+    hub_picks = tuple(result.picks[h] for h in table.template.kept_hubs)
+    if hub_picks:
+        hub_shape = table.values.shape[2 * len(run.ports) :]
+        state = int(np.ravel_multi_index(hub_picks, hub_shape))
+    first, last = (
+        int(np.ravel_multi_index([result.picks[v] for v in nodes], shape))
+        for nodes in (run.before, run.last_ports)
+    )
+    interiors: dict[tuple[int, int], tuple[int, ...]] = {}
+    walk = steps.cheapest(state, first, last)
+    for group, step in zip(run.instances, pairwise(walk), strict=True):
+        if step not in interiors:
+            seen = [int(i) for flat in step for i in np.unravel_index(flat, shape)]
+            interiors[step] = table.interior((*seen, *hub_picks))
+        choice[list(group)] = interiors[step]
 
 
 def _port_bounds(run: Run, table: GroupTable, outside: FloatArray) -> dict[int, FloatArray]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard.solve.closure import Closure
 from autoshard.solve.network import fingerprint
 from autoshard.solve.problem import Edge, FloatArray, IntArray, Node, Problem
 
@@ -54,6 +55,14 @@ def find_runs(problem: Problem) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+def independent_runs(problem: Problem) -> tuple[Run, ...]:
+    """The runs that see of each other nothing but the ports of a last group."""
+    runs = find_runs(problem)
+    gone = {v for run in runs for instance in run.instances for v in instance}
+    gone -= {v for run in runs for v in run.last_ports}
+    return tuple(run for run in runs if gone.isdisjoint((*run.before, *run.hubs)))
+
+
 class _Links:
     """A problem's nodes and edges by content."""
 
@@ -63,7 +72,7 @@ class _Links:
         self._digests: dict[int, bytes] = {}
         self.around: list[list[tuple[int, LinkKey]]] = [[] for _ in problem.nodes]
         for edge in problem.edges:
-            content = (self._of(edge.cost), self._of(edge.rows), self._of(edge.cols))
+            content = (self._of(edge.prices), self._of(edge.rows), self._of(edge.cols))
             self.around[edge.source].append((edge.target, (True, *content)))
             self.around[edge.target].append((edge.source, (False, *content)))
 
@@ -72,11 +81,13 @@ class _Links:
         node: Node = self.nodes[v]
         return self._of(node.cost), self._of(node.usage)
 
-    def _of(self, array: FloatArray | IntArray) -> bytes:
+    def _of(self, array: FloatArray | IntArray | Closure) -> bytes:
         # Arrays that are shared are digested once.
         key = id(array)
         if key not in self._digests:
-            self._digests[key] = fingerprint(repr(array.shape).encode(), array.tobytes())
+            parts = array.arcs if isinstance(array, Closure) else (array,)
+            content = (part.tobytes() for part in parts)
+            self._digests[key] = fingerprint(repr(array.shape).encode(), *content)
         return self._digests[key]
 
 

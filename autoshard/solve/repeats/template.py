@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -17,11 +18,11 @@ from autoshard.solve.reductions import (
     Losses,
     SimplifyLinks,
 )
-from autoshard.solve.repeats.runs import Run
+from autoshard.solve.repeats.block import Block
+from autoshard.solve.tables import FoundTable, KeptTable
 
 MOST_ENTRIES = 1 << 22
 """Largest number of entries of a group's table."""
-_BLOCK = 1 << 20
 
 Open = Mapping[int, BoolArray | None]
 """Strategies that are still open, by hub, and by a port's node of the last group for that
@@ -42,25 +43,30 @@ class Template:
 
     Args:
         problem: what the run is of.
-        run: the run.
+        block: the group, and where its tables are kept.
         still_open: what is open at hubs and ports; everything where nothing is said.
         known: what reductions have worked out already.
+        mode: number of the only mode that counts, if the block has as many; all if None.
         check: called now and then; raises to stop.
     """
 
     def __init__(
         self,
         problem: Problem,
-        run: Run,
+        block: Block,
         still_open: Open,
         known: Known,
         *,
+        mode: int | None = None,
         check: Callable[[], None],
     ) -> None:
         self._check = check
+        self._mode = mode if mode is not None and mode < len(block.modes) else None
+        self._modes = block.modes if self._mode is None else (block.modes[self._mode],)
         self._known = known
         self._problem = problem
-        self.run = run
+        self._block = block
+        self.run = run = block.run
         self.kept_hubs = tuple(h for h in run.hubs if still_open.get(h, True) is not None)
         group = run.instances[1]
         own = [group[p] for p in run.ports]
@@ -76,9 +82,8 @@ class Template:
         }
         inner = [v for v in group if v not in set(own)]
         self._place = {v: i for i, v in enumerate([*seen, *inner])}
-        self._seen = len(seen)
-        self.shape = tuple(self._size(v) for v in seen)
-        self._relaxed: dict[int, FloatArray] = {}
+        self._seen = seen
+        self.shape = tuple(len(self.labels[v]) for v in seen)
 
     @property
     def entries(self) -> int:
@@ -97,35 +102,34 @@ class Template:
         """
         if self.entries > MOST_ENTRIES:
             return None
-        edges = [edge for edge in map(self._edge, self._edges()) if edge is not None]
-        group = set(self.run.instances[1])
-        nodes = []
-        for v in self._place:
-            cost = costs[v] if v in group else np.zeros(self._problem.nodes[v].num_strategies)
-            if v in self.labels:
-                cost = cost[self.labels[v]]
-            nodes.append(Node(cost + self._relaxed.get(v, 0.0), np.zeros_like(cost)))
-        network = Network.from_problem(Problem(tuple(nodes), tuple(edges)))
-        seen = range(self._seen)
-        inverse = reduce_around(network, seen, self._known, check=self._check)
-        plan = Elimination.compile(network, most_work=most_work, keep=seen, check=self._check)
-        if plan is None:
+        kept = self._block.kept_table(costs, self.view(most_work))
+        solve = partial(self._solve, costs, most_work)
+        found = None if kept is None else kept.find(self.shape)
+        self._block.count(reused=found is not None)
+        solved = None
+        if found is None:
+            solved = solve()
+            found = FoundTable(None if solved is None else solved.values)
+            if kept is not None:
+                kept.keep(found.values)
+        if found.values is None:
             return None
-        left = {v: x.cost for v, x in network.variables.items()}
-        result = plan.evaluate(left, check=self._check)
-        labels = {v: x.labels for v, x in network.variables.items()}
-        return GroupTable(self, plan, result, labels, inverse, plan.joint_table(result, seen))
+        return GroupTable(self, found.values, _Interiors(self, kept, solve, solved))
 
-    def interior(self, table: "GroupTable", seen: tuple[int, ...]) -> tuple[int, ...]:
+    def interior(self, solved: "_Solved", seen: tuple[int, ...]) -> tuple[int, ...]:
         """Strategies of the nodes of a group, given those of what it sees."""
+        way = min(solved.ways, key=lambda one: float(one.values[seen]))
         choice = np.zeros(len(self._place), dtype=np.intp)
-        names = list(self._place)
-        for i, s in table.plan.complete(table.result, dict(enumerate(seen))).items():
-            choice[i] = table.labels[i][s]
-        table.inverse(choice)
-        for i in range(self._seen):
-            choice[i] = self.labels[names[i]][choice[i]]
+        for i, s in way.plan.complete(way.result, dict(enumerate(seen))).items():
+            choice[i] = way.left[i][s]
+        way.inverse(choice)
+        for v, labels in way.labels.items():
+            choice[self._place[v]] = labels[choice[self._place[v]]]
         return tuple(int(choice[self._place[v]]) for v in self.run.instances[1])
+
+    def group_sizes(self) -> tuple[int, ...]:
+        """Number of strategies of each node of the group, open or not."""
+        return tuple(self.num_strategies(v) for v in self.run.instances[1])
 
     def num_strategies(self, v: int) -> int:
         """Strategies of a node, open or not."""
@@ -135,31 +139,121 @@ class Template:
         """Numbers of the strategies that are still open at a port."""
         return self.labels[self.run.instances[1][self.run.ports[axis]]]
 
-    def _size(self, v: int) -> int:
-        return len(self.labels[v])
+    def view(self, most_work: float) -> bytes:
+        """What distinguishes this table from others of the group at the same costs."""
+        kept = [hub in self.labels for hub in self.run.hubs]
+        labels = [self.labels[v].tolist() for v in self._seen]
+        return repr((kept, labels, most_work, self._mode)).encode()
 
-    def _edges(self) -> list[Edge]:
-        group, before = set(self.run.instances[1]), set(self.run.before_of(1))
-        around = group | before | set(self.run.hubs)
-        return [
-            e
-            for e in self._problem.edges
-            if {e.source, e.target} <= around and not {e.source, e.target}.isdisjoint(group)
-        ]
+    def _solve(self, costs: Mapping[int, FloatArray], most_work: float) -> "_Solved | None":
+        """Make the table, mode by mode."""
+        ways = []
+        for mode in self._modes:
+            way = self._solve_mode(costs, {**mode, **self.labels}, most_work)
+            if way is None:
+                return None
+            ways.append(way)
+        return _Solved(tuple(ways), np.minimum.reduce([way.values for way in ways]))
 
-    def _edge(self, edge: Edge) -> Edge | None:
+    def _solve_mode(
+        self, costs: Mapping[int, FloatArray], labels: Mapping[int, IntArray], most_work: float
+    ) -> "_Way | None":
+        """The table of one mode; `labels` are the strategies of the nodes that are not free."""
+        relaxed: dict[int, FloatArray] = {}
+        every = (self._edge(edge, labels, relaxed) for edge in self._block.edges)
+        edges = [edge for edge in every if edge is not None]
+        group = set(self.run.instances[1])
+        nodes = []
+        for v in self._place:
+            cost = costs[v] if v in group else np.zeros(self.num_strategies(v))
+            if v in labels:
+                cost = cost[labels[v]]
+            nodes.append(Node(cost + relaxed.get(v, 0.0), np.zeros_like(cost)))
+        network = Network.from_problem(Problem(tuple(nodes), tuple(edges)))
+        seen = range(len(self._seen))
+        inverse = reduce_around(network, seen, self._known, check=self._check)
+        plan = Elimination.compile(network, most_work=most_work, keep=seen, check=self._check)
+        if plan is None:
+            return None
+        cost_left = {v: x.cost for v, x in network.variables.items()}
+        result = plan.evaluate(cost_left, check=self._check)
+        left = {v: x.labels for v, x in network.variables.items()}
+        return _Way(labels, plan, result, left, inverse, plan.joint_table(result, seen))
+
+    def _edge(
+        self, edge: Edge, labels: Mapping[int, IntArray], relaxed: dict[int, FloatArray]
+    ) -> Edge | None:
         """An edge inside the template; that to a relaxed hub becomes a cost."""
         for hub, other in ((edge.source, edge.target), (edge.target, edge.source)):
             if hub in self._relaxed_hubs:
                 dense = edge.dense() if other == edge.target else edge.dense().T
                 free = dense.min(axis=0)
-                if other in self.labels:
-                    free = free[self.labels[other]]
-                self._relaxed[other] = self._relaxed.get(other, 0.0) + free
+                if other in labels:
+                    free = free[labels[other]]
+                relaxed[other] = relaxed.get(other, 0.0) + free
                 return None
-        rows = edge.rows[self.labels[edge.source]] if edge.source in self.labels else edge.rows
-        cols = edge.cols[self.labels[edge.target]] if edge.target in self.labels else edge.cols
+        rows = edge.rows[labels[edge.source]] if edge.source in labels else edge.rows
+        cols = edge.cols[labels[edge.target]] if edge.target in labels else edge.cols
         return Edge(self._place[edge.source], self._place[edge.target], edge.cost, rows, cols)
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """The table of one mode, with the way back.
+
+    Attributes:
+        labels: the strategies that it is about, of the nodes of which not all are.
+        plan: the elimination that made the table.
+        result: its intermediate tables, to find the way back.
+        left: strategies that each variable of the elimination still has.
+        inverse: the way back from what was left to eliminate to the whole group.
+        values: the table.
+    """
+
+    labels: Mapping[int, IntArray]
+    plan: Elimination
+    result: Evaluation
+    left: Mapping[int, IntArray]
+    inverse: Inverse
+    values: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """A table that was made: the elementwise least of those of all modes."""
+
+    ways: tuple[_Way, ...]
+    values: FloatArray
+
+
+@dataclass(eq=False)
+class _Interiors:
+    """The way back from a table; a table that was kept is only made if that is not.
+
+    Attributes:
+        template: of which group.
+        kept: where the table is kept, if anywhere.
+        solve: makes the table.
+        solved: the table, once it was made.
+    """
+
+    template: Template
+    kept: KeptTable | None
+    solve: Callable[[], _Solved | None]
+    solved: _Solved | None
+
+    def __call__(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """Strategies of the nodes of a group, given those of what it sees."""
+        if self.solved is None and self.kept is not None:
+            found = self.kept.find_interior(seen, self.template.group_sizes())
+            if found is not None:
+                return found
+        self.solved = self.solved or self.solve()
+        assert self.solved is not None, "the same table was made before"
+        strategies = self.template.interior(self.solved, seen)
+        if self.kept is not None:
+            self.kept.keep_interior(seen, strategies)
+        return strategies
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,29 +262,19 @@ class GroupTable:
 
     Attributes:
         template: of which group.
-        plan: the elimination that made the table.
-        result: its intermediate tables, to find the way back.
-        labels: strategies that each variable of the elimination still has.
-        inverse: the way back from what was left to eliminate to the whole group.
         values: prices: one axis per port before, per own port, per kept hub.
+        interior: strategies of the nodes of a group, given those of what it sees.
     """
 
     template: Template
-    plan: Elimination
-    result: Evaluation
-    labels: Mapping[int, IntArray]
-    inverse: Inverse
     values: FloatArray
+    interior: Callable[[tuple[int, ...]], tuple[int, ...]]
 
     def as_batch(self, num_ports: int) -> FloatArray:
         """The table as one matrix, ports before by own ports, per state of the hubs."""
         shape = self.values.shape
         rows, cols = prod(shape[:num_ports]), prod(shape[num_ports : 2 * num_ports])
         return np.ascontiguousarray(np.moveaxis(self.values.reshape(rows, cols, -1), 2, 0))
-
-    def interior(self, seen: tuple[int, ...]) -> tuple[int, ...]:
-        """Strategies of the nodes of a group, given those of what it sees."""
-        return self.template.interior(self, seen)
 
 
 def reduce_around(
@@ -201,46 +285,3 @@ def reduce_around(
     eliminate = EliminateNeighbours(links, keep=keep, products=known.products)
     dominated = DropDominated(keep=keep, losses=known.losses)
     return Chain((links, eliminate, dominated), check).apply(network)
-
-
-def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
-    """Min-plus products of stacks of matrices, [M, I, K] by [M, K, J] to [M, I, J]."""
-    out = np.empty((left.shape[0], left.shape[1], right.shape[2]))
-    step = max(1, _BLOCK // max(right.shape[1] * right.shape[2], 1))
-    for m in range(left.shape[0]):
-        for start in range(0, left.shape[1], step):
-            part = left[m, start : start + step]
-            out[m, start : start + step] = (part[:, :, None] + right[m][None]).min(axis=1)
-    return out
-
-
-def min_plus_power(matrices: FloatArray, exponent: int) -> FloatArray:
-    """Min-plus power of a stack of square matrices [M, N, N] by repeated squaring."""
-    result: FloatArray | None = None
-    square = matrices
-    while exponent:
-        if exponent & 1:
-            result = square if result is None else batched_min_plus(result, square)
-        exponent >>= 1
-        if exponent:
-            square = batched_min_plus(square, square)
-    assert result is not None
-    return result
-
-
-def cheapest_path(matrix: FloatArray, length: int, start: int, end: int) -> list[int]:
-    """States of the cheapest walk of `length` steps from start to end, both included.
-
-    Args:
-        matrix: price of each step, shape [N, N].
-        length: number of steps, at least 1.
-        start: first state.
-        end: last state.
-    """
-    remaining = [np.where(np.arange(len(matrix)) == end, 0.0, np.inf)]
-    for _ in range(length):
-        remaining.append((matrix + remaining[-1][None, :]).min(axis=1))
-    path = [start]
-    for left in range(length - 1, -1, -1):
-        path.append(int((matrix[path[-1]] + remaining[left]).argmin()))
-    return path

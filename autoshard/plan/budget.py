@@ -1,0 +1,433 @@
+"""The cheapest plan whose peak obeys the memory budget.
+
+A problem can count what choices hold, but not what comes and goes between them: converted
+tensors, gradients on their way, a block that is recomputed. The timeline of a finished plan
+does. So a plan is made, looked at, and made again with that much less room, until its timeline
+fits. Room is never less than the budget where the bound is made: what a problem counts is held
+in any case, so its bound holds for every plan that fits.
+
+In training, a plan that holds everything that backward needs is tried first. If it fits, it
+is also the best of all plans that may compute or convert something once more.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite, isinf
+
+from autoshard.collection import collection_paused
+from autoshard.plan.assemble import Assembly
+from autoshard.plan.decisions import Decisions, use_of
+from autoshard.plan.document import Costs, Memory, Stage
+from autoshard.plan.formulate import Formulation, Role
+from autoshard.plan.memory_problem import MemoryProblem
+from autoshard.plan.moments import Backward
+from autoshard.plan.options import PlanOptions
+from autoshard.plan.timeline import timeline
+from autoshard.solve import (
+    CancelToken,
+    IntArray,
+    Problem,
+    Progress,
+    Solution,
+    Status,
+    TableStore,
+    minimum_usage,
+    solve_problem,
+)
+
+_MOST_ROUNDS = 6
+_MOST_BETTER = 2
+"""Looks for a cheaper plan once one fits."""
+_NEGLIGIBLE = 0.005
+"""Share of the budget that small values may take without being counted one by one."""
+_FINE = 3e-3
+"""Share of the budget below which two limits are the same."""
+_LOOSE = 6.0
+"""How much larger gaps may be while limits and moments are tried out."""
+_LOOK_SHARE = 0.3
+"""Share of the time that is left for one look under a limit."""
+_LEAST_SECONDS = 1.0
+"""What a single look may take even where the time is over."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan that was made and looked at.
+
+    Attributes:
+        stage: its only stage.
+        costs: its price.
+        memory: its peak.
+    """
+
+    stage: Stage
+    costs: Costs
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What looking for a plan under a budget came to.
+
+    Attributes:
+        solution: status, objective, bound and statistics; the choice is one of `problem`.
+        problem: what was solved last.
+        plan: the plan that was found, if any.
+        variable_of: the formulation's variable that a node of `problem` stands for.
+    """
+
+    solution: Solution
+    problem: Problem
+    plan: Draft | None
+    variable_of: Callable[[int], int]
+
+    @property
+    def is_conflict(self) -> bool:
+        """Whether what is asked for, and not the time, is why there is no plan."""
+        unfit = self.solution.status is Status.TIMED_OUT and "unfit" in self.solution.statistics
+        return self.solution.status is Status.INFEASIBLE or unfit
+
+
+class Planning:
+    """Looks for plans of one formulation.
+
+    Args:
+        formulation: what there is to choose from.
+        options: limits of the solver, and what may be recomputed.
+        seconds: time for all of it; that of the options if None.
+        on_progress: called while the solver runs.
+        cancel: an event; setting it stops the solver.
+        tables: keeps solved blocks for other plans.
+    """
+
+    def __init__(
+        self,
+        formulation: Formulation,
+        options: PlanOptions,
+        *,
+        seconds: float | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        cancel: CancelToken | None = None,
+        tables: TableStore | None = None,
+    ) -> None:
+        self._formulation = formulation
+        self._options = options
+        self._deadline = time.perf_counter() + (seconds or options.time_limit)
+        self._on_progress = on_progress
+        self._cancel = cancel
+        self._tables = tables
+
+    def within(self, budget: int) -> Outcome:
+        """The cheapest plan that fits a budget in bytes per device."""
+        if not self._formulation.prices.training or not self._may_hold_everything:
+            return self._fit(budget)
+        outcome = self._unlimited()
+        if outcome.plan is None or outcome.plan.memory.peak <= budget:
+            return outcome
+        return self._fit(budget, outcome.solution.bound, [outcome.plan])
+
+    @property
+    def _may_hold_everything(self) -> bool:
+        return "always" not in (self._options.reconversion, self._options.checkpointing)
+
+    def with_least(self) -> Draft | None:
+        """The plan that holds least, whatever its peak; the cheapest of these."""
+        counted = self._counted(0.0)
+        least = minimum_usage(counted.problem, time_limit=self._share, cancel=self._cancel)
+        if not isfinite(least):
+            return None
+        solution = self._solve(replace(counted.problem, usage_limit=least))
+        return None if solution.choice is None else self.made(counted.decisions(solution.choice))
+
+    def least_usage(self) -> float:
+        """Bytes that every plan holds at least at once; inf where there is no plan at all."""
+        return minimum_usage(
+            self._counted(0.0).problem, time_limit=self._share, cancel=self._cancel
+        )
+
+    def _counted(self, negligible: float, backward: Sequence[Backward] = ()) -> "_Counted":
+        """The problem that counts what choices hold."""
+        plain = self._formulation
+        if not plain.prices.training:
+            return _Counted(plain.problem, Decisions, lambda v: v)
+        with collection_paused():
+            memory = MemoryProblem(
+                plain,
+                reconversion=self._options.reconversion,
+                checkpointing=self._options.checkpointing,
+                negligible=negligible,
+                backward=backward,
+            )
+            return _Counted(memory.problem, memory.decisions, memory.variable_of)
+
+    @property
+    def _remaining(self) -> float:
+        return max(self._deadline - time.perf_counter(), _LEAST_SECONDS)
+
+    @property
+    def _share(self) -> float:
+        """Seconds for one look of several."""
+        return max(_LOOK_SHARE * self._remaining, _LEAST_SECONDS)
+
+    def _unlimited(self) -> Outcome:
+        """The cheapest plan that holds everything that backward needs."""
+        problem = self._formulation.problem
+        solution = self._solve(problem)
+        plan = None if solution.choice is None else self.made(Decisions(solution.choice))
+        return Outcome(solution, problem, plan, lambda v: v)
+
+    def _solve(self, problem: Problem, *, gap: float | None = None) -> Solution:
+        return solve_problem(
+            problem,
+            time_limit=self._share if isfinite(problem.usage_limit) else self._remaining,
+            relative_gap=self._options.relative_gap if gap is None else gap,
+            seed=self._options.seed,
+            on_progress=self._on_progress,
+            cancel=self._cancel,
+            tables=self._tables,
+        )
+
+    @collection_paused()
+    def made(self, decisions: Decisions) -> Draft:
+        """A plan of some decisions."""
+        formulation = self._formulation
+        assembly = Assembly(formulation, decisions)
+        stage = assembly.stage()
+        memory = timeline(
+            stage,
+            formulation.graph,
+            training=formulation.prices.training,
+            optimizer=formulation.prices.optimizer,
+        )
+        return Draft(stage, assembly.costs(stage), assembly.memory(memory))
+
+    def _fit(
+        self, budget: int, known: float = -float("inf"), seen: Sequence[Draft] = ()
+    ) -> Outcome:
+        """Make plans until one fits, counting more or leaving more room each time.
+
+        Args:
+            budget: bytes per device.
+            known: a lower bound of every plan's price.
+            seen: plans that do not fit.
+        """
+        rounds = _Rounds(budget, known)
+        rounds.count(m for plan in seen for m in self._moments_of(plan))
+        whole: Solution | None = None
+        for _ in range(_MOST_ROUNDS):
+            if rounds.counted is None:
+                rounds.counted = self._counted(self._negligible(budget), rounds.backward)
+            limit = rounds.search.limit
+            limited = replace(rounds.counted.problem, usage_limit=limit)
+            solution = self._solve(limited, gap=_LOOSE * self._options.relative_gap)
+            if whole is None or limit == budget:
+                whole = solution
+                rounds.bound = max(rounds.bound, solution.bound)
+            if solution.choice is not None:
+                self._learn(rounds, solution, limited)
+            elif solution is whole:
+                break
+            else:
+                rounds.search.fails()
+            if rounds.search.is_over or self._is_over(rounds):
+                break
+        assert whole is not None
+        self._polish(rounds)
+        return self._outcome(rounds, whole)
+
+    def _polish(self, rounds: "_Rounds") -> None:
+        """Look once more where the best plan was found, if it is not good enough."""
+        if rounds.best is None or rounds.counted is None or self._is_good(rounds):
+            return
+        limited = replace(rounds.counted.problem, usage_limit=rounds.search.enough)
+        solution = self._solve(limited)
+        if rounds.search.enough == rounds.budget:
+            rounds.bound = max(rounds.bound, solution.bound)
+        if solution.choice is not None:
+            self._learn(rounds, solution, limited)
+
+    def _learn(self, rounds: "_Rounds", solution: Solution, limited: Problem) -> None:
+        """Look at a solution's plan: does it fit, and if not, what was left out."""
+        assert rounds.counted is not None
+        assert solution.choice is not None
+        plan = self.made(rounds.counted.decisions(solution.choice))
+        if plan.memory.peak <= rounds.budget:
+            best = rounds.best
+            if best is None or solution.objective < best[0].objective:
+                rounds.best = solution, plan
+        elif rounds.count(self._moments_of(plan)):
+            return
+        rounds.search.sees(limited.peak_usage(solution.choice), plan.memory.peak)
+
+    def _outcome(self, rounds: "_Rounds", whole: Solution) -> Outcome:
+        """The best plan that fits; if there is none yet, perhaps the one that holds least.
+
+        Args:
+            rounds: what was found.
+            whole: the last solution with the budget itself as the limit.
+        """
+        best = rounds.best
+        if best is None and whole.choice is not None:
+            plan = self.with_least()
+            if plan is not None and plan.memory.peak <= rounds.budget:
+                best = replace(whole, objective=plan.costs.total), plan
+        counted = rounds.counted or self._counted(0.0)
+        if best is None:
+            unfit = _without_plan(whole, rounds.bound)
+            return Outcome(unfit, counted.problem, None, counted.variable_of)
+        graded = self._graded(best[0], rounds.bound)
+        return Outcome(graded, counted.problem, best[1], counted.variable_of)
+
+    def _negligible(self, budget: int) -> float:
+        """Bytes that need not be counted; what is asked for is done with small values too."""
+        return _NEGLIGIBLE * budget if self._may_hold_everything else 0.0
+
+    def _moments_of(self, plan: Draft) -> Iterator[Backward]:
+        """What of backward takes most, if the problem can count it.
+
+        Inside of repeated blocks it cannot, since they would not be alike any more.
+        """
+        formulation = self._formulation
+        if plan.memory.phase != "backward":
+            return
+        inside = formulation.inside_blocks
+        for i, variable in enumerate(formulation.variables):
+            place = variable.role, variable.name
+            if place == (Role.OPERATOR, plan.memory.at) and i not in inside:
+                yield Backward(variable=i)
+        converted = {
+            (c.value, c.consumer, c.position)
+            for c in plan.stage.conversions
+            if c.value == plan.memory.at
+        }
+        for i, arc in enumerate(formulation.arcs if converted else ()):
+            ends_inside = arc.source in inside or arc.target in inside
+            if not ends_inside and use_of(formulation, arc) in converted:
+                yield Backward(arc=i)
+
+    def _is_over(self, rounds: "_Rounds") -> bool:
+        """Whether nothing better is wanted, or there is no time to look for it."""
+        if self._cancel is not None and self._cancel.is_set():
+            return True
+        if rounds.best is None:
+            return False
+        rounds.num_better += 1
+        late = time.perf_counter() > self._deadline
+        return late or rounds.num_better > _MOST_BETTER or self._is_good(rounds)
+
+    def _is_good(self, rounds: "_Rounds") -> bool:
+        """Whether a plan that fits is as close to the bound as was asked for."""
+        if rounds.best is None:
+            return False
+        found = rounds.best[0].objective
+        return found - rounds.bound <= self._options.relative_gap * found
+
+    def _graded(self, solution: Solution, bound: float) -> Solution:
+        """A solution against another bound."""
+        bound = min(bound, solution.objective)
+        close = solution.objective - bound <= self._options.relative_gap * solution.objective
+        status = solution.status
+        if status in (Status.OPTIMAL, Status.FEASIBLE):
+            status = Status.OPTIMAL if close else Status.FEASIBLE
+        return replace(solution, status=status, bound=bound)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A problem that counts what choices hold, and how to read it."""
+
+    problem: Problem
+    decisions: Callable[[IntArray], Decisions]
+    variable_of: Callable[[int], int]
+
+
+class _Search:
+    """Looks for the most that choices may hold so that the peak obeys a budget.
+
+    Attributes:
+        limit: what to try next.
+        enough: the most that was tried and that was not too much.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self.enough, self._too_much = 0.0, float("inf")
+        self.limit = float(budget)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to try."""
+        close = _FINE * self._budget
+        return self._too_much - self.enough < close or self.limit - self.enough < 0.1 * close
+
+    def sees(self, held: float, peak: int) -> None:
+        """A plan at the limit holds so much, and has this peak."""
+        excess = peak - self._budget
+        if excess <= 0:
+            self.enough = self.limit
+            promising = held - excess
+        else:
+            # Between what it holds and the limit, it would be found again.
+            self._too_much = min(self._too_much, self.limit, held)
+            promising = held - excess - 0.5 * _FINE * self._budget
+        between = self.enough < promising < self._too_much
+        self.limit = promising if between else self._middle
+
+    def fails(self) -> None:
+        """There is no plan at the limit, or none was found."""
+        self.enough = self.limit
+        self.limit = self._middle
+
+    @property
+    def _middle(self) -> float:
+        if isinf(self._too_much):
+            return self.enough
+        return 0.5 * (self.enough + self._too_much)
+
+
+class _Rounds:
+    """What looking for a plan under a budget has come to.
+
+    Attributes:
+        budget: bytes per device.
+        bound: lower bound of the price of every plan that fits.
+        best: the cheapest plan that fits, and the solution that it is.
+        backward: moments at which memory is counted.
+        counted: the problem; None if it is to be made.
+        search: the limit to solve it with.
+        num_better: looks since a plan fits.
+    """
+
+    def __init__(self, budget: int, bound: float) -> None:
+        self.budget = budget
+        self.bound = bound
+        self.best: tuple[Solution, Draft] | None = None
+        self.backward: list[Backward] = []
+        self.counted: _Counted | None = None
+        self.num_better = 0
+        self.search = _Search(budget)
+
+    def count(self, moments: Iterable[Backward]) -> bool:
+        """Count at more moments from now on; tell whether there are new ones."""
+        new = [moment for moment in dict.fromkeys(moments) if moment not in self.backward]
+        if new:
+            self.backward += new
+            self.counted, self.search = None, _Search(self.budget)
+        return bool(new)
+
+
+def _without_plan(solution: Solution, bound: float) -> Solution:
+    """What a solution proves of which no plan fits."""
+    if solution.choice is None:
+        return solution
+    status = Status.CANCELLED if solution.status is Status.CANCELLED else Status.TIMED_OUT
+    statistics = {**solution.statistics, "unfit": 1.0}
+    return replace(
+        solution,
+        status=status,
+        choice=None,
+        objective=float("inf"),
+        bound=bound,
+        statistics=statistics,
+    )

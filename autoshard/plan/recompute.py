@@ -1,0 +1,166 @@
+"""What runs once more in backward, from the plan alone.
+
+Two parts of a stage say that something does: a conversion that is `again`, and a
+checkpoint. The runtime does exactly what is said here.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoshard.errors import PlanError
+from autoshard.graph import Graph, Node
+from autoshard.layouts import Action
+from autoshard.plan.document import CollectiveCount, Conversion, Direction, Stage
+from autoshard.rules import Saved, call_of, saved_by
+
+Use = tuple[str, str | None, int]
+"""Value, consumer and position of a conversion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What runs forward once more during backward.
+
+    Attributes:
+        nodes: names of nodes.
+        conversions: value, consumer and position of conversions.
+    """
+
+    nodes: frozenset[str]
+    conversions: frozenset[Use]
+
+
+def recomputed(graph: Graph, stage: Stage) -> Recomputed:
+    """What a stage runs once more.
+
+    Of a checkpoint it is everything in program order before the last node that saves a
+    tensor for backward, with the conversions for that node; the node itself too, unless it
+    saves only inputs, since those are saved before it runs. A conversion that is `again`
+    runs once more as a whole.
+
+    Raises:
+        PlanError: the checkpoints do not fit the program, or a conversion inside one is
+            `again`.
+    """
+    spans = checkpoint_spans(graph, stage)
+    nodes: set[str] = set()
+    entered: set[int] = set()
+    for span in spans:
+        saved = {i: _saved(graph, graph.nodes[i]) for i in span}
+        last = max((i for i in span if saved[i] != Saved()), default=None)
+        if last is None:
+            continue
+        entered.update(range(span.start, last + 1))
+        nodes.update(graph.nodes[i].name for i in range(span.start, last))
+        if saved[last].outputs or saved[last].extras:
+            nodes.add(graph.nodes[last].name)
+    insides = _readers_inside(graph, stage, spans)
+    return Recomputed(
+        frozenset(nodes),
+        frozenset(
+            _use(conversion)
+            for conversion, reader in zip(stage.conversions, insides, strict=True)
+            if conversion.again or reader in entered
+        ),
+    )
+
+
+def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
+    """Which nodes each checkpoint of a stage has, as indices in program order.
+
+    Raises:
+        PlanError: a checkpoint names no node, is empty, or overlaps another one; or a
+            conversion inside one is `again`.
+    """
+    index = {node.name: i for i, node in enumerate(graph.nodes)}
+    spans: list[range] = []
+    free = 0
+    for checkpoint in stage.checkpoints:
+        where = f"the checkpoint from {checkpoint.first!r} to {checkpoint.last!r}"
+        if checkpoint.first not in index or checkpoint.last not in index:
+            raise PlanError(f"{where} is not between nodes of stage {stage.name!r}")
+        span = range(index[checkpoint.first], index[checkpoint.last] + 1)
+        if not span:
+            raise PlanError(f"{where} ends before it begins")
+        if span.start < free:
+            raise PlanError(
+                f"{where} does not begin behind the one that is listed before it; checkpoints "
+                f"come in program order and share no node"
+            )
+        spans.append(span)
+        free = span.stop
+    insides = _readers_inside(graph, stage, spans)
+    for conversion, reader in zip(stage.conversions, insides, strict=True):
+        if conversion.again and reader is not None:
+            raise PlanError(
+                f"the conversion of {conversion.value!r} for {conversion.consumer or 'all'} is "
+                f"`again` inside a checkpoint, whose conversions run again anyway"
+            )
+    return tuple(spans)
+
+
+def count_collectives(
+    stages: Sequence[Stage], graphs: Sequence[Graph]
+) -> tuple[CollectiveCount, ...]:
+    """The collectives of one step of a program, summed by kind, axis and direction.
+
+    Args:
+        stages: of a plan.
+        graphs: the program of each stage.
+
+    Raises:
+        PlanError: a stage's checkpoints do not fit its program.
+    """
+    count: Counter[tuple[str, str, Direction]] = Counter()
+    nbytes: Counter[tuple[str, str, Direction]] = Counter()
+    for stage, graph in zip(stages, graphs, strict=True):
+        for kind, axis, direction, size in _collectives(stage, recomputed(graph, stage)):
+            count[kind, axis, direction] += 1
+            nbytes[kind, axis, direction] += size
+    return tuple(
+        CollectiveCount(
+            kind=kind, axis=axis, direction=direction, count=n, nbytes=nbytes[kind, axis, direction]
+        )
+        for (kind, axis, direction), n in sorted(count.items())
+    )
+
+
+def _collectives(stage: Stage, again: Recomputed) -> Iterator[tuple[str, str, Direction, int]]:
+    names = {action.value for action in Action if action.is_collective}
+    for conversion in stage.conversions:
+        runs_again = _use(conversion) in again.conversions
+        for step in conversion.steps:
+            if step.forward in names:
+                yield step.forward, step.axis, "forward", step.nbytes
+                if runs_again:
+                    yield step.forward, step.axis, "backward", step.nbytes
+            if step.backward in names:
+                yield step.backward, step.axis, "backward", step.nbytes
+
+
+def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Iterator[int | None]:
+    """For each conversion inside a checkpoint the first node that reads its result, else None."""
+    if not spans:
+        yield from (None for _ in stage.conversions)
+        return
+    span_of = {i: span for span in spans for i in span}
+    index = {node.name: i for i, node in enumerate(graph.nodes)}
+    maker = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
+    for conversion in stage.conversions:
+        if conversion.consumer is not None:
+            reader = index.get(conversion.consumer, -1)
+            yield reader if reader in span_of else None
+            continue
+        # Readers come behind the maker, so if one of them is in its checkpoint the first is.
+        reader = min((i for i, _ in graph.consumers.get(conversion.value, ())), default=-1)
+        inside = reader in span_of and maker.get(conversion.value) in span_of[reader]
+        yield reader if inside else None
+
+
+def _use(conversion: Conversion) -> Use:
+    return conversion.value, conversion.consumer, conversion.position
+
+
+def _saved(graph: Graph, node: Node) -> Saved:
+    return saved_by(call_of(graph, node), [graph.values[v].requires_grad for v in node.inputs])

@@ -1,0 +1,165 @@
+"""Turning a stage of a plan into instructions for one rank."""
+
+from collections.abc import Iterator, Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import LayoutError, PlanError
+from autoshard.graph import Graph, Node, Output
+from autoshard.layouts import Layout
+from autoshard.plan import Conversion, PlacedNode, Stage
+from autoshard.plan.recompute import checkpoint_spans
+from autoshard.runtime.conversions import bind_steps
+from autoshard.runtime.instructions import Call, Convert, Instruction, Recompute
+from autoshard.runtime.kernels import LocalNode, Place, bind_kernel
+
+
+class Compiler:
+    """Turns a stage into instructions.
+
+    A conversion runs right before its first reader, so that a parameter is gathered when it
+    is needed and not before; one that is shared with nodes outside a checkpoint runs before
+    the checkpoint.
+
+    Args:
+        stage: of a plan.
+        graph: the stage's program.
+        mesh: the stage's devices.
+        place: where on the mesh this rank is.
+
+    Attributes:
+        instructions: what runs, in order.
+        output_slots: where each output of the graph is afterwards; None for a literal.
+    """
+
+    def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh, place: Place) -> None:
+        self._stage = stage
+        self._graph = graph
+        self._mesh = mesh
+        self._place = place
+        self.instructions: list[Instruction] = []
+        self.output_slots: list[int | None] = []
+        self._num_slots = 0
+        self._slots = {placed.name: self._new_slot() for placed in stage.inputs}
+        self._placed = {placed.name: placed for placed in stage.nodes}
+        self._conversions = {(c.value, c.consumer, c.position): c for c in stage.conversions}
+
+    def compile(self) -> None:
+        """Fill `instructions` and `output_slots`.
+
+        Raises:
+            PlanError: the stage contradicts itself, or calls what may not be called.
+        """
+        self._check_inputs()
+        if len(self._conversions) < len(self._stage.conversions):
+            raise PlanError(f"stage {self._stage.name!r} converts one use of a value twice")
+        start = 0
+        for span in checkpoint_spans(self._graph, self._stage):
+            self._add_calls(self._graph.nodes[start : span.start])
+            self._add_checkpoint(self._graph.nodes[span.start : span.stop])
+            start = span.stop
+        self._add_calls(self._graph.nodes[start:])
+        for position, output in enumerate(self._graph.outputs):
+            self.output_slots.append(self._output_slot(output, position))
+        if self._conversions:
+            value, consumer, _ = next(iter(self._conversions))
+            raise PlanError(f"the plan converts {value!r} for {consumer!r}, which does not use it")
+
+    def _check_inputs(self) -> None:
+        for placed in self._stage.inputs:
+            if placed.name not in self._graph.values:
+                raise PlanError(
+                    f"stage {self._stage.name!r} places {placed.name!r}, which is no value"
+                )
+            (shape,) = self._local_shapes([placed.name], [Layout.parse(placed.layout)])
+            if shape != placed.local_shape:
+                raise PlanError(
+                    f"input {placed.name!r} has the local shape {placed.local_shape} in the plan, "
+                    f"but {placed.layout} gives {shape}"
+                )
+
+    def _new_slot(self) -> int:
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _add_checkpoint(self, nodes: Sequence[Node]) -> None:
+        for value in (value for node in nodes for value in node.inputs):
+            if value in self._slots:
+                self._share(value)
+        outside, self.instructions = self.instructions, []
+        self._add_calls(nodes)
+        outside.append(Recompute.of(self.instructions))
+        self.instructions = outside
+
+    def _add_calls(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if node.name not in self._placed:
+                raise PlanError(f"stage {self._stage.name!r} has no layouts for node {node.name!r}")
+            self._add_call(node, self._placed[node.name])
+
+    def _add_call(self, node: Node, placed: PlacedNode) -> None:
+        reads = tuple(
+            self._read(value, node.name, position) for position, value in enumerate(node.inputs)
+        )
+        local = self._local_node(node, placed)
+        for name in node.outputs:
+            self._slots[name] = self._new_slot()
+        self.instructions.append(
+            Call(
+                node=node.name,
+                reads=reads,
+                targets=tuple(self._slots[name] for name in node.outputs),
+                shapes=local.output_shapes,
+                kernel=bind_kernel(local),
+            )
+        )
+
+    def _local_node(self, node: Node, placed: PlacedNode) -> LocalNode:
+        inputs = tuple(Layout.parse(text) for text in placed.inputs)
+        outputs = tuple(Layout.parse(text) for text in placed.outputs)
+        return LocalNode(
+            node=node,
+            inputs=inputs,
+            outputs=outputs,
+            input_shapes=tuple(self._local_shapes(node.inputs, inputs)),
+            output_shapes=tuple(self._local_shapes(node.outputs, outputs)),
+            place=self._place,
+        )
+
+    def _local_shapes(
+        self, values: Sequence[str], layouts: Sequence[Layout]
+    ) -> Iterator[tuple[int, ...]]:
+        if len(values) != len(layouts):
+            raise PlanError(f"there are {len(layouts)} layouts for the values {list(values)}")
+        for value, layout in zip(values, layouts, strict=True):
+            try:
+                shape = self._graph.values[value].shape
+                yield layout.local_shape(shape, self._place.axis_sizes)
+            except LayoutError as error:
+                raise PlanError(f"value {value!r}: {error}") from None
+
+    def _output_slot(self, output: Output, position: int) -> int | None:
+        return None if output.name is None else self._read(output.name, "output", position)
+
+    def _read(self, value: str, consumer: str, position: int) -> int:
+        """The slot from which a use of a value reads, converted as the plan says."""
+        self._share(value)
+        own = self._conversions.pop((value, consumer, position), None)
+        return self._slots[value] if own is None else self._add_conversion(own)
+
+    def _share(self, value: str) -> None:
+        """Convert a value for all its readers, if the plan says so and none has read it yet."""
+        shared = self._conversions.pop((value, None, 0), None)
+        if shared is not None:
+            self._slots[value] = self._add_conversion(shared)
+
+    def _add_conversion(self, conversion: Conversion) -> int:
+        source = self._slots[conversion.value]
+        steps = bind_steps(conversion.steps, self._mesh)
+        if not steps:
+            return source
+        target = self._new_slot()
+        self.instructions.append(
+            Convert(reads=(source,), targets=(target,), steps=steps, again=conversion.again)
+        )
+        return target

@@ -1,0 +1,197 @@
+"""What a rank does for a stage, one thing after the other."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from autoshard.runtime.conversions import LocalFunction
+from autoshard.runtime.kernels import LocalKernel
+from autoshard.runtime.reconversion import Reconversions
+
+Registers = dict[int, torch.Tensor]
+"""The tensors that are alive, by slot."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Instruction(ABC):
+    """One thing that a rank does.
+
+    Attributes:
+        reads: slots of what it takes.
+        targets: slots of what it makes.
+        last_reads: the slots among `reads` that nothing reads afterwards.
+        unread: the slots among `targets` that nothing reads.
+    """
+
+    reads: tuple[int, ...]
+    targets: tuple[int, ...]
+    last_reads: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
+
+    @abstractmethod
+    def run(
+        self, tensors: list[torch.Tensor], step: int, again: Reconversions
+    ) -> Sequence[torch.Tensor]:
+        """Make `targets` of `reads`.
+
+        Args:
+            tensors: what it takes. Nobody else needs the list, so it may let go of them early.
+            step: number of the training step.
+            again: what backward converts once more.
+        """
+
+
+@dataclass(slots=True, kw_only=True)
+class Convert(Instruction):
+    """Bring a tensor into another layout.
+
+    Attributes:
+        steps: of the conversion; at least one.
+        again: whether backward converts once more.
+    """
+
+    steps: tuple[LocalFunction, ...]
+    again: bool
+
+    def run(
+        self,
+        tensors: list[torch.Tensor],
+        step: int,  # noqa: ARG002  the base's signature
+        again: Reconversions,
+    ) -> Sequence[torch.Tensor]:
+        """Run the steps."""
+        tensor = tensors.pop()
+        source = tensor if self.again else None
+        for convert in self.steps:
+            tensor = convert(tensor)
+        if source is not None:
+            again.add(source, tensor, self.steps)
+        return (tensor,)
+
+
+@dataclass(slots=True, kw_only=True)
+class Call(Instruction):
+    """Run an operator.
+
+    Attributes:
+        node: name of the node.
+        shapes: a rank's shape of each output.
+        kernel: what runs.
+    """
+
+    node: str
+    shapes: tuple[tuple[int, ...], ...]
+    kernel: LocalKernel
+
+    def run(
+        self, tensors: list[torch.Tensor], step: int, again: Reconversions
+    ) -> Sequence[torch.Tensor]:
+        """Run the kernel."""
+        with again.saving(tensors):
+            outputs = self.kernel(tensors, step)
+        for output, shape in zip(outputs, self.shapes, strict=True):
+            assert output.shape == shape, f"{self.node} made {tuple(output.shape)}, not {shape}"
+        return outputs
+
+
+@dataclass(slots=True, kw_only=True)
+class Recompute(Instruction):
+    """Run instructions of which backward holds only what they take.
+
+    Backward runs them once more, in order, until all that they had saved is there.
+
+    Attributes:
+        instructions: what runs; none of them is `again`.
+    """
+
+    instructions: tuple[Instruction, ...]
+
+    @classmethod
+    def of(cls, instructions: Sequence[Instruction]) -> Self:
+        """Reads what the instructions read from outside, and makes all that they make."""
+        made: set[int] = set()
+        enters: set[int] = set()
+        for instruction in instructions:
+            enters.update(set(instruction.reads) - made)
+            made.update(instruction.targets)
+        return cls(
+            reads=tuple(sorted(enters)),
+            targets=tuple(sorted(made)),
+            instructions=tuple(instructions),
+        )
+
+    def run(
+        self, tensors: list[torch.Tensor], step: int, again: Reconversions
+    ) -> Sequence[torch.Tensor]:
+        """Run the instructions."""
+        # What enters is saved like the inputs of an operator: it may be converted again.
+        with again.saving(tensors):
+            # Random numbers follow from the step, not from the state of a generator.
+            outputs: Sequence[torch.Tensor] = checkpoint(
+                self._run,
+                step,
+                *tensors,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                determinism_check="none",
+            )
+        return outputs
+
+    def _run(self, step: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        registers = dict(zip(self.reads, tensors, strict=True))
+        execute(self.instructions, registers, step)
+        return tuple(registers[slot] for slot in self.targets)
+
+
+def execute(instructions: Iterable[Instruction], registers: Registers, step: int) -> None:
+    """Run instructions; a register is free after its last reader.
+
+    Args:
+        instructions: in order, with their last reads marked.
+        registers: what they read from outside; afterwards what is read behind them.
+        step: number of the training step.
+    """
+    again = Reconversions()
+    for instruction in instructions:
+        _advance(instruction, registers, step, again)
+    again.forget()
+
+
+def _advance(
+    instruction: Instruction, registers: Registers, step: int, again: Reconversions
+) -> None:
+    """Run one instruction; what it makes is held by no local variable afterwards."""
+    tensors = [registers[slot] for slot in instruction.reads]
+    for slot in instruction.last_reads:
+        del registers[slot]
+    made = instruction.run(tensors, step, again)
+    registers.update(zip(instruction.targets, made, strict=True))
+    for slot in instruction.unread:
+        del registers[slot]
+
+
+def mark_last_reads(instructions: Sequence[Instruction], kept: Iterable[int]) -> frozenset[int]:
+    """Say of each instruction which slots nothing reads behind it.
+
+    Args:
+        instructions: in order; their `last_reads` and `unread` are set, and one that
+            recomputes makes only what is read behind it.
+        kept: slots that are read behind all of them.
+
+    Returns:
+        The slots that must be there before them.
+    """
+    alive = set(kept)
+    for instruction in reversed(instructions):
+        if isinstance(instruction, Recompute):
+            instruction.targets = tuple(slot for slot in instruction.targets if slot in alive)
+            mark_last_reads(instruction.instructions, instruction.targets)
+        instruction.last_reads = tuple(set(instruction.reads) - alive)
+        instruction.unread = tuple(set(instruction.targets) - alive)
+        alive.difference_update(instruction.targets)
+        alive.update(instruction.reads)
+    return frozenset(alive)

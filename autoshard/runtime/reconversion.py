@@ -1,0 +1,151 @@
+"""Converted tensors that backward makes once more instead of finding them held.
+
+Autograd saves the very tensor that an operator reads, or a view of it. Where its memory is
+that of a tensor converted `again`, a reader is saved in its place: the source of the
+conversion, and how the view lies in what the conversion makes.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autoshard.errors import PlanError
+from autoshard.runtime.conversions import LocalFunction
+
+
+class Reconversions:
+    """The tensors of one run that backward converts once more."""
+
+    def __init__(self) -> None:
+        # A weak reference keeps the address of a storage from being used for another one.
+        self._alive: dict[StorageWeakRef, _Reconversion] = {}
+
+    def add(
+        self, source: torch.Tensor, converted: torch.Tensor, steps: Sequence[LocalFunction]
+    ) -> None:
+        """Let backward make `converted` from its source.
+
+        Args:
+            source: held for backward in its place; may itself be converted again.
+            converted: what the steps made of it.
+            steps: of the conversion.
+        """
+        storage = _storage(converted)
+        # A conversion may end in a view of its source, which then is all there is to hold.
+        if torch.is_grad_enabled() and storage != _storage(source):
+            self._alive[storage] = _Reconversion(self._pack(source), steps)
+
+    def saving(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+        """A context for an operator that reads these tensors."""
+        self._alive = {ref: made for ref, made in self._alive.items() if not _expired(ref)}
+        if self._alive and any(_storage(tensor) in self._alive for tensor in tensors):
+            return saved_tensors_hooks(self._pack, _unpack)
+        return nullcontext()
+
+    def forget(self) -> None:
+        """Let go of everything that no reader needs; the hooks live as long as the graph."""
+        self._alive.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> "_Packed":
+        reconversion = self._alive.get(_storage(tensor))
+        # What is conjugated or negated lazily is more than its memory says.
+        if reconversion is None or tensor.is_conj() or tensor.is_neg():
+            return _Held(tensor)
+        return reconversion.reader(tensor)
+
+
+class _Packed(Protocol):
+    """Stands for a tensor that backward needs."""
+
+    def unpack(self) -> torch.Tensor: ...
+
+
+def _unpack(packed: _Packed) -> torch.Tensor:
+    return packed.unpack()
+
+
+class _Held:
+    """The tensor itself; watched as autograd watches what it saves without hooks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: an output that is saved would otherwise hold the node that holds it.
+        self._tensor = tensor.detach()
+        self._version = tensor._version  # noqa: SLF001  torch has no public way to it
+
+    def unpack(self) -> torch.Tensor:
+        if self._tensor._version != self._version:  # noqa: SLF001  as above
+            raise PlanError(
+                f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was changed "
+                f"in place after forward; call backward before the optimizer's step, and do not "
+                f"write into inputs or results in between"
+            )
+        return self._tensor
+
+
+class _Reader:
+    """A view of a converted tensor that does not hold it."""
+
+    def __init__(self, reconversion: "_Reconversion", tensor: torch.Tensor) -> None:
+        self._reconversion = reconversion
+        self._dtype = tensor.dtype
+        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def unpack(self) -> torch.Tensor:
+        storage = self._reconversion.storage(self)
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
+
+
+class _Reconversion:
+    """One conversion that runs once more in a backward pass.
+
+    What it makes is held from the first reader's turn to the last one's. Another pass over
+    the same graph converts anew.
+    """
+
+    def __init__(self, source: _Packed, steps: Sequence[LocalFunction]) -> None:
+        self._source = source
+        self._steps = steps
+        # Autograd holds the readers, and drops those of a part of the graph that it drops.
+        self._readers: WeakSet[_Reader] = WeakSet()
+        self._waiting: WeakSet[_Reader] = WeakSet()
+        self._converted: torch.Tensor | None = None
+        self._backward_pass = -1
+
+    def reader(self, tensor: torch.Tensor) -> _Reader:
+        """A reader of a view of the converted tensor."""
+        reader = _Reader(self, tensor)
+        self._readers.add(reader)
+        return reader
+
+    def storage(self, reader: _Reader) -> torch.UntypedStorage:
+        """The memory of the converted tensor; a reader's turn."""
+        backward_pass = torch._C._current_graph_task_id()  # noqa: SLF001  as in the recorder
+        converted = self._converted
+        if converted is None or backward_pass != self._backward_pass:
+            converted = self._converted = self._convert()
+            self._backward_pass = backward_pass
+            self._waiting = WeakSet(self._readers)
+        self._waiting.discard(reader)
+        if not self._waiting:
+            self._converted = None
+        return converted.untyped_storage()
+
+    def _convert(self) -> torch.Tensor:
+        with torch.no_grad():
+            tensor = self._source.unpack()
+            for convert in self._steps:
+                tensor = convert(tensor)
+        return tensor
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch
+
+
+def _expired(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]  # torch

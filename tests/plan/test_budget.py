@@ -1,0 +1,123 @@
+"""Plans under a budget: what they recompute, what that costs, and what is asked for."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from scenarios.architectures import mlp as chain
+from support.meshes import slow_devices
+from support.models import Planner, graph_of, llama, meta, mlp
+
+from autoshard.graph import Graph
+from autoshard.plan import Plan, Stage
+
+MESH = slow_devices(a=2, b=2)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    """Six layers, of which three repeat and can be checkpointed."""
+    return chain(layers=6, batch=256, width=32)
+
+
+@pytest.fixture(scope="module")
+def free(planned: Planner, graph: Graph) -> Plan:
+    return planned(graph, MESH)
+
+
+def stage_of(plan: Plan) -> Stage:
+    (stage,) = plan.stages
+    return stage
+
+
+def again(plan: Plan) -> list[str]:
+    return [c.value for c in stage_of(plan).conversions if c.again]
+
+
+def test_with_ample_memory_nothing_is_done_twice(free: Plan) -> None:
+    assert free.costs.recompute == 0
+    assert stage_of(free).checkpoints == ()
+    assert again(free) == []
+
+
+def test_less_memory_never_costs_less(planned: Planner, graph: Graph, free: Plan) -> None:
+    shares = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+    plans = [planned(graph, MESH, memory_budget=int(s * free.memory.peak)) for s in shares]
+    for roomy, tight in pairwise([free, *plans]):
+        assert tight.memory.peak <= tight.memory.budget
+        # What was found may be worse than the best by the gap that is proven, and not more.
+        assert roomy.certificate.bound <= tight.costs.total
+        assert roomy.costs.total * (1 - roomy.certificate.gap) <= tight.costs.total
+    assert plans[-1].costs.recompute > 0
+
+
+def test_what_is_ruled_out_is_not_done(planned: Planner, graph: Graph, free: Plan) -> None:
+    budget = int(0.8 * free.memory.peak)
+    options: dict[str, Any] = {"memory_budget": budget}
+    either = planned(graph, MESH, **options)
+    assert either.found
+    no_blocks = planned(graph, MESH, **options, checkpointing="never")
+    assert stage_of(no_blocks).checkpoints == () if no_blocks.found else True
+    held = planned(graph, MESH, **options, checkpointing="never", reconversion="never")
+    for narrower in (no_blocks, held):
+        if narrower.found:
+            assert narrower.costs.recompute == 0 or again(narrower)
+            assert narrower.costs.total >= either.certificate.bound
+
+
+def test_every_block_is_checkpointed_where_that_is_asked_for(
+    planned: Planner, graph: Graph, free: Plan
+) -> None:
+    plan = planned(graph, MESH, checkpointing="always")
+    spans = [(c.first, c.last) for c in stage_of(plan).checkpoints]
+    assert len(spans) > 1
+    assert plan.costs.recompute > 0
+    assert plan.costs.total > free.costs.total
+    assert plan.memory.turn < free.memory.turn
+
+
+def test_parameters_are_gathered_again_where_that_is_asked_for(planned: Planner) -> None:
+    """Fully sharded data parallelism that reshards after forward."""
+    pins = {"parameters": {"*weight": "S(0)"}, "inputs": {"*": "S(0)"}}
+    plans = {
+        option: planned(meta(mlp, 65536, 512, 512, 512), (4,), pins=pins, reconversion=option)
+        for option in ("never", "always")
+    }
+    assert again(plans["never"]) == []
+    # Nothing asks for the gradient of the first product's input, so its weight is not held.
+    assert again(plans["always"]) == ["p_down_weight"]
+    counts = {
+        option: {(c.kind, c.direction): c.count for c in plan.collectives}
+        for option, plan in plans.items()
+    }
+    assert counts["never"]["all_gather", "forward"] == 2
+    assert counts["always"]["all_gather", "backward"] == 1
+    assert plans["always"].costs.recompute > 0
+    assert plans["always"].memory.turn < plans["never"].memory.turn
+
+
+def test_the_least_budget_works_and_less_does_not(planned: Planner, graph: Graph) -> None:
+    impossible = planned(graph, MESH, memory_budget=10_000)
+    assert impossible.conflict is not None
+    least = impossible.conflict.least_budget
+    assert least is not None
+    plan = planned(graph, MESH, memory_budget=least)
+    assert plan.memory.peak <= least
+    assert plan.costs.recompute > 0
+    below = planned(graph, MESH, memory_budget=least - 1)
+    assert not below.found
+    assert f"{least:,}" in below.reason
+
+
+def test_what_the_optimizer_keeps_takes_memory(planned: Planner) -> None:
+    graph = graph_of(meta(llama))
+    plans = {
+        name: planned(graph, MESH, **options)
+        for name, options in {
+            "plain": {},
+            "narrow": {"state_dtype": "bfloat16"},
+            "none": {"optimizer": "sgd"},
+        }.items()
+    }
+    state = {name: plan.memory.optimizer / plan.memory.parameters for name, plan in plans.items()}
+    assert state == {"plain": 2, "narrow": 1, "none": 0}

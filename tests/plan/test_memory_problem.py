@@ -1,0 +1,234 @@
+"""What the problem with memory counts and pays is what finished plans hold and cost."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, combinations, product
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support.meshes import slow_devices
+from support.models import graph_of
+from torch import nn
+
+from autoshard.errors import PlanError
+from autoshard.layouts import Action
+from autoshard.mesh import Mesh
+from autoshard.plan import PlanOptions
+from autoshard.plan.active import ActiveAxes
+from autoshard.plan.assemble import Assembly
+from autoshard.plan.decisions import Decisions, use_of
+from autoshard.plan.formulate import Formulation, Role
+from autoshard.plan.memory_problem import MemoryProblem
+from autoshard.plan.moments import Backward
+from autoshard.plan.pricing import Prices
+from autoshard.plan.retention import Retention
+from autoshard.plan.steering import Steering
+from autoshard.plan.timeline import timeline
+from autoshard.solve import minimum_usage, solve_problem
+
+
+class Held(NamedTuple):
+    """What a plan costs and takes."""
+
+    cost: float
+    nbytes: float
+    """the most at the turn and at the optimizer's step"""
+    peak: float
+    """the most at any moment"""
+
+
+class Product(nn.Module):
+    """A matrix product saves both of its factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sum()
+
+
+class TwoReaders(nn.Module):
+    """A value that two operators save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        return (y.sin() * y).sum()
+
+
+class ThroughAView(nn.Module):
+    """A value that is saved as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).t().sin().sum()
+
+
+class SavesWhatItMakes(nn.Module):
+    """A value that its own operator saves, and its reader too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).exp().sin().sum()
+
+
+class Layers(nn.Module):
+    """Blocks that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(8, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.exp(torch.tanh(torch.sin(x @ weight)))
+        return x.square().sum()
+
+
+class ResidualLayers(Layers):
+    """Blocks whose results have two readers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x + torch.tanh(torch.sin(x @ weight))
+        return x.square().sum()
+
+
+def formulated(
+    module: type[nn.Module], shape: Sequence[int], mesh: Mesh, **options: Any
+) -> Formulation:
+    with torch.device("meta"):
+        graph = graph_of((module(), {"x": torch.ones(*shape)}))
+    chosen = PlanOptions.model_validate(options)
+    steering = Steering.of(graph, mesh, chosen)
+    return Formulation(graph, ActiveAxes.of(mesh), Prices(mesh, chosen), steering=steering)
+
+
+def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
+
+
+def held_by(formulation: Formulation, decisions: Decisions) -> Held:
+    assembly = Assembly(formulation, decisions)
+    stage = assembly.stage()
+    found = timeline(stage, formulation.graph, training=True)
+    assert found.turn is not None
+    held = max(found.total[found.turn], found.total[-1])
+    return Held(assembly.costs(stage).total, float(held), float(found.peak))
+
+
+def every_plan(formulation: Formulation) -> Iterator[Held]:
+    """All choices, with everything converted again and checkpointed that can be."""
+    graph = formulation.graph
+    retention = Retention(
+        graph, formulation.gradients, formulation.blocks, checkpoints=True, negligible=0.0
+    )
+    spans = [span.nodes for span in dict.fromkeys(retention.spans) if span is not None]
+    allowed = [np.flatnonzero(np.isfinite(v.time)).tolist() for v in formulation.variables]
+    for choice in product(*allowed):
+        if not np.isfinite(formulation.problem.objective(choice)):
+            continue
+        picks = np.array(choice)
+        stage = Assembly(formulation, Decisions(picks)).stage()
+        moving = {
+            (c.value, c.consumer, c.position)
+            for c in stage.conversions
+            if any(step.forward != Action.NOTHING for step in c.steps)
+        }
+        arcs = [i for i, arc in enumerate(formulation.arcs) if use_of(formulation, arc) in moving]
+        for again, redone in product(subsets(arcs), subsets(spans)):
+            try:
+                yield held_by(formulation, Decisions(picks, frozenset(again), redone))
+            except PlanError as error:
+                assert "inside a checkpoint" in str(error)  # noqa: PT017  what is no plan
+
+
+def some(limits: set[float]) -> list[float]:
+    ordered = sorted(limits)
+    return ordered[:: max(len(ordered) // 12, 1)]
+
+
+def assert_agrees(formulation: Formulation, plans: Sequence[Held]) -> None:
+    """At every limit the solution costs as much as the cheapest plan that holds no more."""
+    memory = MemoryProblem(formulation, reconversion="auto", checkpointing="auto")
+    assert minimum_usage(memory.problem) == pytest.approx(min(plan.nbytes for plan in plans))
+    for limit in some({plan.nbytes for plan in plans}):
+        cheapest = min(plan.cost for plan in plans if plan.nbytes <= limit)
+        solution = solve_problem(replace(memory.problem, usage_limit=limit), relative_gap=0)
+        assert solution.objective == pytest.approx(cheapest, rel=1e-9)
+        assert solution.choice is not None
+        found = held_by(formulation, memory.decisions(solution.choice))
+        assert found.cost == pytest.approx(cheapest, rel=1e-9)
+        assert found.nbytes <= limit
+
+
+def assert_bounds(formulation: Formulation, plans: Sequence[Held]) -> None:
+    """With moments of backward, a limit on the peak leaves every plan that obeys it."""
+    inside, variables = formulation.inside_blocks, formulation.variables
+    outside = [i for i in range(len(variables)) if i not in inside]
+    memory = MemoryProblem(
+        formulation,
+        reconversion="auto",
+        checkpointing="auto",
+        backward=[
+            *(Backward(variable=i) for i in outside if variables[i].role is Role.OPERATOR),
+            *(
+                Backward(arc=i)
+                for i, arc in enumerate(formulation.arcs)
+                if arc.source not in inside and arc.target not in inside
+            ),
+        ],
+    )
+    for limit in some({plan.peak for plan in plans}):
+        cheapest = min(plan.cost for plan in plans if plan.peak <= limit)
+        solution = solve_problem(replace(memory.problem, usage_limit=limit), relative_gap=0)
+        assert solution.bound <= cheapest * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (Product, (4, 4)),
+        (TwoReaders, (4,)),
+        (ThroughAView, (4, 2)),
+        (SavesWhatItMakes, (4,)),
+    ],
+)
+def test_every_limit_has_the_best_of_all_plans(
+    module: type[nn.Module], shape: tuple[int, ...]
+) -> None:
+    pins = {"inputs": {"x": "S(0)"}, "nodes": {"sum*": "P"}}
+    formulation = formulated(module, shape, slow_devices(a=2), pins=pins)
+    plans = list(every_plan(formulation))
+    assert_agrees(formulation, plans)
+    assert_bounds(formulation, plans)
+
+
+@pytest.mark.parametrize(("module", "num_ranks"), [(ResidualLayers, 1), (Layers, 2)])
+def test_blocks_are_redone_where_it_costs_least(module: type[nn.Module], num_ranks: int) -> None:
+    """On two ranks, weights are gathered: kept, gathered again, or redone with their block."""
+    names = ("matmul", "sin", "tanh", "exp", "square")
+    pins = {
+        "inputs": {"x": "S(0)"},
+        "parameters": {"*": "S(0)"},
+        "nodes": {f"{name}*": "S(0)" for name in names},
+    }
+    mesh = slow_devices(a=num_ranks)
+    formulation = formulated(module, (4, 8), mesh, pins=pins if num_ranks > 1 else {})
+    plans = list(every_plan(formulation))
+    (block,) = formulation.blocks
+    assert len(plans) >= 2**block.count
+    assert_agrees(formulation, plans)
+    assert_bounds(formulation, plans)

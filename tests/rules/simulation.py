@@ -1,0 +1,291 @@
+"""The proof that a rule is true: run every rank in one process and put the pieces together."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+
+from autoshard.graph import Argument, DType, Node, Ref, Tensor, Token, TokenKind
+from autoshard.layouts import Kind, Layout
+from autoshard.rules import (
+    Call,
+    OperatorRule,
+    Strategy,
+    rule_for,
+    strategies,
+)
+from autoshard.runtime.kernels import LocalNode, Place, bind_kernel
+
+MESHES = ((2,), (4,), (3,), (2, 2))
+STRATEGIES_PER_MESH = 20
+
+Coordinate = tuple[int, ...]
+Pieces = Mapping[Coordinate, torch.Tensor]
+
+CONSTANTS = {
+    ("aten.batch_norm.default", "running_mean"),
+    ("aten.batch_norm.default", "running_var"),
+    ("aten.cross_entropy_loss.default", "weight"),
+    ("aten.nll_loss_nd.default", "weight"),
+    ("aten.binary_cross_entropy_with_logits.default", "weight"),
+    ("aten.binary_cross_entropy_with_logits.default", "pos_weight"),
+}
+"""Floating-point arguments that have no derivative."""
+
+SAME, SUM, SLICE = "same", "sum", "slice"
+VALUE = {Kind.INVARIANT: SAME, Kind.REPLICATE: SAME, Kind.SHARD: SLICE, Kind.PARTIAL: SUM}
+GRADIENT = {Kind.INVARIANT: SAME, Kind.REPLICATE: SUM, Kind.SHARD: SLICE, Kind.PARTIAL: SAME}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call with real tensors."""
+
+    call: Call
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def operator(self) -> Any:
+        namespace, packet, overload = self.call.operator.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+    def run(
+        self, values: tuple[torch.Tensor, ...], replaced: Mapping[str, Any] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        fresh = iter(values)
+        arguments = {key: _concrete(value, fresh) for key, value in self.call.arguments}
+        return _flat(self.operator(**(arguments | dict(replaced or {}))))
+
+
+def make_example(operator: str, **arguments: Any) -> Example:
+    namespace, packet, overload = operator.split(".")
+    schema = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._schema
+    names = [argument.name for argument in schema.arguments]
+    values: list[torch.Tensor] = []
+    ordered = sorted(arguments.items(), key=lambda item: names.index(item[0]))
+    abstract = tuple((key, _abstract(value, values)) for key, value in ordered)
+    example = Example(Call(operator, abstract, (), ()), tuple(values))
+    outputs = example.run(tuple(values))
+    call = Call(operator, abstract, tuple(map(spec, values)), tuple(map(spec, outputs)))
+    return Example(call, tuple(values))
+
+
+def spec(tensor: torch.Tensor) -> Tensor:
+    dtype = DType(str(tensor.dtype).removeprefix("torch."))
+    return Tensor(tuple(tensor.shape), dtype, dtype.is_differentiable)
+
+
+def _abstract(value: Any, values: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        values.append(value)
+        return Ref(f"v{len(values)}")
+    if isinstance(value, (list, tuple)):
+        return tuple(_abstract(item, values) for item in value)
+    if isinstance(value, torch.dtype):
+        return Token(TokenKind.DTYPE, str(value).removeprefix("torch."))
+    return value
+
+
+def _concrete(argument: Argument, values: Any) -> Any:
+    if isinstance(argument, Ref):
+        return next(values)
+    if isinstance(argument, tuple):
+        return [_concrete(item, values) for item in argument]
+    if isinstance(argument, Token):
+        return getattr(torch, argument.value)
+    return argument
+
+
+def _flat(outputs: Any) -> tuple[torch.Tensor, ...]:
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+
+
+def slice_of(
+    layout: Layout, shape: tuple[int, ...], mesh: tuple[int, ...], at: Coordinate
+) -> tuple[slice, ...]:
+    """Where a rank's slice lies in the whole tensor."""
+    slices = []
+    for dim, size in enumerate(shape):
+        start, length = 0, size
+        for axis in layout.cutting_axes(dim):
+            length //= mesh[axis]
+            start += at[axis] * length
+        slices.append(slice(start, start + length))
+    return tuple(slices)
+
+
+def distribute(
+    tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], kinds: Mapping[Kind, str]
+) -> dict[Coordinate, torch.Tensor]:
+    """A whole tensor as the ranks hold it; what is to be summed is split at random."""
+    split = [a for a, t in enumerate(layout.types) if kinds[t.kind] == SUM]
+    terms = [torch.randn_like(tensor) for _ in range(prod(mesh[a] for a in split) - 1)]
+    terms.append(tensor - sum(terms) if terms else tensor)
+    by_term = dict(zip(product(*(range(mesh[a]) for a in split)), terms, strict=True))
+    shape = tuple(tensor.shape)
+    return {
+        at: by_term[tuple(at[a] for a in split)][slice_of(layout, shape, mesh, at)].clone()
+        for at in product(*map(range, mesh))
+    }
+
+
+def assemble(
+    pieces: Pieces,
+    layout: Layout,
+    mesh: tuple[int, ...],
+    shape: tuple[int, ...],
+    kinds: Mapping[Kind, str],
+) -> torch.Tensor:
+    """The whole tensor that the ranks hold; copies are checked to agree."""
+    whole = torch.zeros(shape, dtype=pieces[(0,) * len(mesh)].dtype)
+    same = [a for a, t in enumerate(layout.types) if kinds[t.kind] == SAME]
+    for at, piece in pieces.items():
+        place = slice_of(layout, shape, mesh, at)
+        assert whole[place].shape == piece.shape, "a rank's result has another shape"
+        first = tuple(0 if axis in same else i for axis, i in enumerate(at))
+        assert_close(piece, pieces[first])
+        if at == first:
+            whole[place] += piece
+    return whole
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    if actual is expected or torch.equal(actual, expected):
+        return
+    assert actual.dtype.is_floating_point or actual.dtype.is_complex
+    tolerance = 1e-4 if actual.dtype == torch.float32 else 1e-10
+    assert torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One strategy of an example on a mesh."""
+
+    example: Example
+    strategy: Strategy
+    mesh: tuple[int, ...]
+
+    def check(self) -> None:
+        call = self.example.call
+        whole = self._tracked(self.example.values)
+        expected = self.example.run(whole)
+        local_inputs = self._scatter(self.example.values, self.strategy.inputs, VALUE)
+        local_inputs = {at: self._tracked(values) for at, values in local_inputs.items()}
+        ranks = list(product(*map(range, self.mesh)))
+        local_outputs = {at: self.run_rank(at, local_inputs[at]) for at in ranks}
+        for i, (layout, tensor) in enumerate(zip(self.strategy.outputs, expected, strict=True)):
+            pieces = {at: local_outputs[at][i].detach() for at in ranks}
+            actual = assemble(pieces, layout, self.mesh, call.outputs[i].shape, VALUE)
+            assert_close(actual, tensor.detach())
+        self._check_gradients(whole, expected, local_inputs, local_outputs)
+
+    def _check_gradients(
+        self, whole: Any, expected: Any, local_inputs: Any, local_outputs: Any
+    ) -> None:
+        made = [i for i, tensor in enumerate(expected) if tensor.requires_grad]
+        used = [i for i, tensor in enumerate(whole) if tensor.requires_grad]
+        if not made:
+            return
+        cotangents = [torch.randn_like(expected[i]) for i in made]
+        layouts = [self.strategy.outputs[i] for i in made]
+        local_cotangents = self._scatter(cotangents, layouts, GRADIENT)
+        gradients = _gradients(expected, whole, cotangents, made, used)
+        local = {
+            at: _gradients(local_outputs[at], local_inputs[at], local_cotangents[at], made, used)
+            for at in local_inputs
+        }
+        for place, i in enumerate(used):
+            pieces = {at: local[at][place] for at in local}
+            layout, shape = self.strategy.inputs[i], tuple(whole[i].shape)
+            actual = assemble(pieces, layout, self.mesh, shape, GRADIENT)
+            assert_close(actual, gradients[place])
+
+    def _scatter(self, tensors: Any, layouts: Any, kinds: Any) -> Any:
+        parts = [
+            distribute(tensor, layout, self.mesh, kinds)
+            for tensor, layout in zip(tensors, layouts, strict=True)
+        ]
+        return {at: tuple(part[at] for part in parts) for at in product(*map(range, self.mesh))}
+
+    def _tracked(self, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        call = self.example.call
+        return tuple(
+            value.detach()
+            .clone()
+            .requires_grad_(
+                spec(value).dtype.is_differentiable and (call.operator, name) not in CONSTANTS
+            )
+            for name, value in zip(call.names, values, strict=True)
+        )
+
+    def run_rank(
+        self, at: Coordinate, values: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """What the runtime runs on a rank."""
+        call, strategy = self.example.call, self.strategy
+        made = tuple(f"out{i}" for i in range(len(call.outputs)))
+        local = LocalNode(
+            node=Node("node", call.operator, call.arguments, made),
+            inputs=strategy.inputs,
+            outputs=strategy.outputs,
+            input_shapes=self._local_shapes(strategy.inputs, call.inputs),
+            output_shapes=self._local_shapes(strategy.outputs, call.outputs),
+            place=Place(self.mesh, at, torch.device("cpu")),
+        )
+        return bind_kernel(local)(values, 0)
+
+    def _local_shapes(
+        self, layouts: Sequence[Layout], tensors: Sequence[Tensor]
+    ) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            layout.local_shape(tensor.shape, self.mesh)
+            for layout, tensor in zip(layouts, tensors, strict=True)
+        )
+
+
+def _gradients(
+    outputs: Any, inputs: Any, cotangents: Any, made: list[int], used: list[int]
+) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(
+        [outputs[i] for i in made],
+        [inputs[i] for i in used],
+        list(cotangents),
+        allow_unused=True,
+        materialize_grads=True,
+    )
+
+
+def check_sizes(call: Call, rule: OperatorRule) -> None:
+    """The letters of each dim multiply to its size."""
+    tensors = (*call.inputs, *call.outputs)
+    for tensor, dims in zip(tensors, (*rule.inputs, *rule.outputs), strict=True):
+        for size, letters in zip(tensor.shape, dims, strict=True):
+            assert prod(rule.sizes[letter] for letter in letters) == (size if letters else 1)
+
+
+def prove_rule(
+    example: Example,
+    rule: OperatorRule | None = None,
+    *,
+    meshes: Sequence[tuple[int, ...]] = MESHES,
+) -> set[str]:
+    """Check strategies of an example on every mesh; returns those on one axis of 2."""
+    rule = rule or rule_for(example.call)
+    check_sizes(example.call, rule)
+    torch.default_generator.manual_seed(0)
+    for mesh in meshes:
+        found = strategies(rule, mesh)
+        if len(mesh) > 1 and len(found) > STRATEGIES_PER_MESH:
+            found = tuple(random.Random(0).sample(found, STRATEGIES_PER_MESH))
+        for strategy in found:
+            try:
+                Simulation(example, strategy, mesh).check()
+            except (AssertionError, RuntimeError, IndexError) as error:
+                raise AssertionError(f"{strategy} on {mesh} is wrong: {error}") from error
+    return {str(strategy) for strategy in strategies(rule, (2,))}

@@ -1,0 +1,134 @@
+"""Plans edited by hand so that they recompute, and what a step of them does."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from runtime.comparison import device_mesh, whole
+from runtime.live_storages import LiveStorages
+from torch import nn
+
+from autoshard.graph import Graph, Node, graph_from_json
+from autoshard.layouts import Action
+from autoshard.plan import Checkpoint, CollectiveCount, Conversion, Plan
+from autoshard.plan.recompute import Use, count_collectives
+from autoshard.rules import Kernel, call_of, is_view, kernel_for, saved_by
+from autoshard.runtime import parallelize, record_collectives, summarize
+
+COLLECTIVES = {action.value for action in Action if action.is_collective}
+
+
+@dataclass
+class Step:
+    """What one training step of a plan did on this rank."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    collectives: tuple[CollectiveCount, ...]
+    held: int
+    """Bytes that forward made and that were alive when backward began."""
+
+
+def run_step(
+    plan: Plan,
+    build: Callable[[], tuple[nn.Module, dict[str, Any]]],
+    *,
+    patient_until: int | None = None,
+) -> Step:
+    """Run a step of a model.
+
+    Args:
+        plan: of the model.
+        build: makes the model and its arguments.
+        patient_until: bytes to which what is held should fall, if one waits a little.
+    """
+    torch.manual_seed(0)
+    model, inputs = build()
+    mesh = device_mesh(plan)
+    planned = parallelize(model, plan, mesh, seed=7)
+    live = LiveStorages()
+    with record_collectives(mesh) as recorder:
+        with live:
+            loss = planned(**inputs)["loss"]
+        if patient_until is not None:
+            live.falls_to(patient_until)
+        held = live.nbytes()
+        loss.backward()
+    gradients = {name: whole(p.grad) for name, p in planned.named_parameters()}
+    return Step(whole(loss.detach()), gradients, summarize(recorder.records), held)
+
+
+def edited(plan: Plan, **update: Any) -> Plan:
+    """The plan with another stage and its collectives counted anew."""
+    stage = plan.stages[0].model_copy(update=update)
+    collectives = count_collectives((stage,), (graph_from_json(stage.program),))
+    return plan.model_copy(update={"stages": (stage,), "collectives": collectives})
+
+
+def holding_everything(plan: Plan) -> Plan:
+    """The plan with nothing that runs once more."""
+    return converting_again(edited(plan, checkpoints=()), lambda _: False)
+
+
+def converting_again(plan: Plan, wanted: Callable[[Conversion], bool]) -> Plan:
+    """The plan with `again` on all wanted conversions whose result backward would hold."""
+    stage = plan.stages[0]
+    kept = set(held_conversions(plan))
+    return edited(
+        plan,
+        conversions=tuple(
+            conversion.model_copy(update={"again": conversion in kept and wanted(conversion)})
+            for conversion in stage.conversions
+        ),
+    )
+
+
+def checkpointing(plan: Plan, *modules: str) -> Plan:
+    """The plan with a checkpoint over the nodes of each module."""
+    inside = [nodes_of(plan, module) for module in modules]
+    checkpoints = [Checkpoint(first=nodes[0].name, last=nodes[-1].name) for nodes in inside]
+    return edited(plan, checkpoints=tuple(checkpoints))
+
+
+def nodes_of(plan: Plan, module: str) -> list[Node]:
+    """The nodes of a module and of those in it, in program order."""
+    nodes = graph_from_json(plan.stages[0].program).nodes
+    return [node for node in nodes if f"{node.module}.".startswith(f"{module}.") or not module]
+
+
+def held_conversions(plan: Plan) -> Iterator[Conversion]:
+    """Conversions that communicate, and of whose result an operator keeps something.
+
+    Not all of them: whether a reshape is a view depends on strides.
+    """
+    stage = plan.stages[0]
+    graph = graph_from_json(stage.program)
+    converted = {(c.value, c.consumer, c.position) for c in stage.conversions}
+    for conversion in stage.conversions:
+        if not any(step.forward in COLLECTIVES for step in conversion.steps):
+            continue
+        for user, position in graph.consumers[conversion.value]:
+            name = graph.nodes[user].name
+            own = (conversion.value, name, position) in converted
+            mine = (conversion.consumer, conversion.position) == (name, position)
+            shared = conversion.consumer is None and not own
+            if (mine or shared) and _keeps(graph, converted, user, position):
+                yield conversion
+                break
+
+
+def _keeps(graph: Graph, converted: set[Use], number: int, position: int) -> bool:
+    """Whether a node, or a reader of its view, keeps what it reads."""
+    node = graph.nodes[number]
+    gradients = [graph.values[value].requires_grad for value in node.inputs]
+    if position in saved_by(call_of(graph, node), gradients).inputs:
+        return True
+    if not is_view(node.operator) or kernel_for(node.operator).kind is Kernel.RESHAPE:
+        return False
+    return any(
+        _keeps(graph, converted, *use)
+        for value in node.outputs
+        for use in graph.consumers[value]
+        if not {(value, None, 0), (value, graph.nodes[use[0]].name, use[1])} & converted
+    )

@@ -1,0 +1,90 @@
+"""Plans that the planner makes where memory is short, run on real ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from runtime.recomputation import holding_everything, run_step
+from support import models
+from support.meshes import slow_devices
+from support.models import graph_of
+
+from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+
+NUM_RANKS = 4
+TOLERANCE = 1e-10
+
+
+def double(build: Callable[[], models.Case]) -> models.Case:
+    """In double precision, where a difference of 1e-10 is a different computation."""
+    model, inputs = build()
+    return model.double(), inputs
+
+
+@dataclass
+class Case:
+    """A model that is planned twice: freely, and with less memory."""
+
+    build: Callable[[], models.Case]
+    mesh: dict[str, int]
+    options: dict[str, Any]
+    share: float = 1.0
+    plan: Plan = field(init=False)
+
+    def prepare(self) -> None:
+        torch.manual_seed(0)
+        graph, mesh = graph_of(self.build()), slow_devices(**self.mesh)
+        budget = None
+        if self.share < 1:
+            free = make_plan(graph, mesh, PlanOptions.model_validate(self.options))
+            assert free.memory is not None
+            budget = int(self.share * free.memory.peak)
+        options = PlanOptions.model_validate({**self.options, "memory_budget": budget})
+        plan = make_plan(graph, mesh, options)
+        assert plan.found, plan.reason
+        assert check_plan(plan, graph) == ()
+        assert any(conversion.again for conversion in plan.stages[0].conversions)
+        self.plan = Plan.from_json(plan.to_json())
+
+    def __call__(self) -> None:
+        plain = run_step(holding_everything(self.plan), self.build)
+        step = run_step(self.plan, self.build)
+        torch.testing.assert_close(step.loss, plain.loss, rtol=TOLERANCE, atol=TOLERANCE)
+        for name, gradient in plain.gradients.items():
+            torch.testing.assert_close(
+                step.gradients[name], gradient, rtol=TOLERANCE, atol=TOLERANCE, msg=name
+            )
+        assert step.collectives == self.plan.collectives
+        assert step.held < plain.held
+
+
+FULLY_SHARDED = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}}
+HYBRID = {
+    "pins": {"parameters": {"*": "*,S(0)"}, "inputs": {"*": "S(0),S(0)"}},
+    "reconversion": "always",
+    "checkpointing": "always",
+}
+
+CASES = {
+    "gathered again under a budget": Case(
+        partial(double, models.gpt2), {"dp": 4}, FULLY_SHARDED, share=0.85
+    ),
+    "gathered again and checkpointed": Case(
+        partial(double, models.llama), {"dp": 2, "tp": 2}, HYBRID
+    ),
+}
+
+
+def test_the_second_case_has_both() -> None:
+    case = CASES["gathered again and checkpointed"]
+    case.prepare()
+    assert case.plan.stages[0].checkpoints
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_planned_recomputation(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)

@@ -1,0 +1,157 @@
+"""Operators that ranks call in their own way, on real ranks: cut as planned, and exact."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from runtime.comparison import check_training
+from support.meshes import slow_devices
+from support.models import Case as Built
+from torch import nn
+from torch.nn import functional
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from autoshard.graph import export_model, load_graph
+from autoshard.plan import Plan, PlanOptions, make_plan
+
+NUM_RANKS = 4
+
+
+class Causal(nn.Module):
+    """Causal attention without a mask over one long sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        heads = self.project(x).view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(batch, length, 16)
+        return functional.mse_loss(self.head(mixed), y)
+
+
+class Patches(nn.Module):
+    """One large image: patches, channels on their own, groups, and back to pixels."""
+
+    weight: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(4, 16, 2, stride=2)
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.norm = nn.GroupNorm(4, 16)
+        self.widen = nn.Conv2d(16, 32, 1)
+        self.pixels = nn.ConvTranspose2d(32, 8, 2, stride=2)
+        self.head = nn.Linear(8, 4)
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.widen(functional.gelu(self.norm(self.depthwise(self.patches(x)))))
+        h = functional.interpolate(self.pixels(h), scale_factor=2.0, mode="nearest")
+        scores = self.head(functional.adaptive_avg_pool2d(h, 1).flatten(1))
+        return functional.cross_entropy(scores, y, self.weight, label_smoothing=0.1)
+
+
+class Recommender(nn.Module):
+    """Bags of ids beside a recurrence over a sequence with learned steps at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(32, 16, mode="sum")
+        self.recurrence = nn.LSTM(16, 8, batch_first=True)
+        self.steps = nn.Parameter(torch.randn(4, 16))
+        self.head = nn.Linear(24, 1)
+
+    def forward(
+        self, ids: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+    ) -> torch.Tensor:
+        steps = self.steps.unsqueeze(0).repeat(x.shape[0], 1, 1)
+        states, _ = self.recurrence(torch.cat([x, steps], 1))
+        scores = self.head(torch.cat([self.bags(ids, offsets), states[:, -1]], 1))
+        return functional.binary_cross_entropy_with_logits(scores.squeeze(1), y)
+
+
+def causal() -> Built:
+    return Causal(), {"x": torch.randn(1, 64, 16), "y": torch.randn(1, 64, 8)}
+
+
+def patches() -> Built:
+    return Patches(), {"x": torch.randn(1, 4, 32, 32), "y": torch.tensor([1])}
+
+
+def recommender() -> Built:
+    ids, offsets = torch.randint(0, 32, (16,)), torch.tensor([0, 2, 2, 7])
+    return Recommender(), {
+        "ids": ids,
+        "offsets": offsets,
+        "x": torch.randn(4, 6, 16),
+        "y": torch.rand(4),
+    }
+
+
+def mixtral() -> Built:
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    ids = torch.randint(0, 32, (4, 8))
+    return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+@dataclass
+class Case:
+    """A model, a mesh, and how some operators are cut there."""
+
+    build: Callable[[], Built]
+    axes: dict[str, int]
+    cut: dict[str, str]
+    plan: Plan = field(init=False)
+
+    def prepare(self) -> None:
+        torch.manual_seed(0)
+        model, inputs = self.build()
+        graph = load_graph(export_model(model, (), inputs))
+        plan = make_plan(graph, slow_devices(**self.axes), PlanOptions())
+        assert plan.found, plan.reason
+        layouts = {node.name: node.inputs[0] for node in plan.stages[0].nodes if node.inputs}
+        assert {name: layouts[name] for name in self.cut} == self.cut
+        self.plan = Plan.from_json(plan.to_json())
+
+    def __call__(self) -> None:
+        torch.manual_seed(0)
+        model, inputs = self.build()
+        check_training(model, self.plan, kwargs=inputs)
+
+
+SDPA = "scaled_dot_product_attention"
+CASES = {
+    "causal 4": Case(causal, {"a": 4}, {SDPA: "S(2)"}),
+    "causal 2x2": Case(causal, {"a": 2, "b": 2}, {SDPA: "S(2),S(1)"}),
+    "patches 4": Case(
+        patches,
+        {"a": 4},
+        {"conv2d": "S(2)", "conv2d_1": "S(1)", "group_norm": "S(1)", "conv_transpose2d": "S(2)"}
+        | {"upsample_nearest2d": "S(2)", "adaptive_avg_pool2d": "S(2)"},
+    ),
+    "patches 2x2": Case(patches, {"a": 2, "b": 2}, {"conv2d": "S(2),S(2)"}),
+    "recommender 4": Case(recommender, {"a": 4}, {"embedding_bag": "S(1)", "lstm": "S(0)"}),
+    "mixtral 4": Case(mixtral, {"a": 4}, {"histc": "S(0)"}),
+    "mixtral 2x2": Case(mixtral, {"a": 2, "b": 2}, {"grouped_mm_fallback": "S(0),S(1)"}),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_operator(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)

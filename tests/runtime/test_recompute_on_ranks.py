@@ -1,0 +1,184 @@
+"""Planned transformers that recompute: the same numbers, less memory, the collectives counted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from runtime.recomputation import (
+    checkpointing,
+    converting_again,
+    holding_everything,
+    nodes_of,
+    run_step,
+)
+from support import models
+from support.meshes import slow_devices
+from support.models import graph_of
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from autoshard.plan import Conversion, Plan, PlanOptions, make_plan
+
+NUM_RANKS = 4
+
+TOLERANCE = 1e-10
+
+
+def double(build: Callable[[], models.Case]) -> models.Case:
+    """In double precision, where a difference of 1e-10 is a different computation."""
+    model, inputs = build()
+    return model.double(), inputs
+
+
+def noisy_gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    """A small GPT-2 with dropout everywhere."""
+    config = GPT2Config(
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        n_positions=16,
+        vocab_size=64,
+        resid_pdrop=0.2,
+        embd_pdrop=0.2,
+        attn_pdrop=0.2,
+    )
+    ids = torch.randint(0, 64, (4, 8))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+MODELS = {
+    "gpt2": partial(double, models.gpt2),
+    "noisy gpt2": partial(double, noisy_gpt2),
+    "llama": partial(double, models.llama),
+}
+LAYERS = {
+    "gpt2": ("transformer.h.0", "transformer.h.1"),
+    "noisy gpt2": ("transformer.h.0", "transformer.h.1"),
+    "llama": ("model.layers.0", "model.layers.1"),
+}
+MESHES = {"4": {"dp": 4}, "2x2": {"dp": 2, "tp": 2}}
+
+
+def sequence_parallel(norms: str) -> dict[str, Any]:
+    """Weights are cut over both axes; the batch over dp, and what leaves norms over tp too."""
+    return {
+        "pins": {
+            "parameters": {"*": "S(0),*"},
+            "inputs": {"*": "S(0),R"},
+            "nodes": {norms: "S(0),S(1)"},
+        }
+    }
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fsdp": {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}},
+    "hsdp": {"pins": {"parameters": {"*": "*,S(0)"}, "inputs": {"*": "S(0),S(0)"}}},
+    "megatron": {"algo": "megatron"},
+    "sequence": sequence_parallel("*layernorm"),
+    "sequence of gpt2": sequence_parallel("*.ln_?"),
+}
+
+
+@cache
+def planned(model: str, mesh: str, options: str) -> Plan:
+    torch.manual_seed(0)
+    plan = make_plan(
+        graph_of(MODELS[model]()),
+        slow_devices(**MESHES[mesh]),
+        PlanOptions.model_validate(OPTIONS[options]),
+    )
+    assert plan.found, plan.reason
+    return holding_everything(plan)
+
+
+def parameters(plan: Plan) -> Callable[[Conversion], bool]:
+    names = {p.name for p in plan.stages[0].parameters}
+    return lambda conversion: conversion.value in names
+
+
+@dataclass
+class Case:
+    """A plan, and how it is edited."""
+
+    model: str
+    mesh: str
+    options: str
+    edit: Callable[[Plan, tuple[str, ...]], Plan]
+    plain: Plan = field(init=False)
+    plan: Plan = field(init=False)
+
+    def prepare(self) -> None:
+        self.plain = planned(self.model, self.mesh, self.options)
+        edited = self.edit(self.plain, LAYERS[self.model])
+        self.plan = Plan.from_json(edited.to_json())
+
+    def __call__(self) -> None:
+        plain = run_step(self.plain, MODELS[self.model])
+        whole = parameters(self.plan)
+        # The last step of a gather makes the whole parameter; its slice is there anyway.
+        made_anew = [
+            c.steps[-1].nbytes for c in self.plan.stages[0].conversions if c.again and whole(c)
+        ]
+        wanted = plain.held // 2 if self.edit is checkpoints else plain.held - sum(made_anew)
+        step = run_step(self.plan, MODELS[self.model], patient_until=wanted)
+        torch.testing.assert_close(step.loss, plain.loss, rtol=TOLERANCE, atol=TOLERANCE)
+        assert step.gradients.keys() == plain.gradients.keys()
+        for name, gradient in plain.gradients.items():
+            torch.testing.assert_close(
+                step.gradients[name], gradient, rtol=TOLERANCE, atol=TOLERANCE, msg=name
+            )
+        assert plain.collectives == self.plain.collectives
+        assert step.collectives == self.plan.collectives
+        assert step.held <= wanted < plain.held
+
+
+def again(plan: Plan, _layers: tuple[str, ...]) -> Plan:
+    return converting_again(plan, parameters(plan))
+
+
+def everything_again(plan: Plan, _layers: tuple[str, ...]) -> Plan:
+    return converting_again(plan, lambda _: True)
+
+
+def checkpoints(plan: Plan, layers: tuple[str, ...]) -> Plan:
+    return checkpointing(plan, *layers)
+
+
+def one_of_each(plan: Plan, layers: tuple[str, ...]) -> Plan:
+    """A checkpoint over the last layer, and `again` everywhere else."""
+    stage = plan.stages[0]
+    inside = {n.name for n in nodes_of(plan, layers[-1])}
+    makers = {v: n.name for n in nodes_of(plan, "") for v in n.outputs}
+
+    def outside(conversion: Conversion) -> bool:
+        place = conversion.consumer or makers.get(conversion.value)
+        return place not in inside
+
+    assert {c.consumer for c in stage.conversions} & inside
+    return converting_again(checkpointing(plan, layers[-1]), outside)
+
+
+CASES = {
+    f"{model} {mesh} {options} {edit.__name__}": Case(model, mesh, options, edit)
+    for model, mesh, options, edit in [
+        ("gpt2", "4", "fsdp", again),
+        ("gpt2", "4", "fsdp", checkpoints),
+        ("llama", "4", "fsdp", everything_again),
+        ("llama", "2x2", "hsdp", again),
+        ("llama", "2x2", "sequence", checkpoints),
+        ("llama", "2x2", "sequence", everything_again),
+        ("llama", "2x2", "sequence", one_of_each),
+        ("noisy gpt2", "2x2", "megatron", checkpoints),
+        ("noisy gpt2", "2x2", "sequence of gpt2", checkpoints),
+        ("noisy gpt2", "2x2", "sequence of gpt2", everything_again),
+    ]
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_recomputing_model(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)

@@ -1,0 +1,250 @@
+"""Wide problems: bounds that hold, cores that are parts, and the optimum in the end."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.errors import ProblemError
+from autoshard.solve import (
+    Closure,
+    Edge,
+    Marginals,
+    Node,
+    Problem,
+    Repeat,
+    Status,
+    brute_force,
+    solve_problem,
+)
+from autoshard.solve.narrowing import search as narrowing
+from autoshard.solve.narrowing.core import Core, one_per_run
+from autoshard.solve.narrowing.folded import Folded
+from autoshard.solve.narrowing.messages import Messages
+from autoshard.solve.narrowing.spanning import strategy_bounds
+from autoshard.solve.repeats import find_runs, independent_runs
+
+SIZES = st.sampled_from([(2, 1, 1), (3, 2, 0), (4, 1, 0), (5, 1, 1), (6, 1, 0)])
+"""Layers, nodes inside a layer, hubs."""
+
+
+def link(rng: np.random.Generator, source: int, target: int, *, closure: bool) -> Edge:
+    """A link of prices on three states, as a matrix or as the closure of some steps."""
+    states = np.arange(3)
+    if not closure:
+        prices = rng.integers(-2, 9, (3, 3)) / 2
+        prices[rng.random((3, 3)) < 0.1] = np.inf
+        return Edge(source, target, prices, states, states)
+    arcs = [(a, b) for a in range(3) for b in range(3) if a != b and rng.random() < 0.8]
+    ends = np.array(arcs, dtype=np.intp).reshape(-1, 2)
+    steps = Closure(3, ends[:, 0], ends[:, 1], rng.integers(0, 9, len(arcs)) / 2)
+    return Edge(source, target, steps, states, states)
+
+
+def layered(seed: int, num_layers: int, num_inner: int, num_hubs: int) -> Problem:
+    """A head, equal layers in a row, a tail; hubs are linked to every layer."""
+    rng = np.random.default_rng(seed)
+
+    def node() -> Node:
+        return Node(rng.integers(0, 12, 3) / 2, rng.integers(0, 6, 3).astype(float), (0, 1))
+
+    def copy(edge: Edge, source: int, target: int) -> Edge:
+        return Edge(source, target, edge.prices, edge.rows, edge.cols)
+
+    nodes = [node() for _ in range(1 + num_hubs)]
+    layer = [node() for _ in range(num_inner + 1)]
+    inside = [link(rng, i, num_inner, closure=i % 2 == 0) for i in range(num_inner)]
+    entry, skip = (link(rng, 0, 0, closure=closure) for closure in (True, False))
+    spokes = [link(rng, 0, 0, closure=False) for _ in range(num_hubs)]
+    edges: list[Edge] = []
+    instances, before = [], 0
+    for _ in range(num_layers):
+        first = len(nodes)
+        nodes.extend(layer)
+        edges.extend(copy(edge, first + edge.source, first + num_inner) for edge in inside)
+        edges.extend([copy(entry, before, first), copy(skip, before, first + num_inner)])
+        edges.extend(copy(spoke, 1 + h, first) for h, spoke in enumerate(spokes))
+        instances.append(tuple(range(first, len(nodes))))
+        before = len(nodes) - 1
+    nodes.append(node())
+    edges.append(link(rng, before, len(nodes) - 1, closure=True))
+    return Problem(tuple(nodes), tuple(edges), repeats=(Repeat(tuple(instances)),))
+
+
+def written_down(problem: Problem) -> Problem:
+    """The same problem with a matrix for every edge."""
+    edges = (Edge(e.source, e.target, e.cost, e.rows, e.cols) for e in problem.edges)
+    return replace(problem, edges=tuple(edges))
+
+
+def folded_messages(problem: Problem) -> Messages:
+    folded = Folded(problem, independent_runs(problem))
+    costs = [problem.nodes[place.nodes[0]].cost for place in folded.places]
+    return Messages(folded, costs, check=lambda: None)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every problem counts as wide, and cores start with one strategy per place."""
+    monkeypatch.setattr(narrowing, "_WIDE", 0.0)
+    monkeypatch.setattr(narrowing, "_FIRST_WIDTH", 1)
+    monkeypatch.setattr(narrowing, "_LAST_WIDTH", 2)
+    monkeypatch.setattr(narrowing, "_NEARBY", 1)
+    monkeypatch.setattr(narrowing, "_FULL", 0.0)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 9))
+def test_closure_is_the_matrix_of_cheapest_ways(seed: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    steps = np.where(rng.random((size, size)) < 0.4, rng.integers(0, 9, (size, size)), np.inf)
+    sources, targets = np.nonzero(np.isfinite(steps))
+    closure = Closure(size, sources, targets, steps[sources, targets])
+    ways = np.where(np.eye(size, dtype=bool), 0.0, steps)
+    for middle in range(size):
+        ways = np.minimum(ways, ways[:, [middle]] + ways[[middle]])
+    vector = np.where(rng.random(size) < 0.7, rng.integers(-9, 9, size), np.inf)
+    some = rng.integers(0, size, 3)
+
+    np.testing.assert_array_equal(closure.forwards(vector), (vector[:, None] + ways).min(axis=0))
+    np.testing.assert_array_equal(closure.backwards(vector), (ways + vector).min(axis=1))
+    np.testing.assert_array_equal(closure.between(some, some), ways[np.ix_(some, some)])
+    np.testing.assert_array_equal(closure.dense, ways)
+    assert closure.price(int(some[0]), int(some[1])) == ways[some[0], some[1]]
+
+
+def test_closure_prices_choices_as_its_matrix_does() -> None:
+    problem = layered(3, num_layers=3, num_inner=1, num_hubs=1)
+    dense = written_down(problem)
+    rng = np.random.default_rng(0)
+    some = np.array([4, 1, 6])
+    for choice in rng.integers(0, 3, (50, len(problem.nodes))):
+        expected = dense.prices(choice)
+        np.testing.assert_array_equal(problem.prices(choice), expected)
+        part = problem.prices(choice, nodes=some, edges=some)
+        np.testing.assert_array_equal(part, expected[[*some, *(some + len(problem.nodes))]])
+
+
+def test_closure_of_an_unpriced_step_is_refused() -> None:
+    steps = Closure(2, np.array([0]), np.array([1]), np.array([np.nan]))
+    node = Node(np.zeros(2), np.zeros(2))
+    with pytest.raises(ProblemError, match="NaN"):
+        Problem((node, node), (Edge(0, 1, steps, np.arange(2), np.arange(2)),))
+
+
+@settings(max_examples=80)
+@given(seed=st.integers(0, 10**6), sizes=SIZES)
+def test_bounds_of_messages_hold_and_never_fall(seed: int, sizes: tuple[int, int, int]) -> None:
+    problem = layered(seed, *sizes)
+    messages = folded_messages(problem)
+    exact = Marginals.of(written_down(problem))
+    assert exact is not None
+    optimum = float(exact.least[0].min())
+    before = -np.inf
+    for _ in range(6):
+        messages.sweep()
+        bound, least = strategy_bounds(messages)
+        slack = 1e-9 * max(1.0, abs(optimum))
+        assert before - slack <= messages.bound <= optimum + slack
+        assert messages.bound - slack <= bound <= optimum + slack
+        for place, bounds in zip(messages.folded.places, least, strict=True):
+            for v in place.nodes:
+                assert (bounds <= exact.least[v] + slack).all()
+        before = messages.bound
+
+
+def test_a_run_is_folded_to_the_same_size_at_any_depth() -> None:
+    shapes = set()
+    for num_layers in (5, 7, 40):
+        folded = Folded(problem := layered(5, num_layers, 2, 1), independent_runs(problem))
+        shapes.add((len(folded.places), len(folded.slots), len(folded.bonds)))
+        assert sorted(v for p in folded.places for v in p.nodes) == list(range(len(problem.nodes)))
+        ends = sum(slot.num_edges for slot in folded.slots)
+        assert ends == 2 * len(problem.edges)
+    assert len(shapes) == 1
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), sizes=SIZES)
+def test_core_is_the_problem_with_fewer_strategies(seed: int, sizes: tuple[int, int, int]) -> None:
+    problem = layered(seed, *sizes)
+    folded = Folded(problem, independent_runs(problem))
+    rng = np.random.default_rng(seed)
+    masks = [rng.random(3) < 0.5 for _ in folded.places]
+    masks = one_per_run(folded, [mask | (np.arange(3) == 1) for mask in masks])
+    costs = [problem.nodes[place.nodes[0]].cost for place in folded.places]
+    core = Core.of(problem, folded, masks, costs=costs, usage_limit=np.inf)
+    picks = np.array([int(rng.integers(0, len(kept))) for kept in core.kept])
+    whole = np.array([kept[s] for kept, s in zip(core.kept, picks, strict=True)])
+
+    assert all(masks[folded.place_of[v]][s] for v, s in enumerate(whole))
+    np.testing.assert_array_equal(core.problem.prices(picks), problem.prices(whole))
+    assert [run.instances for run in find_runs(core.problem)] == [
+        run.instances for run in find_runs(problem)
+    ]
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("seed", range(30))
+def test_narrowing_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> None:
+    problem = layered(seed, *[(3, 2, 0), (4, 1, 0), (5, 1, 1), (6, 1, 0)][seed % 4])
+    exact = Marginals.of(written_down(problem))
+    assert exact is not None
+    optimum = float(exact.least[0].min())
+    solution = solve_problem(problem, relative_gap=0.0)
+    assert solution.statistics["narrowing.sweeps"] > 0
+    if not np.isfinite(optimum):
+        assert solution.status in (Status.INFEASIBLE, Status.TIMED_OUT)
+        return
+    assert solution.choice is not None
+    assert solution.objective == pytest.approx(problem.objective(solution.choice))
+    assert solution.bound <= optimum + 1e-9
+    assert solution.objective >= optimum - 1e-9
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("seed", range(20))
+def test_narrowing_without_closures_ends_at_the_optimum(seed: int) -> None:
+    problem = written_down(layered(seed, 4, 1, 1))
+    expected = brute_force(problem)
+    solution = solve_problem(problem, relative_gap=0.0)
+    assert solution.status is expected.status
+    assert solution.objective == pytest.approx(expected.objective)
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, -0.1])
+@pytest.mark.parametrize("seed", range(6))
+def test_narrowing_keeps_a_limit(seed: int, share: float) -> None:
+    free = layered(seed, 4, 1, 0)
+    peaks = [
+        free.peak_usage([int(pick(node.usage)) for node in free.nodes])
+        for pick in (np.argmin, np.argmax)
+    ]
+    problem = replace(free, usage_limit=peaks[0] + share * (peaks[1] - peaks[0]))
+    expected = brute_force(problem)
+    solution = solve_problem(problem, relative_gap=0.0)
+    if solution.status is Status.INFEASIBLE:
+        assert expected.status is Status.INFEASIBLE
+        return
+    assert solution.bound <= expected.objective + 1e-9
+    if solution.choice is not None:
+        assert problem.is_feasible(solution.choice)
+        assert solution.objective >= expected.objective - 1e-9
+
+
+def test_what_needs_matrices_passes_closures_by() -> None:
+    problem = layered(1, 3, 1, 0)
+    assert Marginals.of(problem) is None
+    assert Marginals.of(written_down(problem)) is not None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_closures_are_solved_without_repeats(seed: int) -> None:
+    problem = replace(layered(seed, 3, 1, 1), repeats=())
+    expected = brute_force(problem)
+    solution = solve_problem(problem, relative_gap=0.0)
+    assert solution.objective == pytest.approx(expected.objective)
+    assert solution.bound <= expected.objective + 1e-9

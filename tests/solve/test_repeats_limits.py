@@ -1,0 +1,139 @@
+"""Limits that bind over runs, at one time or at many."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.layered import layered, with_times
+
+from autoshard.solve import Node, Problem, Status, minimum_usage, solve_problem
+from autoshard.solve.cuts import best_mixture, best_prices
+from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
+from autoshard.solve.repeats.filling import Filling
+from autoshard.solve.repeats.runs import Run
+from autoshard.solve.repeats.switching import between
+from autoshard.solve.repeats.watch import Watch
+from autoshard.solve.search import Search
+
+SHARES = st.sampled_from([0.0, 0.05, 0.2, 0.4, 0.7])
+
+
+def told(problem: Problem, *, gap: float = 1e-9) -> tuple[Outcome, Search]:
+    search = Search(problem, gap=gap)
+    return solve_repeats(search), search
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    num_layers=st.integers(2, 4),
+    num_inner=st.integers(1, 2),
+    num_hubs=st.integers(0, 1),
+    share=SHARES,
+)
+def test_bounds_and_choices_under_a_limit_at_many_times(
+    seed: int, num_layers: int, num_inner: int, num_hubs: int, share: float
+) -> None:
+    plain = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
+    problem = with_times(plain, seed, share)
+    expected = solve_problem(replace(problem, repeats=()))
+    outcome, search = told(problem)
+    if outcome is Outcome.INFEASIBLE:
+        assert expected.status is Status.INFEASIBLE
+        return
+    assert search.bound <= expected.objective * (1 + 1e-12)
+    assert (search.choice is None) or problem.is_feasible(search.choice)
+    assert search.objective >= expected.objective - 1e-9
+    solution = solve_problem(problem)
+    assert solution.status is expected.status
+    assert solution.objective == pytest.approx(expected.objective)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("share", [0.15, 0.4])
+def test_many_layers_end_near_the_bound(seed: int, share: float) -> None:
+    problem = with_times(layered(seed, num_layers=60, num_inner=2, num_hubs=0), seed, share)
+    outcome, search = told(problem, gap=1e-3)
+    assert outcome is Outcome.TOLD
+    assert search.choice is not None
+    assert problem.is_feasible(search.choice)
+    assert search.objective - search.bound <= 0.02 * search.objective
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
+def test_the_least_limit_of_layers(seed: int, num_layers: int) -> None:
+    problem = with_times(layered(seed, num_layers=num_layers, num_inner=2, num_hubs=1), seed, 0.0)
+    expected = minimum_usage(replace(problem, repeats=()))
+    least = minimum_usage(problem)
+    assert expected * (1 - 1e-9) <= least <= expected * (1 + 1e-5)
+    below = replace(problem, usage_limit=least * (1 - 1e-4) - 1e-9)
+    outcome, search = told(below)
+    assert outcome is Outcome.INFEASIBLE or search.choice is None
+
+
+@given(seed=st.integers(0, 10**6), share=SHARES)
+def test_weighted_usage_is_at_most_the_peak(seed: int, share: float) -> None:
+    problem = with_times(layered(seed, num_layers=3, num_inner=2, num_hubs=1), seed, share)
+    rng = np.random.default_rng(seed)
+    watch = Watch(problem, find_runs(problem))
+    choices = [
+        np.array([int(rng.integers(node.num_strategies)) for node in problem.nodes])
+        for _ in range(6)
+    ]
+    for choice in choices:
+        assert watch.over_time(watch.uses(choice)).max() == problem.peak_usage(choice)
+        watch.add(watch.uses(choice))
+    for weights in (*watch.weights, watch.everywhere):
+        for group, other in zip(*find_runs(problem)[0].instances[:2], strict=True):
+            assert weights[group] == weights[other]
+        for choice in choices:
+            assert weights @ watch.uses(choice) <= problem.peak_usage(choice) * (1 + 1e-12)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_filling_only_improves_and_keeps_the_limit(seed: int) -> None:
+    problem = with_times(layered(seed, num_layers=4, num_inner=2, num_hubs=1), seed, 0.5)
+    rng = np.random.default_rng(seed)
+    least = np.array([int(node.usage.argmin()) for node in problem.nodes])
+    options = [
+        np.array([int(rng.integers(node.num_strategies)) for node in problem.nodes])
+        for _ in range(4)
+    ]
+    runs = find_runs(problem)
+    filling = Filling(problem, runs, Watch(problem, runs), check=lambda: None)
+    filled = filling.improve(least, options)
+    assert problem.is_feasible(filled)
+    assert problem.objective(filled) <= problem.objective(least)
+    for groups in runs[0].instances:
+        members = list(groups)
+        single = filled.copy()
+        for option in options:
+            single[members] = option[members]
+            better = problem.objective(single) < problem.objective(filled) - 1e-9
+            assert not (better and problem.is_feasible(single))
+
+
+@pytest.mark.parametrize("limit", [5.0, 7.0, 10.0])
+def test_as_many_groups_as_fit_are_switched(limit: float) -> None:
+    """Groups of one node: the cheap strategy takes 2, the dear one takes 1."""
+    node = Node(np.array([1.0, 2.0]), np.array([2.0, 1.0]), (0, 1))
+    problem = Problem((node,) * 5, usage_limit=limit)
+    run = Run(tuple((v,) for v in range(5)), (), (), ())
+    above, below = np.zeros(5, dtype=np.intp), np.ones(5, dtype=np.intp)
+    peaks = [problem.peak_usage(choice) for choice in between(problem, [run], above, below)]
+    assert max(peaks) == limit
+
+
+def test_cuts_meet_where_they_promise_most() -> None:
+    """A falling and a rising line meet at price 2, where both promise 3."""
+    prices, promised = best_prices(np.array([5.0, 1.0]), np.array([[-1.0], [1.0]]), 100.0)
+    assert prices == pytest.approx([2.0])
+    assert promised == pytest.approx(3.0)
+
+
+def test_the_best_mixture_evens_out() -> None:
+    assert best_mixture(np.array([[3.0, 0.0], [0.0, 1.0]])) == pytest.approx([0.25, 0.75])

@@ -1,0 +1,232 @@
+"""Tables in a store: answers are those of a fresh solve, and damage is noticed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from autoshard.solve import Edge, Node, Problem, Repeat, Solution, solve_problem
+from autoshard.solve.tables import FoundTable, KeptTable
+
+STRATEGIES = 4
+KEY = "0" * 64
+
+
+@dataclass
+class Store:
+    """A store that counts what it did not have."""
+
+    entries: dict[str, bytes] = field(default_factory=dict)
+    missed: int = 0
+
+    def get(self, key: str) -> bytes | None:
+        self.missed += key not in self.entries
+        return self.entries.get(key)
+
+    def put(self, key: str, body: bytes) -> None:
+        self.entries.setdefault(key, body)
+
+
+def model(seed: int, *, layers: int, around: int = 0, nudge: float = 0.0) -> Problem:
+    """Equal layers in a row with two hubs; `seed` makes the layers, `around` all the rest."""
+    inside, outside = np.random.default_rng(seed), np.random.default_rng(around)
+
+    def node(rng: np.random.Generator, extra: float = 0.0) -> Node:
+        usage = rng.integers(0, 6, STRATEGIES).astype(float)
+        return Node(rng.random(STRATEGIES) + np.array([extra, 0, 0, 0]), usage, (0, 1))
+
+    def edge(rng: np.random.Generator) -> Callable[[int, int], Edge]:
+        cost, index = rng.random((STRATEGIES, STRATEGIES)), np.arange(STRATEGIES)
+        return lambda source, target: Edge(source, target, cost, index, index)
+
+    members = [node(inside, nudge), node(inside), node(inside)]
+    enters, first, second, across = (edge(inside) for _ in range(4))
+    spokes = [edge(inside), edge(inside)]
+    nodes = [node(outside) for _ in range(2 + around % 2)]
+    before = len(nodes)
+    nodes.append(node(outside))
+    edges = [edge(outside)(0, 1)] + [edge(outside)(i, before) for i in range(before)]
+    instances = []
+    for _ in range(layers):
+        a, b, c = range(len(nodes), len(nodes) + 3)
+        nodes += members
+        edges += [enters(before, a), first(a, b), second(b, c), across(a, c)]
+        edges += [spoke(hub, b) for hub, spoke in enumerate(spokes)]
+        instances.append((a, b, c))
+        before = c
+    nodes.append(node(outside))
+    edges.append(edge(outside)(before, len(nodes) - 1))
+    return Problem(tuple(nodes), tuple(edges), repeats=(Repeat(tuple(instances)),))
+
+
+def limited(problem: Problem, share: float) -> Problem:
+    """The problem under a limit part of the way from the least usage to the most."""
+    least, most = (sum(float(f(n.usage)) for n in problem.nodes) for f in (np.min, np.max))
+    return replace(problem, usage_limit=least + share * (most - least))
+
+
+def assert_same(one: Solution, other: Solution) -> None:
+    assert (one.status, one.objective, one.bound) == (other.status, other.objective, other.bound)
+    assert np.array_equal(np.asarray(one.choice), np.asarray(other.choice))
+
+
+def reused(solution: Solution) -> tuple[int, int]:
+    """How many tables came from the store, and how many did not."""
+    blocks = solution.blocks
+    return sum(b.num_reused for b in blocks), sum(b.num_solved for b in blocks)
+
+
+@pytest.fixture(params=["tables over hubs", "hubs relaxed first"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tables are made whole; with no work allowed up front, hubs are narrowed."""
+    if "relaxed" in request.param:
+        monkeypatch.setattr("autoshard.solve.repeats.solver._EAGER_WORK", 0.0)
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("share", [None, 0.3])
+def test_cached_answers_are_those_of_a_fresh_solve(seed: int, share: float | None) -> None:
+    store = Store()
+    problem = model(seed, layers=4)
+    if share is not None:
+        problem = limited(problem, share)
+    fresh = solve_problem(problem)
+    first = solve_problem(problem, tables=store)
+    again = solve_problem(problem, tables=store)
+    assert_same(first, fresh)
+    assert_same(again, fresh)
+    assert reused(first)[1] > 0
+    assert reused(again) == (sum(reused(first)), 0)
+    assert fresh.objective == pytest.approx(solve_problem(replace(problem, repeats=())).objective)
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("seed", range(3))
+def test_other_depths_and_other_models_reuse_a_block(seed: int) -> None:
+    store = Store()
+    first = solve_problem(model(seed, layers=4), tables=store)
+    for other in (model(seed, layers=7), model(seed, layers=3, around=1)):
+        fresh, cached = solve_problem(other), solve_problem(other, tables=store)
+        assert_same(cached, fresh)
+        assert reused(cached)[0] > 0
+        assert [b.key for b in cached.blocks] == [b.key for b in first.blocks]
+
+
+def test_what_repeats_is_named() -> None:
+    problem = model(1, layers=5)
+    (block,) = solve_problem(problem, tables=Store()).blocks
+    assert block.num_groups == 5
+    assert block.nodes == problem.repeats[0].instances[0]
+    (plain,) = solve_problem(problem).blocks
+    assert (plain.key, plain.num_reused) == (block.key, 0)
+
+
+def test_another_price_is_another_block() -> None:
+    store = Store()
+    solve_problem(model(1, layers=4), tables=store)
+    other = model(1, layers=4, nudge=1e-12)
+    cached = solve_problem(other, tables=store)
+    assert reused(cached)[0] == 0
+    assert_same(cached, solve_problem(other))
+
+
+def test_a_table_without_its_inside_is_made_again() -> None:
+    """The states inside of a group that were asked for are kept apart from its table."""
+    store = Store()
+    problem = model(2, layers=4)
+    fresh = solve_problem(problem, tables=store)
+    tables = {key: body for key, body in store.entries.items() if len(body) != 32 + 3 * 4}
+    assert len(tables) < len(store.entries)
+    without = Store(tables)
+    cached = solve_problem(problem, tables=without)
+    assert_same(cached, fresh)
+    assert reused(cached) == (sum(reused(fresh)), 0)
+    assert without.missed > 0
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "truncated": lambda body: body[:-1],
+    "cut to the digest": lambda body: body[:32],
+    "one bit": lambda body: body[:-2] + bytes([body[-2] ^ 1]) + body[-1:],
+    "the digest": lambda body: bytes([body[0] ^ 1]) + body[1:],
+    "longer": lambda body: body + bytes(8),
+    "of something else": lambda _: b"\x80\x04K\x01.",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_entries_are_solved_again(damage: Callable[[bytes], bytes]) -> None:
+    store = Store()
+    problem = model(3, layers=4)
+    fresh = solve_problem(problem, tables=store)
+    damaged = Store({key: damage(body) for key, body in store.entries.items()})
+    cached = solve_problem(problem, tables=damaged)
+    assert_same(cached, fresh)
+    assert reused(cached)[0] == 0
+
+
+def test_entries_under_each_others_keys_are_not_taken() -> None:
+    store = Store()
+    problem = model(3, layers=4)
+    fresh = solve_problem(problem, tables=store)
+    keys = list(store.entries)
+    mixed = Store({key: store.entries[keys[i - 1]] for i, key in enumerate(keys)})
+    cached = solve_problem(problem, tables=mixed)
+    assert_same(cached, fresh)
+    assert reused(cached)[0] == 0
+
+
+def test_entries_of_another_version_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    problem = model(3, layers=4)
+    fresh = solve_problem(problem, tables=store)
+    monkeypatch.setattr("autoshard.solve.tables._FORMAT", b"autoshard table 0")
+    cached = solve_problem(problem, tables=store)
+    assert_same(cached, fresh)
+    assert reused(cached)[0] == 0
+
+
+prices = st.one_of(st.floats(allow_nan=False), st.just(np.inf))
+
+
+@settings(max_examples=50)
+@given(values=arrays(np.float64, array_shapes(max_dims=4, max_side=4), elements=prices))
+def test_a_table_comes_back_bit_by_bit(values: np.ndarray) -> None:
+    kept = KeptTable(Store(), KEY)
+    assert kept.find(values.shape) is None
+    kept.keep(values)
+    found = kept.find(values.shape)
+    assert found is not None
+    assert found.values is not None
+    assert found.values.tobytes() == values.tobytes()
+    assert found.values.shape == values.shape
+    assert kept.find((*values.shape, 2)) is None
+
+
+def test_a_table_that_is_too_large_is_remembered_as_such() -> None:
+    kept = KeptTable(Store(), KEY)
+    kept.keep(None)
+    assert kept.find((1 << 20, 1 << 20)) == FoundTable(None)
+
+
+def test_a_table_with_something_that_is_no_price_is_not_taken() -> None:
+    kept = KeptTable(Store(), KEY)
+    kept.keep(np.array([1.0, np.nan]))
+    assert kept.find((2,)) is None
+
+
+@settings(max_examples=50)
+@given(strategies=st.lists(st.integers(0, 8), min_size=1, max_size=6))
+def test_strategies_come_back_if_they_exist(strategies: list[int]) -> None:
+    kept = KeptTable(Store(), KEY)
+    kept.keep_interior((1, 2), strategies)
+    assert kept.find_interior((1, 2), [9] * len(strategies)) == tuple(strategies)
+    assert kept.find_interior((2, 1), [9] * len(strategies)) is None
+    assert kept.find_interior((1, 2), [9] * (len(strategies) + 1)) is None
+    assert kept.find_interior((1, 2), [max(strategies)] * len(strategies)) is None
