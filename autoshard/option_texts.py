@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from autoshard.costs import parse_bytes
 from autoshard.errors import OptionError
 from autoshard.plan import Algorithm, Mode, PlanOptions
-from autoshard.plan.options import Checkpointing, Reconversion, StateDType
+from autoshard.plan.options import Recomputing, StateDType
 
 _KINDS = {"input": "inputs", "output": "outputs", "parameter": "parameters", "node": "nodes"}
 T = TypeVar("T", bound=str)
@@ -57,8 +57,8 @@ def read_options(
         "state_dtype": None
         if state_dtype is None
         else _one_of(get_args(StateDType), state_dtype, "--state-dtype"),
-        "reconversion": _one_of(get_args(Reconversion), reconversion, "--reconversion"),
-        "checkpointing": _one_of(get_args(Checkpointing), checkpointing, "--checkpointing"),
+        "reconversion": _one_of(get_args(Recomputing), reconversion, "--reconversion"),
+        "checkpointing": _one_of(get_args(Recomputing), checkpointing, "--checkpointing"),
         "memory_budget": None if memory is None else parse_bytes(memory),
         "time_limit": time_limit,
         "algo": _one_of(get_args(Algorithm), algo, "--algo"),

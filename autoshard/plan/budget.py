@@ -1,10 +1,10 @@
 """The cheapest plan whose peak obeys the memory budget.
 
-A problem can count what choices hold, but not what comes and goes between them: converted
-tensors, gradients on their way, a block that is recomputed. The timeline of a finished plan
-does. So a plan is made, looked at, and made again with that much less room, until its timeline
-fits. Room is never less than the budget where the bound is made: what a problem counts is held
-in any case, so its bound holds for every plan that fits.
+A problem counts what choices hold at some moments of a step. The timeline of a finished plan
+knows all of them. So a plan is made and looked at. If it does not fit, the moment at which it
+takes most is counted too; where a problem cannot count that, the plan is made again with that
+much less room. What a problem counts at a moment is there in any case, so with the budget
+itself as the limit its bound holds for every plan that fits.
 
 In training, a plan that holds everything that backward needs is tried first. If it fits, it
 is also the best of all plans that may compute or convert something once more.
@@ -22,7 +22,7 @@ from autoshard.plan.document import Costs, Memory, Stage
 from autoshard.plan.formulate import Formulation, Role
 from autoshard.plan.memory_problem import MemoryProblem
 from autoshard.plan.moments import Backward
-from autoshard.plan.options import PlanOptions
+from autoshard.plan.options import PlanOptions, Recomputing
 from autoshard.plan.timeline import timeline
 from autoshard.solve import (
     CancelToken,
@@ -131,6 +131,15 @@ class Planning:
     def _may_hold_everything(self) -> bool:
         return "always" not in (self._options.reconversion, self._options.checkpointing)
 
+    def _thrifty(self) -> Iterator[Draft | None]:
+        """Plans that hold little, whatever they cost."""
+        if self._formulation.prices.training:
+            counted = self._counted(0.0, everything_again=True)
+            solution = self._solve(counted.problem)
+            if solution.choice is not None:
+                yield self.made(counted.decisions(solution.choice))
+        yield self.with_least()
+
     def with_least(self) -> Draft | None:
         """The plan that holds least, whatever its peak; the cheapest of these."""
         counted = self._counted(0.0)
@@ -146,16 +155,28 @@ class Planning:
             self._counted(0.0).problem, time_limit=self._share, cancel=self._cancel
         )
 
-    def _counted(self, negligible: float, backward: Sequence[Backward] = ()) -> "_Counted":
-        """The problem that counts what choices hold."""
+    def _counted(
+        self,
+        negligible: float,
+        backward: Sequence[Backward] = (),
+        *,
+        everything_again: bool = False,
+    ) -> "_Counted":
+        """The problem that counts what choices hold.
+
+        Args:
+            negligible: bytes that need not be counted, of small values all together.
+            backward: moments of backward at which memory is counted too.
+            everything_again: whether everything is recomputed that the options allow.
+        """
         plain = self._formulation
         if not plain.prices.training:
             return _Counted(plain.problem, Decisions, lambda v: v)
         with collection_paused():
             memory = MemoryProblem(
                 plain,
-                reconversion=self._options.reconversion,
-                checkpointing=self._options.checkpointing,
+                reconversion=_most(self._options.reconversion, everything_again),
+                checkpointing=_most(self._options.checkpointing, everything_again),
                 negligible=negligible,
                 backward=backward,
             )
@@ -190,7 +211,7 @@ class Planning:
 
     @collection_paused()
     def made(self, decisions: Decisions) -> Draft:
-        """A plan of some decisions."""
+        """A plan of some decisions, without conversions again that nothing needs."""
         formulation = self._formulation
         assembly = Assembly(formulation, decisions)
         stage = assembly.stage()
@@ -200,6 +221,12 @@ class Planning:
             training=formulation.prices.training,
             optimizer=formulation.prices.optimizer,
         )
+        if memory.idle:
+            # Where a tensor is cut decides whether a view of it is a copy, and then nothing
+            # holds what was viewed; choices do not know that.
+            arcs = formulation.arcs
+            idle = {i for i in decisions.again if use_of(formulation, arcs[i]) in memory.idle}
+            return self.made(replace(decisions, again=decisions.again - idle))
         return Draft(stage, assembly.costs(stage), assembly.memory(memory))
 
     def _fit(
@@ -250,15 +277,17 @@ class Planning:
     def _learn(self, rounds: "_Rounds", solution: Solution, limited: Problem) -> None:
         """Look at a solution's plan: does it fit, and if not, what was left out."""
         assert rounds.counted is not None
-        assert solution.choice is not None
-        plan = self.made(rounds.counted.decisions(solution.choice))
+        choice = solution.choice
+        assert choice is not None
+        plan = self.made(rounds.counted.decisions(choice))
+        solution = replace(solution, objective=plan.costs.total)
         if plan.memory.peak <= rounds.budget:
             best = rounds.best
             if best is None or solution.objective < best[0].objective:
                 rounds.best = solution, plan
         elif rounds.count(self._moments_of(plan)):
             return
-        rounds.search.sees(limited.peak_usage(solution.choice), plan.memory.peak)
+        rounds.search.sees(limited.peak_usage(choice), plan.memory.peak)
 
     def _outcome(self, rounds: "_Rounds", whole: Solution) -> Outcome:
         """The best plan that fits; if there is none yet, perhaps the one that holds least.
@@ -268,10 +297,11 @@ class Planning:
             whole: the last solution with the budget itself as the limit.
         """
         best = rounds.best
-        if best is None and whole.choice is not None:
-            plan = self.with_least()
-            if plan is not None and plan.memory.peak <= rounds.budget:
-                best = replace(whole, objective=plan.costs.total), plan
+        if best is None and whole.status is not Status.INFEASIBLE:
+            for plan in self._thrifty():
+                if plan is not None and plan.memory.peak <= rounds.budget:
+                    best = replace(whole, status=Status.FEASIBLE, objective=plan.costs.total), plan
+                    break
         counted = rounds.counted or self._counted(0.0)
         if best is None:
             unfit = _without_plan(whole, rounds.bound)
@@ -284,23 +314,20 @@ class Planning:
         return _NEGLIGIBLE * budget if self._may_hold_everything else 0.0
 
     def _moments_of(self, plan: Draft) -> Iterator[Backward]:
-        """What of backward takes most, if the problem can count it.
-
-        Inside of repeated blocks it cannot, since they would not be alike any more.
-        """
+        """What of backward takes most, if the problem can count it."""
         formulation = self._formulation
-        if plan.memory.phase != "backward":
+        if plan.memory.phase not in ("backward", "recompute"):
             return
-        inside = formulation.inside_blocks
         for i, variable in enumerate(formulation.variables):
-            place = variable.role, variable.name
-            if place == (Role.OPERATOR, plan.memory.at) and i not in inside:
-                yield Backward(variable=i)
+            if (variable.role, variable.name) == (Role.OPERATOR, plan.memory.at):
+                instance = formulation.instance_of.get(i)
+                yield Backward(i if instance is None else formulation.first_of(instance))
         converted = {
             (c.value, c.consumer, c.position)
             for c in plan.stage.conversions
             if c.value == plan.memory.at
         }
+        inside = formulation.inside_blocks
         for i, arc in enumerate(formulation.arcs if converted else ()):
             ends_inside = arc.source in inside or arc.target in inside
             if not ends_inside and use_of(formulation, arc) in converted:
@@ -415,6 +442,11 @@ class _Rounds:
             self.backward += new
             self.counted, self.search = None, _Search(self.budget)
         return bool(new)
+
+
+def _most(allowed: Recomputing, everything: bool) -> Recomputing:  # noqa: FBT001  both in one
+    """What may be recomputed, or must be as far as it may."""
+    return "always" if everything and allowed == "auto" else allowed
 
 
 def _without_plan(solution: Solution, bound: float) -> Solution:

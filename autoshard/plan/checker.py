@@ -400,6 +400,9 @@ class _StageCheck:
             training=self.prices.training,
             optimizer=self.prices.optimizer,
         )
+        for value, consumer, _ in sorted(found.idle, key=str):
+            where = consumer or "all"
+            yield f"conversion of {value} for {where}: it is again, but backward does not need it"
         if found.peak != stated.peak:
             yield f"memory peaks at {found.peak} bytes, not {stated.peak}"
         for kind, nbytes in found.at_peak.items():

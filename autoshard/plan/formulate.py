@@ -162,6 +162,16 @@ class Formulation:
                     yield Repeat(members)
 
     @cached_property
+    def instance_of(self) -> dict[int, range]:
+        """The instance of a repeated block that an operator's choice belongs to, as nodes."""
+        instances = (nodes for block in self.blocks for nodes in block.instances())
+        return {self._choice_by_node[i]: nodes for nodes in instances for i in nodes}
+
+    def first_of(self, nodes: range) -> int:
+        """The choice of the first of some nodes."""
+        return self._choice_by_node[nodes.start]
+
+    @cached_property
     def inside_blocks(self) -> frozenset[int]:
         """The choices that belong to instances of repeated blocks."""
         instances = (nodes for block in self.blocks for nodes in block.instances())

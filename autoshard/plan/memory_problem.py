@@ -2,9 +2,9 @@
 
 Takes the choices of a formulation and adds, wherever backward needs a tensor, what becomes of
 it after forward; and for each instance of a repeated block, whether it is checkpointed. Usage
-is what a training step holds at two moments: at the turn from forward to backward, and at the
-optimizer's step, when all gradients are there. What comes and goes in between is left out, so
-a bound of this problem is one of every plan that fits.
+is what a training step holds at some of its moments, see `autoshard.plan.moments`. What is
+left out makes it less than the truth and never more, so a bound of this problem is one of
+every plan that fits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from autoshard.plan.decisions import Decisions
 from autoshard.plan.formulate import Arc, Formulation, Role, Variable
 from autoshard.plan.links import ArcPrices, End, joined
 from autoshard.plan.moments import Backward, Moments
-from autoshard.plan.options import Checkpointing, Reconversion
+from autoshard.plan.options import Recomputing
 from autoshard.plan.retention import Retention, Span
 from autoshard.plan.states import Price, State, Use
 from autoshard.solve import Edge, FloatArray, IntArray, Problem, Repeat
@@ -45,8 +45,8 @@ class MemoryProblem:
         self,
         plain: Formulation,
         *,
-        reconversion: Reconversion,
-        checkpointing: Checkpointing,
+        reconversion: Recomputing,
+        checkpointing: Recomputing,
         negligible: float = 0.0,
         backward: Sequence[Backward] = (),
     ) -> None:
@@ -169,6 +169,8 @@ class MemoryProblem:
 
     def _add_backward(self, moment: Backward, interval: tuple[int, int]) -> None:
         """What an operator's or a conversion's backward takes."""
+        if moment.variable in self._plain.instance_of:
+            return
         if moment.variable >= 0:
             end = self._ends[moment.variable]
             nbytes = self._moments.operator_bytes(moment.variable)

@@ -27,10 +27,11 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The backward of an operator, or of the conversion for a use.
+    """The backward of an operator, of a repeated block, or of the conversion for a use.
 
     Attributes:
-        variable: the formulation's variable that is the operator; -1 for a conversion.
+        variable: the formulation's variable that is the operator; the first operator of an
+            instance stands for when backward comes to the instance; -1 for a conversion.
         arc: the formulation's arc that is the use; -1 for an operator.
     """
 
@@ -77,6 +78,9 @@ class Moments:
 
     def _place(self, moment: Backward) -> float:
         """Where in the program a moment is: backward goes from the end to the start."""
+        instance = self._plain.instance_of.get(moment.variable)
+        if instance is not None:
+            return instance.stop - 0.5
         if moment.variable >= 0:
             return self._number[self._plain.variables[moment.variable].name]
         arc = self._plain.arcs[moment.arc]
@@ -89,7 +93,10 @@ class Moments:
         return len(self._graph.nodes) - 0.5
 
     def operator_bytes(self, variable: int) -> FloatArray:
-        """Gradients and working memory while an operator's backward runs, by strategy."""
+        """Gradients and working memory while an operator's backward runs, by strategy.
+
+        Of a repeated block nothing is counted: its instances would not be alike any more.
+        """
         plain, graph = self._plain, self._graph
         chosen = plain.variables[variable]
         node = graph.nodes[self._number[chosen.name]]

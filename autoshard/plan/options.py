@@ -7,8 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Mode = Literal["training", "inference"]
 Algorithm = Literal["optimal", "megatron"]
-Reconversion = Literal["auto", "never", "always"]
-Checkpointing = Literal["auto", "never", "always"]
+Recomputing = Literal["auto", "never", "always"]
 StateDType = Literal["float32", "float16", "bfloat16"]
 CollectiveKind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
@@ -94,7 +93,7 @@ class PlanOptions(BaseModel):
         gt=0,
         description="bytes per device that the peak must obey; the device's memory if null.",
     )
-    reconversion: Reconversion = Field(
+    reconversion: Recomputing = Field(
         default="auto",
         description=(
             "whether backward converts a tensor again instead of finding it held, such as a "
@@ -103,7 +102,7 @@ class PlanOptions(BaseModel):
             "in auto. What a checkpoint converts again is not meant."
         ),
     )
-    checkpointing: Checkpointing = Field(
+    checkpointing: Recomputing = Field(
         default="auto",
         description=(
             "whether repeated blocks run forward once more in backward and hold only what enters "

@@ -8,7 +8,7 @@ the conversion and its forward part once more, or infinity.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from autoshard.plan.options import Reconversion
+from autoshard.plan.options import Recomputing
 
 
 class State(StrEnum):
@@ -71,7 +71,7 @@ class Use:
     redone: bool = False
     leaves: bool = False
     is_output: bool = False
-    again: Reconversion = "auto"
+    again: Recomputing = "auto"
 
     @property
     def _redo(self) -> Price:

@@ -12,6 +12,7 @@ from autoshard.graph import Graph, Tensor
 from autoshard.layouts import Action, Layout, parse_type
 from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage
 from autoshard.plan.gradients import Gradients
+from autoshard.plan.recompute import Use
 from autoshard.rules import (
     Strides,
     backward_working,
@@ -53,7 +54,7 @@ class Instruction(NamedTuple):
         working: bytes beside what it reads and makes while it runs forward.
         working_backward: bytes beside gradients while its backward runs.
         passes_gradient: for each read whether its gradient is that of the target.
-        is_conversion: whether it is one.
+        use: of a conversion, the value, consumer and position; None of an operator.
         again: whether backward converts once more.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
     """
@@ -66,9 +67,14 @@ class Instruction(NamedTuple):
     working: int
     working_backward: int
     passes_gradient: tuple[bool, ...]
-    is_conversion: bool = False
+    use: Use | None = None
     again: bool = False
     checkpoint: int = -1
+
+    @property
+    def is_conversion(self) -> bool:
+        """Whether it is one."""
+        return self.use is not None
 
 
 class Tape:
@@ -257,7 +263,7 @@ class Tape:
                 moves.working,
                 moves.working_backward,
                 (moves.passes_gradient,),
-                is_conversion=True,
+                use=(conversion.value, conversion.consumer, conversion.position),
                 again=conversion.again and not moves.in_place,
                 checkpoint=self._checkpoint,
             )

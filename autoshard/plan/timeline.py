@@ -20,7 +20,7 @@ fused one, which needs none.
 """
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,6 +32,7 @@ from autoshard.costs import OptimizerSpec, parameter_bytes
 from autoshard.graph import DType, Graph
 from autoshard.plan.document import Stage
 from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.recompute import Use
 from autoshard.plan.tape import Instruction, Tape
 
 
@@ -67,10 +68,13 @@ class Timeline:
     Attributes:
         moments: what happens, in order.
         nbytes: bytes by kind, each of shape [M].
+        idle: conversions that are `again` though backward needs nothing that they make, so
+            that none of them would run.
     """
 
     moments: tuple[Moment, ...]
     nbytes: Mapping[str, NDArray[np.int64]]
+    idle: frozenset[Use] = frozenset()
 
     @property
     def total(self) -> NDArray[np.int64]:
@@ -206,7 +210,14 @@ class _Lives:
         np.add.at(changes, (spans[:, 0], spans[:, 1]), spans[:, 3])
         np.subtract.at(changes, (spans[:, 0], spans[:, 2] + 1), spans[:, 3])
         alive = changes.cumsum(axis=1)[:, :-1]
-        return Timeline(tuple(self._schedule.moments), dict(zip(KINDS, alive, strict=True)))
+        by_kind = dict(zip(KINDS, alive, strict=True))
+        return Timeline(tuple(self._schedule.moments), by_kind, frozenset(self._idle()))
+
+    def _idle(self) -> Iterator[Use]:
+        for instruction in self._tape.instructions:
+            if instruction.again and self._tape.storages[instruction.targets[0]] not in self._again:
+                assert instruction.use is not None
+                yield instruction.use
 
     def _add(self, kind: str, first: int, last: int, nbytes: int) -> None:
         if nbytes:

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Tamper, str]] = {
     "temporaries that flatter": (_set("memory", "temporaries", to=0), "temporaries take"),
     "a conversion that runs again for nothing": (
         _set(*STAGE, "conversions", -1, "again", to=True),
-        "recompute adds up",
+        "backward does not need it",
     ),
     "fewer collectives": (_set("collectives", to=[]), "table of collectives"),
     "another program": (

@@ -178,12 +178,14 @@ def assert_bounds(formulation: Formulation, plans: Sequence[Held]) -> None:
     """With moments of backward, a limit on the peak leaves every plan that obeys it."""
     inside, variables = formulation.inside_blocks, formulation.variables
     outside = [i for i in range(len(variables)) if i not in inside]
+    blocks = dict.fromkeys(map(formulation.first_of, formulation.instance_of.values()))
     memory = MemoryProblem(
         formulation,
         reconversion="auto",
         checkpointing="auto",
         backward=[
             *(Backward(variable=i) for i in outside if variables[i].role is Role.OPERATOR),
+            *(Backward(variable=i) for i in blocks),
             *(
                 Backward(arc=i)
                 for i, arc in enumerate(formulation.arcs)
