@@ -244,7 +244,9 @@ class Conversions:
     def _predecessors(self, start: int) -> NDArray[np.int32]:
         """The layout before each one on the cheapest chain from one layout, shape [N]."""
         if start not in self._before:
-            _, self._before[start] = dijkstra(self._graph, indices=start, return_predecessors=True)
+            indices = np.array([start])
+            _, before = dijkstra(self._graph, indices=indices, return_predecessors=True)
+            self._before[start] = before[0]
         return self._before[start]
 
     @cached_property

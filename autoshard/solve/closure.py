@@ -63,7 +63,7 @@ class Closure:
     def price(self, row: int, col: int) -> float:
         """One entry."""
         if row not in self._rows:
-            self._rows[row] = dijkstra(self._graph, indices=row)
+            self._rows[row] = dijkstra(self._graph, indices=np.array([row]))[0]
         return float(self._rows[row][col])
 
     def forwards(self, start: _FloatArray) -> _FloatArray:
