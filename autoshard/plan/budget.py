@@ -11,22 +11,21 @@ is also the best of all plans that may compute or convert something once more.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, isinf
+from math import isfinite
 
 from autoshard.collection import collection_paused
 from autoshard.plan.assemble import Assembly
 from autoshard.plan.decisions import Decisions, use_of
-from autoshard.plan.document import Costs, Memory, Stage
 from autoshard.plan.formulate import Formulation, Role
 from autoshard.plan.memory_problem import MemoryProblem
 from autoshard.plan.moments import Backward
 from autoshard.plan.options import PlanOptions, Recomputing
+from autoshard.plan.rounds import Counted, Draft, Rounds
 from autoshard.plan.timeline import timeline
 from autoshard.solve import (
     CancelToken,
-    IntArray,
     Problem,
     Progress,
     Solution,
@@ -36,34 +35,17 @@ from autoshard.solve import (
     solve_problem,
 )
 
-_MOST_ROUNDS = 6
+_MOST_ROUNDS = 8
 _MOST_BETTER = 2
 """Looks for a cheaper plan once one fits."""
 _NEGLIGIBLE = 0.005
 """Share of the budget that small values may take without being counted one by one."""
-_FINE = 3e-3
-"""Share of the budget below which two limits are the same."""
 _LOOSE = 6.0
 """How much larger gaps may be while limits and moments are tried out."""
 _LOOK_SHARE = 0.3
 """Share of the time that is left for one look under a limit."""
 _LEAST_SECONDS = 1.0
 """What a single look may take even where the time is over."""
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A plan that was made and looked at.
-
-    Attributes:
-        stage: its only stage.
-        costs: its price.
-        memory: its peak.
-    """
-
-    stage: Stage
-    costs: Costs
-    memory: Memory
 
 
 @dataclass(frozen=True)
@@ -161,7 +143,7 @@ class Planning:
         backward: Sequence[Backward] = (),
         *,
         everything_again: bool = False,
-    ) -> "_Counted":
+    ) -> Counted:
         """The problem that counts what choices hold.
 
         Args:
@@ -171,7 +153,7 @@ class Planning:
         """
         plain = self._formulation
         if not plain.prices.training:
-            return _Counted(plain.problem, Decisions, lambda v: v)
+            return Counted(plain.problem, Decisions, lambda v: v)
         with collection_paused():
             memory = MemoryProblem(
                 plain,
@@ -180,7 +162,7 @@ class Planning:
                 negligible=negligible,
                 backward=backward,
             )
-            return _Counted(memory.problem, memory.decisions, memory.variable_of)
+            return Counted(memory.problem, memory.decisions, memory.variable_of)
 
     @property
     def _remaining(self) -> float:
@@ -239,7 +221,7 @@ class Planning:
             known: a lower bound of every plan's price.
             seen: plans that do not fit.
         """
-        rounds = _Rounds(budget, known)
+        rounds = Rounds(budget, known)
         rounds.count(m for plan in seen for m in self._moments_of(plan))
         whole: Solution | None = None
         for _ in range(_MOST_ROUNDS):
@@ -263,7 +245,7 @@ class Planning:
         self._polish(rounds)
         return self._outcome(rounds, whole)
 
-    def _polish(self, rounds: "_Rounds") -> None:
+    def _polish(self, rounds: Rounds) -> None:
         """Look once more where the best plan was found, if it is not good enough."""
         if rounds.best is None or rounds.counted is None or self._is_good(rounds):
             return
@@ -274,7 +256,7 @@ class Planning:
         if solution.choice is not None:
             self._learn(rounds, solution, limited)
 
-    def _learn(self, rounds: "_Rounds", solution: Solution, limited: Problem) -> None:
+    def _learn(self, rounds: Rounds, solution: Solution, limited: Problem) -> None:
         """Look at a solution's plan: does it fit, and if not, what was left out."""
         assert rounds.counted is not None
         choice = solution.choice
@@ -289,7 +271,7 @@ class Planning:
             return
         rounds.search.sees(limited.peak_usage(choice), plan.memory.peak)
 
-    def _outcome(self, rounds: "_Rounds", whole: Solution) -> Outcome:
+    def _outcome(self, rounds: Rounds, whole: Solution) -> Outcome:
         """The best plan that fits; if there is none yet, perhaps the one that holds least.
 
         Args:
@@ -333,7 +315,7 @@ class Planning:
             if not ends_inside and use_of(formulation, arc) in converted:
                 yield Backward(arc=i)
 
-    def _is_over(self, rounds: "_Rounds") -> bool:
+    def _is_over(self, rounds: Rounds) -> bool:
         """Whether nothing better is wanted, or there is no time to look for it."""
         if self._cancel is not None and self._cancel.is_set():
             return True
@@ -343,7 +325,7 @@ class Planning:
         late = time.perf_counter() > self._deadline
         return late or rounds.num_better > _MOST_BETTER or self._is_good(rounds)
 
-    def _is_good(self, rounds: "_Rounds") -> bool:
+    def _is_good(self, rounds: Rounds) -> bool:
         """Whether a plan that fits is as close to the bound as was asked for."""
         if rounds.best is None:
             return False
@@ -358,90 +340,6 @@ class Planning:
         if status in (Status.OPTIMAL, Status.FEASIBLE):
             status = Status.OPTIMAL if close else Status.FEASIBLE
         return replace(solution, status=status, bound=bound)
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """A problem that counts what choices hold, and how to read it."""
-
-    problem: Problem
-    decisions: Callable[[IntArray], Decisions]
-    variable_of: Callable[[int], int]
-
-
-class _Search:
-    """Looks for the most that choices may hold so that the peak obeys a budget.
-
-    Attributes:
-        limit: what to try next.
-        enough: the most that was tried and that was not too much.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self.enough, self._too_much = 0.0, float("inf")
-        self.limit = float(budget)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left to try."""
-        close = _FINE * self._budget
-        return self._too_much - self.enough < close or self.limit - self.enough < 0.1 * close
-
-    def sees(self, held: float, peak: int) -> None:
-        """A plan at the limit holds so much, and has this peak."""
-        excess = peak - self._budget
-        if excess <= 0:
-            self.enough = self.limit
-            promising = held - excess
-        else:
-            # Between what it holds and the limit, it would be found again.
-            self._too_much = min(self._too_much, self.limit, held)
-            promising = held - excess - 0.5 * _FINE * self._budget
-        between = self.enough < promising < self._too_much
-        self.limit = promising if between else self._middle
-
-    def fails(self) -> None:
-        """There is no plan at the limit, or none was found."""
-        self.enough = self.limit
-        self.limit = self._middle
-
-    @property
-    def _middle(self) -> float:
-        if isinf(self._too_much):
-            return self.enough
-        return 0.5 * (self.enough + self._too_much)
-
-
-class _Rounds:
-    """What looking for a plan under a budget has come to.
-
-    Attributes:
-        budget: bytes per device.
-        bound: lower bound of the price of every plan that fits.
-        best: the cheapest plan that fits, and the solution that it is.
-        backward: moments at which memory is counted.
-        counted: the problem; None if it is to be made.
-        search: the limit to solve it with.
-        num_better: looks since a plan fits.
-    """
-
-    def __init__(self, budget: int, bound: float) -> None:
-        self.budget = budget
-        self.bound = bound
-        self.best: tuple[Solution, Draft] | None = None
-        self.backward: list[Backward] = []
-        self.counted: _Counted | None = None
-        self.num_better = 0
-        self.search = _Search(budget)
-
-    def count(self, moments: Iterable[Backward]) -> bool:
-        """Count at more moments from now on; tell whether there are new ones."""
-        new = [moment for moment in dict.fromkeys(moments) if moment not in self.backward]
-        if new:
-            self.backward += new
-            self.counted, self.search = None, _Search(self.budget)
-        return bool(new)
 
 
 def _most(allowed: Recomputing, everything: bool) -> Recomputing:  # noqa: FBT001  both in one
