@@ -181,9 +181,11 @@ class Planning:
         return Outcome(solution, problem, plan, lambda v: v)
 
     def _solve(self, problem: Problem, *, gap: float | None = None) -> Solution:
+        # Inference counts nearly all there is, so that the first look is mostly the last.
+        several = self._formulation.prices.training and isfinite(problem.usage_limit)
         return solve_problem(
             problem,
-            time_limit=self._share if isfinite(problem.usage_limit) else self._remaining,
+            time_limit=self._share if several else self._remaining,
             relative_gap=self._options.relative_gap if gap is None else gap,
             seed=self._options.seed,
             on_progress=self._on_progress,
