@@ -123,7 +123,7 @@ def _document(
     stages: tuple[Stage, ...] = (plan.stage,) if plan else ()
     return Plan(
         id=plan_id(graph, mesh, options),
-        certificate=_certificate(outcome.solution),
+        certificate=_certificate(outcome),
         reason="" if plan else _reason(outcome.solution, conflict),
         conflict=conflict,
         graph=GraphSummary(
@@ -146,14 +146,15 @@ def _document(
     )
 
 
-def _certificate(solution: Solution) -> Certificate:
-    found = solution.choice is not None
-    return Certificate(
-        status=solution.status,
-        objective=solution.objective if found else None,
-        bound=solution.bound if isfinite(solution.bound) else None,
-        gap=solution.gap if isfinite(solution.gap) else None,
-    )
+def _certificate(outcome: Outcome) -> Certificate:
+    # The plan that holds least may be the only one found, and not the solver's own choice.
+    solution = outcome.solution
+    objective = solution.objective if outcome.plan else None
+    bound = solution.bound if isfinite(solution.bound) else None
+    gap = None
+    if objective is not None and bound is not None:
+        gap = max(objective - bound, 0.0) / max(abs(objective), 1e-30)
+    return Certificate(status=solution.status, objective=objective, bound=bound, gap=gap)
 
 
 def _reason(solution: Solution, conflict: Conflict | None) -> str:
