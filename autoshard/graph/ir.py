@@ -238,6 +238,16 @@ class Graph:
         return {name: tuple(pairs) for name, pairs in uses.items()}
 
     @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The index of each node by name."""
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
+    def makers(self) -> Mapping[str, int]:
+        """The index of the node that makes each value; inputs have none."""
+        return {value: i for i, node in enumerate(self.nodes) for value in node.outputs}
+
+    @cached_property
     def kinds(self) -> tuple[int, ...]:
         """A number per node, equal where operator, attributes and tensors are equal."""
         numbers: dict[object, int] = {}

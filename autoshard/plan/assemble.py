@@ -100,7 +100,6 @@ class Assembly:
         if not again.nodes and not again.conversions:
             return 0.0
         formulation, seconds = self._formulation, 0.0
-        number = {node.name: i for i, node in enumerate(self._graph.nodes)}
         known: dict[tuple[int, int], float] = {}
         for variable, strategy, s in zip(
             formulation.variables, self._strategies, self._choice, strict=True
@@ -108,7 +107,7 @@ class Assembly:
             if variable.role is Role.OPERATOR and variable.name in again.nodes:
                 key = (id(variable.strategies), int(s))
                 if key not in known:
-                    node = self._graph.nodes[number[variable.name]]
+                    node = self._graph.nodes[self._graph.numbers[variable.name]]
                     known[key] = float(formulation.prices.forward(self._graph, node, [strategy])[0])
                 seconds += known[key]
         for arc in formulation.arcs:

@@ -306,11 +306,7 @@ class Planning:
             if (variable.role, variable.name) == (Role.OPERATOR, plan.memory.at):
                 instance = formulation.instance_of.get(i)
                 yield Backward(i if instance is None else formulation.first_of(instance))
-        converted = {
-            (c.value, c.consumer, c.position)
-            for c in plan.stage.conversions
-            if c.value == plan.memory.at
-        }
+        converted = {c.use for c in plan.stage.conversions if c.value == plan.memory.at}
         inside = formulation.inside_blocks
         for i, arc in enumerate(formulation.arcs if converted else ()):
             ends_inside = arc.source in inside or arc.target in inside

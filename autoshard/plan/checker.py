@@ -33,6 +33,7 @@ from autoshard.plan.document import (
     Plan,
     PlannedStep,
     Stage,
+    Use,
 )
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import local_sizes, without_invariant
@@ -151,8 +152,8 @@ class _StageCheck:
         self.work: dict[Hashable, _Work] = {}
         self.changes: dict[Hashable, _Change] = {}
         self.made: dict[str, Layout] = {}
-        self.by_use = {(c.value, c.consumer, c.position): c for c in stage.conversions}
-        self.used: set[tuple[str, str | None, int]] = set()
+        self.by_use = {c.use: c for c in stage.conversions}
+        self.used: set[Use] = set()
         self.again = recomputed(graph, stage)
         self.is_sound = True  # enough to follow its memory
         self.optimizer_time = 0.0
@@ -296,9 +297,9 @@ class _StageCheck:
         return self.gradients.of_output(position)
 
     def _convert(self, conversion: Conversion, source: Layout) -> Iterator[str]:
-        self.used.add((conversion.value, conversion.consumer, conversion.position))
+        self.used.add(conversion.use)
         where = f"conversion of {conversion.value} for {conversion.consumer or 'all'}"
-        gradient = self._gradient(conversion.value, conversion.consumer, conversion.position)
+        gradient = self._gradient(*conversion.use)
         tensor = self.graph.values[conversion.value]
         key = (tensor, gradient, conversion.source, conversion.target, conversion.steps)
         if key not in self.changes:
@@ -307,7 +308,7 @@ class _StageCheck:
         if _as_seen(change.source, gradient) != _as_seen(source, gradient):
             yield f"{where} starts from {change.source}, but the value is made as {source}"
         yield from (f"{where}: {finding}" for finding in change.findings)
-        if (conversion.value, conversion.consumer, conversion.position) in self.again.conversions:
+        if conversion.use in self.again.conversions:
             self.recompute_time += change.forward
 
     def _new_change(self, conversion: Conversion, tensor: Tensor, gradient: Gradient) -> _Change:

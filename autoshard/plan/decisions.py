@@ -6,7 +6,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout
-from autoshard.plan.document import Stage
+from autoshard.plan.document import Stage, Use
 from autoshard.plan.formulate import Arc, Formulation, Role
 from autoshard.plan.recompute import checkpoint_spans
 from autoshard.solve import IntArray
@@ -27,7 +27,7 @@ class Decisions:
     checkpoints: tuple[range, ...] = ()
 
 
-def use_of(formulation: Formulation, arc: Arc) -> tuple[str, str | None, int]:
+def use_of(formulation: Formulation, arc: Arc) -> Use:
     """Value, consumer and position of an arc's conversion in a plan."""
     consumer = formulation.variables[arc.target]
     if consumer.role is Role.OUTPUT:
@@ -41,7 +41,7 @@ def decisions_of(formulation: Formulation, stage: Stage) -> Decisions:
     Raises:
         PlanError: the plan has a layout that the formulation does not offer.
     """
-    again = {(c.value, c.consumer, c.position) for c in stage.conversions if c.again}
+    again = {c.use for c in stage.conversions if c.again}
     return Decisions(
         _choice(formulation, stage),
         frozenset(

@@ -27,6 +27,9 @@ LayoutText = Annotated[
 ]
 Seconds = Annotated[float, Field(ge=0, description="seconds")]
 Bytes = Annotated[int, Field(ge=0, description="bytes per device")]
+Use = tuple[str, str | None, int]
+"""What a conversion is for: the value, the consumer (None for all of them) and the position."""
+
 Direction = Literal["forward", "backward"]
 """When something runs; what runs forward once more during backward counts as backward."""
 
@@ -113,6 +116,11 @@ class Conversion(Document):
             "more, instead of finding it held"
         ),
     )
+
+    @property
+    def use(self) -> Use:
+        """What it is for; no two conversions of a stage are for the same."""
+        return self.value, self.consumer, self.position
 
     @property
     def time(self) -> float:

@@ -72,7 +72,6 @@ class MemoryProblem:
         self._arrays: dict[tuple[object, ...], tuple[FloatArray, FloatArray]] = {}
         self._arc_prices: dict[tuple[object, ...], ArcPrices] = {}
         self._matrices: dict[tuple[object, ...], tuple[FloatArray, IntArray, IntArray]] = {}
-        self._number = {node.name: i for i, node in enumerate(self._graph.nodes)}
         self._build()
 
     @cached_property
@@ -144,7 +143,7 @@ class MemoryProblem:
         time, usage = self._priced(variable, states)
         interval = self._moments.always
         if variable.role is Role.OPERATOR:
-            interval = self._moments.until(self._number[variable.name])
+            interval = self._moments.until(self._graph.numbers[variable.name])
         node = self._add(time, usage, interval)
         self._ends.append(End(node, states, (False,) * len(states)))
         self._groups[i].append(node)
@@ -196,7 +195,7 @@ class MemoryProblem:
 
     def _span(self, variable: Variable) -> Span | None:
         if variable.role is Role.OPERATOR:
-            return self._retention.spans[self._number[variable.name]]
+            return self._retention.spans[self._graph.numbers[variable.name]]
         return None
 
     def _states(self, variable: Variable) -> _States:
@@ -208,7 +207,7 @@ class MemoryProblem:
             if variable.name in self._retention.wanted:
                 return (State.KEEP, State.DROP)
             return (State.KEEP if variable.name in self._retention.small else State.DROP,)
-        number = self._number[variable.name]
+        number = self._graph.numbers[variable.name]
         made: _States = (State.MADE,)
         if self._retention.looks[number]:
             outputs = self._graph.nodes[number].outputs
@@ -221,7 +220,7 @@ class MemoryProblem:
     def _priced(self, variable: Variable, states: _States) -> tuple[FloatArray, FloatArray]:
         """Seconds and bytes of a variable's strategies in each of its states."""
         span = self._span(variable)
-        again = span is not None and span.runs_again(self._number[variable.name])
+        again = span is not None and span.runs_again(self._graph.numbers[variable.name])
         key = (id(variable.strategies), id(variable.time), states, again)
         if key not in self._arrays:
             parts = [self._priced_in(variable, state) for state in states]
@@ -236,7 +235,7 @@ class MemoryProblem:
             return variable.time, sum(held, nothing)
         if variable.role is not Role.OPERATOR:
             return variable.time, nothing
-        number = self._number[variable.name]
+        number = self._graph.numbers[variable.name]
         node = self._graph.nodes[number]
         if state is State.REDONE:
             span = self._retention.spans[number]
@@ -269,7 +268,7 @@ class MemoryProblem:
         end = self._ends[arc.source]
         states = end.states
         if source.role is Role.OPERATOR:
-            saved = self._retention.saved[self._number[source.name]].outputs
+            saved = self._retention.saved[self._graph.numbers[source.name]].outputs
             if arc.value in self._retention.small:
                 states = tuple(s if s is State.REDONE else State.SAVED for s in states)
             elif arc.output in saved:
@@ -290,7 +289,7 @@ class MemoryProblem:
                 leaves=known.leaves(value) or value in known.small,
                 again=self._again,
             )
-        reader = self._number[target.name]
+        reader = self._graph.numbers[target.name]
         span = known.spans[reader]
         return Use(
             needed=known.needs(reader, arc.position),
@@ -322,7 +321,7 @@ class MemoryProblem:
             return self._moments.always
         if target.role is Role.SHARED:
             return self._moments.until(self._retention.value_needed_until(arc.value))
-        reader = self._number[target.name]
+        reader = self._graph.numbers[target.name]
         return self._moments.until(self._retention.needed_until(reader, arc.position))
 
     def _add_choice(

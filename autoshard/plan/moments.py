@@ -54,7 +54,6 @@ class Moments:
         self._plain = formulation
         self._graph = formulation.graph
         self._retention = retention
-        self._number = {node.name: i for i, node in enumerate(self._graph.nodes)}
         placed = sorted(((-self._place(m), i) for i, m in enumerate(backward)))
         self.backward = tuple(backward[i] for _, i in placed)
         self._places = [place for place, _ in placed]
@@ -82,11 +81,11 @@ class Moments:
         if instance is not None:
             return instance.stop - 0.5
         if moment.variable >= 0:
-            return self._number[self._plain.variables[moment.variable].name]
+            return self._graph.numbers[self._plain.variables[moment.variable].name]
         arc = self._plain.arcs[moment.arc]
         target = self._plain.variables[arc.target]
         if target.role is Role.OPERATOR:
-            return self._number[target.name] - 0.5
+            return self._graph.numbers[target.name] - 0.5
         readers = [i for i, _ in self._graph.consumers[arc.value]]
         if target.role is Role.SHARED and readers:
             return min(readers) - 0.5
@@ -99,7 +98,7 @@ class Moments:
         """
         plain, graph = self._plain, self._graph
         chosen = plain.variables[variable]
-        node = graph.nodes[self._number[chosen.name]]
+        node = graph.nodes[self._graph.numbers[chosen.name]]
         call = call_of(graph, node)
         inputs = [graph.values[v] for v in node.inputs]
         outputs = [graph.values[v] for v in node.outputs]

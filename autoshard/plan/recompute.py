@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node
 from autoshard.layouts import Action
-from autoshard.plan.document import CollectiveCount, Conversion, Direction, Stage
+from autoshard.plan.document import CollectiveCount, Direction, Stage, Use
 from autoshard.rules import Saved, call_of, saved_by
-
-Use = tuple[str, str | None, int]
-"""Value, consumer and position of a conversion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +21,7 @@ class Recomputed:
 
     Attributes:
         nodes: names of nodes.
-        conversions: value, consumer and position of conversions.
+        conversions: what the conversions are for.
     """
 
     nodes: frozenset[str]
@@ -59,7 +56,7 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
     return Recomputed(
         frozenset(nodes),
         frozenset(
-            _use(conversion)
+            conversion.use
             for conversion, reader in zip(stage.conversions, insides, strict=True)
             if conversion.again or reader in entered
         ),
@@ -73,7 +70,7 @@ def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
         PlanError: a checkpoint names no node, is empty, or overlaps another one; or a
             conversion inside one is `again`.
     """
-    index = {node.name: i for i, node in enumerate(graph.nodes)}
+    index = graph.numbers
     spans: list[range] = []
     free = 0
     for checkpoint in stage.checkpoints:
@@ -129,7 +126,7 @@ def count_collectives(
 def _collectives(stage: Stage, again: Recomputed) -> Iterator[tuple[str, str, Direction, int]]:
     names = {action.value for action in Action if action.is_collective}
     for conversion in stage.conversions:
-        runs_again = _use(conversion) in again.conversions
+        runs_again = conversion.use in again.conversions
         for step in conversion.steps:
             if step.forward in names:
                 yield step.forward, step.axis, "forward", step.nbytes
@@ -145,21 +142,15 @@ def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Itera
         yield from (None for _ in stage.conversions)
         return
     span_of = {i: span for span in spans for i in span}
-    index = {node.name: i for i, node in enumerate(graph.nodes)}
-    maker = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
     for conversion in stage.conversions:
         if conversion.consumer is not None:
-            reader = index.get(conversion.consumer, -1)
+            reader = graph.numbers.get(conversion.consumer, -1)
             yield reader if reader in span_of else None
             continue
         # Readers come behind the maker, so if one of them is in its checkpoint the first is.
         reader = min((i for i, _ in graph.consumers.get(conversion.value, ())), default=-1)
-        inside = reader in span_of and maker.get(conversion.value) in span_of[reader]
+        inside = reader in span_of and graph.makers.get(conversion.value) in span_of[reader]
         yield reader if inside else None
-
-
-def _use(conversion: Conversion) -> Use:
-    return conversion.value, conversion.consumer, conversion.position
 
 
 def _saved(graph: Graph, node: Node) -> Saved:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from autoshard.graph import Block, Graph
 from autoshard.plan.gradients import Gradients
@@ -77,15 +76,9 @@ class Retention:
         self.small = self._find_small(negligible)
         self.wanted = self._find_wanted()
 
-    @cached_property
-    def makers(self) -> dict[str, int]:
-        """The node that makes each value; inputs have none."""
-        nodes = enumerate(self._graph.nodes)
-        return {value: i for i, node in nodes for value in node.outputs}
-
     def span_of(self, value: str) -> Span | None:
         """The span in which a value is made."""
-        maker = self.makers.get(value)
+        maker = self._graph.makers.get(value)
         return None if maker is None else self.spans[maker]
 
     def first_reader_inside(self, value: str) -> int | None:
@@ -132,7 +125,7 @@ class Retention:
     def _enters(self, node: int, value: str) -> bool:
         """Whether a value enters the span of a node that takes it."""
         span = self.spans[node]
-        return span is not None and self.makers.get(value, -1) < span.nodes.start
+        return span is not None and self._graph.makers.get(value, -1) < span.nodes.start
 
     def _add_spans(self) -> None:
         for nodes in (nodes for block in self._blocks for nodes in block.instances()):
@@ -147,7 +140,7 @@ class Retention:
         graph = self._graph
         total: Counter[int] = Counter()
         for value, tensor in graph.values.items():
-            maker = self.makers.get(value)
+            maker = self._graph.makers.get(value)
             if maker is None or not self.looks[maker]:
                 total[tensor.nbytes] += tensor.nbytes
         largest = -1
@@ -175,7 +168,7 @@ class Retention:
         if self.looks[i] and not wanted.isdisjoint(node.outputs):
             yield node.inputs[0]
         if span is not None and span.reads_again(i):
-            yield from (v for v in node.inputs if self.makers.get(v, -1) < span.nodes.start)
+            yield from (v for v in node.inputs if self._graph.makers.get(v, -1) < span.nodes.start)
 
     def _add_twins(self, wanted: set[str]) -> None:
         """What is wanted in one instance of a block is so in all: they stay alike."""

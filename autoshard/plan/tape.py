@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from autoshard.graph import Graph, Tensor
 from autoshard.layouts import Action, Layout, parse_type
-from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage
+from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage, Use
 from autoshard.plan.gradients import Gradients
-from autoshard.plan.recompute import Use
 from autoshard.rules import (
     Strides,
     backward_working,
@@ -54,7 +53,7 @@ class Instruction(NamedTuple):
         working: bytes beside what it reads and makes while it runs forward.
         working_backward: bytes beside gradients while its backward runs.
         passes_gradient: for each read whether its gradient is that of the target.
-        use: of a conversion, the value, consumer and position; None of an operator.
+        use: what a conversion is for; None of an operator.
         again: whether backward converts once more.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
     """
@@ -108,7 +107,7 @@ class Tape:
         self._numbers: list[int] = []  # of each slot's form
         self._calls: dict[object, _Call] = {}
         self._moves: dict[object, _Moves] = {}
-        self._conversions = {(c.value, c.consumer, c.position): c for c in stage.conversions}
+        self._conversions = {c.use: c for c in stage.conversions}
         self._converted = {conversion.value for conversion in stage.conversions}
         self._current: dict[str, int] = {}
         self._checkpoint = -1
@@ -263,7 +262,7 @@ class Tape:
                 moves.working,
                 moves.working_backward,
                 (moves.passes_gradient,),
-                use=(conversion.value, conversion.consumer, conversion.position),
+                use=conversion.use,
                 again=conversion.again and not moves.in_place,
                 checkpoint=self._checkpoint,
             )

@@ -30,9 +30,8 @@ from numpy.typing import NDArray
 from autoshard.collection import collection_paused
 from autoshard.costs import OptimizerSpec, parameter_bytes
 from autoshard.graph import DType, Graph
-from autoshard.plan.document import Stage
+from autoshard.plan.document import Stage, Use
 from autoshard.plan.gradients import Gradient, Gradients
-from autoshard.plan.recompute import Use
 from autoshard.plan.tape import Instruction, Tape
 
 

@@ -42,7 +42,7 @@ class Compiler:
         self._num_slots = 0
         self._slots = {placed.name: self._new_slot() for placed in stage.inputs}
         self._placed = {placed.name: placed for placed in stage.nodes}
-        self._conversions = {(c.value, c.consumer, c.position): c for c in stage.conversions}
+        self._conversions = {c.use: c for c in stage.conversions}
 
     def compile(self) -> None:
         """Fill `instructions` and `output_slots`.

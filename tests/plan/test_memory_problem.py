@@ -143,7 +143,7 @@ def every_plan(formulation: Formulation) -> Iterator[Held]:
         picks = np.array(choice)
         stage = Assembly(formulation, Decisions(picks)).stage()
         moving = {
-            (c.value, c.consumer, c.position)
+            c.use
             for c in stage.conversions
             if any(step.forward != Action.NOTHING for step in c.steps)
         }

@@ -11,8 +11,9 @@ from support.models import Planner, gpt2, graph_of, meta
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
 from autoshard.layouts import Action
-from autoshard.plan import Checkpoint, Conversion, Stage
-from autoshard.plan.recompute import Use, count_collectives, recomputed
+from autoshard.plan import Checkpoint, Stage
+from autoshard.plan.document import Use
+from autoshard.plan.recompute import count_collectives, recomputed
 from autoshard.rules import Saved, call_of, saved_by
 
 Made = tuple[Graph, Stage]
@@ -28,12 +29,8 @@ def made(planned: Planner) -> Made:
 
 
 def converting(stage: Stage, again: frozenset[Use]) -> Stage:
-    conversions = (c.model_copy(update={"again": use(c) in again}) for c in stage.conversions)
+    conversions = (c.model_copy(update={"again": c.use in again}) for c in stage.conversions)
     return stage.model_copy(update={"conversions": tuple(conversions)})
-
-
-def use(conversion: Conversion) -> Use:
-    return conversion.value, conversion.consumer, conversion.position
 
 
 def checkpointing(graph: Graph, stage: Stage, *spans: tuple[int, int]) -> Stage:
@@ -73,18 +70,18 @@ def test_a_checkpoint_runs_again_up_to_what_backward_needs(made: Made, data: st.
     inside = {value for node in graph.nodes[first : last + 1] for value in node.outputs}
     for conversion in stage.conversions:
         if conversion.consumer is not None:
-            assert (use(conversion) in found.conversions) == (conversion.consumer in reached)
+            assert (conversion.use in found.conversions) == (conversion.consumer in reached)
         else:
             readers = {graph.nodes[i].name for i, _ in graph.consumers[conversion.value]}
             expected = conversion.value in inside and bool(readers & reached)
-            assert (use(conversion) in found.conversions) == expected
+            assert (conversion.use in found.conversions) == expected
 
 
 @given(data=st.data())
 @settings(max_examples=20, derandomize=True, deadline=None)
 def test_what_runs_again_is_counted_in_backward(made: Made, data: st.DataObject) -> None:
     graph, stage = made
-    uses = [use(conversion) for conversion in stage.conversions]
+    uses = [conversion.use for conversion in stage.conversions]
     marks = data.draw(st.integers(0, 2 ** len(uses) - 1))
     again = frozenset(name for i, name in enumerate(uses) if marks >> i & 1)
     edited = converting(stage, again)
@@ -95,7 +92,7 @@ def test_what_runs_again_is_counted_in_backward(made: Made, data: st.DataObject)
     expected: Counter[tuple[str, str, str]] = Counter()
     for conversion in stage.conversions:
         for step in conversion.steps:
-            if use(conversion) in again and Action(step.forward).is_collective:
+            if conversion.use in again and Action(step.forward).is_collective:
                 expected[step.forward, step.axis, "backward"] += step.nbytes
     assert +added == expected
 
@@ -117,6 +114,6 @@ def test_again_inside_a_checkpoint_means_nothing(made: Made) -> None:
     names = [node.name for node in graph.nodes]
     own = next(c for c in stage.conversions if c.consumer in names)
     number = names.index(own.consumer)
-    edited = checkpointing(graph, converting(stage, frozenset({use(own)})), (number, number))
+    edited = checkpointing(graph, converting(stage, frozenset({own.use})), (number, number))
     with pytest.raises(PlanError, match=f"'{own.value}' .* is `again` inside a checkpoint"):
         recomputed(graph, edited)

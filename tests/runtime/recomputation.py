@@ -12,7 +12,8 @@ from torch import nn
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.layouts import Action
 from autoshard.plan import Checkpoint, CollectiveCount, Conversion, Plan
-from autoshard.plan.recompute import Use, count_collectives
+from autoshard.plan.document import Use
+from autoshard.plan.recompute import count_collectives
 from autoshard.rules import Kernel, call_of, is_view, kernel_for, saved_by
 from autoshard.runtime import parallelize, record_collectives, summarize
 
@@ -104,7 +105,7 @@ def held_conversions(plan: Plan) -> Iterator[Conversion]:
     """
     stage = plan.stages[0]
     graph = graph_from_json(stage.program)
-    converted = {(c.value, c.consumer, c.position) for c in stage.conversions}
+    converted = {c.use for c in stage.conversions}
     for conversion in stage.conversions:
         if not any(step.forward in COLLECTIVES for step in conversion.steps):
             continue
