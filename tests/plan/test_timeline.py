@@ -83,7 +83,7 @@ def measure(plan: Plan, case: Case, mesh: DeviceMesh) -> Measured:
     optimizer.zero_grad()
     state = [t for states in optimizer.state.values() for t in states.values() if t.dim()]
     gc.collect()
-    with LiveMemory([*inputs, *state]) as memory:
+    with LiveMemory() as memory:
         turn = step(program, inputs, memory)
         optimizer.step()
     return Measured(turn, memory.peak, sum(tensor.nbytes for tensor in state))
@@ -135,7 +135,7 @@ def test_inference_takes_the_memory_that_is_predicted(
     plan = planned(exported(name), slow_devices(d=1), mode="inference")
     program = LocalProgram(plan.stages[0], mesh)
     inputs = inputs_of(plan, case)
-    with torch.no_grad(), LiveMemory(inputs) as memory:
+    with torch.no_grad(), LiveMemory() as memory:
         program(inputs)
     time = predicted(plan)
     assert time.turn is None

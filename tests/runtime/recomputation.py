@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from runtime.comparison import device_mesh, whole
-from runtime.live_storages import LiveStorages
+from support.live_memory import LiveMemory
 from torch import nn
 
 from autoshard.graph import Graph, Node, graph_from_json
@@ -48,13 +48,13 @@ def run_step(
     model, inputs = build()
     mesh = device_mesh(plan)
     planned = parallelize(model, plan, mesh, seed=7)
-    live = LiveStorages()
+    live = LiveMemory()
     with record_collectives(mesh) as recorder:
         with live:
             loss = planned(**inputs)["loss"]
         if patient_until is not None:
             live.falls_to(patient_until)
-        held = live.nbytes()
+        held = live.nbytes
         loss.backward()
     gradients = {name: whole(p.grad) for name, p in planned.named_parameters()}
     return Step(whole(loss.detach()), gradients, summarize(recorder.records), held)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +14,18 @@ from runtime.recomputation import (
     nodes_of,
     run_step,
 )
+from runtime.transformers_on_ranks import (
+    GPT2_LAYERS,
+    LLAMA_LAYERS,
+    checkpoints,
+    everything_again,
+    planned,
+)
 from support import models
-from support.meshes import slow_devices
-from support.models import graph_of
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autoshard.plan import Conversion, Plan, PlanOptions, make_plan
+from autoshard.plan import Conversion, Plan
 
 NUM_RANKS = 4
 
@@ -54,44 +59,7 @@ MODELS = {
     "noisy gpt2": partial(double, noisy_gpt2),
     "llama": partial(double, models.llama),
 }
-LAYERS = {
-    "gpt2": ("transformer.h.0", "transformer.h.1"),
-    "noisy gpt2": ("transformer.h.0", "transformer.h.1"),
-    "llama": ("model.layers.0", "model.layers.1"),
-}
-MESHES = {"4": {"dp": 4}, "2x2": {"dp": 2, "tp": 2}}
-
-
-def sequence_parallel(norms: str) -> dict[str, Any]:
-    """Weights are cut over both axes; the batch over dp, and what leaves norms over tp too."""
-    return {
-        "pins": {
-            "parameters": {"*": "S(0),*"},
-            "inputs": {"*": "S(0),R"},
-            "nodes": {norms: "S(0),S(1)"},
-        }
-    }
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "fsdp": {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}},
-    "hsdp": {"pins": {"parameters": {"*": "*,S(0)"}, "inputs": {"*": "S(0),S(0)"}}},
-    "megatron": {"algo": "megatron"},
-    "sequence": sequence_parallel("*layernorm"),
-    "sequence of gpt2": sequence_parallel("*.ln_?"),
-}
-
-
-@cache
-def planned(model: str, mesh: str, options: str) -> Plan:
-    torch.manual_seed(0)
-    plan = make_plan(
-        graph_of(MODELS[model]()),
-        slow_devices(**MESHES[mesh]),
-        PlanOptions.model_validate(OPTIONS[options]),
-    )
-    assert plan.found, plan.reason
-    return holding_everything(plan)
+LAYERS = {"gpt2": GPT2_LAYERS, "noisy gpt2": GPT2_LAYERS, "llama": LLAMA_LAYERS}
 
 
 def parameters(plan: Plan) -> Callable[[Conversion], bool]:
@@ -111,7 +79,7 @@ class Case:
     plan: Plan = field(init=False)
 
     def prepare(self) -> None:
-        self.plain = planned(self.model, self.mesh, self.options)
+        self.plain = holding_everything(planned(MODELS[self.model], self.mesh, self.options))
         edited = self.edit(self.plain, LAYERS[self.model])
         self.plan = Plan.from_json(edited.to_json())
 
@@ -137,14 +105,6 @@ class Case:
 
 def again(plan: Plan, _layers: tuple[str, ...]) -> Plan:
     return converting_again(plan, parameters(plan))
-
-
-def everything_again(plan: Plan, _layers: tuple[str, ...]) -> Plan:
-    return converting_again(plan, lambda _: True)
-
-
-def checkpoints(plan: Plan, layers: tuple[str, ...]) -> Plan:
-    return checkpointing(plan, *layers)
 
 
 def one_of_each(plan: Plan, layers: tuple[str, ...]) -> Plan:

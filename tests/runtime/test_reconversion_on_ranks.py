@@ -11,8 +11,8 @@ import pytest
 import torch
 from runtime.comparison import check_training, close, device_mesh
 from runtime.hand_plans import HandPlan, cpu_mesh
-from runtime.live_storages import LiveStorages
 from runtime.recomputation import edited
+from support.live_memory import LiveMemory
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -201,7 +201,7 @@ def check_a_part_of_backward(plan: Plan) -> None:
     """Readers that have no turn keep nothing alive beyond the graph."""
     planned, x, _ = prepared(plan)
     reference, _ = heads()
-    live = LiveStorages()
+    live = LiveMemory()
     with no_collection():
         with live:
             loss = planned(x)
@@ -215,7 +215,7 @@ def check_a_part_of_backward(plan: Plan) -> None:
 def check_forward_alone(plan: Plan) -> None:
     """A forward without backward leaves nothing behind, however it ends."""
     planned, x, _ = prepared(plan)
-    live = LiveStorages()
+    live = LiveMemory()
     with no_collection():
         with live, torch.no_grad():
             planned(x)
@@ -247,7 +247,7 @@ class Interrupting(TorchDispatchMode):
 def check_memory_is_freed(plan: Plan) -> None:
     """Backward leaves gradients only."""
     planned, x, _ = prepared(plan)
-    live = LiveStorages()
+    live = LiveMemory()
     with no_collection():
         with live:
             planned(x).backward()

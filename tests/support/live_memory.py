@@ -1,7 +1,9 @@
-"""Memory of the tensors that are really alive."""
+"""Memory of the tensors that are really alive, whoever holds them."""
 
+import math
+import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,25 +11,38 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+PATIENCE = 10.0
+"""Seconds to wait for another thread."""
+
 
 class LiveMemory(TorchDispatchMode):
-    """A context that counts the memory of what operators make, until it is freed.
+    """A context that counts the memory of what operators make inside it, until it is freed.
+
+    Gloo's threads let go of a collective's tensors a little after it is done. Where that
+    matters, what is held too long is waited for.
 
     Args:
-        present: tensors that are there before, and are not counted.
+        patient_above: bytes above which a peak counts only if it does not fall at once.
 
     Attributes:
-        nbytes: bytes that are alive.
-        peak: the most that were alive after any operator.
+        peak: the most bytes that were alive after any operator.
     """
 
-    def __init__(self, present: Iterable[torch.Tensor]) -> None:
+    def __init__(self, *, patient_above: float = math.inf) -> None:
         super().__init__()
-        self.nbytes = 0
         self.peak = 0
-        # An address may be used again once its storage is gone, so those here must stay.
-        self._present = list(map(_local, present))
-        self._known = {tensor.untyped_storage()._cdata for tensor in self._present}
+        self._patient_above = patient_above
+        self._alive: dict[int, int] = {}  # changed by any thread, one operation at a time
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were made inside the context and are alive now."""
+        return sum(list(self._alive.values()))
+
+    def falls_to(self, nbytes: int) -> bool:
+        """Whether so much stays alive, and no more."""
+        self._wait(nbytes)
+        return self.nbytes == nbytes
 
     def __torch_dispatch__(
         self,
@@ -36,25 +51,28 @@ class LiveMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
-            # A DTensor has no memory beside its local tensor's.
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
-                self._see(leaf.untyped_storage())
+        kwargs = kwargs or {}
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = func(*args, **kwargs)
+        for storage in _storages(result):
+            if storage._cdata not in given | self._alive.keys():
+                self._alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, storage._cdata)
+        self._wait(self._patient_above)
         self.peak = max(self.peak, self.nbytes)
+        if self.peak > self._patient_above:  # waiting does not help
+            self._patient_above = math.inf
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address not in self._known and storage.device.type != "meta":
-            self._known.add(address)
-            self.nbytes += storage.nbytes()
-            weakref.finalize(storage, self._forget, address, storage.nbytes())
-
-    def _forget(self, address: int, nbytes: int) -> None:
-        self._known.discard(address)
-        self.nbytes -= nbytes
+    def _wait(self, nbytes: float) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.nbytes > nbytes and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_iter(value):
+        # A DTensor has no memory beside its local tensor's.
+        tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            yield tensor.untyped_storage()
