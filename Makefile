@@ -3,10 +3,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test check serve openapi bench prove format clean
+.PHONY: help install demo test check serve generated bench prove zoo zoo-ranks format clean
 
 help:  ## Show the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
 
 install: $(INSTALLED)  ## Make the virtual environment in $(VENV)
 
@@ -19,8 +19,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## Plan GPT-2 through the service, then run a sharded GPT-2 on 4 ranks
 	$(BIN)/autoshard demo
 
-test: $(INSTALLED)  ## Run the tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## Run the tests, a file per processor
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 check: $(INSTALLED)  ## Lint, format, types, direction of imports
 	$(BIN)/ruff check .
@@ -31,15 +31,23 @@ check: $(INSTALLED)  ## Lint, format, types, direction of imports
 serve: $(INSTALLED)  ## Start the planning service on this machine
 	$(BIN)/autoshard serve
 
-openapi: $(INSTALLED)  ## Write the specification and the plan's schema from the code
+generated: $(INSTALLED)  ## Write what is made from the code: openapi/, the plan's schema, pages of docs/
 	$(BIN)/python -m autoshard_server.openapi
+	$(BIN)/python -m autoshard_server.reference
 	$(BIN)/python -m autoshard.plan.schema
+	$(BIN)/python -m autoshard.rules.table
 
 bench: $(INSTALLED)  ## Measure, and regenerate the tables of docs/performance.md
 	$(BIN)/python -m benchmarks
 
 prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 	$(BIN)/python benchmarks/random_problems.py --count 100000 --processes 2
+
+zoo: $(INSTALLED)  ## Plan the model families at their published sizes, into docs/zoo.md
+	$(BIN)/python -m benchmarks.zoo
+
+zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks, into docs/zoo.md
+	$(BIN)/python -m benchmarks.zoo --ranks
 
 format: $(INSTALLED)  ## Format the code
 	$(BIN)/ruff check --fix .

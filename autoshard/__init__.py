@@ -24,13 +24,15 @@ from autoshard.plan import (
     compare_plans,
     explain,
     make_plan,
+    operator_coverage,
     search_meshes,
 )
 from autoshard.solve import Status
 
 if TYPE_CHECKING:
+    from autoshard.discovery import discover
     from autoshard.graph import export_model
-    from autoshard.runtime import parallelize
+    from autoshard.runtime import checkpointable, parallelize
 
 __all__ = [
     "AutoshardError",
@@ -43,19 +45,27 @@ __all__ = [
     "PlanOptions",
     "Status",
     "check_plan",
+    "checkpointable",
     "compare_plans",
+    "discover",
     "explain",
     "export_model",
     "get_topology",
     "load_graph",
     "make_mesh",
     "make_plan",
+    "operator_coverage",
     "parallelize",
     "search_meshes",
     "topology_names",
 ]
 
-_NEEDS_TORCH = {"export_model": "autoshard.graph", "parallelize": "autoshard.runtime"}
+_NEEDS_TORCH = {
+    "discover": "autoshard.discovery",
+    "export_model": "autoshard.graph",
+    "checkpointable": "autoshard.runtime",
+    "parallelize": "autoshard.runtime",
+}
 
 
 def __getattr__(name: str) -> Any:

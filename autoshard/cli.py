@@ -1,4 +1,4 @@
-"""The command line: plan, search, show, check, explain, diff, serve, demo."""
+"""The command line: plan, search, show, check, explain, ops, diff, serve, demo."""
 
 import sys
 from collections.abc import Iterator
@@ -10,13 +10,46 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from autoshard.cli_options import (
+    Algo,
+    Archive,
+    BatchAxis,
+    Cache,
+    Checkpointing,
+    Forbid,
+    Import,
+    MasterWeights,
+    Memory,
+    Mode,
+    NoCache,
+    NoDiscover,
+    Optimizer,
+    Output,
+    Overlap,
+    Pin,
+    Reconversion,
+    SkipReplicated,
+    StateDType,
+    TimeLimit,
+    Topology,
+)
 from autoshard.errors import AutoshardError, OptionError, PlanError
-from autoshard.graph import load_graph
+from autoshard.graph import Graph
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.option_texts import read_options
-from autoshard.plan import Plan, check_plan, compare_plans, explain, make_plan, search_meshes
+from autoshard.plan import (
+    Plan,
+    check_plan,
+    compare_plans,
+    explain,
+    make_plan,
+    operator_coverage,
+    search_meshes,
+)
+from autoshard.programs import as_planned, read_program
 from autoshard.render import (
     render_candidates,
+    render_coverage,
     render_difference,
     render_explanation,
     render_plan,
@@ -70,109 +103,44 @@ def _root(
     pass
 
 
-_Archive = Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")]
-_Topology = Annotated[str | None, typer.Option(help="A topology preset by name.")]
-_Mode = Annotated[str, typer.Option("--mode", help="training or inference.")]
-_Optimizer = Annotated[str, typer.Option(help="Whose state is kept in training.")]
-_Memory = Annotated[
-    str | None, typer.Option(help="Budget per device, such as 80GB; default: all it has.")
-]
-_MasterWeights = Annotated[
-    bool,
-    typer.Option("--master-weights", help="The optimizer keeps a float32 copy of parameters."),
-]
-_StateDType = Annotated[
-    str | None,
-    typer.Option("--state-dtype", help="Of the optimizer's state: float32, float16 or bfloat16."),
-]
-_Reconversion = Annotated[
-    str,
-    typer.Option(
-        help="Whether backward converts tensors again instead of holding them, such as gathered "
-        "parameters: auto, never or always."
-    ),
-]
-_Checkpointing = Annotated[
-    str,
-    typer.Option(
-        help="Whether repeated blocks run again in backward to hold less: auto, never or always."
-    ),
-]
-_TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver, per plan.")]
-_Algo = Annotated[
-    str, typer.Option(help="optimal, or megatron: that fixed pattern, as a baseline.")
-]
-_Pin = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        help="KIND:NAME=LAYOUT with KIND input, output, parameter or node; NAME may be a "
-        "pattern: 'parameter:*.wte.weight=*,S(0)'. May be repeated.",
-    ),
-]
-_Forbid = Annotated[
-    list[str] | None,
-    typer.Option("--forbid", help="COLLECTIVE or COLLECTIVE@AXIS: all_to_all@tp. Repeatable."),
-]
-_BatchAxis = Annotated[
-    str | None, typer.Option(help="The axis that cuts the batch dim; no other axis does.")
-]
-_SkipReplicated = Annotated[
-    bool,
-    typer.Option(
-        "--skip-fully-replicated",
-        help="No operator that can be cut does all of its work on every rank.",
-    ),
-]
-_Cache = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache",
-        envvar="AUTOSHARD_CACHE",
-        help="Folder of solved blocks, which other plans reuse; default: in your cache folder.",
-    ),
-]
-_NoCache = Annotated[
-    bool, typer.Option("--no-cache", help="Solve everything anew, and keep nothing.")
-]
-_Output = Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the plan.")]
-
-
 @app.command()
 def plan(
-    graph: _Archive,
+    graph: Archive,
     *,
     mesh: Annotated[str, typer.Option(help="Size of each axis, outermost first: 2,4.")],
     axes: Annotated[str | None, typer.Option(help="Name of each axis: dp,tp.")] = None,
-    topology: _Topology = None,
+    topology: Topology = None,
     intra_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second inside a node: the last axis.")
     ] = None,
     inter_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second between nodes: the earlier axes.")
     ] = None,
-    mode: _Mode = "training",
-    optimizer: _Optimizer = "adamw",
-    master_weights: _MasterWeights = False,
-    state_dtype: _StateDType = None,
-    memory: _Memory = None,
-    reconversion: _Reconversion = "auto",
-    checkpointing: _Checkpointing = "auto",
-    time_limit: _TimeLimit = 60.0,
-    algo: _Algo = "optimal",
-    pin: _Pin = None,
-    forbid: _Forbid = None,
-    batch_axis: _BatchAxis = None,
-    skip_fully_replicated: _SkipReplicated = False,
-    cache: _Cache = None,
-    no_cache: _NoCache = False,
-    output: _Output = None,
+    mode: Mode = "training",
+    optimizer: Optimizer = "adamw",
+    master_weights: MasterWeights = False,
+    state_dtype: StateDType = None,
+    memory: Memory = None,
+    reconversion: Reconversion = "auto",
+    checkpointing: Checkpointing = "auto",
+    overlap: Overlap = False,
+    time_limit: TimeLimit = 60.0,
+    algo: Algo = "optimal",
+    pin: Pin = None,
+    forbid: Forbid = None,
+    batch_axis: BatchAxis = None,
+    skip_fully_replicated: SkipReplicated = False,
+    cache: Cache = None,
+    no_cache: NoCache = False,
+    imports: Import = None,
+    no_discover: NoDiscover = False,
+    output: Output = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
     with _reported():
         found = make_plan(
-            load_graph(graph),
+            _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache),
             _mesh(mesh, axes, topology, intra_bandwidth, inter_bandwidth),
             read_options(
                 mode=mode,
@@ -182,6 +150,7 @@ def plan(
                 memory=memory,
                 reconversion=reconversion,
                 checkpointing=checkpointing,
+                overlap=overlap,
                 time_limit=time_limit,
                 algo=algo,
                 pins=pin or (),
@@ -189,7 +158,7 @@ def plan(
                 batch_axis=batch_axis,
                 skip_fully_replicated=skip_fully_replicated,
             ),
-            tables=None if no_cache else _solved_blocks(cache),
+            tables=_shelf(cache, "blocks", closed=no_cache),
         )
         _write(found, output)
     if json:
@@ -202,31 +171,36 @@ def plan(
 
 @app.command()
 def search(
-    graph: _Archive,
+    graph: Archive,
     *,
     devices: Annotated[int, typer.Option(help="How many devices the mesh has.")],
-    topology: _Topology = None,
+    topology: Topology = None,
     max_axes: Annotated[int, typer.Option(help="Largest number of axes.")] = 3,
     workers: Annotated[int, typer.Option(help="Processes that plan at the same time.")] = 2,
-    mode: _Mode = "training",
-    optimizer: _Optimizer = "adamw",
-    master_weights: _MasterWeights = False,
-    state_dtype: _StateDType = None,
-    memory: _Memory = None,
-    reconversion: _Reconversion = "auto",
-    checkpointing: _Checkpointing = "auto",
-    time_limit: _TimeLimit = 60.0,
-    algo: _Algo = "optimal",
-    pin: _Pin = None,
-    forbid: _Forbid = None,
-    batch_axis: _BatchAxis = None,
-    skip_fully_replicated: _SkipReplicated = False,
-    output: _Output = None,
+    mode: Mode = "training",
+    optimizer: Optimizer = "adamw",
+    master_weights: MasterWeights = False,
+    state_dtype: StateDType = None,
+    memory: Memory = None,
+    reconversion: Reconversion = "auto",
+    checkpointing: Checkpointing = "auto",
+    overlap: Overlap = False,
+    time_limit: TimeLimit = 60.0,
+    algo: Algo = "optimal",
+    pin: Pin = None,
+    forbid: Forbid = None,
+    batch_axis: BatchAxis = None,
+    skip_fully_replicated: SkipReplicated = False,
+    cache: Cache = None,
+    no_cache: NoCache = False,
+    imports: Import = None,
+    no_discover: NoDiscover = False,
+    output: Output = None,
 ) -> None:
     """Plan a graph on every mesh of so many devices, and rank the meshes."""
     with _reported(), _console.status("reading the graph") as status:
         candidates = search_meshes(
-            load_graph(graph),
+            _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache),
             devices,
             topology=topology,
             max_axes=max_axes,
@@ -240,6 +214,7 @@ def search(
                 memory=memory,
                 reconversion=reconversion,
                 checkpointing=checkpointing,
+                overlap=overlap,
                 time_limit=time_limit,
                 algo=algo,
                 pins=pin or (),
@@ -247,6 +222,7 @@ def search(
                 batch_axis=batch_axis,
                 skip_fully_replicated=skip_fully_replicated,
             ),
+            tables=_shelf(cache, "blocks", closed=no_cache),
         )
         best = candidates[0].plan
         if best is not None:
@@ -272,7 +248,8 @@ def check(
 ) -> None:
     """Check a plan against its graph: is it legal, and does it cost what it says?"""
     with _reported():
-        findings = check_plan(_read(plan), load_graph(graph))
+        made = _read(plan)
+        findings = check_plan(made, as_planned(graph, made))
     for finding in findings:
         _errors.print(f"[bold red]wrong:[/] {finding}", highlight=False, soft_wrap=True)
     if findings:
@@ -296,10 +273,38 @@ def explain_choice(
 ) -> None:
     """Show every alternative of one choice of a plan, with its price."""
     with _reported():
+        made = _read(plan)
         explanation = explain(
-            load_graph(graph), _read(plan), name, value=value, time_limit=time_limit
+            as_planned(graph, made), made, name, value=value, time_limit=time_limit
         )
     _console.print(render_explanation(explanation, most=limit))
+
+
+@app.command()
+def ops(
+    graph: Archive,
+    plan: Annotated[
+        Path | None, typer.Argument(help="A plan of it, for the times on the plan's mesh.")
+    ] = None,
+    *,
+    cache: Cache = None,
+    no_cache: NoCache = False,
+    imports: Import = None,
+    no_discover: NoDiscover = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+) -> None:
+    """Show which operators a graph uses, which cannot be cut and why, and what that costs."""
+    with _reported():
+        found = None if plan is None else _read(plan)
+        if found is None:
+            program = _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache)
+        else:
+            program = as_planned(graph, found)
+        coverage = operator_coverage(program, found)
+    if json:
+        sys.stdout.write(coverage.model_dump_json() + "\n")
+    else:
+        _console.print(render_coverage(coverage))
 
 
 @app.command()
@@ -334,6 +339,23 @@ def demo() -> None:
         run_demo(_console)
 
 
+def _program(
+    path: Path,
+    imports: list[str] | None,
+    cache: Path | None,
+    *,
+    no_discover: bool,
+    no_cache: bool,
+) -> Graph:
+    return read_program(
+        path,
+        modules=imports or (),
+        discover=not no_discover,
+        store=_shelf(cache, "rules", closed=no_cache),
+        report=_note,
+    )
+
+
 def _mesh(
     shape: str,
     axes: str | None,
@@ -354,10 +376,16 @@ def _mesh(
     )
 
 
-def _solved_blocks(folder: Path | None) -> TableStore:
+def _shelf(folder: Path | None, namespace: str, *, closed: bool) -> TableStore | None:
+    if closed:
+        return None
     from autoshard_solver_cache import FolderCache, Shelf  # noqa: PLC0415  --no-cache needs none
 
-    return Shelf(FolderCache(folder, max_bytes=_CACHE_BYTES), "blocks")
+    return Shelf(FolderCache(folder, max_bytes=_CACHE_BYTES), namespace)
+
+
+def _note(text: str) -> None:
+    _errors.print(f"[bold]note:[/] {text}", highlight=False, soft_wrap=True)
 
 
 def _write(plan: Plan, path: Path | None) -> None:

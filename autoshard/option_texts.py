@@ -23,6 +23,7 @@ def read_options(
     memory: str | None,
     reconversion: str,
     checkpointing: str,
+    overlap: bool,
     time_limit: float,
     algo: str,
     pins: Sequence[str],
@@ -40,6 +41,7 @@ def read_options(
         memory: budget per device, such as 80GB; None for what the device has.
         reconversion: auto, never or always.
         checkpointing: auto, never or always.
+        overlap: as in `PlanOptions`.
         time_limit: seconds.
         algo: optimal or megatron.
         pins: each `KIND:NAME=LAYOUT`.
@@ -59,6 +61,7 @@ def read_options(
         else _one_of(get_args(StateDType), state_dtype, "--state-dtype"),
         "reconversion": _one_of(get_args(Recomputing), reconversion, "--reconversion"),
         "checkpointing": _one_of(get_args(Recomputing), checkpointing, "--checkpointing"),
+        "overlap": overlap,
         "memory_budget": None if memory is None else parse_bytes(memory),
         "time_limit": time_limit,
         "algo": _one_of(get_args(Algorithm), algo, "--algo"),

@@ -11,6 +11,7 @@ from autoshard.plan import (
     Certificate,
     Change,
     Costs,
+    Coverage,
     Explanation,
     Figure,
     Memory,
@@ -96,7 +97,10 @@ def render_candidates(candidates: Sequence[Candidate]) -> RenderableType:
     """Meshes, best first, with what the plan on each of them takes."""
     table = _table("Meshes, best first")
     table.add_column("mesh", style="cyan", no_wrap=True)
-    for title in ("total", "compute", "communication", "memory"):
+    kinds = ["total", "compute", "communication"]
+    if any(candidate.plan and candidate.plan.options.overlap for candidate in candidates):
+        kinds.append("hidden")
+    for title in (*kinds, "memory"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("certificate")
     for candidate in candidates:
@@ -104,18 +108,53 @@ def render_candidates(candidates: Sequence[Candidate]) -> RenderableType:
         plan = candidate.plan
         if plan is None or plan.costs is None or plan.memory is None:
             reason = candidate.error if plan is None else plan.reason
-            table.add_row(mesh, "", "", "", "", Text(reason, style="red"))
+            table.add_row(mesh, *[""] * (len(kinds) + 1), Text(reason, style="red"))
             continue
-        costs = (plan.costs.total, plan.costs.compute, plan.costs.communication)
         gap = plan.certificate.gap
         proven = "nothing proven" if gap is None else f"gap {gap:.2%}"
         table.add_row(
             mesh,
-            *map(_milliseconds, costs),
+            *(_milliseconds(getattr(plan.costs, kind)) for kind in kinds),
             format_bytes(plan.memory.peak),
             f"{plan.certificate.status}, {proven}",
         )
     return table
+
+
+def render_coverage(coverage: Coverage) -> RenderableType:
+    """The operators of a graph, those first that run whole, and what that costs."""
+    total = coverage.total
+    table = _table(f"{len(coverage.operators)} operators, {coverage.num_calls} calls")
+    table.add_column("operator", style="cyan", overflow="fold", min_width=24)
+    table.add_column("rule", no_wrap=True)
+    titles = (
+        ("calls", "whole") if total is None else ("calls", "whole", "time", "in whole", "around")
+    )
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for use in coverage.operators:
+        times = () if total is None else (use.time, use.time_whole, use.time_around)
+        table.add_row(
+            use.operator.removeprefix("aten."),
+            "yes" if use.has_rule else "found" if use.found_rule else "none",
+            str(use.num_calls),
+            str(use.num_whole),
+            *(f"{(time or 0.0) / total:.2%}" if total else "-" for time in times),
+            style=None if use.has_rule or use.found_rule else "bold",
+        )
+    reasons = (f"{use.operator}: {' '.join(use.reasons)}" for use in coverage.operators)
+    whole = [Text(reason) for reason in reasons if not reason.endswith(": ")]
+    return Group(table, Text(_coverage_text(coverage), style="bold"), *whole)
+
+
+def _coverage_text(coverage: Coverage) -> str:
+    text = f"{coverage.num_whole} of {coverage.num_calls} calls run whole on every rank"
+    if coverage.total is None or coverage.share_whole is None or coverage.share_around is None:
+        return text
+    return (
+        f"{text}: {coverage.share_whole:.2%} of a step of {_milliseconds(coverage.total)}, and "
+        f"{coverage.share_around:.2%} in conversions around them"
+    )
 
 
 def format_bytes(nbytes: float) -> str:
@@ -137,7 +176,9 @@ def _header(plan: Plan) -> Text:
 
 def _parameters(plan: Plan) -> Table:
     names = ", ".join(axis.name for axis in plan.mesh.axes)
-    table = _table("Parameters: I whole, gradient summed; S(d) cut along dim d; R whole")
+    table = _table(
+        "Parameters: I whole, gradient summed; S(d) cut along dim d, S(d)/1+1 in chunks; R whole"
+    )
     table.add_column("parameter", style="cyan", overflow="fold")
     table.add_column("count", justify="right")
     table.add_column("shape", no_wrap=True)
@@ -164,10 +205,16 @@ def _collectives(plan: Plan) -> Table:
 
 def _costs(costs: Costs) -> Table:
     table = _table("Predicted time of a step")
-    kinds = ("compute", "communication", "optimizer", "recompute", "total")
-    for title in kinds:
+    always = ("compute", "communication", "optimizer")
+    figures = {kind: _milliseconds(getattr(costs, kind)) for kind in always}
+    if costs.recompute:
+        figures["recompute"] = _milliseconds(costs.recompute)
+    if costs.hidden:
+        figures["hidden"] = f"-{_milliseconds(costs.hidden)}"
+    figures["total"] = _milliseconds(costs.total)
+    for title in figures:
         table.add_column(title, justify="right")
-    table.add_row(*(_milliseconds(getattr(costs, kind)) for kind in kinds))
+    table.add_row(*figures.values())
     return table
 
 

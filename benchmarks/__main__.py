@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.document import caption, replace_table
 from benchmarks.planning import Settings, code_digest
-from benchmarks.tables import TABLES, Selection
+from benchmarks.tables import REPETITIONS, TABLES, TIME_LIMITS, Selection
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
 
@@ -27,8 +27,8 @@ def main() -> int:
         instances=tuple(options.instances),
         num_problems=options.num_problems,
     )
-    settings = _settings(options)
     for name in options.tables or _possible(selection):
+        settings = _settings(options, name)
         how = _how(name, settings, selection)
         code = code_digest()
         head = caption(f"code {code}; {how}")
@@ -56,11 +56,11 @@ def _how(name: str, settings: Settings, selection: Selection) -> str:
     return f"{times}{part}{resumed}, {limits}"
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace, table: str) -> Settings:
     return Settings(
         options.folder,
-        repetitions=options.repetitions,
-        time_limit=options.time_limit,
+        repetitions=options.repetitions or REPETITIONS.get(table, 5),
+        time_limit=options.time_limit or TIME_LIMITS.get(table, 120.0),
         relative_gap=options.relative_gap,
         patience=options.patience,
         most_memory=int(options.most_memory * 1e9),
@@ -72,12 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure planning.")
     add = parser.add_argument
     add("--tables", nargs="+", choices=TABLES, default=[], help="default: all")
-    add("--models", nargs="+", default=[], help="of the table of models; default: all")
+    add("--models", nargs="+", default=[], help="of the table of models, or .pt2; default: all")
     add("--meshes", nargs="+", type=_mesh, default=[], help="likewise, such as 8 2x4")
     add("--instances", nargs="+", default=[], help="contest files, PATH or PATH:SECONDS")
     add("--num-problems", type=int, default=10_000, help="random problems")
-    add("--repetitions", type=int, default=5, help="measurements per case")
-    add("--time-limit", type=float, default=120.0, help="seconds for the solver")
+    add("--repetitions", type=int, help="measurements per case; default: 5, fewer of long tables")
+    add("--time-limit", type=float, help="seconds for the solver; default: as goals say")
     add("--relative-gap", type=float, default=1e-3, help="at which the solver stops")
     add("--patience", type=float, default=600.0, help="seconds until a measurement is stopped")
     add("--most-memory", type=float, default=12.0, help="GB that a measurement may take")

@@ -20,9 +20,15 @@ class ExportFailedError(Exception):
 def archive(name: str, folder: Path) -> Path:
     """The archive of a model of `benchmarks.models`, from the folder or exported anew.
 
+    Args:
+        name: of the model; or the path of an archive, which is taken as it is.
+        folder: where archives are kept.
+
     Raises:
         ExportFailedError: it cannot be exported.
     """
+    if name.endswith(".pt2"):
+        return Path(name)
     path = folder / f"{name}-{_state()}.pt2"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

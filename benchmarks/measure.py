@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 from autoshard.errors import AutoshardError
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Plan, PlanOptions, check_plan, make_plan, operator_coverage
 from autoshard.solve import Progress
+from autoshard_solver_cache import FolderCache, Shelf
 
 T = TypeVar("T")
 
@@ -49,19 +50,25 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         asked: `archive`, a path; `mesh`, the size of each axis; `options`, of planning;
-            `most_memory`, bytes of address space that this process may take.
+            `most_memory`, bytes of address space that this process may take; `blocks`, a
+            folder of solved blocks, if there is one.
     """
     _limit_memory(asked["most_memory"])
     data = Path(asked["archive"]).read_bytes()
     mesh, options = make_mesh(asked["mesh"]), PlanOptions.model_validate(asked["options"])
+    tables = Shelf(FolderCache(asked["blocks"]), "blocks") if "blocks" in asked else None
     phases, start = _Phases(), time.perf_counter()
     graph = phases.run("load", lambda: load_graph(data))
-    plan = phases.run("plan", lambda: make_plan(graph, mesh, options, on_progress=_announce))
+    plan = phases.run(
+        "plan", lambda: make_plan(graph, mesh, options, on_progress=_announce, tables=tables)
+    )
     findings = phases.run("check", lambda: check_plan(plan, graph)) if plan.found else ()
     total = time.perf_counter() - start
+    coverage = operator_coverage(graph, plan) if plan.found else None
     return {
         "seconds": _split(phases.seconds, plan) | {"total": total},
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_UNIT,
+        "held": plan.memory.peak if plan.memory else None,
         "budget": options.memory_budget or mesh.topology.device.memory,
         "certificate": plan.certificate.model_dump(mode="json"),
         "memory_conflict": plan.conflict is not None and plan.conflict.budget is not None,
@@ -70,6 +77,8 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         "sizes": {name: plan.provenance.statistics[name] for name in ("nodes", "strategies")},
         "operators": plan.graph.num_nodes,
         "parameters": plan.graph.num_parameters,
+        "coverage": coverage.model_dump(mode="json") if coverage else None,
+        "share_whole": coverage.share_whole if coverage else None,
     }
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,16 +47,23 @@ class Case:
     """What is planned.
 
     Attributes:
-        model: a name in `benchmarks.models`.
+        model: a name in `benchmarks.models`, or the path of an archive.
         mesh: size of each axis of H100s in nodes of 8, the default topology.
         mode: training or inference.
         memory_budget: bytes per device; the device's own memory if None.
+        cached: whether the blocks of the model have been solved before, by another process.
     """
 
     model: str
     mesh: tuple[int, ...]
     mode: str = "training"
     memory_budget: int | None = None
+    cached: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the model is called."""
+        return Path(self.model).stem if self.model.endswith(".pt2") else self.model
 
     @property
     def mesh_text(self) -> str:
@@ -64,8 +71,12 @@ class Case:
         return "x".join(map(str, self.mesh))
 
     def __str__(self) -> str:
-        budget = "" if self.memory_budget is None else ", memory lifted"
-        return f"{self.model} on {self.mesh_text}, {self.mode}{budget}"
+        budget = ""
+        if self.memory_budget is not None:
+            lifted = self.memory_budget == UNLIMITED
+            budget = ", memory lifted" if lifted else f", {self.memory_budget / 1e9:g} GB"
+        cached = ", blocks cached" if self.cached else ""
+        return f"{self.name} on {self.mesh_text}, {self.mode}{budget}{cached}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +150,7 @@ def measure_case(case: Case, settings: Settings) -> Result:
     """Measure a case as often as the settings say; a failure is not repeated."""
     limits = (settings.time_limit, settings.relative_gap, settings.patience, settings.most_memory)
     key = json.dumps([asdict(case), settings.repetitions, limits, code_digest()])
-    name = f"{case.model}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    name = f"{case.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     kept = settings.folder / "results" / name
     if settings.resume and kept.exists():
         known = json.loads(kept.read_text(encoding="utf-8"))
@@ -167,7 +178,7 @@ def _measured(case: Case, settings: Settings) -> Result:
         path = archive(case.model, settings.folder / "models")
     except ExportFailedError as error:
         return Result(case, (), f"cannot be exported: {error}")
-    asked = {
+    asked: dict[str, Any] = {
         "archive": str(path),
         "mesh": case.mesh,
         "options": {
@@ -178,6 +189,16 @@ def _measured(case: Case, settings: Settings) -> Result:
         },
         "most_memory": settings.most_memory,
     }
+    if not case.cached:
+        return _repeated(case, asked, settings)
+    with tempfile.TemporaryDirectory() as blocks:
+        asked["blocks"] = blocks
+        # The first one solves the blocks.
+        first = _repeated(case, asked, replace(settings, repetitions=1))
+        return first if first.failure else _repeated(case, asked, settings)
+
+
+def _repeated(case: Case, asked: Mapping[str, Any], settings: Settings) -> Result:
     runs: list[Mapping[str, Any]] = []
     for _ in range(settings.repetitions):
         run = run_module("benchmarks.measure", asked, patience=settings.patience)

@@ -28,6 +28,7 @@ SMALL = (
     "deepseek-v3-6-layers",
 )
 _DEPTHS = ("llama3-8b-8-layers", LLAMA, "llama3-8b-128-layers")
+_BUDGETS = (30, 20, 12)
 _PHASES = ("load", "formulate", "solve", "find conflict", "assemble", "check")
 _SLOW = 30.0
 _WIDE = 0.01
@@ -60,8 +61,9 @@ def rows(header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
 
 
 def headline(settings: Settings, _: Selection) -> str:
-    """Llama-3-8B in training on 8x8, phase by phase."""
-    return _phases([_measure(Case(LLAMA, (8, 8)), settings)])
+    """Llama-3-8B in training on 8x8, phase by phase: all solved anew, and with blocks known."""
+    cases = (Case(LLAMA, (8, 8), cached=cached) for cached in (False, True))
+    return _phases([_measure(case, settings) for case in cases])
 
 
 def depth(settings: Settings, _: Selection) -> str:
@@ -96,6 +98,30 @@ def axes(settings: Settings, _: Selection) -> str:
 def memory(settings: Settings, _: Selection) -> str:
     """Llama-3-70B, for the memory that planning it takes."""
     return _phases([_measure(Case("llama3-70b", (8, 8), mode), settings) for mode in MODES])
+
+
+def budgets(settings: Settings, _: Selection) -> str:
+    """Llama-3-8B in less and less memory."""
+    given = (UNLIMITED, *(size * 10**9 for size in _BUDGETS))
+    cases = (Case(LLAMA, (8, 8), memory_budget=budget) for budget in given)
+    results = [_measure(case, settings) for case in cases]
+    header = ("case", "status", "gap", "step, ms", "peak of the plan, GB", "total, s", "MB")
+    table = rows(header, (_budget_row(result) for result in results))
+    return f"{table}\n\n{_notes(results)}".rstrip()
+
+
+def _budget_row(result: Result) -> tuple[str, ...]:
+    start = (str(result.case), result.status, _gap_text(result))
+    if not result.runs:
+        return (*start, *["-"] * 4)
+    objective, held = result.last["certificate"]["objective"], result.last["held"]
+    return (
+        *start,
+        "-" if objective is None else f"{objective * 1e3:.2f}",
+        "-" if held is None else f"{held / 1e9:.2f}",
+        f"{result.seconds('total'):.2f}",
+        f"{result.peak / 1e6:.0f}",
+    )
 
 
 def models(settings: Settings, selection: Selection) -> str:
@@ -179,12 +205,19 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "axes": axes,
         "models": models,
         "memory": memory,
+        "budgets": budgets,
         "service": service,
         "random": random,
         "contest": contest,
     }
 )
 """By name, which is also that of its place in the document."""
+
+REPETITIONS: Mapping[str, int] = MappingProxyType({"models": 1, "memory": 3, "budgets": 1})
+"""Measurements of each case, for tables of so many or so long ones that 5 take too long."""
+
+TIME_LIMITS: Mapping[str, float] = MappingProxyType({"models": 30.0, "budgets": 60.0})
+"""Seconds for the solver, for tables that say what it finds within them."""
 
 
 def _measure(case: Case, settings: Settings) -> Result:

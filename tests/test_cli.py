@@ -64,6 +64,22 @@ def test_a_budget_that_is_too_small_ends_with_a_status_of_its_own(archive: Path)
     assert "the smallest that works" in " ".join(result.output.split())
 
 
+def test_ops_shows_rules_and_with_a_plan_times(archive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    autoshard("plan", archive, "--mesh", "2", "-o", path)
+    bare, timed = autoshard("ops", archive), autoshard("ops", archive, path)
+    for result in (bare, timed):
+        assert result.exit_code == 0
+        assert "0 of 3 calls run whole on every rank" in result.output
+    assert "around" not in bare.output
+    assert "0.00% of a step of" in " ".join(timed.output.split())
+    coverage = json.loads(autoshard("ops", archive, path, "--json").output)
+    assert {use["operator"]: use["num_calls"] for use in coverage["operators"]} == {
+        "aten.linear.default": 2,
+        "aten.relu.default": 1,
+    }
+
+
 def test_check_finds_what_is_wrong(archive: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     autoshard("plan", archive, "--mesh", "2", "-o", path)

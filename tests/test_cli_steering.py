@@ -1,5 +1,6 @@
 """Steering, explaining, comparing and searching from the command line."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
         *("--forbid", "all_to_all", "--forbid", "reduce_scatter@tp"),
         *("--batch-axis", "dp", "--skip-fully-replicated"),
         *("--reconversion", "never", "--checkpointing", "never"),
-        *("--master-weights", "--state-dtype", "bfloat16"),
+        *("--master-weights", "--state-dtype", "bfloat16", "--overlap"),
     )
     assert Plan.from_json(result.output).options == PlanOptions.model_validate(
         {
@@ -63,6 +64,7 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
             "reconversion": "never",
             "checkpointing": "never",
             "master_weights": True,
+            "overlap": True,
             "state_dtype": "bfloat16",
         }
     )
@@ -147,3 +149,14 @@ def test_what_is_recomputed_is_shown(archive: Path) -> None:
     assert again.exit_code == 0
     assert "backward runs 0 blocks once more" in words(again)
     assert "recompute" in words(again)
+
+
+def test_what_is_hidden_is_shown(archive: Path) -> None:
+    pins = ("--pin", "parameter:*=I", "--batch-axis", "tp")
+    apart = autoshard("plan", archive, "--mesh", "4", *pins)
+    beside = autoshard("plan", archive, "--mesh", "4", *pins, "--overlap")
+    searched = autoshard("search", archive, "--devices", "2", "--overlap")
+    assert (apart.exit_code, beside.exit_code, searched.exit_code) == (0, 0, 0)
+    assert "hidden" not in words(apart)
+    assert "hidden" in words(searched)
+    assert re.search(r"hidden .* -0\.[0-9]*[1-9][0-9]* ms", words(beside))

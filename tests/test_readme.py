@@ -33,7 +33,7 @@ def test_the_readme_runs(tmp_path: Path) -> None:
         for line in block.splitlines()
         if line.startswith("autoshard") and "serve" not in line
     ]
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         run([sys.executable, "-m", "autoshard.cli", *shlex.split(command)[1:]], tmp_path)
     for code in others:

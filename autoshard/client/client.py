@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,13 @@ from pydantic import ValidationError
 from autoshard.client.results import JobProgress, JobStatus, PlanResult, read_job, rejected
 from autoshard.errors import (
     ArchiveError,
+    GraphError,
     OptionError,
     RequestRejectedError,
     ServiceError,
     ServiceUnavailableError,
 )
+from autoshard.graph import ArchiveLimits, load_graph, operator_namespaces, rules_to_json
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan import Mode, Plan, PlanOptions
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 MeshLike = Sequence[int] | Mapping[str, Any] | Mesh
 OnProgress = Callable[[JobProgress], None]
+
+_log = logging.getLogger(__name__)
 
 _PATIENCE = 10
 """Seconds that the service may keep the first request open, to save a round of polling."""
@@ -40,6 +45,11 @@ _UNAVAILABLE = frozenset({429, 502, 503})
 
 _NOT_THERE = frozenset({404, 405})
 """Statuses that say that there is no such plan, or no such route yet."""
+
+_OF_TORCH = frozenset({"aten", "higher_order"})
+
+_INFLATED = 1032
+"""Bytes that one compressed byte may stand for at most; https://zlib.net/zlib_tech.html."""
 
 _MOST_PLANS = 4
 """Plans that a client keeps; one of a large model takes some megabytes."""
@@ -84,6 +94,7 @@ class Client:
         options: PlanOptions | None = None,
         mode: Mode | None = None,
         memory_budget: int | None = None,
+        discover: bool = True,
         on_progress: OnProgress | None = None,
     ) -> Plan:
         """Plan a model for a mesh, and wait for the plan.
@@ -97,6 +108,9 @@ class Client:
             options: of planning.
             mode: replaces that of the options.
             memory_budget: bytes per device; replaces that of the options.
+            discover: whether operators of the model's own are run here, on small tensors, to
+                find out how they may be cut; the service never runs them. If not, all of their
+                work is done on every rank.
             on_progress: called each time the service is asked how far it has come.
 
         Returns:
@@ -115,6 +129,7 @@ class Client:
             options=options,
             mode=mode,
             memory_budget=memory_budget,
+            discover=discover,
             on_progress=on_progress,
         )
         if result.plan is None:
@@ -131,6 +146,7 @@ class Client:
         options: PlanOptions | None = None,
         mode: Mode | None = None,
         memory_budget: int | None = None,
+        discover: bool = True,
         on_progress: OnProgress | None = None,
         wait: bool = True,
     ) -> PlanResult:
@@ -144,15 +160,18 @@ class Client:
             options: likewise.
             mode: likewise.
             memory_budget: likewise.
+            discover: likewise.
             on_progress: likewise.
             wait: whether to wait for a plan that is not known yet; if not, ask for the job
                 later with `get_job`, or wait with `wait_for_job`.
         """
         graph = _graph_bytes(model, args, kwargs)
-        asked = {
+        asked: dict[str, Any] = {
             "mesh": _mesh_document(mesh),
             "options": _options(options, mode, memory_budget).model_dump(mode="json"),
         }
+        if discover and (rules := _custom_rules(graph)):
+            asked["rules"] = rules
         known = self._known_plan(graph, asked)
         if known is not None:
             return PlanResult(known, cached=True)
@@ -329,6 +348,32 @@ def _graph_bytes(
     from autoshard.graph import export_model  # noqa: PLC0415  torch is slow to import
 
     return export_model(model, args, dict(kwargs or {}))
+
+
+def _custom_rules(graph: bytes) -> list[dict[str, Any]]:
+    """Rules of the graph's operators that are not torch's, if they are registered here."""
+    limits = _own_limits(graph)
+    if operator_namespaces(graph, limits=limits) <= _OF_TORCH:
+        return []
+    try:
+        program = load_graph(graph, limits=limits)
+    except GraphError:
+        return []  # the service says what is wrong with it
+    from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
+
+    found = discover(program, aten=False)
+    for finding in found.findings:
+        if finding.rule is None:
+            _log.warning("%s runs whole on every rank: %s", finding.operator, finding.reason)
+    return rules_to_json(found.graph.rules)
+
+
+def _own_limits(graph: bytes) -> ArchiveLimits:
+    """Limits that no archive of so many bytes exceeds: the caller's own is no attack."""
+    most = _INFLATED * len(graph)
+    return ArchiveLimits(
+        archive_bytes=len(graph), model_bytes=most, compression_ratio=_INFLATED, nodes=most
+    )
 
 
 def _mesh_document(mesh: MeshLike) -> dict[str, Any]:

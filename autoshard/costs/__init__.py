@@ -10,15 +10,19 @@ from autoshard.costs.memory import (
     saved_bytes,
 )
 from autoshard.costs.optimizer import Optimizer, OptimizerSpec, optimizer_time
+from autoshard.costs.overlap import Overlap, Passes, hidden_seconds
 
 __all__ = [
     "Category",
     "Optimizer",
     "OptimizerSpec",
+    "Overlap",
     "ParameterBytes",
+    "Passes",
     "SavedBytes",
     "activation_bytes",
     "categorise",
+    "hidden_seconds",
     "operator_times",
     "optimizer_time",
     "parameter_bytes",

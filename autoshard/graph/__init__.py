@@ -2,14 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from autoshard.graph.archive import Archive, ArchiveLimits, read_archive
+from autoshard.graph.archive import Archive, ArchiveLimits, operator_namespaces, read_archive
 from autoshard.graph.blocks import Block, find_blocks
 from autoshard.graph.ir import (
     Argument,
+    CallRule,
     DType,
     Graph,
     Input,
     InputKind,
+    Letters,
     Node,
     Output,
     Ref,
@@ -19,20 +21,24 @@ from autoshard.graph.ir import (
     references,
 )
 from autoshard.graph.load import load_graph
+from autoshard.graph.rules import MAX_RULES, rules_from_json, rules_to_json
 from autoshard.graph.serialise import graph_digest, graph_from_json, graph_to_json
 
 if TYPE_CHECKING:
     from autoshard.graph.export import export_model
 
 __all__ = [
+    "MAX_RULES",
     "Archive",
     "ArchiveLimits",
     "Argument",
     "Block",
+    "CallRule",
     "DType",
     "Graph",
     "Input",
     "InputKind",
+    "Letters",
     "Node",
     "Output",
     "Ref",
@@ -45,8 +51,11 @@ __all__ = [
     "graph_from_json",
     "graph_to_json",
     "load_graph",
+    "operator_namespaces",
     "read_archive",
     "references",
+    "rules_from_json",
+    "rules_to_json",
 ]
 
 

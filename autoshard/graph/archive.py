@@ -4,6 +4,7 @@ Nothing here unpickles, evaluates or imports torch. Weights and constants stay u
 """
 
 import json
+import re
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from autoshard.errors import ArchiveError, SchemaError
 TIES_FILE = "autoshard.json"
 """Extra file in which `export_model` records which parameter names are one tensor."""
 
+_NAMESPACE = re.compile(rb'"torch\.ops\.(\w+)\.')
 _MODEL_SUFFIX = "models/model.json"
 _TIES_SUFFIX = f"extra/{TIES_FILE}"
 _UNREADABLE = (
@@ -79,6 +81,21 @@ def read_archive(source: str | Path | bytes, *, limits: ArchiveLimits | None = N
         _check_size("model.json", len(data), limits.model_bytes, "model_bytes")
         return Archive(_parse(data, "model.json"))
     return _read_zip(data, limits)
+
+
+def operator_namespaces(data: bytes, *, limits: ArchiveLimits) -> frozenset[str]:
+    """Namespaces of all operators that an archive names, without parsing it.
+
+    Empty for what is no archive; `read_archive` says what is wrong with it.
+    """
+    text = data
+    try:
+        if data.lstrip()[:1] != b"{":
+            with zipfile.ZipFile(BytesIO(data)) as archive:
+                text = _decompress(archive, _find_model(archive), limits)
+    except (*_UNREADABLE, ArchiveError):
+        return frozenset()
+    return frozenset(name.decode() for name in _NAMESPACE.findall(text))
 
 
 def _read_file(path: Path, limits: ArchiveLimits) -> bytes:

@@ -1,6 +1,7 @@
 """A live model -> a `.pt2` archive without weights.
 
-The only file of this package that needs torch; the package imports it when it is called.
+With `own_gradients` the only file of this package that needs torch; the package imports it
+when it is called.
 """
 
 import copy
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import GraphError
 from autoshard.graph.archive import TIES_FILE
+from autoshard.graph.own_gradients import own_gradients_watched
 
 
 def export_model(
@@ -41,14 +43,22 @@ def export_model(
         parameter names are one tensor.
 
     Raises:
-        GraphError: the model cannot be copied, traced or saved; the message names the cause.
+        GraphError: the model cannot be copied, traced or saved, or a gradient passes through an
+            `autograd.Function` of its own; the message names the cause.
     """
     what = type(model).__name__
     with _named(f"{what} cannot be copied to the meta device"):
         twin = _meta_copy(model)
         meta_args, meta_kwargs = pytree.tree_map(_to_meta, (args, kwargs or {}))
-    with _named(f"torch.export cannot trace {what}"), torch.enable_grad(), torch.device("meta"):
+    tracing = _named(f"torch.export cannot trace {what}")
+    with tracing, torch.enable_grad(), torch.device("meta"), own_gradients_watched() as own:
         program = torch.export.export(twin, meta_args, meta_kwargs, strict=strict)
+    if own:
+        raise GraphError(
+            f"{what} has gradients of its own ({', '.join(sorted(own))}), which an exported graph "
+            f"does not keep. Make each a torch.library.custom_op with register_autograd, or call "
+            f"model.requires_grad_(False) to plan inference"
+        )
     buffer = BytesIO()
     ties = json.dumps({"ties": tied_names(model)})
     with _named(f"the exported {what} cannot be saved"):

@@ -1,10 +1,12 @@
 """Reading untrusted JSON: every member that is missing or of another type is named."""
 
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from autoshard.errors import GraphError, SchemaError
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 _JSON_NAMES = {dict: "object", list: "list", str: "string", int: "integer", bool: "boolean"}
 
@@ -37,6 +39,26 @@ def union(value: object, what: str) -> tuple[str, Any]:
     return next(iter(members.items()))
 
 
+def read_each(
+    items: Iterable[Item], read: Callable[[Item], T], where: Callable[[int, Item], str]
+) -> list[T]:
+    """Read items one by one; an error that comes up says where.
+
+    Args:
+        items: what to read.
+        read: reads one of them.
+        where: the place of one of them, by its number and itself.
+    """
+    done: list[T] = []
+    for item in items:
+        # Nothing is written down about the places of all that can be read.
+        try:
+            done.append(read(item))
+        except GraphError as error:
+            raise type(error)(f"{where(len(done), item)}: {error}") from error
+    return done
+
+
 class place:  # noqa: N801  a context manager reads like a function
     """Prefix a graph error raised inside with the place where it happened.
 
@@ -44,7 +66,6 @@ class place:  # noqa: N801  a context manager reads like a function
         where: the place.
     """
 
-    # Entered for every member of a graph, and a generator would take far longer.
     __slots__ = ("_where",)
 
     def __init__(self, where: str) -> None:

@@ -147,7 +147,14 @@ class Node:
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values used, in argument order, lists flattened, repeats kept."""
-        return tuple(ref.name for _, argument in self.arguments for ref in references(argument))
+        names: list[str] = []
+        for _, argument in self.arguments:
+            # Most arguments are a value or a number, and a generator would take far longer.
+            if isinstance(argument, Ref):
+                names.append(argument.name)
+            elif isinstance(argument, tuple):
+                names.extend(ref.name for ref in references(argument))
+        return tuple(names)
 
 
 def references(argument: Argument) -> Iterator[Ref]:
@@ -157,6 +164,71 @@ def references(argument: Argument) -> Iterator[Ref]:
     elif isinstance(argument, tuple):
         for item in argument:
             yield from references(item)
+
+
+Letters = tuple[tuple[str, ...], ...]
+"""The letters of each dim of one tensor, major first; () for a dim of size 1."""
+
+
+@dataclass(frozen=True)
+class CallRule:
+    """How calls of one kind may be cut: a rule that travels with its graph.
+
+    It is for operators that this library has no rule for. What its letters and groups mean
+    is said by `autoshard.rules.OperatorRule`, whose fields these are.
+
+    Attributes:
+        operator: namespace, packet and overload.
+        arguments: those of the calls, with `Ref("")` for every tensor.
+        dtypes: element type of each tensor input.
+        sizes: name and size of each letter.
+        inputs: letters of each tensor input; a dim's size is the product of its letters'.
+        outputs: letters of each output.
+        contracted: letters that are summed over.
+        whole: letters that may not be cut.
+        linear: groups of inputs in which the operator is jointly linear.
+        addends: inputs that are added to a contraction.
+        unaffected: outputs that come out whole from a cut of a letter that they lack.
+        differentiable: whether it holds for gradients too.
+    """
+
+    operator: str
+    arguments: tuple[tuple[str, Argument], ...]
+    dtypes: tuple[DType, ...]
+    sizes: tuple[tuple[str, int], ...]
+    inputs: tuple[Letters, ...]
+    outputs: tuple[Letters, ...]
+    contracted: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    addends: frozenset[int] = frozenset()
+    unaffected: frozenset[int] = frozenset()
+    differentiable: bool = True
+
+    @cached_property
+    def call(self) -> Hashable:
+        """What calls must be like for the rule to be theirs, as `call_key` says it."""
+        sizes = dict(self.sizes)
+        tensors = tuple(
+            (tuple(prod(sizes[x] for x in letters) for letters in dims), dtype)
+            for dims, dtype in zip(self.inputs, self.dtypes, strict=True)
+        )
+        return call_key(self.operator, self.arguments, tensors)
+
+
+def call_key(
+    operator: str,
+    arguments: tuple[tuple[str, Argument], ...],
+    tensors: tuple[tuple[tuple[int, ...], DType], ...],
+) -> Hashable:
+    """A call without names: operator, attributes, shape and element type of each input."""
+    return operator, tuple((name, _attribute(value)) for name, value in arguments), tensors
+
+
+def _kind(node: Node, tensors: Mapping[str, Hashable]) -> Hashable:
+    arguments = tuple((name, _attribute(value)) for name, value in node.arguments)
+    values = tuple(tensors[value] for value in (*node.inputs, *node.outputs))
+    return node.operator, arguments, values
 
 
 def _attribute(argument: Argument) -> Hashable:
@@ -219,6 +291,7 @@ class Graph:
         values: shape and type of every value by name.
         in_spec: how (args, kwargs) nest, as PyTorch's own JSON tree spec; may be empty.
         out_spec: how the outputs nest, likewise.
+        rules: of operators that this library has no rule for, each for calls of one kind.
     """
 
     inputs: tuple[Input, ...]
@@ -227,6 +300,7 @@ class Graph:
     values: Mapping[str, Tensor]
     in_spec: str = ""
     out_spec: str = ""
+    rules: tuple[CallRule, ...] = ()
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
@@ -250,14 +324,28 @@ class Graph:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """A number per node, equal where operator, attributes and tensors are equal."""
-        numbers: dict[object, int] = {}
-        return tuple(numbers.setdefault(self.kind(node), len(numbers)) for node in self.nodes)
+        tensors: dict[Tensor, int] = {}
+        # Tensors are hashed once per value and not once per use.
+        of = {name: tensors.setdefault(x, len(tensors)) for name, x in self.values.items()}
+        numbers: dict[Hashable, int] = {}
+        return tuple(numbers.setdefault(_kind(x, of), len(numbers)) for x in self.nodes)
 
     def kind(self, node: Node) -> Hashable:
         """Operator, attributes and tensors of a node: all that its own behaviour depends on."""
-        arguments = tuple((name, _attribute(value)) for name, value in node.arguments)
-        tensors = tuple(self.values[value] for value in (*node.inputs, *node.outputs))
-        return node.operator, arguments, tensors
+        return _kind(node, self.values)
+
+    def rule_of(self, node: Node) -> CallRule | None:
+        """The rule that travels with the graph for a node, if there is one."""
+        return self._rules.get(self.call_of(node)) if self.rules else None
+
+    def call_of(self, node: Node) -> Hashable:
+        """A node's call without names, by which rules are found."""
+        tensors = tuple((self.values[v].shape, self.values[v].dtype) for v in node.inputs)
+        return call_key(node.operator, node.arguments, tensors)
+
+    @cached_property
+    def _rules(self) -> Mapping[Hashable, CallRule]:
+        return {rule.call: rule for rule in self.rules}
 
     @property
     def parameters(self) -> tuple[Input, ...]:

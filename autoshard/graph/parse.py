@@ -7,7 +7,7 @@ from typing import Any
 from autoshard.errors import ArchiveError, SchemaError, UnsupportedError
 from autoshard.graph.arguments import parse_argument, tensor_name
 from autoshard.graph.codes import DTYPES, SCHEMA_MAJOR
-from autoshard.graph.fields import member, place, typed, union
+from autoshard.graph.fields import member, place, read_each, typed, union
 from autoshard.graph.ir import Argument, Input, InputKind, Node, Output, Ref, Tensor
 from autoshard.graph.program import Body, Program, Region
 from autoshard.graph.symbols import Symbols, size
@@ -84,28 +84,23 @@ def _check_count(graph: Mapping[str, Any], limit: int) -> None:
 
 def _count_nodes(graph: Mapping[str, Any]) -> int:
     nodes = member(graph, "nodes", list)
-    count = len(nodes)
-    for i, node in enumerate(nodes):
-        with place(f"nodes[{i}]"):
-            for argument in member(node, "inputs", list):
-                nested = member(argument, "arg", dict).get("as_graph")
-                if nested is not None:
-                    count += _count_nodes(member(nested, "graph", dict))
-    return count
+    return len(nodes) + sum(read_each(nodes, _count_nested, lambda i, _: f"nodes[{i}]"))
+
+
+def _count_nested(node: object) -> int:
+    nested = (member(item, "arg", dict).get("as_graph") for item in member(node, "inputs", list))
+    return sum(_count_nodes(member(x, "graph", dict)) for x in nested if x is not None)
 
 
 def _parse_body(graph: Mapping[str, Any], symbols: Symbols) -> Body:
-    values = {}
-    for name, meta in member(graph, "tensor_values", dict).items():
-        with place(f"tensor_values[{name!r}]"):
-            values[name] = _parse_tensor(meta)
-    steps: list[Node | Region] = []
-    for i, node in enumerate(member(graph, "nodes", list)):
-        label = node.get("name") if isinstance(node, dict) else None
-        with place(f"nodes[{i}]" + (f" ({label})" if label else "")):
-            step = _parse_step(node, i, symbols)
-            if step is not None:
-                steps.append(step)
+    tensors = member(graph, "tensor_values", dict)
+    names = list(tensors)
+    metas = read_each(tensors.values(), _parse_tensor, lambda i, _: f"tensor_values[{names[i]!r}]")
+    steps = read_each(
+        enumerate(member(graph, "nodes", list)),
+        lambda numbered: _parse_step(numbered[1], numbered[0], symbols),
+        lambda i, numbered: f"nodes[{i}]{_label(numbered[1])}",
+    )
     with place("inputs"):
         inputs = tuple(_parse_body_input(arg) for arg in member(graph, "inputs", list))
     with place("outputs"):
@@ -114,7 +109,13 @@ def _parse_body(graph: Mapping[str, Any], symbols: Symbols) -> Body:
             for item in member(graph, "outputs", list)
             for arg in _flattened(item)
         )
-    return Body(inputs, tuple(steps), outputs, values)
+    kept = tuple(step for step in steps if step is not None)
+    return Body(inputs, kept, outputs, dict(zip(names, metas, strict=True)))
+
+
+def _label(node: object) -> str:
+    name = node.get("name") if isinstance(node, dict) else None
+    return f" ({name})" if name else ""
 
 
 def _parse_tensor(meta: object) -> Tensor:
@@ -152,15 +153,14 @@ def _parse_step(node: object, position: int, symbols: Symbols) -> Node | Region 
         return _parse_region(typed(name, str, "'name'"), operator, inputs, names, symbols)
     if not names:
         raise UnsupportedError(f"operator {operator} makes nothing, so its effect is unknown")
-    arguments = tuple(
-        (member(item, "name", str), _named_argument(item, symbols)) for item in inputs
+    keys = [member(item, "name", str) for item in inputs]
+    values = read_each(
+        inputs,
+        lambda item: parse_argument(member(item, "arg", dict), symbols),
+        lambda i, _: f"argument {keys[i]!r}",
     )
+    arguments = tuple(zip(keys, values, strict=True))
     return Node(typed(name, str, "'name'"), operator, arguments, names, _module(node))
-
-
-def _named_argument(item: Mapping[str, Any], symbols: Symbols) -> Argument:
-    with place(f"argument {item['name']!r}"):
-        return parse_argument(member(item, "arg", dict), symbols)
 
 
 def _output_names(outputs: list[Any]) -> Iterator[str]:
@@ -204,13 +204,16 @@ def _module(node: object) -> str:
     """Path of the innermost module on the stack, which reads `key,path,type;...`."""
     stack = member(node, "metadata", dict).get("nn_module_stack")
     fields = stack.rsplit(";", 1)[-1].split(",") if isinstance(stack, str) else []
-    return _REPEATED_CALL.sub("", fields[1]) if len(fields) > 1 else ""
+    path = fields[1] if len(fields) > 1 else ""
+    return _REPEATED_CALL.sub("", path) if "@" in path else path
 
 
 def _parse_inputs(specs: list[Any]) -> Iterator[Input]:
-    for i, spec in enumerate(specs):
-        with place(f"input_specs[{i}]"):
-            yield _parse_input(spec, i)
+    yield from read_each(
+        enumerate(specs),
+        lambda numbered: _parse_input(numbered[1], numbered[0]),
+        lambda i, _: f"input_specs[{i}]",
+    )
 
 
 def _parse_input(spec: object, position: int) -> Input:

@@ -18,6 +18,7 @@ def check_wiring(graph: Graph) -> None:
     _check_unique("value", Counter([*made, *(o for node in graph.nodes for o in node.outputs)]))
     known = set(made)
     _check_shapes(graph, known, "the inputs")
+    values = graph.values
     for node in graph.nodes:
         for name in node.inputs:
             if name not in known:
@@ -25,7 +26,9 @@ def check_wiring(graph: Graph) -> None:
                     f"node {node.name!r} ({node.operator}) uses {name!r}, which no input and no "
                     "earlier node makes"
                 )
-        _check_shapes(graph, node.outputs, f"node {node.name!r} ({node.operator})")
+        # Runs for everything in a graph, so no message is written before it is needed.
+        if not all(name in values for name in node.outputs):
+            _check_shapes(graph, node.outputs, f"node {node.name!r} ({node.operator})")
         known.update(node.outputs)
     for output in graph.outputs:
         if output.name is not None and output.name not in known:

@@ -12,11 +12,12 @@ from autoshard.layouts.conversions import (
 from autoshard.layouts.layout import Layout, legal_layouts
 from autoshard.layouts.placements import (
     from_placements,
+    has_placements,
     layout_of_texts,
     placement_texts,
     to_placements,
 )
-from autoshard.layouts.types import AxisType, I, Kind, P, R, S, parse_type
+from autoshard.layouts.types import AxisType, I, Kind, P, R, S, parse_type, reduced
 
 __all__ = [
     "STEPS",
@@ -33,10 +34,12 @@ __all__ = [
     "Step",
     "again_price",
     "from_placements",
+    "has_placements",
     "layout_of_texts",
     "legal_layouts",
     "parse_type",
     "placement_texts",
+    "reduced",
     "step_price",
     "to_placements",
 ]

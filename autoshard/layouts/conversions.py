@@ -4,10 +4,10 @@ A conversion is a chain of steps, each on one axis. The table `STEPS` is the who
 about a step: what runs forward, and what autograd runs backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Protocol
@@ -19,7 +19,8 @@ from scipy.sparse.csgraph import dijkstra
 
 from autoshard.errors import LayoutError
 from autoshard.layouts.layout import Layout, legal_layouts
-from autoshard.layouts.types import AxisType, I, Kind, P, R, S
+from autoshard.layouts.moves import Moves, moves_between
+from autoshard.layouts.types import AxisType, Kind, S
 
 
 class Action(StrEnum):
@@ -64,6 +65,8 @@ STEPS: dict[tuple[Kind, Kind], tuple[Action, Action]] = {
 }
 """(from, to) -> (forward, backward). S -> P is legal but never pays, so it is not offered."""
 
+_OFFERED = frozenset(STEPS)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -86,6 +89,11 @@ class Step:
     forward: Action
     backward: Action
 
+    @property
+    def reorders(self) -> bool:
+        """Whether the slices of chunks are put in order by a copy, next to each action."""
+        return bool(self.source.chunks or self.target.chunks)
+
 
 class Pricer(Protocol):
     """Prices in seconds; a mesh is one."""
@@ -105,7 +113,7 @@ STEP_OVERHEAD = 1e-9
 
 def step_price(step: Step, pricer: Pricer) -> float:
     """Seconds that a step takes, forward plus backward."""
-    if (step.forward, step.backward) == (Action.SLICE, Action.NOTHING):
+    if (step.forward, step.backward) == (Action.SLICE, Action.NOTHING) and not step.reorders:
         return 0.0
     return STEP_OVERHEAD + sum(
         _action_price(action, step, pricer) for action in (step.forward, step.backward)
@@ -114,18 +122,21 @@ def step_price(step: Step, pricer: Pricer) -> float:
 
 def again_price(step: Step, pricer: Pricer) -> float:
     """Seconds that the forward action of a step takes once more."""
-    if step.forward in (Action.NOTHING, Action.SLICE):
+    if step.forward is Action.NOTHING or (step.forward is Action.SLICE and not step.reorders):
         return 0.0
     return STEP_OVERHEAD + _action_price(step.forward, step, pricer)
 
 
 def _action_price(action: Action, step: Step, pricer: Pricer) -> float:
-    # A slice is a view of what is there.
-    if action in (Action.NOTHING, Action.SLICE):
+    if action is Action.NOTHING:
         return 0.0
+    reordered = pricer.copy_time(step.nbytes) if step.reorders else 0.0
+    # A slice is a view of what is there.
+    if action is Action.SLICE:
+        return reordered
     if action.is_collective:
-        return pricer.collective_time(action, step.axis, step.nbytes)
-    return pricer.copy_time(step.nbytes)
+        return reordered + pricer.collective_time(action, step.axis, step.nbytes)
+    return reordered + pricer.copy_time(step.nbytes)
 
 
 class Conversions:
@@ -140,6 +151,7 @@ class Conversions:
         partial: whether the element type can be summed.
         backward: whether the backward pass will run through the conversion; if not, only
             forward is priced, though the types still say what the gradient would be.
+        chunked: the types with chunks that the tensor can have.
         pricer: prices of collectives and copies.
     """
 
@@ -152,6 +164,7 @@ class Conversions:
         differentiable: bool,
         partial: bool = True,
         backward: bool = True,
+        chunked: Collection[AxisType] = (),
         pricer: Pricer,
     ) -> None:
         self._shape = tuple(shape)
@@ -160,9 +173,10 @@ class Conversions:
         self._backward = differentiable and backward
         self._pricer = pricer
         self._before: dict[int, NDArray[np.int32]] = {}
-        self.layouts = tuple(
-            legal_layouts(shape, axis_sizes, differentiable=differentiable, partial=partial)
+        self.layouts = legal_layouts(
+            shape, axis_sizes, differentiable=differentiable, partial=partial, chunked=chunked
         )
+        self._cuts = (*(S(dim) for dim in range(len(shape))), *chunked)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
 
     @property
@@ -183,12 +197,10 @@ class Conversions:
     @cached_property
     def steps(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
         """Every step by the numbers of the layouts before and after it, and its seconds."""
+        moves = self._moves
         # Few moves differ in what is priced.
-        priced_as = list(zip(self._moves.kinds, self._nbytes, strict=True))
-        examples = {key: i for i, key in enumerate(priced_as)}
-        price = {key: step_price(self._step(i), self._pricer) for key, i in examples.items()}
-        pairs = np.array(list(self._moves.arcs), dtype=np.intp).reshape(-1, 2)
-        return pairs[:, 0], pairs[:, 1], np.array([price[key] for key in priced_as])
+        prices = [step_price(step, self._pricer) for step in self._examples]
+        return moves.sources, moves.targets, np.array(prices)[moves.classes]
 
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The cheapest chain of steps; empty where the layouts are the same.
@@ -204,7 +216,7 @@ class Conversions:
             if chain[-1] < 0:
                 raise LayoutError(f"there is no conversion from {source} to {target}")
         chain.reverse()
-        return tuple(self._step(self._moves.arcs[pair]) for pair in pairwise(chain))
+        return tuple(self._step(self._moves.number(*pair)) for pair in pairwise(chain))
 
     def _number(self, layout: Layout) -> int:
         if layout not in self.index:
@@ -215,26 +227,26 @@ class Conversions:
         return self.index[layout]
 
     def _step(self, i: int) -> Step:
-        move = self._moves.moves[i]
-        forward, backward = STEPS[move.source.kind, move.target.kind]
+        moves = self._moves
+        source, target = moves.types[moves.old[i]], moves.types[moves.new[i]]
+        forward, backward = STEPS[source.kind, target.kind]
         return Step(
-            axis=move.axis,
-            source=move.source,
-            target=move.target,
-            nbytes=self._nbytes[i],
+            axis=int(moves.axes[i]),
+            source=source,
+            target=target,
+            nbytes=prod(self._shape) * self._itemsize // int(moves.parts[i]),
             forward=forward,
             backward=backward if self._backward else Action.NOTHING,
         )
 
     @cached_property
-    def _moves(self) -> "_Moves":
-        return _moves_between(self.layouts, len(self._shape), self._axis_sizes)
+    def _moves(self) -> Moves:
+        return moves_between(self.layouts, self._cuts, self._axis_sizes, _OFFERED)
 
-    @cached_property
-    def _nbytes(self) -> list[int]:
-        """`Step.nbytes` of each move."""
-        whole = prod(self._shape) * self._itemsize
-        return [whole // parts for parts in self._moves.parts]
+    @property
+    def _examples(self) -> list[Step]:
+        """A step of each class of moves."""
+        return [self._step(i) for i in self._moves.examples.tolist()]
 
     @cached_property
     def _shortest(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
@@ -259,10 +271,12 @@ class Conversions:
     def _forward(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         n = len(self.layouts)
         seconds, nothing = np.zeros((n, n)), np.zeros((n, n), dtype=np.bool_)
-        for pair, i in self._moves.arcs.items():
-            step = self._step(i)
-            seconds[pair] = again_price(step, self._pricer)
-            nothing[pair] = step.forward is Action.NOTHING
+        moves, examples = self._moves, self._examples
+        pairs = moves.sources, moves.targets
+        again = [again_price(step, self._pricer) for step in examples]
+        idle = [step.forward is Action.NOTHING for step in examples]
+        seconds[pairs] = np.array(again)[moves.classes]
+        nothing[pairs] = np.array(idle, dtype=np.bool_)[moves.classes]
         cost, predecessors = self._shortest
         stays = np.eye(n, dtype=np.bool_)
         total = np.where(stays, 0.0, np.inf)
@@ -278,69 +292,3 @@ class Conversions:
             total[rows, cols] = total[rows, before] + seconds[before, cols]
             stays[rows, cols] = stays[rows, before] & nothing[before, cols]
             known[rows, cols] = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """One axis changes its type."""
-
-    axis: int
-    source: AxisType
-    target: AxisType
-
-
-@dataclass(frozen=True, slots=True)
-class _Moves:
-    """Every move between some layouts; A of them.
-
-    Attributes:
-        arcs: number of each move by the numbers of the layouts before and after.
-        moves: what moves, A of them.
-        kinds: equal where the axis and the kinds of both types are, A of them.
-        parts: how many of the larger tensor, before or after, make a whole one, A of them.
-    """
-
-    arcs: dict[tuple[int, int], int]
-    moves: tuple[_Move, ...]
-    kinds: tuple[int, ...]
-    parts: tuple[int, ...]
-
-
-@lru_cache(maxsize=1 << 10)
-def _moves_between(
-    layouts: tuple[Layout, ...], num_dims: int, axis_sizes: tuple[int, ...]
-) -> _Moves:
-    """The moves are those of all tensors that can have these layouts."""
-    index = {layout: i for i, layout in enumerate(layouts)}
-    arcs: dict[tuple[int, int], int] = {}
-    numbers: dict[tuple[int, Kind, Kind], int] = {}
-    moves: list[_Move] = []
-    kinds: list[int] = []
-    parts: list[int] = []
-    for number, layout in enumerate(layouts):
-        slices = prod(axis_sizes[a] for a, t in enumerate(layout.types) if t.is_shard)
-        for axis, new, after in _moves(layout, num_dims):
-            if after in index:
-                old = layout.types[axis]
-                arcs[number, index[after]] = len(moves)
-                moves.append(_Move(axis, old, new))
-                kinds.append(numbers.setdefault((axis, old.kind, new.kind), len(numbers)))
-                grows = old.is_shard and not new.is_shard
-                parts.append(slices // axis_sizes[axis] if grows else slices)
-    return _Moves(arcs, tuple(moves), tuple(kinds), tuple(parts))
-
-
-@lru_cache(maxsize=1 << 16)
-def _moves(layout: Layout, num_dims: int) -> tuple[tuple[int, AxisType, Layout], ...]:
-    """Every step from a layout, whatever the shape: axis, new type, layout after it."""
-    innermost = [
-        (axis, old)
-        for axis, old in enumerate(layout.types)
-        if not old.is_shard or layout.cutting_axes(old.dim)[-1] == axis
-    ]
-    return tuple(
-        (axis, new, layout.replace(axis, new))
-        for axis, old in innermost
-        for new in (I, R, P, *(S(d) for d in range(num_dims)))
-        if new != old and (old.kind, new.kind) in STEPS
-    )

@@ -1,10 +1,10 @@
 """A layout: one type per mesh axis, and how axes nest where several cut one dim."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations, product
-from math import prod
+from math import gcd, prod
 
 from autoshard.errors import LayoutError
 from autoshard.layouts.types import AxisType, I, P, R, S, parse_type
@@ -15,7 +15,8 @@ class Layout:
     """How a tensor lies over the mesh.
 
     Where several axes cut one dim, the outermost axis cuts the whole dim and the next one
-    cuts each slice. Only the innermost can be gathered, and a new cut goes innermost.
+    cuts each slice. Only the innermost can be gathered, and a new cut goes innermost. All
+    axes that cut one dim cut the same chunks of it.
 
     Attributes:
         types: one type per mesh axis.
@@ -60,17 +61,22 @@ class Layout:
         axes = tuple(a for a, t in enumerate(self.types) if t.is_shard and t.dim == dim)
         return next((order for order in self.nesting if set(order) == set(axes)), axes)
 
+    def chunks(self, dim: int) -> tuple[int, ...]:
+        """Relative sizes of the chunks of a dim that are cut one by one; () where it is one."""
+        return next((t.chunks for t in self.types if t.dim == dim), ())
+
     def local_shape(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[int, ...]:
         """Shape of one rank's slice.
 
         Raises:
-            LayoutError: an axis does not divide the dim it cuts.
+            LayoutError: an axis does not divide the dim it cuts, or a chunk of it.
         """
         local = list(shape)
         for axis, axis_type in enumerate(self.types):
             if not axis_type.is_shard:
                 continue
-            if axis_type.dim >= len(local) or local[axis_type.dim] % axis_sizes[axis]:
+            parts = axis_sizes[axis] * max(sum(axis_type.chunks), 1)
+            if axis_type.dim >= len(local) or local[axis_type.dim] % parts:
                 raise LayoutError(
                     f"layout {self} does not divide shape {tuple(shape)} "
                     f"over axes of {tuple(axis_sizes)}"
@@ -80,46 +86,81 @@ class Layout:
 
     def local_slices(
         self, shape: Sequence[int], axis_sizes: Sequence[int], coordinate: Sequence[int]
-    ) -> tuple[slice, ...]:
-        """The part of the whole tensor that a rank holds, one slice per dim.
+    ) -> tuple[tuple[slice, ...], ...]:
+        """The part of the whole tensor that a rank holds.
 
         Args:
             shape: global shape.
             axis_sizes: size of each mesh axis.
             coordinate: the rank's place on each mesh axis.
 
+        Returns:
+            For each dim what is held of each of its chunks, in order; of most dims there is
+            one.
+
         Raises:
-            LayoutError: an axis does not divide the dim it cuts.
+            LayoutError: an axis does not divide the dim it cuts, or a chunk of it.
         """
         local = self.local_shape(shape, axis_sizes)
-        indices = (self.slice_index(dim, axis_sizes, coordinate) for dim in range(len(local)))
-        return tuple(slice(i * n, (i + 1) * n) for i, n in zip(indices, local, strict=True))
+        return tuple(
+            self._dim_slices(dim, size, local[dim], axis_sizes, coordinate)
+            for dim, size in enumerate(shape)
+        )
+
+    def _dim_slices(
+        self,
+        dim: int,
+        size: int,
+        held: int,
+        axis_sizes: Sequence[int],
+        coordinate: Sequence[int],
+    ) -> tuple[slice, ...]:
+        chunks = self.chunks(dim) or (1,)
+        index, start, slices = self.slice_index(dim, axis_sizes, coordinate), 0, []
+        for chunk in chunks:
+            part = held * chunk // sum(chunks)
+            slices.append(slice(start + index * part, start + (index + 1) * part))
+            start += size * chunk // sum(chunks)
+        return tuple(slices)
 
     def slice_index(self, dim: int, axis_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
-        """Number of a rank's slice of one dim, counted along the dim."""
+        """Number of a rank's slice of one dim, or of each chunk of it, counted along the dim."""
         index = 0
         for axis in self.cutting_axes(dim):
             index = index * axis_sizes[axis] + coordinate[axis]
         return index
 
     def is_legal(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
-        """Whether every axis divides the dim it cuts."""
-        if len(self.types) != len(axis_sizes):
+        """Whether every axis divides the dim it cuts, and axes cut a dim in the same chunks."""
+        if len(self.types) != len(axis_sizes) or any(t.dim >= len(shape) for t in self.types):
             return False
-        return all(
-            size % prod(axis_sizes[a] for a in self.cutting_axes(dim)) == 0
-            for dim, size in enumerate(shape)
-        ) and all(t.dim < len(shape) for t in self.types)
+        parts = (
+            max(sum(self.chunks(dim)), 1) * prod(axis_sizes[a] for a in self.cutting_axes(dim))
+            for dim in range(len(shape))
+        )
+        divides = all(size % n == 0 for size, n in zip(shape, parts, strict=True))
+        return divides and not self.mixes_chunks
+
+    @property
+    def mixes_chunks(self) -> bool:
+        """Whether axes cut one dim in different chunks, which no tensor can lie in."""
+        if not any(t.chunks for t in self.types):
+            return False
+        cuts = {t for t in self.types if t.is_shard}
+        return len(cuts) > len({t.dim for t in cuts})
 
     def replace(self, axis: int, axis_type: AxisType) -> "Layout":
         """This layout after one step on one axis.
 
         Raises:
-            LayoutError: the axis cuts a dim that another axis cuts further inside.
+            LayoutError: the axis cuts a dim that another axis cuts further inside, or would
+                cut a dim in other chunks than it is cut in.
         """
         old = self.types[axis]
         if old.is_shard and self.cutting_axes(old.dim)[-1] != axis:
             raise LayoutError(f"axis {axis} of {self} is not innermost on dim {old.dim}")
+        if any(t.dim == axis_type.dim and t.chunks != axis_type.chunks for t in self.types):
+            raise LayoutError(f"{self} cuts dim {axis_type.dim} in other chunks than {axis_type}")
         types = list(self.types)
         types[axis] = axis_type
         orders = {self.types[order[0]].dim: order for order in self.nesting}
@@ -143,6 +184,8 @@ def _parse(text: str) -> Layout:
 
 
 def _checked(layout: Layout, text: str) -> Layout:
+    if layout.mixes_chunks:
+        raise LayoutError(f"{text!r} cuts one dim in different chunks")
     dims: list[int] = []
     for order in layout.nesting:
         cut = {layout.types[a].dim if a < len(layout.types) else -1 for a in order}
@@ -161,7 +204,8 @@ def legal_layouts(
     *,
     differentiable: bool,
     partial: bool = True,
-) -> Iterator[Layout]:
+    chunked: Collection[AxisType] = (),
+) -> tuple[Layout, ...]:
     """Every layout that a tensor of this shape can have, in a fixed order.
 
     Args:
@@ -169,12 +213,32 @@ def legal_layouts(
         axis_sizes: size of each mesh axis.
         differentiable: without a gradient I and R are one type, written R.
         partial: whether the element type can be summed.
+        chunked: the types with chunks that there may be.
     """
-    whole = [I, R] if differentiable else [R]
-    options = [*whole, *[P] * partial, *(S(d) for d in range(len(shape)))]
-    for types in product(options, repeat=len(axis_sizes)):
-        if Layout(types).is_legal(shape, axis_sizes):
-            yield from _nestings(types)
+    whole = (I, R) if differentiable else (R,)
+    options = (*whole, *[P] * partial, *(S(d) for d in range(len(shape))), *chunked)
+    # Of a size only the divisors count that cuts can have, so many shapes are one.
+    parts = prod(axis_sizes) * prod(sum(t.chunks) for t in chunked)
+    return _legal_layouts(tuple(gcd(size, parts) for size in shape), tuple(axis_sizes), options)
+
+
+@lru_cache(maxsize=1 << 10)
+def _legal_layouts(
+    shape: tuple[int, ...], axis_sizes: tuple[int, ...], options: tuple[AxisType, ...]
+) -> tuple[Layout, ...]:
+    """The legal layouts whose types are among the options, in their order."""
+    alone = [
+        [t for t in options if not t.is_shard or shape[t.dim] % (n * max(sum(t.chunks), 1)) == 0]
+        for n in axis_sizes
+    ]
+    found: list[Layout] = []
+    for types in product(*alone):
+        dims = [t.dim for t in types if t.is_shard]
+        if len(set(dims)) == len(dims):
+            found.append(Layout(types))
+        elif Layout(types).is_legal(shape, axis_sizes):
+            found.extend(_nestings(types))
+    return tuple(found)
 
 
 def _nestings(types: tuple[AxisType, ...]) -> Iterator[Layout]:

@@ -6,9 +6,13 @@ does not say what the gradient is. Going back, the caller says which one is mean
 DTensor cuts a dim by its axes in mesh order. Where a layout nests them in another order,
 DTensor writes the outer-by-mesh-order axis as `_StridedShard(dim, split_factor=k)`: its
 slices are strided, because k slices were cut first by axes that come later in the mesh.
+Equal chunks that are cut one by one look the same to it: k chunks were there first. It has no
+placement for chunks of different sizes, and where several axes cut chunks (which it could write)
+torch 2.13 puts them together in the wrong order, so that counts as none.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
 from math import prod
@@ -28,7 +32,11 @@ _TEXT = re.compile(
 
 
 def placement_texts(layout: Layout, axis_sizes: Sequence[int]) -> tuple[str, ...]:
-    """DTensor's placements of a layout, one per mesh axis, as text."""
+    """DTensor's placements of a layout, one per mesh axis, as text.
+
+    Raises:
+        LayoutError: DTensor has no placement for the chunks.
+    """
     return tuple(
         _text(layout, axis, axis_type, axis_sizes) for axis, axis_type in enumerate(layout.types)
     )
@@ -46,10 +54,23 @@ def _text(layout: Layout, axis: int, axis_type: AxisType, axis_sizes: Sequence[i
 
 
 def _split_factor(layout: Layout, axis: int, axis_sizes: Sequence[int]) -> int:
-    """Slices that axes later in the mesh have cut before this one cuts."""
-    order = layout.cutting_axes(layout.types[axis].dim)
+    """Chunks, or slices that axes later in the mesh have cut, before this one cuts."""
+    cut = layout.types[axis]
+    if cut.chunks:
+        if not has_placements(layout):
+            raise LayoutError(f"{layout}: DTensor has no placement for these chunks")
+        return len(cut.chunks)
+    order = layout.cutting_axes(cut.dim)
     outer = order[: order.index(axis)]
     return prod(axis_sizes[other] for other in outer if other > axis)
+
+
+def has_placements(layout: Layout) -> bool:
+    """Whether DTensor can express a layout: chunks are of one size, and one axis cuts them."""
+    return all(
+        len(set(t.chunks)) <= 1 and (not t.chunks or len(layout.cutting_axes(t.dim)) == 1)
+        for t in layout.types
+    )
 
 
 def layout_of_texts(
@@ -66,12 +87,19 @@ def layout_of_texts(
         LayoutError: a text is no placement, or no nesting order gives these split factors.
     """
     types: list[AxisType] = []
+    factors: list[int] = []
     for text in texts:
         match = _TEXT.fullmatch(text)
         if match is None:
             raise LayoutError(f"{text!r} is not a placement that a layout can express")
         dim = match["dim"] or match["strided"]
         types.append(S(int(dim)) if dim else whole if text == "Replicate()" else P)
+        factors.append(int(match["factor"] or 1))
+    alone = {t for t, count in Counter(types).items() if t.is_shard and count == 1}
+    types = [
+        S(t.dim, (1,) * factor) if t in alone else t
+        for t, factor in zip(types, factors, strict=True)
+    ]
     for layout in _orders(types):
         if placement_texts(layout, axis_sizes) == tuple(texts):
             return layout
@@ -84,7 +112,11 @@ def _orders(types: Sequence[AxisType]) -> list[Layout]:
 
 
 def to_placements(layout: Layout, axis_sizes: Sequence[int]) -> tuple["Placement", ...]:
-    """DTensor's placements of a layout, one per mesh axis."""
+    """DTensor's placements of a layout, one per mesh axis.
+
+    Raises:
+        LayoutError: DTensor has no placement for the chunks.
+    """
     from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415  torch is slow
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 

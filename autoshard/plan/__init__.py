@@ -9,6 +9,7 @@ from autoshard.plan.compare import (
     compare_plans,
     mesh_text,
 )
+from autoshard.plan.coverage import Coverage, OperatorUse, operator_coverage
 from autoshard.plan.document import (
     PLAN_VERSION,
     Certificate,
@@ -52,6 +53,7 @@ __all__ = [
     "Conflict",
     "Conversion",
     "Costs",
+    "Coverage",
     "Direction",
     "Explanation",
     "Figure",
@@ -59,6 +61,7 @@ __all__ = [
     "GraphSummary",
     "Memory",
     "Mode",
+    "OperatorUse",
     "ParameterRow",
     "Pins",
     "PlacedInput",
@@ -78,6 +81,7 @@ __all__ = [
     "fold_parameters",
     "make_plan",
     "mesh_text",
+    "operator_coverage",
     "plan_id",
     "search_meshes",
 ]

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from autoshard.graph import Graph, Input, InputKind, graph_to_json
+from autoshard.costs import Passes, hidden_seconds
+from autoshard.graph import Graph, Input, InputKind, Node, graph_to_json
 from autoshard.layouts import Action, Layout, Step, again_price, placement_texts, step_price
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.decisions import Decisions, use_of
@@ -10,6 +11,7 @@ from autoshard.plan.document import (
     Checkpoint,
     Conversion,
     Costs,
+    InnerStep,
     Memory,
     PlacedInput,
     PlacedNode,
@@ -21,11 +23,14 @@ from autoshard.plan.formulate import Arc, Formulation, Role
 from autoshard.plan.gradients import Gradient
 from autoshard.plan.recompute import recomputed
 from autoshard.plan.timeline import Timeline
-from autoshard.rules import Strategy
+from autoshard.rules import InnerCollective, Strategy
 
 _Texts = tuple[str, ...]
-_Change = tuple[str, str, tuple[PlannedStep, ...], float]
-"""What a conversion goes from and to, its steps, and seconds of its forward part."""
+_Shown = tuple[_Texts, _Texts, float, tuple[InnerStep, ...]]
+"""Layouts of what an operator takes and makes, its compute, and what runs inside."""
+
+_Change = tuple[str, str, tuple[PlannedStep, ...], Passes[float]]
+"""What a conversion goes from and to, its steps, and seconds of both passes."""
 
 
 class Assembly:
@@ -47,13 +52,13 @@ class Assembly:
             variable.strategies[s]
             for variable, s in zip(formulation.variables, choice, strict=True)
         ]
-        self._shown: dict[tuple[int, int], tuple[_Texts, _Texts]] = {}
+        self._shown: dict[tuple[int, int], _Shown] = {}
         self._changes: dict[tuple[object, ...], _Change] = {}
 
     def stage(self, name: str = "stage0") -> Stage:
         """The whole program as one stage."""
         mesh = self._axes.mesh
-        return Stage(
+        stage = Stage(
             name=name,
             axes=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
             program=graph_to_json(self._graph),
@@ -69,6 +74,25 @@ class Assembly:
                 for span in self._decisions.checkpoints
             ),
         )
+        return self._overlapped(stage) if self._formulation.prices.overlaps else stage
+
+    def _overlapped(self, stage: Stage) -> Stage:
+        """A stage whose conversions say what of them runs beside compute."""
+        again = recomputed(self._graph, stage).conversions
+        hidden = {
+            use: self._hidden(arc, again=use in again)
+            for arc in self._formulation.arcs
+            if self._source(arc) != self._target(arc)
+            for use in [use_of(self._formulation, arc)]
+        }
+        conversions = (c.model_copy(update={"hidden": hidden[c.use]}) for c in stage.conversions)
+        return stage.model_copy(update={"conversions": tuple(conversions)})
+
+    def _hidden(self, arc: Arc, *, again: bool) -> float:
+        compute = self._formulation.ends(arc).compute_of(self._choice[arc.target])
+        if compute is None:
+            return 0.0
+        return float(hidden_seconds(self._change(arc)[3], compute, again=again))
 
     def costs(self, stage: Stage) -> Costs:
         """Predicted seconds by kind."""
@@ -85,13 +109,16 @@ class Assembly:
                 loading += float(variable.time[s])
         compute = loading + sum(node.time for node in stage.nodes)
         communication = sum(conversion.time for conversion in stage.conversions)
+        communication += sum(node.communication for node in stage.nodes)
         recompute = self._recompute(stage)
+        hidden = sum(conversion.hidden for conversion in stage.conversions)
         return Costs(
-            total=compute + communication + optimizer + recompute,
+            total=compute + communication + optimizer + recompute - hidden,
             compute=compute,
             communication=communication,
             optimizer=optimizer,
             recompute=recompute,
+            hidden=hidden,
         )
 
     def _recompute(self, stage: Stage) -> float:
@@ -112,7 +139,7 @@ class Assembly:
                 seconds += known[key]
         for arc in formulation.arcs:
             if use_of(formulation, arc) in again.conversions:
-                seconds += self._change(arc)[3]
+                seconds += self._change(arc)[3].forward
         return seconds
 
     def memory(self, timeline: Timeline) -> Memory:
@@ -169,11 +196,30 @@ class Assembly:
                     self._shown[key] = (
                         self._texts(node.inputs, strategy.inputs),
                         self._texts(node.outputs, strategy.outputs),
+                        self._compute(node, strategy, float(variable.time[s])),
+                        tuple(self._inner_step(c) for c in strategy.collectives),
                     )
-                inputs, outputs = self._shown[key]
+                inputs, outputs, time, inside = self._shown[key]
                 yield PlacedNode(
-                    name=node.name, inputs=inputs, outputs=outputs, time=float(variable.time[s])
+                    name=node.name, inputs=inputs, outputs=outputs, time=time, inside=inside
                 )
+
+    def _compute(self, node: Node, strategy: Strategy, time: float) -> float:
+        """What of the time of an operator is compute."""
+        if not strategy.collectives:
+            return time
+        formulation = self._formulation
+        backward = formulation.gradients.flows(node)
+        return formulation.prices.strategy(self._graph, node, strategy.sizes, backward=backward)[0]
+
+    def _inner_step(self, collective: InnerCollective) -> InnerStep:
+        return InnerStep(
+            axis=self._axes.mesh.axis_names[self._axes.axes[collective.axis]],
+            operation=collective.operation.value,
+            direction="backward" if collective.backward else "forward",
+            nbytes=collective.nbytes,
+            time=self._formulation.prices.inside(collective),
+        )
 
     def _texts(self, values: tuple[str, ...], layouts: tuple[Layout, ...]) -> _Texts:
         pairs = zip(values, layouts, strict=True)
@@ -228,11 +274,13 @@ class Assembly:
         if key not in self._changes:
             differentiable = arc.gradient is not Gradient.NONE
             path = table.path(source, target)
+            forward = sum(again_price(step, self._axes) for step in path)
+            both = sum(step_price(step, self._axes) for step in path)
             self._changes[key] = (
                 str(self._axes.widen(source, differentiable=differentiable)),
                 str(self._axes.widen(target, differentiable=differentiable)),
                 tuple(self._step(step) for step in path),
-                sum(again_price(step, self._axes) for step in path),
+                Passes(forward, max(both - forward, 0.0)),
             )
         return self._changes[key]
 

@@ -13,24 +13,28 @@ is also the best of all plans that may compute or convert something once more.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite
 
 from autoshard.collection import collection_paused
 from autoshard.plan.assemble import Assembly
 from autoshard.plan.decisions import Decisions, use_of
 from autoshard.plan.formulate import Formulation, Role
+from autoshard.plan.likely import likely_strategies
 from autoshard.plan.memory_problem import MemoryProblem
 from autoshard.plan.moments import Backward
 from autoshard.plan.options import PlanOptions, Recomputing
-from autoshard.plan.rounds import Counted, Draft, Rounds
+from autoshard.plan.rounds import Counted, Draft, Rounds, without_plan
 from autoshard.plan.timeline import timeline
 from autoshard.solve import (
+    BoolArray,
     CancelToken,
     Problem,
     Progress,
     Solution,
     Status,
     TableStore,
+    Trail,
     minimum_usage,
     solve_problem,
 )
@@ -99,6 +103,7 @@ class Planning:
         self._on_progress = on_progress
         self._cancel = cancel
         self._tables = tables
+        self._trail = Trail()  # of the problem without a limit
 
     def within(self, budget: int) -> Outcome:
         """The cheapest plan that fits a budget in bytes per device."""
@@ -162,7 +167,7 @@ class Planning:
                 negligible=negligible,
                 backward=backward,
             )
-            return Counted(memory.problem, memory.decisions, memory.variable_of)
+            return Counted(memory.problem, memory.decisions, memory.variable_of, memory.nodes_with)
 
     @property
     def _remaining(self) -> float:
@@ -176,11 +181,13 @@ class Planning:
     def _unlimited(self) -> Outcome:
         """The cheapest plan that holds everything that backward needs."""
         problem = self._formulation.problem
-        solution = self._solve(problem)
+        solution = self._solve(problem, trail=self._trail)
         plan = None if solution.choice is None else self.made(Decisions(solution.choice))
         return Outcome(solution, problem, plan, lambda v: v)
 
-    def _solve(self, problem: Problem, *, gap: float | None = None) -> Solution:
+    def _solve(
+        self, problem: Problem, *, gap: float | None = None, trail: Trail | None = None
+    ) -> Solution:
         # Inference counts nearly all there is, so that the first look is mostly the last.
         several = self._formulation.prices.training and isfinite(problem.usage_limit)
         return solve_problem(
@@ -191,6 +198,7 @@ class Planning:
             on_progress=self._on_progress,
             cancel=self._cancel,
             tables=self._tables,
+            trail=trail,
         )
 
     @collection_paused()
@@ -224,14 +232,18 @@ class Planning:
             seen: plans that do not fit.
         """
         rounds = Rounds(budget, known)
-        rounds.count(m for plan in seen for m in self._moments_of(plan))
+        rounds.count(chain(*map(self._moments_of, seen), self._starts_of_blocks()))
+        likely = self._likely(budget, known)
         whole: Solution | None = None
         for _ in range(_MOST_ROUNDS):
             if rounds.counted is None:
                 rounds.counted = self._counted(self._negligible(budget), rounds.backward)
+                rounds.counted.trail.unlimited = known if seen else None
+                rounds.counted.trail.likely = rounds.counted.nodes_with(likely) if likely else []
             limit = rounds.search.limit
             limited = replace(rounds.counted.problem, usage_limit=limit)
-            solution = self._solve(limited, gap=_LOOSE * self._options.relative_gap)
+            gap = _LOOSE * self._options.relative_gap
+            solution = self._solve(limited, gap=gap, trail=rounds.counted.trail)
             if whole is None or limit == budget:
                 whole = solution
                 rounds.bound = max(rounds.bound, solution.bound)
@@ -252,7 +264,7 @@ class Planning:
         if rounds.best is None or rounds.counted is None or self._is_good(rounds):
             return
         limited = replace(rounds.counted.problem, usage_limit=rounds.search.enough)
-        solution = self._solve(limited)
+        solution = self._solve(limited, trail=rounds.counted.trail)
         if rounds.search.enough == rounds.budget:
             rounds.bound = max(rounds.bound, solution.bound)
         if solution.choice is not None:
@@ -288,7 +300,7 @@ class Planning:
                     break
         counted = rounds.counted or self._counted(0.0)
         if best is None:
-            unfit = _without_plan(whole, rounds.bound)
+            unfit = without_plan(whole, rounds.bound)
             return Outcome(unfit, counted.problem, None, counted.variable_of)
         graded = self._graded(best[0], rounds.bound)
         return Outcome(graded, counted.problem, best[1], counted.variable_of)
@@ -305,13 +317,36 @@ class Planning:
         for i, variable in enumerate(formulation.variables):
             if (variable.role, variable.name) == (Role.OPERATOR, plan.memory.at):
                 instance = formulation.instance_of.get(i)
-                yield Backward(i if instance is None else formulation.first_of(instance))
+                if instance is None:
+                    yield Backward(i)
+                else:
+                    yield Backward(formulation.first_of(instance), reaches=True)
         converted = {c.use for c in plan.stage.conversions if c.value == plan.memory.at}
         inside = formulation.inside_blocks
         for i, arc in enumerate(formulation.arcs if converted else ()):
             ends_inside = arc.source in inside or arc.target in inside
             if not ends_inside and use_of(formulation, arc) in converted:
                 yield Backward(arc=i)
+
+    def _likely(self, budget: int, price: float) -> list[BoolArray] | None:
+        """Strategies that are likely to be good, of each variable; None where all may be."""
+        plain, gap = self._formulation, _LOOSE * self._options.relative_gap
+        if not plain.prices.training:
+            return None
+        return likely_strategies(
+            plain,
+            self._trail,
+            lambda problem, trail: self._solve(problem, gap=gap, trail=trail),
+            price=price,
+            budget=budget,
+        )
+
+    def _starts_of_blocks(self) -> Iterator[Backward]:
+        """When backward reaches each instance of a block that may be checkpointed."""
+        formulation = self._formulation
+        if formulation.prices.training and self._options.checkpointing != "never":
+            for nodes in dict.fromkeys(formulation.instance_of.values()):
+                yield Backward(formulation.first_of(nodes), reaches=True)
 
     def _is_over(self, rounds: Rounds) -> bool:
         """Whether nothing better is wanted, or there is no time to look for it."""
@@ -343,19 +378,3 @@ class Planning:
 def _most(allowed: Recomputing, everything: bool) -> Recomputing:  # noqa: FBT001  both in one
     """What may be recomputed, or must be as far as it may."""
     return "always" if everything and allowed == "auto" else allowed
-
-
-def _without_plan(solution: Solution, bound: float) -> Solution:
-    """What a solution proves of which no plan fits."""
-    if solution.choice is None:
-        return solution
-    status = Status.CANCELLED if solution.status is Status.CANCELLED else Status.TIMED_OUT
-    statistics = {**solution.statistics, "unfit": 1.0}
-    return replace(
-        solution,
-        status=status,
-        choice=None,
-        objective=float("inf"),
-        bound=bound,
-        statistics=statistics,
-    )

@@ -21,8 +21,11 @@ PLAN_VERSION: Literal[1] = 1
 LayoutText = Annotated[
     str,
     Field(
-        description="One type per mesh axis: I, R, P or S(dim); ';1>0' gives a nesting order.",
-        examples=["S(0),R", "S(0),S(0);1>0"],
+        description=(
+            "One type per mesh axis: I, R, P or S(dim); S(dim)/1+1+1 cuts each of three equal "
+            "chunks of the dim; ';1>0' gives a nesting order."
+        ),
+        examples=["S(0),R", "S(0),S(0);1>0", "I,S(1)/1+1+1"],
     ),
 ]
 Seconds = Annotated[float, Field(ge=0, description="seconds")]
@@ -73,6 +76,17 @@ class PlacedInput(Document):
     )
 
 
+class InnerStep(Document):
+    """A collective that ranks run inside an operator, because a dim that it works along is cut."""
+
+    axis: str
+    action: Literal["all_reduce"] = "all_reduce"
+    operation: Literal["sum", "max"] = Field(description="how the ranks' numbers come together")
+    direction: Direction = Field(description="the pass of the operator that it belongs to")
+    nbytes: Bytes = Field(description="a rank's numbers")
+    time: Seconds
+
+
 class PlacedNode(Document):
     """An operator, and the layouts in which it takes its inputs and makes its outputs."""
 
@@ -80,6 +94,14 @@ class PlacedNode(Document):
     inputs: tuple[LayoutText, ...]
     outputs: tuple[LayoutText, ...]
     time: Seconds = Field(description="compute, forward plus backward")
+    inside: tuple[InnerStep, ...] = Field(
+        default=(), description="collectives inside the operator, in the order in which they run"
+    )
+
+    @property
+    def communication(self) -> float:
+        """Seconds of the collectives inside, forward plus backward."""
+        return sum(step.time for step in self.inside)
 
 
 class PlannedStep(Document):
@@ -114,6 +136,13 @@ class Conversion(Document):
         description=(
             "whether backward gets the converted tensor by running the forward actions once "
             "more, instead of finding it held"
+        ),
+    )
+
+    hidden: Seconds = Field(
+        default=0.0,
+        description=(
+            "what of its communication runs beside compute, that of running it once more included"
         ),
     )
 
@@ -189,6 +218,12 @@ class Costs(Document):
     optimizer: Seconds = Field(description="the local optimizer update")
     recompute: Seconds = Field(
         default=0.0, description="operators and conversions that backward runs once more"
+    )
+    hidden: Seconds = Field(
+        default=0.0,
+        description=(
+            "what of communication and recompute runs beside compute and is not in the total"
+        ),
     )
 
 
@@ -309,8 +344,8 @@ class Plan(Document):
         with collection_paused():
             try:
                 # Not in one step, which takes longer: most of the text is the program, which
-                # is any JSON to us.
-                document = from_json(text)
+                # is any JSON to us. Only names of members repeat enough to be looked up.
+                document = from_json(text, cache_strings="keys")
             except ValueError as error:
                 raise PlanError(f"not a version {PLAN_VERSION} plan: document: {error}") from None
             return cls.from_document(document)

@@ -19,7 +19,7 @@ from autoshard.plan.formulate import Formulation, Role, Variable
 from autoshard.plan.pricing import Prices
 from autoshard.plan.steering import Restriction, Steering
 from autoshard.rules import Strategy
-from autoshard.solve import BoolArray, FloatArray, Marginals, Status
+from autoshard.solve import BoolArray, FloatArray, IntArray, Marginals, Status
 
 _EXACT = 1e-6
 """Relative gap of the plans that a regret is measured with."""
@@ -137,7 +137,7 @@ class _Explainer:
     def __init__(self, formulation: Formulation, plan: Plan, time_limit: float) -> None:
         assert plan.certificate.objective is not None
         assert plan.costs is not None
-        self._recompute = plan.costs.recompute
+        self._total = plan.costs.total
         self._formulation = formulation
         self._objective = plan.certificate.objective
         gap = plan.certificate.gap
@@ -263,24 +263,23 @@ class _Explainer:
 
     def _override(self, number: int, s: int) -> float:
         """Seconds over the plan at hand if this alone changes."""
-        problem, old = self._problem, self._choice
-        if old[number] == s:
+        if self._choice[number] == s:
             return 0.0
-        new = old.copy()
+        new = self._choice.copy()
         new[number] = s
-        cost = problem.nodes[number].cost
-        more = float(cost[s] - cost[old[number]])
-        for edge in problem.edges:
-            if number in (edge.source, edge.target):
-                before = edge.cost[edge.rows[old[edge.source]], edge.cols[old[edge.target]]]
-                after = edge.cost[edge.rows[new[edge.source]], edge.cols[new[edge.target]]]
-                more += float(after - before)
-        if not isfinite(more):
+        if not self._is_possible(number, new):
             return float("inf")
         changed = self._planning.made(replace(self._decisions, choice=new))
         if changed.memory.peak > self._formulation.prices.budget_bytes:
             return float("inf")
-        return more + changed.costs.recompute - self._recompute
+        return changed.costs.total - self._total
+
+    def _is_possible(self, number: int, choice: IntArray) -> bool:
+        """Whether a choice breaks no rule around one of its nodes."""
+        problem = self._problem
+        around = (e for e in problem.edges if number in (e.source, e.target))
+        costs = (e.cost[e.rows[choice[e.source]], e.cols[choice[e.target]]] for e in around)
+        return isfinite(problem.nodes[number].cost[choice[number]] + sum(costs))
 
 
 def _finite(number: float) -> float | None:

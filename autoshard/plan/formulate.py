@@ -7,24 +7,27 @@ conversion between the layout it is made in and the layout it is wanted in.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
+from math import prod
 
 import numpy as np
 
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_blocks
-from autoshard.layouts import Conversions, I, Kind, Layout, R, legal_layouts
+from autoshard.layouts import Conversions, I, Kind, Layout, R, has_placements, legal_layouts
 from autoshard.plan.active import ActiveAxes
+from autoshard.plan.ends import Ends, Priced
 from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.hiding import Hiding
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.lifetimes import input_interval, output_interval
 from autoshard.plan.pricing import OperatorPrices, Prices, Usage
 from autoshard.plan.steering import UNSTEERED, Steering
-from autoshard.rules import Strategy
-from autoshard.solve import Closure, Edge, FloatArray, IntArray, Problem, Repeat
+from autoshard.rules import Strategy, chunked_types
+from autoshard.solve import Closure, Edge, FloatArray, Problem, Repeat
 from autoshard.solve import Node as ProblemNode
 
 
@@ -85,9 +88,6 @@ class _Alike:
     sums: tuple[bool, ...]
 
 
-_MOST_PAIRED = 600
-"""Layouts of a tensor up to which the prices of all pairs are written down."""
-
 _Resting = tuple[tuple[Strategy, ...], FloatArray, Usage]
 """Strategies of an input at rest, with the time and usage of each."""
 
@@ -114,6 +114,8 @@ class Formulation:
         self.steering = steering
         self._pricer = steering.pricer(axes)
         self.gradients = Gradients(graph, training=prices.training)
+        self._chunked = chunked_types(graph)
+        self.hiding = Hiding(graph, axes.mesh, prices, self.gradients)
         self.variables: list[Variable] = []
         self.arcs: list[Arc] = []
         self._tables: dict[tuple[object, ...], Conversions] = {}
@@ -126,7 +128,8 @@ class Formulation:
         self._choices_by_value: dict[str, list[int]] = {}
         self._resting_names = {graph_input.name for graph_input in graph.inputs}
         self._totals: dict[int, FloatArray] = {}
-        self._edges: dict[tuple[object, ...], tuple[FloatArray | Closure, IntArray, IntArray]] = {}
+        self._edges: dict[tuple[object, ...], Priced] = {}
+        self._ends: dict[tuple[object, ...], Ends] = {}
         self._closures: dict[int, Closure] = {}
         self._shared: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
         self._resting: dict[tuple[object, ...], _Resting] = {}
@@ -141,7 +144,7 @@ class Formulation:
         return Problem(
             nodes=tuple(self._node(variable) for variable in self.variables),
             edges=tuple(self._edge(arc) for arc in self.arcs),
-            repeats=tuple(self._repeats()),
+            repeats=self.repeats(self.choices_of),
         )
 
     def _node(self, variable: Variable) -> ProblemNode:
@@ -152,14 +155,19 @@ class Formulation:
         name = f"{variable.role}:{variable.name}"
         return ProblemNode(variable.time, total, variable.interval, name)
 
-    def _repeats(self) -> Iterator[Repeat]:
-        """The choices of each instance of each block, place by place."""
-        for block in self.blocks:
-            instances = [self.choices_of(nodes) for nodes in block.instances()]
-            for alike, run in groupby(instances, key=len):
-                members = tuple(run)
-                if alike and len(members) > 1:
-                    yield Repeat(members)
+    def repeats(self, choices_of: Callable[[range], tuple[int, ...]]) -> tuple[Repeat, ...]:
+        """The choices of each instance of each block, place by place.
+
+        Args:
+            choices_of: the choices that belong to the nodes of an instance.
+        """
+        runs = (
+            tuple(run)
+            for block in self.blocks
+            for alike, run in groupby(map(choices_of, block.instances()), key=len)
+            if alike
+        )
+        return tuple(Repeat(members) for members in runs if len(members) > 1)
 
     @cached_property
     def instance_of(self) -> dict[int, range]:
@@ -196,6 +204,40 @@ class Formulation:
         layout = strategy.outputs[arc.output]
         return without_invariant(layout) if arc.gradient is Gradient.NONE else layout
 
+    def kind_of(self, arc: Arc) -> tuple[object, ...]:
+        """A key that is equal for arcs with equal prices."""
+        source, target = (self.variables[i].strategies for i in (arc.source, arc.target))
+        reader = self._reader(arc)
+        share = None if reader is None else self.hiding.share(reader, arc.position)
+        # Choices that share their strategies are about tensors of the same shape and type.
+        return (id(source), arc.output, id(target), arc.position, arc.gradient, share)
+
+    def ends(self, arc: Arc) -> Ends:
+        """The ends of an arc, by layout and by the compute beside it."""
+        key = self.kind_of(arc)
+        if key not in self._ends:
+            index = self.table(arc.value, arc.gradient).index
+            source, target = (self.variables[i].strategies for i in (arc.source, arc.target))
+            reader = self._reader(arc)
+            self._ends[key] = Ends.of(
+                [index[self.layout_at_source(arc, s)] for s in source],
+                [index[s.inputs[arc.position]] for s in target],
+                None if reader is None else self.hiding.compute(reader, arc.position, target),
+            )
+        return self._ends[key]
+
+    def _reader(self, arc: Arc) -> Node | None:
+        reader = self.variables[arc.target]
+        if reader.role is not Role.OPERATOR:
+            return None
+        return self.graph.nodes[self.graph.numbers[reader.name]]
+
+    def local_bytes(self, value: str, layouts: Iterable[Layout]) -> FloatArray:
+        """Bytes of a rank's part of a value, in each of some layouts."""
+        tensor, sizes = self.graph.values[value], self.axes.sizes
+        elements = [prod(layout.local_shape(tensor.shape, sizes)) for layout in layouts]
+        return np.array(elements, dtype=float) * tensor.dtype.itemsize
+
     def table(self, value: str, gradient: Gradient) -> Conversions:
         """The conversions of a value, shared between values of the same shape and type."""
         tensor = self.graph.values[value]
@@ -208,6 +250,7 @@ class Formulation:
                 differentiable=gradient is not Gradient.NONE,
                 partial=tensor.dtype is not DType.BOOL,
                 backward=gradient is Gradient.FLOWS,
+                chunked=self._chunked.get(tensor.shape, ()),
                 pricer=self._pricer,
             )
         return self._tables[key]
@@ -237,13 +280,19 @@ class Formulation:
         self._share(name)
 
     def _resting_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
-        """Whole or cut; what the model itself holds without a gradient stays whole."""
+        """Whole, or cut as DTensor can; what the model holds without a gradient stays whole."""
         differentiable = self.gradients.exists(graph_input.name)
         whole = I if differentiable else R
         every = legal_layouts(
-            tensor.shape, self.axes.sizes, differentiable=differentiable, partial=False
+            tensor.shape,
+            self.axes.sizes,
+            differentiable=differentiable,
+            partial=False,
+            chunked=self._chunked.get(tensor.shape, ()),
         )
-        layouts = (x for x in every if all(t == whole or t.is_shard for t in x.types))
+        layouts = (
+            x for x in every if all(t == whole or t.is_shard for t in x.types) and has_placements(x)
+        )
         if graph_input.kind in (InputKind.BUFFER, InputKind.CONSTANT):
             layouts = (x for x in layouts if not any(t.is_shard for t in x.types))
         return tuple(layouts)
@@ -276,7 +325,13 @@ class Formulation:
         if key not in self._alike:
             flags = tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs))
             prices = self.prices.operator(
-                self.graph, node, flags, self.axes.sizes, backward=backward, partial=partial
+                self.graph,
+                node,
+                flags,
+                self.axes.sizes,
+                backward=backward,
+                partial=partial,
+                chunked=self._chunked,
             )
             uses = tuple(self.gradients.of_use(v, node) for v in node.inputs)
             made = zip(*(s.outputs for s in prices.strategies), strict=True)
@@ -321,7 +376,7 @@ class Formulation:
         layouts = [
             layout
             for layout in self.table(value, gradient).layouts
-            if all(t == whole or t.is_shard for t in layout.types)
+            if all(t == whole or t.is_shard for t in layout.types) and has_placements(layout)
         ]
         strategies = tuple(Strategy((layout,), (), {}) for layout in layouts)
         variable = Variable(Role.OUTPUT, str(position), strategies, np.zeros(len(layouts)))
@@ -338,35 +393,11 @@ class Formulation:
         self.arcs.append(Arc(value, source, output, target, position, gradient))
 
     def _edge(self, arc: Arc) -> Edge:
-        source, target = (
-            self.variables[arc.source].strategies,
-            self.variables[arc.target].strategies,
-        )
-        # Choices that share their strategies are about tensors of the same shape and type.
-        key = (id(source), arc.output, id(target), arc.position, arc.gradient)
+        key = self.kind_of(arc)
         if key not in self._edges:
             table = self.table(arc.value, arc.gradient)
-            made = [table.index[self.layout_at_source(arc, s)] for s in source]
-            wanted = [table.index[s.inputs[arc.position]] for s in target]
-            self._edges[key] = self._prices(table, made, wanted)
+            self._edges[key] = self.ends(arc).priced(table, self._closures)
         return Edge(arc.source, arc.target, *self._edges[key])
-
-    def _prices(
-        self, table: Conversions, made: Sequence[int], wanted: Sequence[int]
-    ) -> tuple[FloatArray | Closure, IntArray, IntArray]:
-        """Prices of the conversions, and the row and column of each strategy."""
-        if len(table.layouts) > _MOST_PAIRED:
-            if id(table) not in self._closures:
-                self._closures[id(table)] = Closure(len(table.layouts), *table.steps)
-            return self._closures[id(table)], np.array(made), np.array(wanted)
-        distinct_rows, rows = _distinct(made)
-        distinct_cols, cols = _distinct(wanted)
-        return table.cost[np.ix_(distinct_rows, distinct_cols)], rows, cols
-
-
-def _distinct(numbers: Sequence[int]) -> tuple[IntArray, IntArray]:
-    distinct, inverse = np.unique(np.array(numbers, dtype=np.intp), return_inverse=True)
-    return distinct, inverse
 
 
 def _is_partial(layout: Layout) -> bool:

@@ -1,10 +1,11 @@
 """Whether given layouts of an operator's inputs and outputs follow from its rule."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import permutations
 
 from autoshard.layouts import Kind, Layout, R
-from autoshard.rules import AxisRule, OperatorRule, axis_rules
+from autoshard.rules import AxisRule, Chunked, InnerCollective, OperatorRule, axis_rules
 
 
 def without_invariant(layout: Layout) -> Layout:
@@ -13,13 +14,26 @@ def without_invariant(layout: Layout) -> Layout:
     return Layout(types, layout.nesting)
 
 
-def local_sizes(
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank does of an operator.
+
+    Attributes:
+        sizes: letter sizes on the rank.
+        collectives: what ranks run inside, by axis of the whole mesh.
+    """
+
+    sizes: Mapping[str, int]
+    collectives: tuple[InnerCollective, ...]
+
+
+def share_of(
     rule: OperatorRule,
     layouts: Sequence[Layout],
     gradients: Sequence[bool],
     axis_sizes: Sequence[int],
-) -> dict[str, int] | None:
-    """Letter sizes on one rank if the layouts are a strategy of the rule, else None.
+) -> Share | None:
+    """What a rank does if the layouts are a strategy of the rule, else None.
 
     Args:
         rule: the operator's rule.
@@ -34,10 +48,15 @@ def local_sizes(
     active = [axis for axis, size in enumerate(axis_sizes) if size > 1]
     for order in permutations(active):
         if all(_nests(layout, order) for layout in seen):
-            sizes = _walk(rule, order, axis_sizes, seen, gradients)
-            if sizes is not None:
-                return sizes
+            found = _walk(rule, order, axis_sizes, seen, gradients)
+            if found is not None:
+                sizes, cuts = found
+                return Share(sizes, rule.reduced.collectives(cuts, sizes))
     return None
+
+
+_Walked = tuple[Mapping[str, int], tuple[tuple[int, str | None], ...]]
+"""Letter sizes on a rank, and the letter that each axis cuts."""
 
 
 def _walk(
@@ -46,17 +65,24 @@ def _walk(
     axis_sizes: Sequence[int],
     layouts: Sequence[Layout],
     gradients: Sequence[bool],
-) -> dict[str, int] | None:
+) -> _Walked | None:
     if not order:
-        return dict(rule.sizes)
+        return rule.sizes, ()
     axis, rest = order[0], order[1:]
-    for option in axis_rules(rule, axis_sizes[axis]):
+    for option in axis_rules(rule, axis_sizes[axis], _chunked(layouts)):
         if _fits(option, axis, layouts, gradients):
             local = rule.cut(option.letter, axis_sizes[axis]) if option.letter else rule
             found = _walk(local, rest, axis_sizes, layouts, gradients)
             if found is not None:
-                return found
+                sizes, cuts = found
+                return sizes, ((axis, option.letter), *cuts)
     return None
+
+
+def _chunked(layouts: Sequence[Layout]) -> Chunked:
+    """The types with chunks that there are."""
+    types = [{t for t in layout.types if t.chunks} for layout in layouts]
+    return types if any(types) else ()
 
 
 def _fits(

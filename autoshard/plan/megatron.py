@@ -12,7 +12,7 @@ from autoshard.plan.active import ActiveAxes
 from autoshard.plan.demands import CutDemand, Demand, Dim, can_cut
 from autoshard.plan.origins import Origin, Origins
 from autoshard.plan.pins import Place
-from autoshard.rules import Dims, OperatorRule, call_of, rule_for
+from autoshard.rules import Dims, OperatorRule, call_of, rule_for, weights_of
 
 MEGATRON_FORBIDS = (Action.REDUCE_SCATTER, Action.ALL_TO_ALL)
 """Collectives that the pattern does without: there is neither sequence parallelism nor ZeRO."""
@@ -42,7 +42,7 @@ class _Pattern:
         self._graph = graph
         self._sizes = axes.sizes
         self._origins = Origins(graph)
-        self._parameters = _parameter_values(graph)
+        self._parameters = weights_of(graph)
         # Parameters that go into products or are looked up; others are whole at rest.
         self._products: set[str] = set()
         # What comes cut from a weight by columns, followed in the order of the program.
@@ -119,7 +119,7 @@ class _Pattern:
             if can_cut(rule, parts, required) is None:
                 return _NONE
             letters = set() if by_rows else {_at(rule, d)[0] for d in required if _at(rule, d)}
-        letters -= {*rule.whole, *rule.contracted}
+        letters = _carried(rule, letters)
         for value, dims in zip(node.outputs, rule.outputs, strict=True):
             for dim, letter in _outermost(rule, dims).items():
                 if letter in letters and rule.sizes[letter] % parts == 0:
@@ -170,10 +170,13 @@ def _outermost(rule: OperatorRule, dims: Dims) -> dict[int, str]:
     return found
 
 
-def _parameter_values(graph: Graph) -> dict[str, str]:
-    """Parameters, and what operators of one input make of them: transposed or cast weights."""
-    found = {i.name: i.name for i in graph.parameters}
-    for node in graph.nodes:
-        if len(node.inputs) == 1 and node.inputs[0] in found:
-            found.update(dict.fromkeys(node.outputs, found[node.inputs[0]]))
-    return found
+def _carried(rule: OperatorRule, letters: set[str]) -> set[str]:
+    """What of a cut is there behind an operator: a letter, its pieces, or what they make up."""
+    kept = letters - rule.whole - rule.contracted
+    for letter, pieces in rule.pieces.items():
+        named = {piece for _, piece in pieces if piece}
+        if letter in letters:
+            kept |= named
+        elif named <= letters:
+            kept.add(letter)
+    return kept

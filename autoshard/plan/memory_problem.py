@@ -7,26 +7,24 @@ left out makes it less than the truth and never more, so a bound of this problem
 every plan that fits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
-from math import prod
 
 import numpy as np
 
 from autoshard.layouts import Layout
 from autoshard.plan.decisions import Decisions
 from autoshard.plan.formulate import Arc, Formulation, Role, Variable
+from autoshard.plan.likely import reached_strategies
 from autoshard.plan.links import ArcPrices, End, joined
 from autoshard.plan.moments import Backward, Moments
 from autoshard.plan.options import Recomputing
 from autoshard.plan.retention import Retention, Span
 from autoshard.plan.states import Price, State, Use
-from autoshard.solve import Edge, FloatArray, IntArray, Problem, Repeat
+from autoshard.solve import BoolArray, Edge, FloatArray, IntArray, Problem
 from autoshard.solve import Node as ProblemNode
 
 _States = tuple[State, ...]
-_Distinct = tuple[IntArray, IntArray]
 _CHOICES: _States = (State.KEEP, State.AGAIN, State.HOLD, State.DROP, State.REDONE)
 
 
@@ -78,12 +76,24 @@ class MemoryProblem:
     def problem(self) -> Problem:
         """The optimization problem, without a limit."""
         return Problem(
-            nodes=tuple(self._nodes), edges=tuple(self._edges), repeats=tuple(self._repeats())
+            nodes=tuple(self._nodes),
+            edges=tuple(self._edges),
+            repeats=self._plain.repeats(self._choices_of),
         )
 
     def variable_of(self, node: int) -> int:
         """The formulation's variable that a node of the problem belongs to; -1 for none."""
         return self._variable_of.get(node, -1)
+
+    def nodes_with(self, masks: Sequence[BoolArray]) -> list[BoolArray]:
+        """Strategies of each node of the problem that go with some strategies of variables.
+
+        Args:
+            masks: which strategies of each variable, shape [S].
+        """
+        ends = zip(self._ends, masks, strict=True)
+        kept = {end.node: np.tile(mask, len(end.states)) for end, mask in ends}
+        return reached_strategies(self.problem, kept)
 
     @cached_property
     def _variable_of(self) -> dict[int, int]:
@@ -168,7 +178,7 @@ class MemoryProblem:
 
     def _add_backward(self, moment: Backward, interval: tuple[int, int]) -> None:
         """What an operator's or a conversion's backward takes."""
-        if moment.variable in self._plain.instance_of:
+        if moment.reaches:
             return
         if moment.variable >= 0:
             end = self._ends[moment.variable]
@@ -220,7 +230,7 @@ class MemoryProblem:
     def _priced(self, variable: Variable, states: _States) -> tuple[FloatArray, FloatArray]:
         """Seconds and bytes of a variable's strategies in each of its states."""
         span = self._span(variable)
-        again = span is not None and span.runs_again(self._graph.numbers[variable.name])
+        again = span is not None and self._graph.numbers[variable.name] in span.running
         key = (id(variable.strategies), id(variable.time), states, again)
         if key not in self._arrays:
             parts = [self._priced_in(variable, state) for state in states]
@@ -240,7 +250,7 @@ class MemoryProblem:
         if state is State.REDONE:
             span = self._retention.spans[number]
             assert span is not None
-            if not span.runs_again(number):
+            if number not in span.running:
                 return variable.time, nothing
             forward = self._plain.prices.forward(self._graph, node, variable.strategies)
             return variable.time + forward, nothing
@@ -285,7 +295,7 @@ class MemoryProblem:
             reader = known.first_reader_inside(value)
             return Use(
                 inside=reader is not None,
-                redone=made_in is not None and reader is not None and made_in.reads_again(reader),
+                redone=made_in is not None and reader is not None and reader in made_in.taking,
                 leaves=known.leaves(value) or value in known.small,
                 again=self._again,
             )
@@ -294,7 +304,7 @@ class MemoryProblem:
         return Use(
             needed=known.needs(reader, arc.position),
             inside=span is not None and made_in is span,
-            redone=span is not None and span.reads_again(reader),
+            redone=span is not None and reader in span.taking,
             again=self._again,
         )
 
@@ -356,57 +366,31 @@ class MemoryProblem:
         self._edges.append(Edge(start.node, end.node, *self._matrices[key]))
 
     def _prices_of(self, arc: Arc) -> ArcPrices:
-        plain = self._plain
-        source, target = (plain.variables[i].strategies for i in (arc.source, arc.target))
-        # Choices that share their strategies are about tensors of the same shape and type.
-        key = (id(source), arc.output, id(target), arc.position, arc.gradient)
+        key = self._plain.kind_of(arc)
         if key not in self._arc_prices:
-            table = plain.table(arc.value, arc.gradient)
-            (rows, row), (cols, col) = self._numbers(arc)
-            pairs = np.ix_(rows, cols)
-            nbytes = [
-                self._nbytes(arc.value, (table.layouts[i] for i in numbers))
-                for numbers in (rows.tolist(), cols.tolist())
-            ]
+            table, ends = self._plain.table(arc.value, arc.gradient), self._plain.ends(arc)
+            nbytes = [self._plain.local_bytes(arc.value, x) for x in self._layouts(arc)]
             self._arc_prices[key] = ArcPrices(
-                table.cost[pairs], table.again_cost[pairs], table.stays[pairs], row, col, *nbytes
+                ends.once(table),
+                ends.again(table),
+                ends.stays(table),
+                ends.rows,
+                ends.cols,
+                *nbytes,
             )
         return self._arc_prices[key]
 
-    def _numbers(self, arc: Arc) -> tuple[_Distinct, _Distinct]:
-        """Distinct layouts at both ends of a use, and which of them each strategy has."""
-        plain = self._plain
-        source, target = (plain.variables[i].strategies for i in (arc.source, arc.target))
-        index = plain.table(arc.value, arc.gradient).index
-        made = [index[plain.layout_at_source(arc, s)] for s in source]
-        taken = [index[s.inputs[arc.position]] for s in target]
-        return np.unique(made, return_inverse=True), np.unique(taken, return_inverse=True)
-
     def _layouts(self, arc: Arc) -> Iterator[list[Layout]]:
-        layouts = self._plain.table(arc.value, arc.gradient).layouts
-        for numbers, _ in self._numbers(arc):
+        """Layouts at both ends of a use, as its prices tell them apart."""
+        layouts, ends = self._plain.table(arc.value, arc.gradient).layouts, self._plain.ends(arc)
+        for numbers in (ends.made, ends.taken):
             yield [layouts[i] for i in numbers.tolist()]
 
-    def _nbytes(self, value: str, layouts: Iterable[Layout]) -> FloatArray:
-        """Bytes of a rank's part of a value in some layouts."""
-        tensor, sizes = self._graph.values[value], self._plain.axes.sizes
-        elements = [prod(layout.local_shape(tensor.shape, sizes)) for layout in layouts]
-        return np.array(elements, dtype=float) * tensor.dtype.itemsize
-
-    def _repeats(self) -> Iterator[Repeat]:
-        """The choices of each instance of each block, place by place."""
-        for block in self._plain.blocks:
-            instances = [tuple(self._choices_of(nodes)) for nodes in block.instances()]
-            for alike, run in groupby(instances, key=len):
-                members = tuple(run)
-                if alike and len(members) > 1:
-                    yield Repeat(members)
-
-    def _choices_of(self, nodes: range) -> Iterator[int]:
-        for i in self._plain.choices_of(nodes):
-            yield from self._groups[i]
-        if nodes.start in self._modes:
-            yield self._modes[nodes.start]
+    def _choices_of(self, nodes: range) -> tuple[int, ...]:
+        """The nodes of the problem that belong to an instance of a block."""
+        chosen = [v for i in self._plain.choices_of(nodes) for v in self._groups[i]]
+        modes = (self._modes[nodes.start],) if nodes.start in self._modes else ()
+        return (*chosen, *modes)
 
 
 _SAME_MODE = np.array([[0.0, np.inf], [np.inf, 0.0]])

@@ -4,11 +4,13 @@ import json
 import queue
 import subprocess
 import sys
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
+from typing import IO, Any
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, graph_to_json
@@ -16,7 +18,7 @@ from autoshard.mesh import Mesh, Topology, make_mesh, mesh_to_json
 from autoshard.plan.compare import mesh_text
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
-from autoshard.solve import CancelToken
+from autoshard.solve import CancelToken, TableStore
 
 _WORKER = (sys.executable, "-m", "autoshard.plan.search_worker")
 _LOOK = 0.1
@@ -73,6 +75,7 @@ def search_meshes(
     num_workers: int = 2,
     on_progress: Callable[[SearchProgress], None] | None = None,
     cancel: CancelToken | None = None,
+    tables: TableStore | None = None,
 ) -> tuple[Candidate, ...]:
     """Plan a program on every mesh of so many devices, best first.
 
@@ -88,6 +91,7 @@ def search_meshes(
         num_workers: how many processes plan at the same time.
         on_progress: called after each mesh, from the calling thread.
         cancel: once set, the processes are killed and what is done is returned.
+        tables: keeps solved blocks, as for `make_plan`; asked from several threads.
 
     Raises:
         OptionError: a number is out of its range, or the options fit no mesh.
@@ -101,8 +105,12 @@ def search_meshes(
     for mesh in meshes:
         waiting.put(mesh)
     asked = (options or PlanOptions()).model_dump(mode="json")
-    request = json.dumps({"graph": graph_to_json(graph), "options": asked})
-    workers = [_Worker(request, waiting, answers) for _ in range(min(num_workers, len(meshes)))]
+    request = json.dumps(
+        {"graph": graph_to_json(graph), "options": asked, "tables": tables is not None}
+    )
+    workers = [
+        _Worker(request, waiting, answers, tables) for _ in range(min(num_workers, len(meshes)))
+    ]
     found: list[Candidate] = []
     try:
         while len(found) < len(meshes) and not (cancel is not None and cancel.is_set()):
@@ -161,10 +169,12 @@ class _Worker:
         request: str,
         meshes: "queue.SimpleQueue[Mesh]",
         answers: "queue.SimpleQueue[Candidate]",
+        tables: TableStore | None,
     ) -> None:
         self._request = request
         self._meshes = meshes
         self._answers = answers
+        self._tables = tables
         self._process: subprocess.Popen[str] | None = None
         self._lock = Lock()
         self._stopped = False
@@ -187,21 +197,34 @@ class _Worker:
         self._end()
 
     def _plan(self, mesh: Mesh) -> Candidate:
-        line = ""
+        answer: dict[str, str] | None = None
         # A process that is gone gives no answer, and its end says why.
         with suppress(OSError):
             process = self._started()
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(json.dumps(mesh_to_json(mesh)) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        if not line.endswith("\n"):
+            _say(process.stdin, mesh_to_json(mesh))
+            answer = self._answer(process.stdin, process.stdout)
+        if answer is None:
             return Candidate(mesh, None, self._end())
-        answer = json.loads(line)
         if "error" in answer:
             return Candidate(mesh, None, answer["error"])
         return Candidate(mesh, Plan.from_json(answer["plan"]))
+
+    def _answer(self, stdin: IO[str], stdout: IO[str]) -> dict[str, str] | None:
+        """What the process answers; None if it ends. Until then it has the tables it wants."""
+        while (line := stdout.readline()).endswith("\n"):
+            message: dict[str, str] = json.loads(line)
+            if "get" in message:
+                assert self._tables is not None
+                body = self._tables.get(message["get"])
+                _say(stdin, {"body": None if body is None else b64encode(body).decode()})
+            elif "put" in message:
+                assert self._tables is not None
+                self._tables.put(message["put"], b64decode(message["body"]))
+            else:
+                return message
+        return None
 
     def _started(self) -> "subprocess.Popen[str]":
         with self._lock:
@@ -224,3 +247,8 @@ class _Worker:
         with suppress(OSError):
             process.communicate()
         return f"the planning process ended with status {process.returncode} without an answer"
+
+
+def _say(stream: IO[str], message: Any) -> None:
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()

@@ -30,13 +30,15 @@ class Backward:
     """The backward of an operator, of a repeated block, or of the conversion for a use.
 
     Attributes:
-        variable: the formulation's variable that is the operator; the first operator of an
-            instance stands for when backward comes to the instance; -1 for a conversion.
+        variable: the formulation's variable that is the operator; -1 for a conversion.
         arc: the formulation's arc that is the use; -1 for an operator.
+        reaches: whether it is when backward comes to the instance of a block that begins with
+            the operator.
     """
 
     variable: int = -1
     arc: int = -1
+    reaches: bool = False
 
 
 class Moments:
@@ -72,14 +74,13 @@ class Moments:
         return (0, 1 + bisect_right(self._places, -reader))
 
     def after(self, reader: int) -> Interval:
-        """From when the backward of a node is done until the end."""
-        return (1 + bisect_right(self._places, -reader), len(self.backward) + 2)
+        """From when the backward of a node and of its conversions is done until the end."""
+        return (1 + bisect_right(self._places, 0.5 - reader), len(self.backward) + 2)
 
     def _place(self, moment: Backward) -> float:
         """Where in the program a moment is: backward goes from the end to the start."""
-        instance = self._plain.instance_of.get(moment.variable)
-        if instance is not None:
-            return instance.stop - 0.5
+        if moment.reaches:
+            return self._plain.instance_of[moment.variable].stop - 0.5
         if moment.variable >= 0:
             return self._graph.numbers[self._plain.variables[moment.variable].name]
         arc = self._plain.arcs[moment.arc]
@@ -92,10 +93,7 @@ class Moments:
         return len(self._graph.nodes) - 0.5
 
     def operator_bytes(self, variable: int) -> FloatArray:
-        """Gradients and working memory while an operator's backward runs, by strategy.
-
-        Of a repeated block nothing is counted: its instances would not be alike any more.
-        """
+        """Gradients and working memory while an operator's backward runs, by strategy."""
         plain, graph = self._plain, self._graph
         chosen = plain.variables[variable]
         node = graph.nodes[self._graph.numbers[chosen.name]]
@@ -138,27 +136,20 @@ class Moments:
     def _while_going_back(
         self, value: str, source: Layout, target: Layout, path: Sequence[Step]
     ) -> float:
-        given = self._nbytes(value, target)
+        (given,) = self._plain.local_bytes(value, [target]).tolist()
         if all(step.backward is Action.NOTHING for step in path):
-            return given
+            return float(given)
         layouts = [source]
         for step in path:
             layouts.append(layouts[-1].replace(step.axis, step.target))
-        sizes = [self._nbytes(value, layout) for layout in layouts]
+        sizes = self._plain.local_bytes(value, layouts).tolist()
         between = [0.0, *sizes[1:-1], 0.0]
         working = [
             step_working(step.backward, str(step.target), str(step.source), int(b), int(a))
             + sum(around)
             for step, (a, b), around in zip(path, pairwise(sizes), pairwise(between), strict=True)
         ]
-        return given + sizes[0] + max(working)
-
-    def _nbytes(self, value: str, layout: Layout) -> float:
-        tensor = self._graph.values[value]
-        return float(
-            np.prod(layout.local_shape(tensor.shape, self._plain.axes.sizes), dtype=float)
-            * tensor.dtype.itemsize
-        )
+        return float(given + sizes[0] + max(working))
 
     def _has_full_gradient(self, value: str) -> bool:
         """Whether the gradient of a value takes as much memory as the value.

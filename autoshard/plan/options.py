@@ -109,6 +109,13 @@ class PlanOptions(BaseModel):
             "them. auto: where memory is short and it costs least. never. always: every block."
         ),
     )
+    overlap: bool = Field(
+        default=False,
+        description=(
+            "whether gathers of parameters and reductions of their gradients run beside the "
+            "compute of what reads them, so that only what does not fit is priced."
+        ),
+    )
     time_limit: float = Field(default=60.0, gt=0, description="seconds for the solver.")
     relative_gap: float = Field(
         default=1e-3, ge=0, lt=1, description="stop when the proven gap is at most this."

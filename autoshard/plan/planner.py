@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from math import isfinite
 
-from autoshard.collection import collection_paused
+from autoshard.collection import collection_of_new, collection_paused
 from autoshard.errors import GraphError
 from autoshard.graph import Graph, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
@@ -26,6 +26,7 @@ from autoshard.plan.document import (
     Stage,
 )
 from autoshard.plan.formulate import Formulation, Role
+from autoshard.plan.gradients import Gradients
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices
 from autoshard.plan.recompute import count_collectives
@@ -36,6 +37,7 @@ from autoshard.solve import (
     Solution,
     Status,
     TableStore,
+    relative_gap,
 )
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
@@ -89,7 +91,7 @@ def make_plan(
         prices = Prices(mesh, options)
         steering = Steering.of(graph, mesh, options)
         formulation = Formulation(graph, ActiveAxes.of(mesh), prices, steering=steering)
-    with clock.phase("solve"):
+    with clock.phase("solve"), collection_of_new():
         planning = Planning(
             formulation, options, on_progress=on_progress, cancel=cancel, tables=tables
         )
@@ -109,6 +111,21 @@ def _check_mode(graph: Graph, options: PlanOptions) -> None:
             "the graph has no parameter that requires a gradient, so there is nothing to train; "
             "plan with mode 'inference', or export the model with its parameters"
         )
+    if options.mode == "training" and graph.rules:
+        _check_rules(graph)
+
+
+def _check_rules(graph: Graph) -> None:
+    """Rules that came with the graph must hold for gradients where these flow."""
+    gradients = Gradients(graph, training=True)
+    for node in graph.nodes:
+        rule = graph.rule_of(node)
+        if rule is not None and not rule.differentiable and gradients.flows(node):
+            raise GraphError(
+                f"node {node.name!r}: backward needs a gradient of {node.operator}, and none was "
+                "found when it was tried; give it one with register_autograd, or plan with mode "
+                "'inference'"
+            )
 
 
 @collection_paused()
@@ -153,7 +170,7 @@ def _certificate(outcome: Outcome) -> Certificate:
     bound = solution.bound if isfinite(solution.bound) else None
     gap = None
     if objective is not None and bound is not None:
-        gap = max(objective - bound, 0.0) / max(abs(objective), 1e-30)
+        gap = relative_gap(objective, bound)
     return Certificate(status=solution.status, objective=objective, bound=bound, gap=gap)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from autoshard.costs import (
     OptimizerSpec,
+    Passes,
     activation_bytes,
     operator_times,
     optimizer_time,
@@ -14,10 +15,14 @@ from autoshard.costs import (
     saved_bytes,
 )
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor
+from autoshard.layouts import Action, AxisType
 from autoshard.mesh import Mesh
+from autoshard.plan.active import ActiveAxes
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.options import PlanOptions
 from autoshard.rules import (
+    Chunked,
+    InnerCollective,
     OperatorRule,
     Strategy,
     call_of,
@@ -38,7 +43,7 @@ class OperatorPrices:
 
     Attributes:
         strategies: S of them.
-        time: seconds of compute, forward plus backward, shape [S].
+        time: seconds, forward plus backward, with what ranks run inside, shape [S].
         usage: bytes per device, each of shape [S]: in training what the operator itself
             makes and holds until its backward, in inference its outputs.
     """
@@ -47,6 +52,9 @@ class OperatorPrices:
     time: FloatArray
     usage: Usage
 
+
+INNER_ACTION = Action.ALL_REDUCE
+"""What every collective inside an operator is."""
 
 _TIE_BREAK = 1e-6
 """Share of the time to read what is held that holding it costs: of layouts that take equal
@@ -73,6 +81,7 @@ class Prices:
 
     def __init__(self, mesh: Mesh, options: PlanOptions) -> None:
         self._device = mesh.topology.device
+        self._axes = ActiveAxes.of(mesh)
         self.optimizer = replace(
             OptimizerSpec.named(options.optimizer),
             state_dtype=None if options.state_dtype is None else DType(options.state_dtype),
@@ -80,6 +89,7 @@ class Prices:
         )
         self._cache: dict[tuple[object, ...], OperatorPrices] = {}
         self.training = options.mode == "training"
+        self.overlaps = options.overlap
         self.budget_bytes = options.memory_budget or self._device.memory
 
     def input(
@@ -116,6 +126,7 @@ class Prices:
         *,
         backward: bool,
         partial: frozenset[int],
+        chunked: Mapping[tuple[int, ...], tuple[AxisType, ...]],
     ) -> OperatorPrices:
         """The strategies of an operator, each once, with their prices.
 
@@ -126,11 +137,20 @@ class Prices:
             axis_sizes: size of each axis to plan over.
             backward: whether the backward pass runs through the node.
             partial: inputs that can arrive as sums over ranks.
+            chunked: the types with chunks that a tensor can have, by shape.
         """
-        key = (graph.kind(node), gradients, axis_sizes, backward, partial)
+        tensors = (graph.values[value] for value in (*node.inputs, *node.outputs))
+        types = tuple(chunked.get(tensor.shape, ()) for tensor in tensors)
+        key = (graph.kind(node), gradients, axis_sizes, backward, partial, types)
         if key not in self._cache:
             self._cache[key] = self._price(
-                graph, node, gradients, axis_sizes, backward=backward, partial=partial
+                graph,
+                node,
+                gradients,
+                axis_sizes,
+                backward=backward,
+                partial=partial,
+                chunked=types if any(types) else (),
             )
         return self._cache[key]
 
@@ -143,10 +163,33 @@ class Prices:
         both = self._times(graph, node, rule, chosen, backward=backward)
         return float(both[0]), float(self.forward(graph, node, chosen)[0])
 
-    def forward(self, graph: Graph, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
-        """Seconds that strategies of an operator take forward, shape [S]."""
+    def passes(
+        self, graph: Graph, node: Node, chosen: Sequence[Strategy], *, backward: bool
+    ) -> Passes[FloatArray]:
+        """Seconds that strategies of an operator take forward and backward, shape [S] each."""
         rule = rule_for(call_of(graph, node))
-        return self._times(graph, node, rule, chosen, backward=False)
+        both = self._times(graph, node, rule, chosen, backward=backward)
+        forward = self._times(graph, node, rule, chosen, backward=False)
+        return Passes(forward, both - forward)
+
+    def forward(self, graph: Graph, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
+        """Seconds of strategies of an operator forward, with what runs inside, shape [S]."""
+        rule = rule_for(call_of(graph, node))
+        compute = self._times(graph, node, rule, chosen, backward=False)
+        return compute + self._inside(chosen, backward=False)
+
+    def inside(self, collective: InnerCollective) -> float:
+        """Seconds of a collective inside an operator."""
+        return self._axes.collective_time(INNER_ACTION, collective.axis, collective.nbytes)
+
+    def _inside(self, chosen: Sequence[Strategy], *, backward: bool) -> FloatArray:
+        """Seconds of what strategies run inside, forward or both ways, shape [S]."""
+        return np.array(
+            [
+                sum(self.inside(c) for c in strategy.collectives if backward or not c.backward)
+                for strategy in chosen
+            ]
+        )
 
     def _price(
         self,
@@ -157,11 +200,14 @@ class Prices:
         *,
         backward: bool,
         partial: frozenset[int],
+        chunked: Chunked,
     ) -> OperatorPrices:
         rule = rule_for(call_of(graph, node))
-        every = strategies(rule, axis_sizes, partial=partial)
-        seen = [_without_gradient(s, gradients) for s in every]
+        every = strategies(rule, axis_sizes, partial=partial, chunked=chunked)
+        seen = [_without_gradient(s, gradients, backward=backward) for s in every]
         times = self._times(graph, node, rule, every, backward=backward)
+        if rule.reduced.listed:
+            times = times + self._inside(seen, backward=backward)
         cheapest: dict[Strategy, int] = {}
         for i, strategy in enumerate(seen):
             if strategy not in cheapest or times[i] < times[cheapest[strategy]]:
@@ -209,8 +255,11 @@ class Prices:
         )
 
 
-def _without_gradient(strategy: Strategy, gradients: tuple[bool, ...]) -> Strategy:
-    """The strategy as its tensors show it: without a gradient, I is R."""
+def _without_gradient(
+    strategy: Strategy, gradients: tuple[bool, ...], *, backward: bool
+) -> Strategy:
+    """The strategy as its tensors show it: without a gradient, I is R and nothing runs back."""
+    wanted = backward and gradients[0]
     num_inputs = len(strategy.inputs)
     flows = any(gradients[num_inputs:])
     return Strategy(
@@ -223,4 +272,5 @@ def _without_gradient(strategy: Strategy, gradients: tuple[bool, ...]) -> Strate
             for layout, gradient in zip(strategy.outputs, gradients[num_inputs:], strict=True)
         ),
         strategy.sizes,
+        tuple(c for c in strategy.collectives if wanted or not c.backward),
     )

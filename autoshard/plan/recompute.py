@@ -5,8 +5,9 @@ checkpoint. The runtime does exactly what is said here.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node
@@ -28,13 +29,49 @@ class Recomputed:
     conversions: frozenset[Use]
 
 
+class Keeps(Enum):
+    """What autograd keeps of a thing that runs."""
+
+    NOTHING = 0
+    READ = 1
+    """Some of what it reads, and nothing else."""
+    MADE = 2
+    """Some of what it makes."""
+
+    @classmethod
+    def of(cls, saved: Saved) -> "Keeps":
+        """What autograd keeps of an operator."""
+        if saved.outputs or saved.extras:
+            return cls.MADE
+        return cls.READ if saved.inputs else cls.NOTHING
+
+
+def taken_again(span: range, keeps: Callable[[int], Keeps]) -> tuple[range, range]:
+    """What backward needs of a checkpoint, in program order.
+
+    Everything up to the last thing of which autograd keeps something runs once more; that
+    one itself only if it keeps what it makes, since what it reads is kept before it runs.
+
+    Args:
+        span: numbers of what is checkpointed together.
+        keeps: what autograd keeps of one of them.
+
+    Returns:
+        those that take once more what they read, and those of them that also run.
+    """
+    for last in reversed(span):
+        kept = keeps(last)
+        if kept is not Keeps.NOTHING:
+            stop = last + 1 if kept is Keeps.MADE else last
+            return range(span.start, last + 1), range(span.start, stop)
+    return range(0), range(0)
+
+
 def recomputed(graph: Graph, stage: Stage) -> Recomputed:
     """What a stage runs once more.
 
-    Of a checkpoint it is everything in program order before the last node that saves a
-    tensor for backward, with the conversions for that node; the node itself too, unless it
-    saves only inputs, since those are saved before it runs. A conversion that is `again`
-    runs once more as a whole.
+    Of checkpoints it is what `taken_again` says, with the conversions for it. A conversion
+    that is `again` runs once more as a whole.
 
     Raises:
         PlanError: the checkpoints do not fit the program, or a conversion inside one is
@@ -44,14 +81,9 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
     nodes: set[str] = set()
     entered: set[int] = set()
     for span in spans:
-        saved = {i: _saved(graph, graph.nodes[i]) for i in span}
-        last = max((i for i in span if saved[i] != Saved()), default=None)
-        if last is None:
-            continue
-        entered.update(range(span.start, last + 1))
-        nodes.update(graph.nodes[i].name for i in range(span.start, last))
-        if saved[last].outputs or saved[last].extras:
-            nodes.add(graph.nodes[last].name)
+        taking, running = taken_again(span, lambda i: Keeps.of(_saved(graph, graph.nodes[i])))
+        entered.update(taking)
+        nodes.update(graph.nodes[i].name for i in running)
     insides = _readers_inside(graph, stage, spans)
     return Recomputed(
         frozenset(nodes),
@@ -125,6 +157,11 @@ def count_collectives(
 
 def _collectives(stage: Stage, again: Recomputed) -> Iterator[tuple[str, str, Direction, int]]:
     names = {action.value for action in Action if action.is_collective}
+    for node in stage.nodes:
+        for inner in node.inside:
+            yield inner.action, inner.axis, inner.direction, inner.nbytes
+            if inner.direction == "forward" and node.name in again.nodes:
+                yield inner.action, inner.axis, "backward", inner.nbytes
     for conversion in stage.conversions:
         runs_again = conversion.use in again.conversions
         for step in conversion.steps:

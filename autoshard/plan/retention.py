@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autoshard.graph import Block, Graph
 from autoshard.plan.gradients import Gradients
+from autoshard.plan.recompute import Keeps, taken_again
 from autoshard.rules import Saved, Strides, call_of, made_strides, saved_by, view_strides
 
 
@@ -15,21 +16,13 @@ class Span:
 
     Attributes:
         nodes: their indices.
-        last: the last of them that saves anything; backward runs no node behind it again.
-        last_runs: whether that node itself runs again; one that saves only inputs does not.
+        taking: those of them that take once more what they read.
+        running: those of them that run once more.
     """
 
     nodes: range
-    last: int
-    last_runs: bool
-
-    def reads_again(self, node: int) -> bool:
-        """Whether backward needs what a node of the span takes."""
-        return node <= self.last
-
-    def runs_again(self, node: int) -> bool:
-        """Whether backward runs a node of the span once more."""
-        return node < self.last or (node == self.last and self.last_runs)
+    taking: range
+    running: range
 
 
 class Retention:
@@ -129,10 +122,9 @@ class Retention:
 
     def _add_spans(self) -> None:
         for nodes in (nodes for block in self._blocks for nodes in block.instances()):
-            last = max((i for i in nodes if self._saves[i] != Saved()), default=None)
-            if last is not None:
-                made = bool(self._saves[last].outputs or self._saves[last].extras)
-                span = Span(nodes, last, made)
+            taking, running = taken_again(nodes, lambda i: Keeps.of(self._saves[i]))
+            if taking:
+                span = Span(nodes, taking, running)
                 self.spans[nodes.start : nodes.stop] = [span] * len(nodes)
 
     def _find_small(self, negligible: float) -> frozenset[str]:
@@ -167,7 +159,7 @@ class Retention:
         yield from (node.inputs[position] for position in self.saved[i].inputs)
         if self.looks[i] and not wanted.isdisjoint(node.outputs):
             yield node.inputs[0]
-        if span is not None and span.reads_again(i):
+        if span is not None and i in span.taking:
             yield from (v for v in node.inputs if self._graph.makers.get(v, -1) < span.nodes.start)
 
     def _add_twins(self, wanted: set[str]) -> None:

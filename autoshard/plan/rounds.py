@@ -1,13 +1,13 @@
 """What looking for a plan under a budget has come to, and what to try next."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import isinf
 
 from autoshard.plan.decisions import Decisions
 from autoshard.plan.document import Costs, Memory, Stage
 from autoshard.plan.moments import Backward
-from autoshard.solve import IntArray, Problem, Solution
+from autoshard.solve import BoolArray, IntArray, Problem, Solution, Status, Trail
 
 _FINE = 3e-3
 """Share of the budget below which two limits are the same."""
@@ -30,11 +30,21 @@ class Draft:
 
 @dataclass(frozen=True)
 class Counted:
-    """A problem that counts what choices hold, and how to read it."""
+    """A problem that counts what choices hold, and how to read it.
+
+    Attributes:
+        problem: without a limit.
+        decisions: what a choice means.
+        variable_of: the formulation's variable that a node stands for.
+        nodes_with: strategies of nodes that go with some strategies of variables.
+        trail: left by solving it under some limits.
+    """
 
     problem: Problem
     decisions: Callable[[IntArray], Decisions]
     variable_of: Callable[[int], int]
+    nodes_with: Callable[[Sequence[BoolArray]], list[BoolArray]] = list
+    trail: Trail = field(default_factory=Trail)
 
 
 class LimitSearch:
@@ -110,3 +120,19 @@ class Rounds:
             self.backward += new
             self.counted, self.search = None, LimitSearch(self.budget)
         return bool(new)
+
+
+def without_plan(solution: Solution, bound: float) -> Solution:
+    """What a solution proves of which no plan fits."""
+    if solution.choice is None:
+        return solution
+    status = Status.CANCELLED if solution.status is Status.CANCELLED else Status.TIMED_OUT
+    statistics = {**solution.statistics, "unfit": 1.0}
+    return replace(
+        solution,
+        status=status,
+        choice=None,
+        objective=float("inf"),
+        bound=bound,
+        statistics=statistics,
+    )

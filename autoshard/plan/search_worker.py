@@ -1,13 +1,15 @@
 """The process of a mesh search: lines of JSON in, lines of JSON out.
 
 The first line holds graph and options, every further line a mesh. Each mesh is answered
-with a plan, or with what is wrong with it. The process ends when its stdin does, also in
-the middle of a plan: nobody would hear the answer.
+with a plan, or with what is wrong with it. Before its answer the process may ask for tables
+of solved blocks and hand over others. It ends when its stdin does, also in the middle of a
+plan: nobody would hear the answer.
 """
 
 import json
 import os
 import queue
+from base64 import b64decode, b64encode
 from threading import Thread
 from typing import Any, TextIO
 
@@ -16,6 +18,28 @@ from autoshard.graph import Graph, graph_from_json
 from autoshard.mesh import mesh_from_json
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.planner import make_plan
+from autoshard.solve import TableStore
+
+
+class _RemoteTables:
+    """The tables of whoever started this process.
+
+    Args:
+        lines: what arrives.
+        answers: where to ask.
+    """
+
+    def __init__(self, lines: "queue.SimpleQueue[str]", answers: TextIO) -> None:
+        self._lines = lines
+        self._answers = answers
+
+    def get(self, key: str) -> bytes | None:
+        _say(self._answers, {"get": key})
+        body = json.loads(self._lines.get())["body"]
+        return None if body is None else b64decode(body)
+
+    def put(self, key: str, body: bytes) -> None:
+        _say(self._answers, {"put": key, "body": b64encode(body).decode()})
 
 
 def main() -> None:
@@ -26,15 +50,22 @@ def main() -> None:
     request = json.loads(lines.get())
     graph = graph_from_json(request["graph"])
     options = PlanOptions.model_validate(request["options"])
+    tables = _RemoteTables(lines, answers) if request["tables"] else None
     while True:
-        answer = _answer(graph, json.loads(lines.get()), options)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        _say(answers, _answer(graph, json.loads(lines.get()), options, tables))
 
 
-def _answer(graph: Graph, mesh: str, options: PlanOptions) -> dict[str, Any]:
+def _say(answers: TextIO, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def _answer(
+    graph: Graph, mesh: str, options: PlanOptions, tables: TableStore | None
+) -> dict[str, Any]:
     try:
-        return {"plan": make_plan(graph, mesh_from_json(mesh), options).to_json()}
+        plan = make_plan(graph, mesh_from_json(mesh), options, tables=tables)
+        return {"plan": plan.to_json()}
     except InputError as error:
         return {"error": str(error)}
 

@@ -79,6 +79,7 @@ class Steering:
             OptionError: a restriction alone leaves nothing to choose from.
         """
         asked = [r for r in self.restrictions if place in r.demands]
+        prices = self._without_forbidden(strategies, prices)
         if not asked:
             return prices
         # Calls that are alike share their strategies and prices, and keep sharing them.
@@ -91,6 +92,21 @@ class Steering:
                     raise OptionError(_dead_end(restriction, place, strategies))
                 mask &= alone
             self._priced[key] = strategies, prices, np.where(mask, prices, np.inf)
+        return self._priced[key][-1]
+
+    def _without_forbidden(
+        self, strategies: tuple[Strategy, ...], prices: FloatArray
+    ) -> FloatArray:
+        """The prices, infinite where a forbidden collective runs inside an operator."""
+        if not self._forbidden or not any(strategy.collectives for strategy in strategies):
+            return prices
+        key = (id(strategies), id(prices))
+        if key not in self._priced:
+            runs = [
+                any((Action.ALL_REDUCE, c.axis) in self._forbidden for c in strategy.collectives)
+                for strategy in strategies
+            ]
+            self._priced[key] = strategies, prices, np.where(runs, np.inf, prices)
         return self._priced[key][-1]
 
     def pricer(self, axes: ActiveAxes) -> Pricer:

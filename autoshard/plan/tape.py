@@ -12,6 +12,7 @@ from autoshard.graph import Graph, Tensor
 from autoshard.layouts import Action, Layout, parse_type
 from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage, Use
 from autoshard.plan.gradients import Gradients
+from autoshard.plan.recompute import Keeps
 from autoshard.rules import (
     Strides,
     backward_working,
@@ -74,6 +75,13 @@ class Instruction(NamedTuple):
     def is_conversion(self) -> bool:
         """Whether it is one."""
         return self.use is not None
+
+    @property
+    def keeps(self) -> Keeps:
+        """What autograd keeps of it."""
+        if self.kept_bytes or not set(self.kept).isdisjoint(self.targets):
+            return Keeps.MADE
+        return Keeps.READ if self.kept else Keeps.NOTHING
 
 
 class Tape:
@@ -349,12 +357,16 @@ def step_working(action: str, source: str, target: str, before: int, after: int)
     """Bytes that a step takes beside what it reads and makes.
 
     Collectives gather and scatter along the first dim, so along others a copy is laid out
-    anew; an all-to-all receives slices and joins them.
+    anew; an all-to-all receives slices and joins them. Slices of chunks are put in order.
     """
+    old, new = parse_type(source), parse_type(target)
+    if action == Action.NOTHING:
+        return 0
+    ordered = (after if old.chunks else 0) + (before if new.chunks else 0)
     if action == Action.ALL_GATHER:
-        return after if parse_type(source).dim else 0
+        return ordered + (after if old.dim else 0)
     if action == Action.REDUCE_SCATTER:
-        return before if parse_type(target).dim else 0
+        return ordered + (before if new.dim else 0)
     if action == Action.ALL_TO_ALL:
-        return after + (before if parse_type(target).dim else 0)
-    return 0
+        return ordered + after + (before if new.dim else 0)
+    return ordered

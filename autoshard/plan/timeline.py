@@ -31,8 +31,10 @@ from autoshard.collection import collection_paused
 from autoshard.costs import OptimizerSpec, parameter_bytes
 from autoshard.graph import DType, Graph
 from autoshard.plan.document import Stage, Use
+from autoshard.plan.flow import Flow
 from autoshard.plan.gradients import Gradient, Gradients
-from autoshard.plan.tape import Instruction, Tape
+from autoshard.plan.recompute import taken_again
+from autoshard.plan.tape import Tape
 
 
 class Phase(StrEnum):
@@ -156,8 +158,8 @@ class _Schedule:
             return
         self.moments.append((Phase.TURN, ""))
         self.backward = [0] * len(names)
-        for part, needed in reversed(_parts(tape)):
-            for i in needed:
+        for part in reversed(_parts(tape)):
+            for i in _runs_again(tape, part):
                 self.recompute[i] = len(self.moments)
                 self.moments.append((Phase.RECOMPUTE, names[i]))
             for i in reversed(part):
@@ -166,27 +168,21 @@ class _Schedule:
         self.moments.append((Phase.OPTIMIZER, ""))
 
 
-def _parts(tape: Tape) -> list[tuple[range, range]]:
-    """Checkpoints, and single instructions outside of all, with what of them runs once more.
-
-    That is everything before the last instruction of which autograd keeps something, and
-    that one too unless it keeps only what it reads, since that is kept before it runs.
-    """
-    parts: list[tuple[range, range]] = []
+def _parts(tape: Tape) -> list[range]:
+    """Checkpoints, and single instructions outside of all."""
+    parts: list[range] = []
     previous = -1
     for i, instruction in enumerate(tape.instructions):
-        number = instruction.checkpoint
-        if number < 0:
-            parts.append((range(i, i + 1), range(0)))
-        else:
-            part, needed = parts.pop() if number == previous else (range(i, i), range(i, i))
-            if instruction.kept_bytes or not set(instruction.kept).isdisjoint(instruction.targets):
-                needed = range(part.start, i + 1)
-            elif instruction.kept:
-                needed = range(part.start, i)
-            parts.append((range(part.start, i + 1), needed))
-        previous = number
+        joins = instruction.checkpoint == previous >= 0
+        parts.append(range(parts.pop().start if joins else i, i + 1))
+        previous = instruction.checkpoint
     return parts
+
+
+def _runs_again(tape: Tape, part: range) -> range:
+    if tape.instructions[part.start].checkpoint < 0:
+        return range(0)
+    return taken_again(part, lambda i: tape.instructions[i].keeps)[1]
 
 
 class _Lives:
@@ -306,90 +302,12 @@ class _Lives:
 
     def add_gradients(self, entries: Iterable[int]) -> None:
         """Gradients on their way, and those of parameters when they have arrived."""
-        flow = _Flow(self._tape, self._schedule.backward)
+        flow = Flow(self._tape, self._schedule.backward)
         flow.run(entries)
         for first, last, nbytes in zip(flow.first, flow.last, flow.nbytes, strict=True):
             self._add("temporaries", first, last, nbytes)
         for slot, arrived in flow.arrived.items():
             self._add("gradients", arrived + 1, self._end, self._tape.forms[slot].nbytes)
-
-
-class _Flow:
-    """Follows gradients through backward.
-
-    A tensor's gradient is added up in place where nothing else looks at it.
-
-    Attributes:
-        first: the moment at which each gradient is made.
-        last: the moment at which it is last looked at.
-        nbytes: bytes of it.
-        arrived: for each input of the program, when its gradient is complete.
-    """
-
-    def __init__(self, tape: Tape, backward: list[int]) -> None:
-        self.first: list[int] = []
-        self.last: list[int] = []
-        self.nbytes: list[int] = []
-        self.arrived: dict[int, int] = {}
-        self._tape = tape
-        self._backward = backward
-        self._of: dict[int, int] = {}  # number of each slot's gradient
-        self._num_slots: list[int] = []  # how many slots have this gradient
-
-    def run(self, entries: Iterable[int]) -> None:
-        """Let gradients enter, and go through all instructions backward."""
-        first, last = min(self._backward, default=0), max(self._backward, default=0)
-        for slot in entries:
-            if slot not in self._of:
-                # Whoever calls backward holds it.
-                self._assign(slot, self._new(slot, first, last))
-        for i in range(len(self._tape.instructions) - 1, -1, -1):
-            instruction = self._tape.instructions[i]
-            present = [slot for slot in instruction.targets if slot in self._of]
-            if present:
-                self._step(instruction, present, self._backward[i])
-
-    def _step(self, instruction: Instruction, present: list[int], moment: int) -> None:
-        source = self._of[present[0]]
-        for slot in present:
-            made = self._of[slot]
-            self.last[made] = max(self.last[made], moment)
-        if instruction.working_backward:
-            self._made(moment, moment, instruction.working_backward)
-        for slot, passes in zip(instruction.reads, instruction.passes_gradient, strict=True):
-            if not self._tape.forms[slot].gradient:
-                continue
-            made = source if passes else self._new(slot, moment, moment)
-            known = self._of.get(slot)
-            if known is None:
-                self._assign(slot, made)
-            else:
-                self._add_to(slot, known, moment)
-            if slot < self._tape.num_inputs:
-                self.arrived[slot] = moment
-        for slot in present:
-            self._num_slots[self._of.pop(slot)] -= 1
-
-    def _add_to(self, slot: int, known: int, moment: int) -> None:
-        """Add to the gradient of a slot; what others look at too is not added to in place."""
-        self.last[known] = max(self.last[known], moment)
-        if self._num_slots[known] > 1:
-            self._num_slots[known] -= 1
-            self._assign(slot, self._new(slot, moment, moment))
-
-    def _new(self, slot: int, first: int, last: int) -> int:
-        return self._made(first, last, self._tape.forms[slot].nbytes)
-
-    def _made(self, first: int, last: int, nbytes: int) -> int:
-        self.first.append(first)
-        self.last.append(last)
-        self.nbytes.append(nbytes)
-        self._num_slots.append(0)
-        return len(self.first) - 1
-
-    def _assign(self, slot: int, made: int) -> None:
-        self._of[slot] = made
-        self._num_slots[made] += 1
 
 
 def _storage_bytes(tape: Tape) -> list[int]:

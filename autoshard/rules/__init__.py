@@ -2,26 +2,42 @@
 
 from autoshard.rules.aliasing import Strides, made_strides, passes_gradient, view_strides
 from autoshard.rules.call import Call, call_of
+from autoshard.rules.fused import chunked_types, weights_of
 from autoshard.rules.local_kernels import Kernel, LocalKernel, kernel_for
-from autoshard.rules.registry import has_rule, is_view, rule_for
-from autoshard.rules.rule import AxisRule, Dims, OperatorRule, Strategy, axis_rules, strategies
+from autoshard.rules.reduction import InnerCollective, Operation, Reduction, Reductions
+from autoshard.rules.registry import has_rule, is_view, rule_for, with_rules
+from autoshard.rules.rule import (
+    AxisRule,
+    Chunked,
+    Dims,
+    OperatorRule,
+    Strategy,
+    axis_rules,
+    strategies,
+)
 from autoshard.rules.saved import Extra, Saved, has_saved_row, saved_by
 from autoshard.rules.working import backward_working
 
 __all__ = [
     "AxisRule",
     "Call",
+    "Chunked",
     "Dims",
     "Extra",
+    "InnerCollective",
     "Kernel",
     "LocalKernel",
+    "Operation",
     "OperatorRule",
+    "Reduction",
+    "Reductions",
     "Saved",
     "Strategy",
     "Strides",
     "axis_rules",
     "backward_working",
     "call_of",
+    "chunked_types",
     "has_rule",
     "has_saved_row",
     "is_view",
@@ -32,4 +48,6 @@ __all__ = [
     "saved_by",
     "strategies",
     "view_strides",
+    "weights_of",
+    "with_rules",
 ]

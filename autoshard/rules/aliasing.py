@@ -177,6 +177,12 @@ def _same(_: Call, __: Shape, strides: tuple[int, ...], ___: Shape) -> tuple[int
     return strides
 
 
+def _unfolded(call: Call, _: Shape, strides: tuple[int, ...], __: Shape) -> tuple[int, ...]:
+    dim, step = call.dim("dimension", 0), call.integer("step", 1)
+    moved = (stride * step if d == dim else stride for d, stride in enumerate(strides))
+    return (*moved, strides[dim])
+
+
 _MOVES: Mapping[str, _Move] = {
     "transpose": _swapped("dim0", "dim1"),
     "swapaxes": _swapped("axis0", "axis1"),
@@ -196,6 +202,8 @@ _MOVES: Mapping[str, _Move] = {
     "detach": _same,
     "view_as_real": lambda _, __, strides, ___: (*(2 * stride for stride in strides), 1),
     "view_as_complex": lambda _, __, strides, ___: tuple(stride // 2 for stride in strides[:-1]),
+    "real": lambda _, __, strides, ___: tuple(2 * stride for stride in strides),
+    "unfold": _unfolded,
 }
 """How the views that are no reshapes change strides, by packet."""
 

@@ -25,7 +25,7 @@ def _attention(call: Call) -> OperatorRule:
     value_depth = space.fixed(value[-1])
     # Queries behind the last key would see all keys, as no slice of keys says.
     ordered = not call.flag("is_causal") or query[-2] <= key[-2]
-    rows = (space.free if ordered else space.fixed)(query[-2])
+    rows = space.in_order((space.free if ordered else space.fixed)(query[-2]))
     queries, keys = _leading(space, call)
     inputs = [
         (*broadcast(queries, query[:-2]), rows, depth),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoshard.errors import SchemaError
-from autoshard.graph import Argument, Graph, Node, Tensor, references
+from autoshard.graph import Argument, CallRule, Graph, Node, Tensor, references
 from autoshard.rules.rule import OperatorRule
 
 
@@ -17,12 +17,14 @@ class Call:
         arguments: schema name and value of each argument given, in schema order.
         inputs: the tensors used, in the order of `Node.inputs`.
         outputs: the tensors made.
+        given: a rule that came with the graph; it counts where the library has none.
     """
 
     operator: str
     arguments: tuple[tuple[str, Argument], ...]
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    given: CallRule | None = None
 
     def argument(self, name: str, default: Argument = None) -> Argument:
         """The argument of that schema name, or the default where it was left out."""
@@ -97,6 +99,7 @@ def call_of(graph: Graph, node: Node) -> Call:
         arguments=node.arguments,
         inputs=tuple(graph.values[name] for name in node.inputs),
         outputs=tuple(graph.values[name] for name in node.outputs),
+        given=graph.rule_of(node),
     )
 
 

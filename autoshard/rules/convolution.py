@@ -29,6 +29,8 @@ def _convolution(call: Call, *, transposed: bool = False) -> OperatorRule:
     samples = space.free_dims(image[:batch])
     group = space.free(groups) if batch else space.fixed(groups)
     inner, outer = space.free(image[batch] // groups), space.free(result[batch] // groups)
+    if groups > 1:
+        space.in_order(inner)  # or the kernel would take a slice of each group for groups
     first, second = (inner, outer) if transposed else (outer, inner)
     small, large = (image, result) if transposed else (result, image)
     places, covered = _places(call, space, weight[2:], small[batch + 1 :], large[batch + 1 :])

@@ -20,7 +20,7 @@ def _embedding(call: Call) -> OperatorRule:
     if call.flag("scale_grad_by_freq"):
         rows, places = space.fixed(weight.shape[0]), space.fixed_dims(ids.shape)
     else:
-        rows, places = space.free(weight.shape[0]), space.free_dims(ids.shape)
+        rows, places = space.in_order(space.free(weight.shape[0])), space.free_dims(ids.shape)
     columns = space.free(weight.shape[1])
     return space.rule(
         [(rows, columns), places], [(*places, columns)], contracted=rows, linear=[{0}]

@@ -233,6 +233,9 @@ EXAMPLES: Mapping[str, Sequence[ExampleCall]] = {
         ExampleCall("argsort.default", "self[b,s] -> :int64[b,s]"),
         ExampleCall("topk.default", "self[b,e] -> [b,2] :int64[b,2]", {"k": 2}),
         ExampleCall(
+            "fft_fftn.default", "self:complex64[b,s,h] -> :complex64[b,s,h]", {"dim": (1, 2)}
+        ),
+        ExampleCall(
             "histc.default", "self[n] -> [e]", {"bins": SIZES["e"], "min": 0, "max": SIZES["e"]}
         ),
     ],
@@ -302,6 +305,12 @@ EXAMPLES: Mapping[str, Sequence[ExampleCall]] = {
         ),
         ExampleCall("view_as_complex.default", "self[b,s,d,2] -> :complex64[b,s,d]"),
         ExampleCall("view_as_real.default", "self:complex64[b,s,d] -> [b,s,d,2]"),
+        ExampleCall("real.default", "self:complex64[b,s,d] -> [b,s,d]"),
+        ExampleCall(
+            "unfold.default",
+            "self[b,16,h] -> [b,7,h,4]",
+            {"dimension": 1, "size": 4, "step": 2},
+        ),
     ],
     "Made of arguments": [
         ExampleCall("zeros.default", "-> [b,s]", {"size": (SIZES["b"], SIZES["s"])}),
@@ -318,14 +327,11 @@ EXAMPLES: Mapping[str, Sequence[ExampleCall]] = {
 UNCUT: Mapping[str, str] = {
     "arange linspace eye": "Values count from the start of the tensor. Nothing is lost: they are "
     "small, and taking a slice of what is whole is free.",
-    "max.default max.dim amax min.default min.dim amin argmax argmin any all _is_all_true.default "
-    "prod softmax.int log_softmax.int logsumexp cumsum.default sort argsort topk.default": "The "
-    "dim that is worked along: slices give parts of an answer that no sum puts together.",
-    "layer_norm.default rms_norm.default batch_norm.default": "The dims that share statistics, "
-    "for the same reason. In training these include the batch of `batch_norm`.",
-    "cross_entropy_loss.default nll_loss_nd.default": "The classes, for the same reason; and "
-    "positions under a mean over labels, which divides by what they count. A mean cross-entropy "
-    "is therefore planned as a sum divided by a count.",
+    "max.default min.default any all _is_all_true.default prod cumsum.default sort argsort "
+    "topk.default fft_fftn.default unfold.default": "The dim that is worked along: slices give "
+    "parts of an answer that no sum and no maximum puts together, or that models hardly ask for.",
+    "cross_entropy_loss.default": "Positions under a mean over labels, which divides by what they "
+    "count. Such a loss is therefore planned as a sum divided by a count.",
     "scaled_dot_product_attention.default": "Keys: a softmax runs over them.",
     "conv1d conv2d conv3d max_pool2d.default avg_pool2d.default": "Places whose windows overlap: "
     "slices would need their neighbours' edges.",

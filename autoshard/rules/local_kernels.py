@@ -24,6 +24,10 @@ class Kernel(StrEnum):
     REPEAT = "repeat"
     """The argument named by `LocalKernel.argument` becomes the number of times that each dim
     of `x` fits into the rank's shape."""
+    SPLIT = "split"
+    """Pieces of a dim are as long as they are on the rank."""
+    RUN = "run"
+    """A run of a dim starts where its piece starts on the rank, and is as long as that."""
     GROUPS = "groups"
     """The argument named by `LocalKernel.argument` counts groups of the channels in dim 1 of
     the whole `x`; it becomes the rank's share of it, and at least 1."""
@@ -53,6 +57,12 @@ class Kernel(StrEnum):
     axes on which a letter of the mean is cut (an input is a shard, output 0 is partial).
     Where `LocalKernel.argument` names a reduction argument, only if that is 1 (mean, and
     the default); otherwise plain."""
+    ALONG = "along"
+    """Where the dims that the operator works along are cut, ranks put their statistics together
+    as `OperatorRule.reduced` says. Otherwise plain, or `GROUPS` where `LocalKernel.argument`
+    names an argument."""
+    CLASSES = "classes"
+    """As `ALONG` where the classes of a loss are cut, and as `SCALED` besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +87,12 @@ class LocalKernel:
 _PLAIN = LocalKernel()
 _RESHAPE = LocalKernel(Kernel.RESHAPE)
 _RESIZE = LocalKernel(Kernel.RESIZE, "size")
+_SPLIT = LocalKernel(Kernel.SPLIT)
 _GROUPS = LocalKernel(Kernel.GROUPS, "groups")
 _EXPERTS = LocalKernel(Kernel.EXPERTS, "offs")
 _MEAN = LocalKernel(Kernel.SCALED)
 _MEAN_LOSS = LocalKernel(Kernel.SCALED, "reduction")
+_ALONG = LocalKernel(Kernel.ALONG)
 
 KERNELS: Mapping[str, LocalKernel] = {
     "aten.reshape.default": _RESHAPE,
@@ -107,7 +119,7 @@ KERNELS: Mapping[str, LocalKernel] = {
     "aten.smooth_l1_loss.default": _MEAN_LOSS,
     "aten.huber_loss.default": _MEAN_LOSS,
     "aten.kl_div.default": _MEAN_LOSS,
-    "aten.cross_entropy_loss.default": _MEAN_LOSS,
+    "aten.cross_entropy_loss.default": LocalKernel(Kernel.CLASSES, "reduction"),
     "aten.soft_margin_loss.default": _MEAN_LOSS,
     "aten.binary_cross_entropy.default": _MEAN_LOSS,
     "aten.binary_cross_entropy_with_logits.default": _MEAN_LOSS,
@@ -116,8 +128,22 @@ KERNELS: Mapping[str, LocalKernel] = {
     "aten.conv_transpose1d.default": _GROUPS,
     "aten.conv_transpose2d.input": _GROUPS,
     "aten.conv_transpose3d.input": _GROUPS,
-    "aten.group_norm.default": LocalKernel(Kernel.GROUPS, "num_groups"),
+    "aten.group_norm.default": LocalKernel(Kernel.ALONG, "num_groups"),
+    **{
+        f"aten.{operator}": _ALONG
+        for operator in (
+            *("layer_norm.default", "rms_norm.default", "batch_norm.default"),
+            *("softmax.int", "log_softmax.int", "logsumexp", "linalg_vector_norm", "var", "std"),
+            *("amax", "amin", "argmax", "argmin", "max.dim", "min.dim"),
+            *("nll_loss_nd.default", "nll_loss.default", "nll_loss2d.default"),
+        )
+    },
     "aten.repeat.default": LocalKernel(Kernel.REPEAT, "repeats"),
+    "aten.split": _SPLIT,
+    "aten.split_with_sizes.default": _SPLIT,
+    "aten.chunk.default": _SPLIT,
+    "aten.slice.Tensor": LocalKernel(Kernel.RUN),
+    "aten.narrow.default": LocalKernel(Kernel.RUN),
     "aten.embedding_bag": LocalKernel(Kernel.BAGS),
     "aten.histc.default": LocalKernel(Kernel.COUNTS),
     "aten._grouped_mm.default": _EXPERTS,

@@ -69,6 +69,7 @@ def _grouped_mm(call: Call) -> OperatorRule:
         "tn",
         whole="e",
         constants={"offs"},
+        ordered="tg",
         flops_per_point=2.0 / matrices.shape[0] ** 2,
     )
 

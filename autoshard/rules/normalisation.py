@@ -1,20 +1,28 @@
-"""Normalisations: the dims that share statistics stay whole."""
+"""Normalisations: where dims that share statistics are cut, ranks put these together.
+
+Forward a mean and a mean of squares around it, backward two means of gradients; a root mean
+square is not centred and takes one of each.
+"""
 
 from collections.abc import Mapping
+from functools import partial
+from itertools import chain
 
 from autoshard.rules.call import Call, Rule
-from autoshard.rules.rule import OperatorRule
+from autoshard.rules.reduction import Reductions, statistic_bytes
+from autoshard.rules.rule import Dims, OperatorRule
 from autoshard.rules.space import Space, broadcast
 
 
-def _over_last_dims(call: Call) -> OperatorRule:
+def _over_last_dims(call: Call, *, shared: str) -> OperatorRule:
     """layer_norm and rms_norm: statistics over the dims of `normalized_shape`."""
     shape = call.inputs[0].shape
     first = len(shape) - len(call.integers("normalized_shape"))
     space = Space(call)
-    dims = space.free_dims(shape, fixed=range(first, len(shape)))
+    dims = space.free_dims(shape)
     scales = [dims[first:] for _ in call.inputs[1:]]
-    return space.rule([dims, *scales], [dims])
+    reduced = _shared(call, shared, over=dims[first:], per=dims[:first])
+    return space.rule([dims, *scales], [dims], reduced=reduced)
 
 
 def _group_norm(call: Call) -> OperatorRule:
@@ -23,21 +31,32 @@ def _group_norm(call: Call) -> OperatorRule:
     A rank with a slice of the groups is told how many it has (`Kernel.GROUPS`).
     """
     shape = call.inputs[0].shape
-    groups = call.integer("num_groups", 1)
+    num_groups = call.integer("num_groups", 1)
     space = Space(call)
-    samples = space.free(shape[0])
-    channels = (*space.free(groups), *space.fixed(shape[1] // groups))
-    dims = (samples, channels, *space.fixed_dims(shape[2:]))
-    return space.rule([dims, *[(channels,) for _ in call.inputs[1:]]], [dims])
+    samples, groups = space.free(shape[0]), space.free(num_groups)
+    within = space.in_order(space.free(shape[1] // num_groups))  # groups are told by place
+    places = space.free_dims(shape[2:])
+    channels = (*groups, *within)
+    dims = (samples, channels, *places)
+    reduced = _shared(call, _CENTRED, over=(within, *places), per=(samples, groups))
+    return space.rule([dims, *[(channels,) for _ in call.inputs[1:]]], [dims], reduced=reduced)
 
 
 def _batch_norm(call: Call) -> OperatorRule:
     """Statistics per channel over everything else, or constants when not training."""
-    shape = call.inputs[0].shape
-    others = [dim for dim in range(len(shape)) if dim != 1]
     space = Space(call)
-    dims = space.free_dims(shape, fixed=others if call.flag("training") else ())
-    return space.rule([dims, *[(dims[1],) for _ in call.inputs[1:]]], [dims])
+    dims = space.free_dims(call.inputs[0].shape)
+    others = (dims[0], *dims[2:]) if call.flag("training") else ()
+    reduced = _shared(call, _CENTRED, over=others, per=dims[1:2])
+    return space.rule([dims, *[(dims[1],) for _ in call.inputs[1:]]], [dims], reduced=reduced)
+
+
+def _shared(call: Call, text: str, *, over: Dims, per: Dims) -> Reductions:
+    itemsize = statistic_bytes(call.inputs[0])
+    return Reductions.of(text, over=chain(*over), per=chain(*per), itemsize=itemsize)
+
+
+_CENTRED, _NOT_CENTRED = "sum sum | sum*2", "sum | sum"
 
 
 def _weight_norm(call: Call) -> OperatorRule:
@@ -50,8 +69,8 @@ def _weight_norm(call: Call) -> OperatorRule:
 
 
 RULES: Mapping[str, Rule] = {
-    "aten.layer_norm.default": _over_last_dims,
-    "aten.rms_norm.default": _over_last_dims,
+    "aten.layer_norm.default": partial(_over_last_dims, shared=_CENTRED),
+    "aten.rms_norm.default": partial(_over_last_dims, shared=_NOT_CENTRED),
     "aten.group_norm.default": _group_norm,
     "aten.batch_norm.default": _batch_norm,
     "aten._weight_norm.default": _weight_norm,

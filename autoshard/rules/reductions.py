@@ -5,6 +5,7 @@ from functools import partial
 from itertools import chain
 
 from autoshard.rules.call import Call, Rule
+from autoshard.rules.reduction import Reductions, is_real, statistic_bytes
 from autoshard.rules.rule import Dims, OperatorRule
 from autoshard.rules.space import Space, replicated, touching
 
@@ -38,6 +39,53 @@ def _whole(call: Call) -> OperatorRule:
     return space.rule([dims], [_reduced(call, dims, over) for _ in call.outputs])
 
 
+def _along(call: Call, text: str, *, finds_place: bool = False) -> OperatorRule:
+    """A reduction that ranks finish together: the same on all of them."""
+    over = _over(call)
+    tensor = call.inputs[0]
+    if not is_real(tensor):
+        return _whole(call)
+    space = Space(call)
+    dims = space.free_dims(tensor.shape)
+    worked = tuple(chain.from_iterable(dims[dim] for dim in sorted(over)))
+    if finds_place:
+        space.in_order(worked)
+    reduced = Reductions.of(
+        text,
+        over=worked,
+        per=chain.from_iterable(letters for dim, letters in enumerate(dims) if dim not in over),
+        itemsize=statistic_bytes(tensor),
+    )
+    return space.rule([dims], [_reduced(call, dims, over) for _ in call.outputs], reduced=reduced)
+
+
+def _first(call: Call) -> OperatorRule:
+    """The largest or smallest number along one dim, and the first place where it is."""
+    if not call.integers("dim"):
+        return _whole(call)
+    return _along(call, "max max:int64", finds_place=True)
+
+
+def _length(call: Call) -> OperatorRule:
+    """A norm; that of sums of squares is one sum."""
+    is_plain = call.number("ord", 2) == 2 and call.argument("dtype") is None  # noqa: PLR2004  squares
+    return _along(call, "sum") if is_plain else _whole(call)
+
+
+def _softmax(call: Call) -> OperatorRule:
+    """Shape-preserving along one dim, of which ranks share the largest and a sum."""
+    dim = call.dim("dim", 0)
+    space = Space(call)
+    dims = space.free_dims(call.inputs[0].shape)
+    reduced = Reductions.of(
+        "max sum | sum",
+        over=dims[dim] if dims else (),
+        per=chain(*dims[:dim], *dims[dim + 1 :]),
+        itemsize=statistic_bytes(call.outputs[0]),
+    )
+    return space.rule([dims], [dims], reduced=reduced)
+
+
 def _scan(call: Call, *, linear: bool = False, last: bool = False) -> OperatorRule:
     """Shape-preserving along one dim: softmax, cumsum, sort, top-k."""
     dim = call.dim("dim", -1) if last else call.dim("dim", 0)
@@ -54,6 +102,14 @@ def _histogram(call: Call) -> OperatorRule:
     return space.rule([dims], [bins], contracted=chain(*dims))
 
 
+def _fourier(call: Call) -> OperatorRule:
+    """A transform over some dims, all of them where none is named, perhaps of another size."""
+    return touching(call, _over(call), linear=[{0}])
+
+
+_extreme: Rule = partial(_along, text="max | sum")
+_deviation: Rule = partial(_along, text="sum sum")
+_sum_of_exponentials: Rule = partial(_along, text="max sum")
 _scan_last: Callable[[Call], OperatorRule] = partial(_scan, last=True)
 _scan_linear: Callable[[Call], OperatorRule] = partial(_scan, linear=True)
 
@@ -61,24 +117,24 @@ RULES: Mapping[str, Rule] = {
     "aten.sum": _sum,
     "aten.mean": _sum,
     "aten.prod": _whole,
-    "aten.amax": _whole,
-    "aten.amin": _whole,
+    "aten.amax": _extreme,
+    "aten.amin": _extreme,
     "aten.max.default": _whole,
-    "aten.max.dim": _whole,
+    "aten.max.dim": _first,
     "aten.min.default": _whole,
-    "aten.min.dim": _whole,
-    "aten.argmax": _whole,
-    "aten.argmin": _whole,
+    "aten.min.dim": _first,
+    "aten.argmax": _first,
+    "aten.argmin": _first,
     "aten.any": _whole,
     "aten.all": _whole,
     "aten._is_all_true.default": _whole,
-    "aten.var": _whole,
-    "aten.std": _whole,
-    "aten.logsumexp": _whole,
-    "aten.linalg_vector_norm": _whole,
+    "aten.var": _deviation,
+    "aten.std": _deviation,
+    "aten.logsumexp": _sum_of_exponentials,
+    "aten.linalg_vector_norm": _length,
     "aten.histc.default": _histogram,
-    "aten.softmax.int": _scan,
-    "aten.log_softmax.int": _scan,
+    "aten.softmax.int": _softmax,
+    "aten.log_softmax.int": _softmax,
     "aten.cumsum.default": _scan_linear,
     "aten.cumprod.default": _scan,
     "aten.logcumsumexp.default": _scan,
@@ -87,4 +143,6 @@ RULES: Mapping[str, Rule] = {
     "aten.sort": _scan_last,
     "aten.argsort": _scan_last,
     "aten.topk.default": _scan_last,
+    "aten.fft_fftn.default": _fourier,
+    "aten.fft_ifftn.default": _fourier,
 }

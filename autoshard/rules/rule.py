@@ -6,21 +6,37 @@ from [b*s, h] to [b, s, h] has the input dims (b s), (h). What one mesh axis may
 
 * everything `I`, or everything `R`: true of every differentiable operator;
 * cut a letter: tensors that have it are `S`, the others `R`; outputs that lost it to a sum
-  are `P`;
+  are `P`, and those that lost it to statistics that ranks put together inside are `I`;
 * linearity: where the operator is linear in a group of inputs, `P` in gives `P` out.
 
 A strategy is one such option per axis, applied from the outermost axis inwards: the next
 axis sees the operator that the previous ones left.
+
+A dim may also hold several things one after the other, which a split takes apart and a join
+puts there. Its letter is then made of *pieces*. Cut as one it would leave a rank with all of one
+piece and nothing of another; cut in chunks it leaves a slice of each. Such types are many and
+rarely of use, so they are offered only for tensors of which the caller says so.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate, pairwise
+from math import prod
 
-from autoshard.layouts import AxisType, I, Layout, P, R, S
+from autoshard.layouts import AxisType, I, Layout, P, R, S, reduced
+from autoshard.rules.reduction import NO_REDUCTIONS, InnerCollective, Reductions
 
 Dims = tuple[tuple[str, ...], ...]
 """The letters of each dim of one tensor, major first; () for a dim of size 1."""
+
+Pieces = tuple[tuple[int, str | None], ...]
+"""What lies in a dim one after the other: relative size, and the letter of a dim that is this
+piece alone, if there is one."""
+
+Chunked = Sequence[Collection[AxisType]]
+"""The types with chunks that each tensor of a call can have, inputs before outputs; empty where
+none has any."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,10 @@ class OperatorRule:
             the other inputs held fixed.
         addends: inputs that are added to a contraction, and so must enter its sum once.
         unaffected: outputs that come out whole from a cut of a letter that they lack.
+        reduced: what ranks put together inside the operator where a letter is cut.
+        pieces: of letters that others follow each other in; only their chunks may be cut.
+        ordered: letters along which a rank must know where its elements are in the whole, so
+            that they must lie in one row.
         flops_per_point: floating-point operations per point of the index space.
     """
 
@@ -48,12 +68,15 @@ class OperatorRule:
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
     unaffected: frozenset[int] = frozenset()
+    reduced: Reductions = NO_REDUCTIONS
+    pieces: Mapping[str, Pieces] = field(default_factory=dict)
+    ordered: frozenset[str] = frozenset()
     flops_per_point: float = 0.0
 
     def cut(self, letter: str, parts: int) -> "OperatorRule":
         """The rule of one rank's share after a letter was cut into equal parts."""
-        sizes = {**self.sizes, letter: self.sizes[letter] // parts}
-        return replace(self, sizes=sizes)
+        cut = (letter, *(piece for _, piece in self.pieces.get(letter, ()) if piece))
+        return replace(self, sizes={**self.sizes, **{x: self.sizes[x] // parts for x in cut}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +105,30 @@ class Strategy:
         inputs: layout of each tensor input.
         outputs: layout of each output.
         sizes: size of each letter on one rank.
+        collectives: what ranks run inside the operator.
     """
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     sizes: Mapping[str, int] = field(compare=False, hash=False)
+    collectives: tuple[InnerCollective, ...] = field(default=(), compare=False, hash=False)
 
     def __str__(self) -> str:
         return f"{' '.join(map(str, self.inputs))} -> {' '.join(map(str, self.outputs))}"
 
 
-def axis_rules(rule: OperatorRule, parts: int) -> Iterator[AxisRule]:
+def axis_rules(rule: OperatorRule, parts: int, chunked: Chunked = ()) -> Iterator[AxisRule]:
     """Everything that one axis of `parts` ranks may do to an operator."""
     num_inputs, num_outputs = len(rule.inputs), len(rule.outputs)
     for same in (I, R):
         yield AxisRule((same,) * num_inputs, (same,) * num_outputs)
     for letter, size in rule.sizes.items():
         if letter not in rule.whole and size and size % parts == 0:
-            cut = _cut_types(rule, letter)
+            cut = _cut_types(rule, {letter: ()}, letter, chunked)
+            if cut is not None:
+                yield cut
+        for chunks in _chunkings(rule, letter, chunked):
+            cut = _cut_chunks(rule, letter, chunks, parts, chunked)
             if cut is not None:
                 yield cut
     for group in rule.linear:
@@ -107,31 +136,107 @@ def axis_rules(rule: OperatorRule, parts: int) -> Iterator[AxisRule]:
         yield AxisRule(inputs, (P,) * num_outputs)
 
 
-def _cut_types(rule: OperatorRule, letter: str) -> AxisRule | None:
-    contracted = letter in rule.contracted
-    inputs = [
-        _cut_type(rule, dims, letter, absent=P if contracted and i in rule.addends else R)
-        for i, dims in enumerate(rule.inputs)
-    ]
-    lost = P if contracted else None
-    outputs = [
-        _cut_type(rule, dims, letter, absent=R if i in rule.unaffected else lost)
-        for i, dims in enumerate(rule.outputs)
-    ]
-    if None in inputs or None in outputs:
+def _chunkings(rule: OperatorRule, letter: str, chunked: Chunked) -> Iterator[tuple[int, ...]]:
+    """The chunks of a letter that could be cut."""
+    if (
+        not chunked
+        or letter in rule.ordered
+        or (letter in rule.whole and letter not in rule.pieces)
+    ):
+        return
+    tensors = zip((*rule.inputs, *rule.outputs), chunked, strict=True)
+    found = {
+        t.chunks: None
+        for dims, types in tensors
+        for t in types
+        if letter in dims[t.dim] and _outer(rule, dims[t.dim], letter) == 1
+    }
+    yield from found
+
+
+def _cut_chunks(
+    rule: OperatorRule, letter: str, chunks: tuple[int, ...], parts: int, chunked: Chunked
+) -> AxisRule | None:
+    """A cut of the chunks of a letter; None where they or the pieces do not come out even."""
+    if rule.sizes[letter] % (sum(chunks) * parts):
         return None
-    return AxisRule(tuple(t for t in inputs if t), tuple(t for t in outputs if t), letter)
+    cut = {letter: chunks}
+    if letter in rule.pieces:
+        pieces = rule.pieces[letter]
+        within = _within_pieces(chunks, [size for size, _ in pieces])
+        if within is None:
+            return None
+        cut |= {piece: own for (_, piece), own in zip(pieces, within, strict=True) if piece}
+    return _cut_types(rule, cut, letter, chunked)
+
+
+def _within_pieces(chunks: Sequence[int], pieces: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """The chunks of each piece; None where one lies across the end of a piece."""
+    whole, total = sum(pieces), sum(chunks)
+    ends = [end * whole for end in accumulate(chunks)]
+    bounds = [0, *(end * total for end in accumulate(pieces))]
+    if not set(ends).issuperset(bounds[1:]):
+        return None
+    return [
+        reduced([size for size, end in zip(chunks, ends, strict=True) if first < end <= last])
+        for first, last in pairwise(bounds)
+    ]
+
+
+def _cut_types(
+    rule: OperatorRule, cut: Mapping[str, tuple[int, ...]], letter: str, chunked: Chunked
+) -> AxisRule | None:
+    """What a cut of a letter, and of its pieces, does to each tensor.
+
+    Args:
+        rule: the operator's rule.
+        cut: chunks of each letter that is cut; () where it is cut as one.
+        letter: the letter itself.
+        chunked: the types with chunks that there may be.
+    """
+    contracted = letter in rule.contracted
+    lost = P if contracted else I if letter in rule.reduced.over else None
+    num_inputs = len(rule.inputs)
+    absent = [
+        *(P if contracted and i in rule.addends else R for i in range(num_inputs)),
+        *(R if i in rule.unaffected else lost for i in range(len(rule.outputs))),
+    ]
+    types = [
+        _cut_type(rule, dims, cut, chunked[i] if chunked else (), absent=absent[i])
+        for i, dims in enumerate((*rule.inputs, *rule.outputs))
+    ]
+    known = tuple(t for t in types if t)
+    if len(known) < len(types):
+        return None
+    return AxisRule(known[:num_inputs], known[num_inputs:], letter)
 
 
 def _cut_type(
-    rule: OperatorRule, dims: Dims, letter: str, *, absent: AxisType | None
+    rule: OperatorRule,
+    dims: Dims,
+    cut: Mapping[str, tuple[int, ...]],
+    chunked: Collection[AxisType],
+    *,
+    absent: AxisType | None,
 ) -> AxisType | None:
-    """Type of one tensor when a letter is cut; None where the cut would not be a slice."""
+    """Type of one tensor when letters are cut; None where it may have none."""
     for dim, letters in enumerate(dims):
-        if letter in letters:
-            outer = letters[: letters.index(letter)]
-            return S(dim) if all(rule.sizes[o] == 1 for o in outer) else None
+        for letter in letters:
+            if letter in cut:
+                chunks, outer = cut[letter], _outer(rule, letters, letter)
+                if outer == 1:
+                    return S(dim, chunks) if not chunks or S(dim, chunks) in chunked else None
+                if chunks or letter in rule.ordered:
+                    return None
+                # Every slice of an outer letter is a chunk to the inner one.
+                fitting = (t for t in chunked if t.dim == dim and t.chunks == (1,) * outer)
+                return next(fitting, None)
     return absent
+
+
+def _outer(rule: OperatorRule, letters: Sequence[str], letter: str) -> int:
+    """How many slices of a dim there are outside of one of its letters."""
+    return prod(rule.sizes[x] for x in letters[: letters.index(letter)])
 
 
 def strategies(
@@ -139,6 +244,7 @@ def strategies(
     axis_sizes: tuple[int, ...],
     *,
     partial: Collection[int] | None = None,
+    chunked: Chunked = (),
 ) -> tuple[Strategy, ...]:
     """Every strategy of an operator on a mesh, each combination of layouts once.
 
@@ -151,17 +257,20 @@ def strategies(
         partial: inputs that arrive as sums over ranks, if known. Linearity is offered only
             where one of them takes part: making a sum out of whole tensors never pays,
             since the same work on whole tensors needs no reduction afterwards.
+        chunked: the types with chunks that the tensors can have.
     """
     if partial is not None:
         linear = tuple(group for group in rule.linear if not group.isdisjoint(partial))
         rule = replace(rule, linear=linear)
     found: dict[Strategy, None] = {}
-    for sequence, local in _sequences(_Options(rule), rule, axis_sizes, ()):
+    for sequence, local in _sequences(_Options(rule, chunked), rule, axis_sizes, ()):
         order = tuple(axis for axis, _ in sequence)
         options = [option for _, option in sorted(sequence, key=lambda pair: pair[0])]
         inputs = _layouts([option.inputs for option in options], len(rule.inputs), order)
         outputs = _layouts([option.outputs for option in options], len(rule.outputs), order)
-        found.setdefault(Strategy(inputs, outputs, local.sizes))
+        cuts = ((axis, option.letter) for axis, option in sequence)
+        collectives = rule.reduced.collectives(cuts, local.sizes)
+        found.setdefault(Strategy(inputs, outputs, local.sizes, collectives))
     return tuple(found)
 
 
@@ -171,7 +280,8 @@ _Sequence = tuple[tuple[int, AxisRule], ...]
 class _Options:
     """What axes may do to the shares of an operator, and the shares that this leaves."""
 
-    def __init__(self, rule: OperatorRule) -> None:
+    def __init__(self, rule: OperatorRule, chunked: Chunked) -> None:
+        self.chunked = chunked
         self._letters = tuple(rule.sizes)
         self._known: dict[tuple[int, ...], tuple[tuple[AxisRule, OperatorRule], ...]] = {}
 
@@ -182,7 +292,7 @@ class _Options:
         if key not in self._known:
             self._known[key] = tuple(
                 (option, share.cut(option.letter, parts) if option.letter else share)
-                for option in axis_rules(share, parts)
+                for option in axis_rules(share, parts, self.chunked)
             )
         return self._known[key]
 
@@ -201,6 +311,8 @@ def _sequences(
         for option, local in options.of(rule, parts):
             if before and axis < before[-1][0] and not _share_a_dim(before[-1][1], option):
                 continue
+            if options.chunked and any(_mix_chunks(earlier, option) for _, earlier in before):
+                continue
             yield from _sequences(options, local, axis_sizes, (*before, (axis, option)))
 
 
@@ -209,6 +321,12 @@ def _share_a_dim(one: AxisRule, other: AxisRule) -> bool:
         return False
     pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
     return any(a.is_shard and a == b for a, b in pairs)
+
+
+def _mix_chunks(one: AxisRule, other: AxisRule) -> bool:
+    """Whether they cut one dim of a tensor in different chunks, which no layout does."""
+    pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
+    return any(a.is_shard and a.dim == b.dim and a.chunks != b.chunks for a, b in pairs)
 
 
 def _layouts(

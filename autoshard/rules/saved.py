@@ -263,6 +263,7 @@ ROWS: Mapping[str, Row] = {
         to.dtype_layout to.device _to_copy type_as cat.default stack.default
         constant_pad_nd.default diff.default roll.default flip.default tril.default triu.default
         repeat.default repeat_interleave.self_int meshgrid sum mean cumsum.default lerp.Scalar
+        fft_fftn.default fft_ifftn.default
         upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d.vec
         upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_trilinear3d.vec""",
     ),

@@ -6,8 +6,10 @@ from math import prod
 
 from autoshard.errors import SchemaError
 from autoshard.graph import Tensor
+from autoshard.layouts import reduced
 from autoshard.rules.call import Call
-from autoshard.rules.rule import Dims, OperatorRule
+from autoshard.rules.reduction import NO_REDUCTIONS, Reductions
+from autoshard.rules.rule import Dims, OperatorRule, Pieces
 
 Shape = Sequence[int]
 
@@ -23,6 +25,8 @@ class Space:
         self._call = call
         self._sizes: dict[str, int] = {}
         self._whole: set[str] = set()
+        self._pieces: dict[str, Pieces] = {}
+        self._ordered: set[str] = set()
         self._names = (f"d{i}" for i in count())
 
     def free(self, size: int) -> tuple[str, ...]:
@@ -38,6 +42,35 @@ class Space:
         letters = self.free(size)
         self._whole.update(letters)
         return letters
+
+    def in_order(self, letters: tuple[str, ...]) -> tuple[str, ...]:
+        """The letters, of which a rank must know where in the whole its elements are."""
+        self._ordered.update(letters)
+        return letters
+
+    def joined(
+        self, sizes: Sequence[int], *, taken: Collection[int] | None = None
+    ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The letters of a dim that holds pieces one after the other, and of each piece.
+
+        They may not be cut but in chunks that fit into the pieces; a single piece is the dim.
+
+        Args:
+            sizes: of the pieces; one may be empty.
+            taken: the pieces that are a dim of some tensor; None for all.
+        """
+        present = [size for size in sizes if size]
+        if len(present) == 1:
+            whole = self.free(present[0])
+            return whole, [whole if size else self.fixed(0) for size in sizes]
+        whole = self.fixed(sum(sizes))
+        letters = [
+            self.fixed(size) if taken is None or i in taken else () for i, size in enumerate(sizes)
+        ]
+        if present and min(present) > 1:
+            names = [next(iter(x), None) for x, size in zip(letters, sizes, strict=True) if size]
+            self._pieces[whole[0]] = tuple(zip(reduced(present), names, strict=True))
+        return whole, letters
 
     def free_dims(self, shape: Shape, *, fixed: Collection[int] = ()) -> Dims:
         """New letters for every dim of a tensor, some of which may not be cut."""
@@ -58,6 +91,7 @@ class Space:
         linear: Iterable[Collection[int]] = (),
         addends: Iterable[int] = (),
         unaffected: Iterable[int] = (),
+        reduced: Reductions = NO_REDUCTIONS,
         flops: float = 0.0,
     ) -> OperatorRule:
         """The rule; linear groups without a gradient are left out.
@@ -72,6 +106,7 @@ class Space:
             linear: groups of inputs in which the operator is jointly linear.
             addends: inputs that are added to a contraction.
             unaffected: outputs that come out whole from a cut of a letter that they lack.
+            reduced: what ranks put together inside where a letter is cut.
             flops: floating-point operations of the whole call.
         """
         taken, made = tuple(inputs), tuple(outputs)  # what is lazy makes letters only now
@@ -84,6 +119,9 @@ class Space:
             linear=differentiable_groups(self._call, linear),
             addends=frozenset(addends),
             unaffected=frozenset(unaffected),
+            reduced=reduced,
+            pieces=self._pieces,
+            ordered=frozenset(self._ordered),
             flops_per_point=flops / max(prod(self._sizes.values()), 1),
         )
 
@@ -149,6 +187,7 @@ def einsum(
     whole: str = "",
     addends: Collection[str] = (),
     constants: Collection[str] = (),
+    ordered: str = "",
     flops_per_point: float = 2.0,
 ) -> OperatorRule:
     """The rule of a product of tensors, summed over the letters that the output lacks.
@@ -162,6 +201,7 @@ def einsum(
         whole: letters that may not be cut.
         addends: arguments that are added to the product.
         constants: arguments in which the product is not linear.
+        ordered: letters along which a rank must know where its elements are in the whole.
         flops_per_point: floating-point operations per point of the index space.
     """
     sizes: dict[str, int] = {}
@@ -183,6 +223,7 @@ def einsum(
         whole=frozenset(whole) & sizes.keys(),
         linear=differentiable_groups(call, [{i, *added} for i in factors]),
         addends=frozenset(added),
+        ordered=frozenset(ordered),
         flops_per_point=flops_per_point,
     )
 

@@ -13,7 +13,7 @@ from autoshard.rules.call import Call
 from autoshard.rules.examples import EXAMPLES, GONE, SIZES, UNCUT, ExampleCall
 from autoshard.rules.local_kernels import Kernel, kernel_for
 from autoshard.rules.registry import FAMILIES, rule_for
-from autoshard.rules.rule import AxisRule, axis_rules
+from autoshard.rules.rule import AxisRule, OperatorRule, axis_rules
 from autoshard.rules.saved import Extra, saved_by
 from autoshard.rules.space import replicated
 
@@ -25,6 +25,8 @@ is made from the rules by `python -m autoshard.rules.table`.
 * **cut**: dims that may be cut, in every tensor that has them. Tensors that lack the dim are the
   same on all ranks, and their gradients are summed.
 * **summed**: dims that may be cut, after which the output is to be summed over the ranks.
+* **inside**: dims of those that may be cut where ranks then run all-reduces inside the operator,
+  with the numbers per row that each puts together, forward | backward.
 * **sums**: inputs that may be such sums themselves, as the output then is; `a + b` at once.
 * **kept**: what is kept for backward if every input has a gradient.
 * **on a rank**: what a rank does otherwise than the whole program (`Kernel`, `draws` random
@@ -49,8 +51,8 @@ def page() -> str:
     parts = [_HEAD]
     for family, examples in EXAMPLES.items():
         parts.append(f"\n## {family}\n\n")
-        parts.append("| operator | call | cut | summed | sums | kept | on a rank |\n")
-        parts.append("|---|---|---|---|---|---|---|\n")
+        parts.append("| operator | call | cut | summed | inside | sums | kept | on a rank |\n")
+        parts.append("|---|---|---|---|---|---|---|---|\n")
         parts.extend(f"| {' | '.join(_row(example))} |\n" for example in examples)
     parts.append(_REST)
     parts.extend(_families())
@@ -121,6 +123,7 @@ def _row(example: ExampleCall) -> Iterator[str]:
     yield f"`{plain}`"
     yield _listed(_cut_dim(option, dims) for option in options if P not in option.outputs)
     yield _listed(_cut_dim(option, dims) for option in options if P in option.outputs)
+    yield _inside(rule, dims)
     groups = (dict.fromkeys(inputs.names[i] for i in sorted(group)) for group in rule.linear)
     yield _listed(" + ".join(group) for group in groups)
     yield _listed(_kept(call, dims))
@@ -131,6 +134,22 @@ def _row(example: ExampleCall) -> Iterator[str]:
 
 def _listed(items: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(items)) or "-"
+
+
+def _inside(rule: OperatorRule, dims: list[list[list[str]]]) -> str:
+    """What runs inside, by the names of the dims that it is for."""
+    if not rule.reduced.listed:
+        return "-"
+    # Letters are handed out one per factor.
+    names = {
+        letter: name
+        for tensor, named in zip((*rule.inputs, *rule.outputs), dims, strict=True)
+        for letters, factors in zip(tensor, named, strict=True)
+        if len(letters) == len(factors)
+        for letter, name in zip(letters, factors, strict=True)
+    }
+    over = _listed(names[letter] for letter in rule.sizes if letter in rule.reduced.over)
+    return f"{over}: `{rule.reduced}`".replace("|", "\\|")
 
 
 def _cut_dim(option: AxisRule, dims: list[list[list[str]]]) -> str:

@@ -1,6 +1,6 @@
 """Operators that only move elements: reshapes, permutations, slices and joins. All linear."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import chain
 from math import gcd
@@ -101,8 +101,41 @@ def _within(call: Call, *, name: str = "dim") -> OperatorRule:
     return touching(call, dims, linear=[range(len(call.inputs))])
 
 
+def _split(call: Call) -> OperatorRule:
+    """A dim is taken apart into pieces (`Kernel.SPLIT`)."""
+    dim = call.dim("dim", 0)
+    space = Space(call)
+    whole, pieces = space.joined([tensor.shape[dim] for tensor in call.outputs])
+    around = _around(space, call.inputs[0].shape, dim)
+    return space.rule([around(whole)], map(around, pieces), linear=[{0}])
+
+
+def _run(call: Call, start: int) -> OperatorRule:
+    """A piece of a dim is taken, from `start` on (`Kernel.RUN`)."""
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    dim = call.dim("dim", 0)
+    if not after[dim]:
+        return touching(call, {dim}, linear=[{0}])
+    space = Space(call)
+    sizes = (start, after[dim], before[dim] - start - after[dim])
+    whole, pieces = space.joined(sizes, taken={1})
+    around = _around(space, before, dim)
+    return space.rule([around(whole)], [around(pieces[1])], linear=[{0}])
+
+
+def _around(space: Space, shape: Shape, dim: int) -> Callable[[tuple[str, ...]], Dims]:
+    """Puts letters of one dim between new ones for the others."""
+    before, after = space.free_dims(shape[:dim]), space.free_dims(shape[dim + 1 :])
+    return lambda letters: (*before, letters, *after)
+
+
+def _narrow(call: Call) -> OperatorRule:
+    size = call.inputs[0].shape[call.dim("dim", 0)]
+    return _run(call, call.integer("start", 0) % max(size, 1))
+
+
 def _slice(call: Call) -> OperatorRule:
-    """Within one dim, unless it takes the whole of it, or one element of every step."""
+    """One element of every step, or a run of elements; else it acts within the dim."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     dim, step = call.dim("dim", 0), call.integer("step", 1)
     first = call.argument("start") or 0
@@ -112,6 +145,8 @@ def _slice(call: Call) -> OperatorRule:
         dims = space.free_dims(after)
         blocks = (*dims[:dim], (*dims[dim], *space.fixed(step)), *dims[dim + 1 :])
         return space.rule([blocks], [dims], linear=[{0}])
+    if step == 1 and isinstance(first, int) and after[dim]:
+        return _run(call, max(first, -before[dim]) % before[dim])
     return touching(call, {dim}, linear=[{0}])
 
 
@@ -158,20 +193,22 @@ def _stack(call: Call) -> OperatorRule:
 
 
 def _cat(call: Call) -> OperatorRule:
-    """Joined along one dim, which one tensor alone fills; empty ones may have one dim."""
+    """Tensors become pieces of a dim; empty ones may have one dim."""
     shape = call.outputs[0].shape
     dim = call.integer("dim", 0) % len(shape)
     filling = [i for i, t in enumerate(call.inputs) if len(t.shape) == len(shape) and t.shape[dim]]
     space = Space(call)
-    dims = space.free_dims(shape, fixed={dim} if len(filling) > 1 else ())
+    whole, pieces = space.joined([call.inputs[i].shape[dim] for i in filling])
+    around = _around(space, shape, dim)
+    by_input = dict(zip(filling, pieces, strict=True))
 
-    def letters(tensor: Tensor) -> Dims:
+    def letters(i: int, tensor: Tensor) -> Dims:
         if len(tensor.shape) != len(shape):
             return space.fixed_dims(tensor.shape)
-        own = space.fixed(tensor.shape[dim]) if len(filling) > 1 else dims[dim]
-        return (*dims[:dim], own if tensor.shape[dim] else (), *dims[dim + 1 :])
+        return around(by_input.get(i, ()))
 
-    return space.rule(map(letters, call.inputs), [dims], linear=[filling])
+    inputs = [letters(i, tensor) for i, tensor in enumerate(call.inputs)]
+    return space.rule(inputs, [around(whole)], linear=[filling])
 
 
 def _repeat(call: Call) -> OperatorRule:
@@ -233,6 +270,21 @@ def _paired(call: Call) -> OperatorRule:
     return space.rule([letters(tensors[0])], [letters(tensors[1])], linear=[{0}])
 
 
+def _real(call: Call) -> OperatorRule:
+    """The real part of each number."""
+    return touching(call, (), linear=[{0}])
+
+
+def _unfold(call: Call) -> OperatorRule:
+    """Windows on a dim, which overlap, so it stays whole; their elements are a new last dim."""
+    shape, dim = call.outputs[0].shape, call.dim("dimension", 0)
+    space = Space(call)
+    around = _around(space, call.inputs[0].shape, dim)
+    before, after = space.fixed(call.inputs[0].shape[dim]), space.fixed(shape[dim])
+    windows = (*around(after), space.fixed(shape[-1]))
+    return space.rule([around(before)], [windows], linear=[{0}])
+
+
 _swap: Rule = partial(_transpose, first="dim0", second="dim1")
 _swap_axes: Rule = partial(_transpose, first="axis0", second="axis1")
 
@@ -252,14 +304,16 @@ _VIEWS: Mapping[str, Rule] = {
     "aten.expand.default": _expand,
     "aten.broadcast_to.default": _expand,
     "aten.slice.Tensor": _slice,
-    "aten.narrow.default": _within,
+    "aten.narrow.default": _narrow,
     "aten.select.int": _select,
     "aten.unbind.int": _select,
-    "aten.split": _within,
-    "aten.split_with_sizes.default": _within,
-    "aten.chunk.default": _within,
+    "aten.split": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.chunk.default": _split,
     "aten.view_as_real.default": _paired,
     "aten.view_as_complex.default": _paired,
+    "aten.real.default": _real,
+    "aten.unfold.default": _unfold,
 }
 """Operators that copy nothing."""
 
@@ -278,6 +332,14 @@ RULES: Mapping[str, Rule] = {
     "aten.repeat_interleave.self_int": _repeat_interleave,
     "aten.meshgrid": _meshgrid,
 }
+
+JOINING = frozenset(
+    {"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.slice", "aten.narrow", "aten.cat"}
+)
+"""Packets that take a dim apart into pieces, or put it together."""
+
+SELECTING = frozenset({"aten.select", "aten.unbind"})
+"""Packets that take a dim apart into its elements."""
 
 VIEWS = frozenset(_VIEWS) | {"aten.alias", "aten.detach"}
 """Operators, or packets whose overloads all, return the memory of their input."""

@@ -11,7 +11,8 @@ from autoshard.plan import Conversion, PlacedNode, Stage
 from autoshard.plan.recompute import checkpoint_spans
 from autoshard.runtime.conversions import bind_steps
 from autoshard.runtime.instructions import Call, Convert, Instruction, Recompute
-from autoshard.runtime.kernels import LocalNode, Place, bind_kernel
+from autoshard.runtime.kernels import bind_kernel
+from autoshard.runtime.local_node import LocalNode, Place
 
 
 class Compiler:
@@ -26,14 +27,24 @@ class Compiler:
         graph: the stage's program.
         mesh: the stage's devices.
         place: where on the mesh this rank is.
+        custom: names of operators that may be called though they are not of ATen.
 
     Attributes:
         instructions: what runs, in order.
         output_slots: where each output of the graph is afterwards; None for a literal.
     """
 
-    def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh, place: Place) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        graph: Graph,
+        mesh: DeviceMesh,
+        place: Place,
+        *,
+        custom: frozenset[str] = frozenset(),
+    ) -> None:
         self._stage = stage
+        self._custom = custom
         self._graph = graph
         self._mesh = mesh
         self._place = place
@@ -124,6 +135,7 @@ class Compiler:
             input_shapes=tuple(self._local_shapes(node.inputs, inputs)),
             output_shapes=tuple(self._local_shapes(node.outputs, outputs)),
             place=self._place,
+            custom=self._custom,
         )
 
     def _local_shapes(

@@ -2,7 +2,8 @@
 
 Every pair of types in `autoshard.layouts.STEPS` is a function of the `spmd_types` package
 with exactly the table's forward and backward, so nothing here talks to a process group
-itself.
+itself. It knows dims that are cut as one; where chunks of a dim are cut one by one, the slices
+are put in the other order around it.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +49,11 @@ def bind_steps(steps: Sequence[PlannedStep], mesh: DeviceMesh) -> tuple[LocalFun
 
 def _bind(source: AxisType, target: AxisType, group: ProcessGroup) -> LocalFunction:
     before, after = _spmd_type(source), _spmd_type(target)
+    num_ranks = group.size()
 
     def run(tensor: torch.Tensor) -> torch.Tensor:
+        if target.chunks:
+            tensor = by_rank(tensor, target, num_ranks)
         # Reductions of gradients run in the tensor's own dtype, as the plan counted them;
         # spmd_types wants to hear that where the dtype is narrower than float32.
         converted: torch.Tensor = redistribute(
@@ -63,9 +67,27 @@ def _bind(source: AxisType, target: AxisType, group: ProcessGroup) -> LocalFunct
             # The all-reduce of a gradient takes contiguous memory only, and autograd
             # hands over whatever it has, such as an expanded scalar.
             converted.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]  # torch
-        return converted
+        return by_chunk(converted, source, num_ranks) if source.chunks else converted
 
     return run
+
+
+def by_rank(tensor: torch.Tensor, cut: AxisType, num_ranks: int) -> torch.Tensor:
+    """Chunks one after the other -> what is each rank's, one rank after the other."""
+    dim = cut.dim
+    unit = tensor.shape[dim] // sum(cut.chunks)
+    chunks = torch.split(tensor, [unit * size for size in cut.chunks], dim)
+    slices = [torch.unflatten(chunk, dim, (num_ranks, -1)) for chunk in chunks]
+    return torch.cat(slices, dim + 1).flatten(dim, dim + 1)
+
+
+def by_chunk(tensor: torch.Tensor, cut: AxisType, num_ranks: int) -> torch.Tensor:
+    """What is each rank's, one rank after the other -> chunks one after the other."""
+    dim = cut.dim
+    unit = tensor.shape[dim] // (num_ranks * sum(cut.chunks))
+    ranks = torch.unflatten(tensor, dim, (num_ranks, -1))
+    slices = torch.split(ranks, [unit * size for size in cut.chunks], dim + 1)
+    return torch.cat([chunk.flatten(dim, dim + 1) for chunk in slices], dim)
 
 
 def _spmd_type(axis_type: AxisType) -> object:

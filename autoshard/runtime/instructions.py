@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.runtime.conversions import LocalFunction
-from autoshard.runtime.kernels import LocalKernel
+from autoshard.runtime.local_node import LocalKernel
 from autoshard.runtime.reconversion import Reconversions
 
 Registers = dict[int, torch.Tensor]

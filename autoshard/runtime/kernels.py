@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -11,53 +10,14 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from autoshard.graph import Node, references
-from autoshard.layouts import Kind, Layout
+from autoshard.layouts import Kind
 from autoshard.rules import Kernel, kernel_for
+from autoshard.runtime.along import bind_along
+from autoshard.runtime.local_node import LocalKernel, LocalNode
 from autoshard.runtime.operators import OperatorCall
-
-LocalKernel = Callable[[Sequence[torch.Tensor], int], tuple[torch.Tensor, ...]]
-"""Takes the local inputs and the number of the step; gives the local outputs."""
 
 MEAN = 1
 """Value of a loss's `reduction`, as in `at::Reduction`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where on the mesh a rank is.
-
-    Attributes:
-        axis_sizes: size of each mesh axis.
-        coordinate: the rank's place on each axis.
-        device: the rank's device.
-        seed: from which all random numbers follow; the same on all ranks.
-    """
-
-    axis_sizes: tuple[int, ...]
-    coordinate: tuple[int, ...]
-    device: torch.device
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LocalNode:
-    """An operator with the layouts in which a plan runs it.
-
-    Attributes:
-        node: the operator's call in the graph.
-        inputs: layout of each tensor input.
-        outputs: layout of each output.
-        input_shapes: a rank's shape of each input.
-        output_shapes: a rank's shape of each output.
-        place: where the rank is.
-    """
-
-    node: Node
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    input_shapes: tuple[tuple[int, ...], ...]
-    output_shapes: tuple[tuple[int, ...], ...]
-    place: Place
 
 
 def bind_kernel(local: LocalNode) -> LocalKernel:
@@ -80,7 +40,7 @@ def draws_random_numbers(node: Node) -> bool:
 
 
 def _plain(local: LocalNode, _argument: str = "") -> LocalKernel:
-    call = OperatorCall(local.node, local.place.device)
+    call = OperatorCall(local.node, local.place.device, custom=local.custom)
     return lambda tensors, _step: call(tensors)
 
 
@@ -118,7 +78,18 @@ def _vocabulary(local: LocalNode, _argument: str) -> LocalKernel:
 
 
 def _scaled(local: LocalNode, argument: str) -> LocalKernel:
-    plain = _plain(local)
+    return _scaling(local, argument, _plain(local))
+
+
+def _classes(local: LocalNode, argument: str) -> LocalKernel:
+    return _scaling(local, argument, bind_along(local) or _plain(local))
+
+
+def _along(local: LocalNode, argument: str) -> LocalKernel:
+    return bind_along(local) or (_groups(local, argument) if argument else _plain(local))
+
+
+def _scaling(local: LocalNode, argument: str, plain: LocalKernel) -> LocalKernel:
     num_slices = prod(
         size
         for axis, size in enumerate(local.place.axis_sizes)
@@ -141,6 +112,30 @@ def _repeat(local: LocalNode, argument: str) -> LocalKernel:
     times = tuple(whole // max(part, 1) for whole, part in zip(result, padded, strict=True))
     call = OperatorCall(local.node, local.place.device, replaced={argument: times})
     return lambda tensors, _step: call(tensors)
+
+
+def _split(local: LocalNode, _argument: str) -> LocalKernel:
+    dim = _dim(local)
+    sizes = [shape[dim] for shape in local.output_shapes]
+    return lambda tensors, _step: torch.split(tensors[0], sizes, dim)
+
+
+def _run(local: LocalNode, _argument: str) -> LocalKernel:
+    dim, start = _dim(local), local.node.argument("start") or 0
+    held, place = local.input_shapes[0][dim], local.place
+    parts = prod(place.axis_sizes[axis] for axis in local.inputs[0].cutting_axes(dim))
+    whole = held * parts
+    if parts == 1 or local.node.argument("step", 1) != 1:
+        return _plain(local)
+    assert isinstance(start, int)
+    first, length = max(start, -whole) % whole // parts, local.output_shapes[0][dim]
+    return lambda tensors, _step: (tensors[0].narrow(dim, first, length),)
+
+
+def _dim(local: LocalNode) -> int:
+    dim = local.node.argument("dim", 0)
+    assert isinstance(dim, int)
+    return dim % max(len(local.input_shapes[0]), 1)
 
 
 def _groups(local: LocalNode, argument: str) -> LocalKernel:
@@ -261,7 +256,11 @@ _BINDERS: Mapping[Kernel, Callable[[LocalNode, str], LocalKernel]] = {
     Kernel.RESHAPE: _reshape,
     Kernel.VOCABULARY: _vocabulary,
     Kernel.SCALED: _scaled,
+    Kernel.ALONG: _along,
+    Kernel.CLASSES: _classes,
     Kernel.REPEAT: _repeat,
+    Kernel.SPLIT: _split,
+    Kernel.RUN: _run,
     Kernel.GROUPS: _groups,
     Kernel.BAGS: _bags,
     Kernel.COUNTS: _counts,

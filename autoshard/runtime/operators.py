@@ -4,7 +4,7 @@ Everything that can be looked up is looked up once: the overload, the objects th
 stand for, and which arguments are tensors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +24,26 @@ _MEMORY_FORMATS = frozenset(
 )
 
 
-def resolve_operator(name: str) -> OpOverload:
+def resolve_operator(name: str, *, custom: Collection[str] = ()) -> OpOverload:
     """PyTorch's operator of a name such as `aten.add.Tensor`.
+
+    Args:
+        name: of the operator.
+        custom: names of operators that may be called though they are not of ATen.
 
     Raises:
         PlanError: there is no such operator here, or it is not one that a plan may call:
-            of ATen or with a sharding rule, making tensors and writing into none.
+            of ATen, with a sharding rule or allowed by name, making tensors and writing into
+            none.
     """
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
-    if (namespace != "aten" and not has_rule(name)) or f"{namespace}.{packet}" in _REFUSED:
-        raise PlanError(f"the plan calls {name}, which is not an operator that plans may call")
+    allowed = namespace == "aten" or has_rule(name) or name in custom
+    if not allowed or f"{namespace}.{packet}" in _REFUSED:
+        raise PlanError(
+            f"the plan calls {name}, which is not an operator that plans may call; if it is one "
+            f"of the model's own, pass custom_operators=['{namespace}::{packet}']"
+        )
     found: Any = torch.ops
     for part in (namespace, packet, overload):
         found = getattr(found, part, None)
@@ -63,6 +72,7 @@ class OperatorCall:
         node: the call in the graph.
         device: where tensors are made.
         replaced: arguments that a rank gives otherwise than the graph.
+        custom: as `resolve_operator` takes it.
 
     Raises:
         PlanError: the operator may not be called, or an argument does not fit its schema.
@@ -74,9 +84,10 @@ class OperatorCall:
         device: torch.device,
         *,
         replaced: Mapping[str, Argument] | None = None,
+        custom: Collection[str] = (),
     ) -> None:
         self._name = node.name
-        self._operator = resolve_operator(node.operator)
+        self._operator = resolve_operator(node.operator, custom=custom)
         self._num_outputs = len(node.outputs)
         templates = _templates({**dict(node.arguments), **(replaced or {})}, device, node)
         self._args: list[Any] = []

@@ -1,6 +1,6 @@
 """Applying a plan to a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -23,13 +23,15 @@ def parallelize(
     device_mesh: DeviceMesh,
     *,
     constants: Mapping[str, torch.Tensor] | None = None,
+    custom_operators: Collection[str] = (),
     seed: int = 0,
 ) -> ModelT:
     """Make a model run as planned, on every rank of a mesh.
 
     The model is changed in place: its parameters become DTensors placed as the plan says,
-    under the same names, so that any optimizer and `torch.distributed.checkpoint` work; and
-    its forward becomes the planned program, whose collectives are those of the plan.
+    under the same names, so that any optimizer and `torch.distributed.checkpoint` work (the
+    latter through `checkpointable`); and its forward becomes the planned program, whose
+    collectives are those of the plan.
 
     Forward takes what it took when it was exported. A tensor may be the whole batch (each
     rank takes its slice), the rank's own slice, or a DTensor placed as planned. A result
@@ -45,6 +47,9 @@ def parallelize(
         device_mesh: with the axis names and sizes of the plan.
         constants: values of tensors that forward made while it was exported, by name; where
             they are attributes of the model they need not be given.
+        custom_operators: operators of the model's own that the plan may call, as torch names
+            them (`mylib::gate`), or their namespaces (`mylib`). A plan may come from elsewhere,
+            so it calls none that it was not trusted with.
         seed: of random operators such as dropout; the same on all ranks.
 
     Returns:
@@ -57,7 +62,7 @@ def parallelize(
     if isinstance(model, Planned):
         raise PlanError("the model runs as planned already; apply a plan to a fresh model")
     stage = _only_stage(plan)
-    program = LocalProgram(stage, device_mesh, seed=seed)
+    program = LocalProgram(stage, device_mesh, seed=seed, custom_operators=custom_operators)
     training = plan.options.mode == "training"
     values = program.graph.values
     frozen = frozenset(

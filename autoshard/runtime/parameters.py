@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput, Stage
-from autoshard.runtime.kernels import Place
+from autoshard.runtime.local_node import Place
 from autoshard.runtime.signature import from_local
 from autoshard.runtime.slices import local_slice
 

@@ -1,6 +1,6 @@
 """A planned stage as a program on local tensors: no DTensor, nothing decided while it runs."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from autoshard.graph import graph_from_json
 from autoshard.plan import Stage
 from autoshard.runtime.compiler import Compiler
 from autoshard.runtime.instructions import execute, mark_last_reads
-from autoshard.runtime.kernels import Place, draws_random_numbers
+from autoshard.runtime.kernels import draws_random_numbers
+from autoshard.runtime.local_node import MeshRanks, Place
 
 
 class LocalProgram:
@@ -21,6 +22,8 @@ class LocalProgram:
         stage: of a plan; carries its program.
         mesh: the stage's devices, with the stage's axes.
         seed: of random operators such as dropout; must be the same on all ranks.
+        custom_operators: `namespace::name`, or a namespace, of operators that the program may
+            call though they are not of ATen.
 
     Raises:
         PlanError: the mesh is not the stage's, the stage contradicts itself, or it calls
@@ -32,11 +35,21 @@ class LocalProgram:
         place: where on the mesh this rank is.
     """
 
-    def __init__(self, stage: Stage, mesh: DeviceMesh, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: DeviceMesh,
+        *,
+        seed: int = 0,
+        custom_operators: Collection[str] = (),
+    ) -> None:
         self.graph = graph_from_json(stage.program)
         self.is_random = any(draws_random_numbers(node) for node in self.graph.nodes)
         self.place = _place(stage, mesh, seed)
-        compiler = Compiler(stage, self.graph, mesh, self.place)
+        custom = frozenset(
+            node.operator for node in self.graph.nodes if _may_call(node.operator, custom_operators)
+        )
+        compiler = Compiler(stage, self.graph, mesh, self.place, custom=custom)
         compiler.compile()
         self._instructions = tuple(compiler.instructions)
         self._outputs = tuple(compiler.output_slots)
@@ -63,6 +76,12 @@ class LocalProgram:
         )
 
 
+def _may_call(operator: str, allowed: Collection[str]) -> bool:
+    namespace, _, rest = operator.partition(".")
+    packet = rest.partition(".")[0]
+    return namespace in allowed or f"{namespace}::{packet}" in allowed
+
+
 def _place(stage: Stage, mesh: DeviceMesh, seed: int) -> Place:
     names, sizes = zip(*stage.axes, strict=True) if stage.axes else ((), ())
     if mesh.mesh_dim_names != names or tuple(mesh.shape) != sizes:
@@ -80,4 +99,5 @@ def _place(stage: Stage, mesh: DeviceMesh, seed: int) -> Place:
         coordinate=tuple(coordinate),
         device=torch.device(mesh.device_type),
         seed=seed,
+        ranks=MeshRanks(mesh),
     )

@@ -12,7 +12,7 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput, PlacedOutput, Stage
-from autoshard.runtime.kernels import Place
+from autoshard.runtime.local_node import Place
 from autoshard.runtime.slices import local_slice
 from autoshard.runtime.trees import TreeSpec, read_spec
 

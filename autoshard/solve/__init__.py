@@ -14,12 +14,12 @@ from autoshard.solve.problem import (
     Node,
     Problem,
     Repeat,
-    Solution,
-    Status,
 )
 from autoshard.solve.reference import solve_reference
 from autoshard.solve.search import CancelToken, Progress
+from autoshard.solve.solution import Solution, Status, relative_gap
 from autoshard.solve.tables import SolvedBlock, TableStore
+from autoshard.solve.trail import Trail
 from autoshard.solve.usage import minimum_usage
 
 __all__ = [
@@ -39,9 +39,11 @@ __all__ = [
     "SolvedBlock",
     "Status",
     "TableStore",
+    "Trail",
     "brute_force",
     "minimum_usage",
     "read_iopddl",
+    "relative_gap",
     "solve_problem",
     "solve_reference",
 ]

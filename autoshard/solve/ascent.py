@@ -17,8 +17,6 @@ from autoshard.solve.flat import Arms, Flat, Level
 from autoshard.solve.problem import FloatArray, IntArray
 from autoshard.solve.stage import Stage
 
-MOST_CELLS = 50_000_000
-"""Largest number of matrix entries for which sweeps are fast enough to be of use."""
 _EPSILON = 2.0**-50
 _FIRST_STEP = 0.5
 _LAST_STEP = 1e-4

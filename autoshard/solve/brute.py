@@ -5,7 +5,8 @@ import time
 import numpy as np
 
 from autoshard.errors import OptionError
-from autoshard.solve.problem import USAGE_TOLERANCE, FloatArray, IntArray, Problem, Solution, Status
+from autoshard.solve.problem import USAGE_TOLERANCE, FloatArray, IntArray, Problem
+from autoshard.solve.solution import Solution, Status
 
 MOST_CHOICES = 1 << 21
 

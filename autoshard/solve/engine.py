@@ -14,12 +14,14 @@ from autoshard.solve.large import ascend, is_huge, search_windows
 from autoshard.solve.linear import LinearModel, linear_model
 from autoshard.solve.narrowing import solve_narrowed
 from autoshard.solve.network import Network
-from autoshard.solve.problem import FloatArray, Problem, Solution, Status
+from autoshard.solve.problem import FloatArray, Problem
 from autoshard.solve.reference import solve_reference
 from autoshard.solve.repeats import Outcome, solve_repeats
 from autoshard.solve.search import CancelToken, Interrupted, Progress, Search
+from autoshard.solve.solution import Solution, Status
 from autoshard.solve.stage import Stage
 from autoshard.solve.tables import TableStore
+from autoshard.solve.trail import Trail
 from autoshard.solve.usage import minimum_usage
 
 _INTEGRAL = 1.0 - 1e-6
@@ -52,6 +54,7 @@ def solve_problem(
     cancel: CancelToken | None = None,
     solver: str = "highs",
     tables: TableStore | None = None,
+    trail: Trail | None = None,
 ) -> Solution:
     """Find the cheapest choice, with a proof of how good it is.
 
@@ -73,6 +76,8 @@ def solve_problem(
             (see `solve_reference`; then `cancel` is heard only between phases).
         tables: keeps tables of repeated groups for other solves. What it has is not worked
             out again; `Solution.blocks` says what that was.
+        trail: give the same one to solves of one problem under several limits; all but the
+            first then know where to look.
 
     Returns:
         the outcome as a value; an infeasible problem is a status, not an error. Where the
@@ -91,6 +96,7 @@ def solve_problem(
         on_progress=on_progress,
         cancel=cancel,
         tables=tables,
+        trail=trail,
     )
     infeasible = False
     try:
@@ -132,7 +138,7 @@ def _solve(search: Search, solver: str) -> bool:
 def _through_structure(search: Search) -> Outcome:
     """Make use of wide nodes and repeated groups; NOTHING where that leaves something to do."""
     outcome = solve_narrowed(search, partial(_solve_core, search))
-    done = outcome is Outcome.INFEASIBLE or search.closed
+    done = outcome is Outcome.INFEASIBLE or search.closed or search.trail.core is not None
     if done or (outcome is Outcome.TOLD and search.problem.has_closures):
         return outcome
     outcome = _repeated(search)
@@ -148,7 +154,7 @@ def _repeated(search: Search) -> Outcome:
 
 
 def _solve_core(
-    search: Search, core: Problem, seconds: float, gap: float, bound: float
+    search: Search, core: Problem, seconds: float, *, gap: float, bound: float, trail: Trail | None
 ) -> Solution:
     """Solve a part of the problem of a search, of which a lower bound is known."""
     inner = Search(
@@ -158,13 +164,15 @@ def _solve_core(
         seed=search.seed,
         cancel=search,
         tables=search.tables,
+        trail=trail,
     )
     inner.raise_bound(bound)
     infeasible = False
     try:
         outcome = _repeated(inner)
         infeasible = outcome is Outcome.INFEASIBLE
-        if not infeasible and not inner.closed:
+        told = inner.choice is not None and core.can_bind
+        if not infeasible and not inner.closed and not told:
             infeasible = not _flat(inner, "highs")
     except Interrupted:
         search.count("narrowing.interrupted")

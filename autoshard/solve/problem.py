@@ -1,4 +1,4 @@
-"""The optimization problem and its solution: pure numpy, no tensors, no torch.
+"""The optimization problem: pure numpy, no tensors, no torch.
 
 A problem is a graph. Every node picks one of its strategies; it pays the strategy's
 cost and, while it is alive, uses the strategy's share of a limited resource. Every
@@ -8,8 +8,7 @@ case of this.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 
 from autoshard.errors import ProblemError
 from autoshard.solve.closure import Closure
-from autoshard.solve.tables import SolvedBlock
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.intp]
@@ -311,53 +309,6 @@ def _laid_out(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArray]:
             length += values.size
         starts[i] = place[id(values)]
     return np.concatenate(parts), starts
-
-
-class Status(StrEnum):
-    """How a solve ended."""
-
-    OPTIMAL = "optimal"
-    """A choice whose price is proven least, within the requested gap."""
-    FEASIBLE = "feasible"
-    """A choice, with a bound that leaves a gap."""
-    INFEASIBLE = "infeasible"
-    """Proven: no choice satisfies the limits."""
-    TIMED_OUT = "timed_out"
-    """The time ended before any choice was found."""
-    CANCELLED = "cancelled"
-    """Somebody stopped the solve; the best choice so far is kept if there is one."""
-
-
-@dataclass(frozen=True)
-class Solution:
-    """What a solve found.
-
-    Attributes:
-        status: how it ended.
-        choice: strategy index per node, or None when none was found.
-        objective: price of the choice, or inf.
-        bound: proven lower bound of every choice's price.
-        wall_time: seconds spent.
-        statistics: what each step did, by name, for the report.
-        blocks: repeated groups that were solved as one.
-    """
-
-    status: Status
-    choice: IntArray | None
-    objective: float
-    bound: float
-    wall_time: float
-    statistics: dict[str, float] = field(default_factory=dict)
-    blocks: tuple[SolvedBlock, ...] = ()
-
-    @property
-    def gap(self) -> float:
-        """Relative distance of the objective from the bound; inf without a choice."""
-        if self.choice is None:
-            return float("inf")
-        if self.objective <= self.bound:
-            return 0.0
-        return (self.objective - self.bound) / max(abs(self.objective), 1e-30)
 
 
 def _validate_nodes(nodes: Sequence[Node]) -> None:

@@ -11,7 +11,8 @@ from scipy import sparse
 from autoshard.errors import OptionError
 from autoshard.solve.linear import LinearModel, linear_model
 from autoshard.solve.network import Network
-from autoshard.solve.problem import IntArray, Problem, Solution, Status
+from autoshard.solve.problem import IntArray, Problem
+from autoshard.solve.solution import Solution, Status
 
 _SLACK = 1e-6
 """Relative tolerance granted to a foreign solver's claim of optimality."""

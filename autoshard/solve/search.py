@@ -7,8 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
-from autoshard.solve.problem import IntArray, Problem, Solution, Status
+from autoshard.solve.problem import IntArray, Problem
+from autoshard.solve.solution import Solution, Status, relative_gap
 from autoshard.solve.tables import SolvedBlock, TableStore
+from autoshard.solve.trail import Trail
 
 
 class CancelToken(Protocol):
@@ -56,6 +58,7 @@ class Search:
         on_progress: called with each improvement and at the start of each phase.
         cancel: asked between steps and from inside the solvers.
         tables: keeps tables of solved blocks for other solves, if there is one.
+        trail: what solves of the same problem under other limits have left; grows.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class Search:
         on_progress: Callable[[Progress], None] | None = None,
         cancel: CancelToken | None = None,
         tables: TableStore | None = None,
+        trail: Trail | None = None,
     ) -> None:
         self.problem = problem
+        self.trail = Trail() if trail is None else trail
         self.gap = gap
         self.seed = seed
         self.tables = tables
@@ -192,10 +197,3 @@ class Search:
         if self.cancelled:
             return Status.CANCELLED
         return Status.FEASIBLE if self.choice is not None else Status.TIMED_OUT
-
-
-def relative_gap(objective: float, bound: float) -> float:
-    """Distance of an objective from a lower bound, relative to the objective."""
-    if not np.isfinite(objective):
-        return float("inf")
-    return max(objective - bound, 0.0) / max(abs(objective), 1e-30)

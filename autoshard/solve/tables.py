@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-_FORMAT = b"autoshard table 1"
+_FORMAT = b"autoshard table 2"
 """Part of every digest; changes with the meaning of keys and entries."""
 
 _Number = TypeVar("_Number", np.float64, np.int32)
@@ -67,9 +67,11 @@ class FoundTable:
 
     Attributes:
         values: prices; None where the table is known to be too large to make.
+        work: additions that making it takes.
     """
 
     values: NDArray[np.float64] | None
+    work: float
 
 
 class KeptTable:
@@ -87,17 +89,19 @@ class KeptTable:
     def find(self, shape: Sequence[int]) -> FoundTable | None:
         """The table, if it is kept and intact."""
         numbers = self._read(self._key, np.float64)
-        if numbers is None:
+        if numbers is None or np.isnan(numbers).any():
             return None
         if len(numbers) == 0:
-            return FoundTable(None)
-        if len(numbers) != prod(shape) or np.isnan(numbers).any():
+            return FoundTable(None, 0.0)
+        if len(numbers) != 1 + prod(shape):
             return None
-        return FoundTable(numbers.reshape(shape))
+        return FoundTable(numbers[1:].reshape(shape), float(numbers[0]))
 
-    def keep(self, values: NDArray[np.float64] | None) -> None:
+    def keep(self, table: FoundTable) -> None:
         """Keep the table, or that it is too large to make."""
-        self._write(self._key, np.zeros(0) if values is None else values)
+        values = table.values
+        numbers = np.zeros(0) if values is None else np.append(table.work, values)
+        self._write(self._key, numbers)
 
     def find_interior(self, seen: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
         """Strategies of the nodes of a group, if they are kept and intact.

@@ -51,8 +51,8 @@ class Solved:
 
     Attributes:
         plan: the plan document.
-        keep: whether the same request may be answered with it again: not where the time
-            limit ended before anything was found.
+        keep: whether the same request may be answered with it again: not where a time limit
+            ended before anything was found, or before all operators without a rule were tried.
     """
 
     plan: bytes

@@ -6,9 +6,10 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag, field_validator
 
 from autoshard.errors import OptionError
+from autoshard.graph import MAX_RULES, rules_from_json, rules_to_json
 from autoshard.mesh import Mesh, make_mesh, mesh_from_json, mesh_to_json
 from autoshard.plan import PLAN_VERSION, PlanOptions
 from autoshard_server.settings import Settings
@@ -79,6 +80,20 @@ class PlanRequest(BaseModel):
         Discriminator(_kind_of_mesh),
     ]
     options: PlanOptions = PlanOptions()
+    rules: tuple[dict[str, Any], ...] = Field(
+        default=(),
+        max_length=MAX_RULES,
+        description=(
+            "how calls of the model's own operators may be cut, as `autoshard.discovery` finds "
+            "out; they count where this service has no rule of its own."
+        ),
+    )
+
+    @field_validator("rules")
+    @classmethod
+    def _readable(cls, rules: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        rules_from_json(list(rules))
+        return rules
 
 
 class PlanLookup(PlanRequest):
@@ -115,6 +130,7 @@ class Question:
             )
         self._graph_sha256 = graph_sha256
         self.options = request.options
+        self.rules = rules_from_json(list(request.rules))
         self.mesh = request.mesh.build()
         self._limits = settings.archive_limits
 
@@ -129,10 +145,11 @@ class Question:
 
     def work(self, plan_id: str) -> str:
         """What the solver process needs besides the graph, as JSON text."""
-        mesh, options = self._asked
-        work = {"plan_id": plan_id, "mesh": mesh, "options": options, "limits": self._limits}
-        return json.dumps(work)
+        mesh, options, rules = self._asked
+        asked = {"mesh": mesh, "options": options, "rules": rules}
+        return json.dumps({"plan_id": plan_id, **asked, "limits": self._limits})
 
     @cached_property
-    def _asked(self) -> tuple[Any, Any]:
-        return json.loads(mesh_to_json(self.mesh)), self.options.model_dump(mode="json")
+    def _asked(self) -> tuple[Any, Any, Any]:
+        options = self.options.model_dump(mode="json")
+        return json.loads(mesh_to_json(self.mesh)), options, rules_to_json(self.rules)

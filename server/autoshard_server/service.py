@@ -10,6 +10,7 @@ from sqlalchemy import Engine
 
 from autoshard.graph import ArchiveLimits, load_graph
 from autoshard.plan import PLAN_VERSION, plan_id
+from autoshard.rules import with_rules
 from autoshard_server.executor import Executor
 from autoshard_server.jobs import Job, JobStore
 from autoshard_server.problems import NOT_FOUND, UNAVAILABLE, ServerError
@@ -168,7 +169,8 @@ class Service:
 
     def _read(self, question: Question, graph: bytes) -> str:
         limits = ArchiveLimits(**self.settings.archive_limits)
-        known = plan_id(load_graph(graph, limits=limits), question.mesh, question.options)
+        program = with_rules(load_graph(graph, limits=limits), question.rules)
+        known = plan_id(program, question.mesh, question.options)
         self.cache.put(_QUESTIONS, question.digest, known.encode())
         return known
 

@@ -12,9 +12,10 @@ from math import isfinite
 from threading import Event, Thread
 from typing import IO, Any
 
-from autoshard.graph import ArchiveLimits, load_graph
+from autoshard.graph import ArchiveLimits, Graph, load_graph, rules_from_json
 from autoshard.mesh import mesh_from_json
-from autoshard.plan import PlanOptions, make_plan
+from autoshard.plan import PlanOptions, make_plan, plan_id
+from autoshard.rules import has_rule, with_rules
 from autoshard.solve import Progress, Status, TableStore
 from autoshard_server.executor import Solved, Work
 from autoshard_server.frames import FrameKind, read_frame, write_frame
@@ -30,6 +31,12 @@ _log = logging.getLogger(__name__)
 BLOCKS = "blocks"
 """Namespace of solved blocks in the cache."""
 
+RULES = "rules"
+"""Namespace of rules that were found, in the cache."""
+
+_DISCOVERY_SECONDS = 20.0
+"""For all operators of a program."""
+
 _BUSY_TIMEOUT = 1.0
 """Seconds to wait for another writer: then solving without the cache is quicker."""
 
@@ -39,6 +46,7 @@ def solve(
     on_progress: Callable[[Mapping[str, Any]], None],
     cancel: Event,
     tables: TableStore | None = None,
+    rules: TableStore | None = None,
 ) -> Solved:
     """Make the plan of a job.
 
@@ -47,25 +55,48 @@ def solve(
         on_progress: called with phase, incumbent, bound and gap; null where not yet known.
         cancel: set it to stop.
         tables: keeps solved blocks for other jobs.
+        rules: keeps rules that were found for other jobs.
 
     Raises:
         InputError: the graph cannot be planned as asked.
     """
     request = json.loads(work.request)
-    graph = load_graph(work.graph, limits=ArchiveLimits(**request["limits"]))
+    program = load_graph(work.graph, limits=ArchiveLimits(**request["limits"]))
+    graph = with_rules(program, rules_from_json(request["rules"]))
+    mesh = mesh_from_json(json.dumps(request["mesh"]))
+    options = PlanOptions.model_validate(request["options"])
+    asked = plan_id(graph, mesh, options)
+    if asked != request["plan_id"]:
+        raise ServerError(
+            INTERNAL, "the worker and the service that took the job run different versions"
+        )
+    found, is_complete = _with_found_rules(graph, rules)
     plan = make_plan(
-        graph,
-        mesh_from_json(json.dumps(request["mesh"])),
-        PlanOptions.model_validate(request["options"]),
+        found,
+        mesh,
+        options,
         on_progress=lambda progress: on_progress(_report(progress)),
         cancel=cancel,
         tables=tables,
     )
-    if plan.id != request["plan_id"]:
-        raise ServerError(
-            INTERNAL, "the worker and the service that took the job run different versions"
-        )
-    return Solved(plan.to_json().encode(), keep=plan.certificate.status not in _UNFINISHED)
+    # What we find ourselves follows from the request, and so does not change its id.
+    plan = plan if plan.id == asked else plan.model_copy(update={"id": asked})
+    is_final = is_complete and plan.certificate.status not in _UNFINISHED
+    return Solved(plan.to_json().encode(), keep=is_final)
+
+
+def _with_found_rules(graph: Graph, store: TableStore | None) -> tuple[Graph, bool]:
+    """The program with rules for operators of ATen that have none; no others run here.
+
+    Returns:
+        it, and whether there was time to try all of them.
+    """
+    if all(has_rule(node.operator) for node in graph.nodes if node.operator.startswith("aten.")):
+        return graph, True
+    from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
+
+    found = discover(graph, custom=False, store=store, time_limit=_DISCOVERY_SECONDS)
+    return found.graph, found.is_complete
 
 
 def _report(progress: Progress) -> dict[str, Any]:
@@ -83,7 +114,7 @@ def main() -> None:
     source = sys.stdin.buffer
     answers = _claim_stdout()
     # Opened before there is work, as everything is imported before.
-    tables = _open_tables(Settings())
+    tables, rules = _open_shelves(Settings())
     request, graph = _expect(source, FrameKind.WORK), _expect(source, FrameKind.GRAPH)
     Thread(target=_end_with_service, daemon=True).start()
 
@@ -91,7 +122,7 @@ def main() -> None:
         write_frame(answers, FrameKind.PROGRESS, json.dumps(progress).encode())
 
     try:
-        solved = solve(Work(request.decode(), graph), report, Event(), tables)
+        solved = solve(Work(request.decode(), graph), report, Event(), tables, rules)
     except Exception as error:  # noqa: BLE001  whatever it is becomes the answer
         if problem_type_of(error) is INTERNAL:
             _log.exception("solving failed")
@@ -101,14 +132,15 @@ def main() -> None:
     write_frame(answers, kind, solved.plan)
 
 
-def _open_tables(settings: Settings) -> TableStore | None:
-    """The solved blocks of the service's cache; None where it cannot be had."""
+def _open_shelves(settings: Settings) -> tuple[Shelf | None, Shelf | None]:
+    """Solved blocks and found rules in the service's cache; None where it cannot be had."""
     try:
         engine = open_engine(settings.store_url, busy_timeout=_BUSY_TIMEOUT)
-        return Shelf(SolverCache(engine, max_bytes=settings.cache_max_bytes), BLOCKS)
+        cache = SolverCache(engine, max_bytes=settings.cache_max_bytes)
     except StoreUnavailableError as error:
         _log.warning("solving without the cache: %s", error)
-        return None
+        return None, None
+    return Shelf(cache, BLOCKS), Shelf(cache, RULES)
 
 
 def _claim_stdout() -> IO[bytes]:

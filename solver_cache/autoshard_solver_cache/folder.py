@@ -12,14 +12,12 @@ from threading import Lock
 import platformdirs
 
 from autoshard_solver_cache.cache import CacheStats
+from autoshard_solver_cache.room import Room
 
 _log = logging.getLogger(__name__)
 
 _TOUCH_INTERVAL = 3600.0
 """Seconds by which the time of last use may lag, so that a read is rarely also a write."""
-
-_ROOM_CHECKS = 50
-"""How often room is checked while as much is written as there is room for."""
 
 _SEAL_SIZE = hashlib.sha256().digest_size
 
@@ -38,8 +36,7 @@ class FolderCache:
 
     def __init__(self, path: str | Path | None = None, *, max_bytes: int | None = None) -> None:
         self.path = default_folder() if path is None else Path(path)
-        self._max_bytes = max_bytes
-        self._unchecked = max_bytes or 0
+        self._room = None if max_bytes is None else Room(max_bytes)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
 
@@ -75,7 +72,8 @@ class FolderCache:
                 path.hardlink_to(file.name)
             except FileExistsError:
                 return False
-        self._make_room(_SEAL_SIZE + len(body))
+        if self._room is not None and self._room.is_due(_SEAL_SIZE + len(body)):
+            self._make_room(self._room.max_bytes)
         return True
 
     def delete(self, namespace: str, key: str) -> bool:
@@ -109,19 +107,12 @@ class FolderCache:
         with self._lock:
             self._counts.update((namespace, event) for event in events)
 
-    def _make_room(self, written: int) -> None:
-        if self._max_bytes is None:
-            return
-        with self._lock:
-            self._unchecked += written
-            if self._unchecked * _ROOM_CHECKS < self._max_bytes:
-                return
-            self._unchecked = 0
+    def _make_room(self, max_bytes: int) -> None:
         kept = 0
         files = [f for folder in self.path.iterdir() if folder.is_dir() for f in _files(folder)]
         for _, size, path in sorted(files, reverse=True):
             kept += size
-            if kept > self._max_bytes:
+            if kept > max_bytes:
                 Path(path).unlink(missing_ok=True)
 
 

@@ -30,14 +30,12 @@ from sqlalchemy.exc import IntegrityError
 
 from autoshard_solver_cache.cache import CacheStats
 from autoshard_solver_cache.engine import create_tables, default_url, open_engine, reader
+from autoshard_solver_cache.room import Room
 
 _log = logging.getLogger(__name__)
 
 _TOUCH_INTERVAL = 3600.0
 """Seconds by which `used_at` may lag, so that a read is rarely also a write."""
-
-_ROOM_CHECKS = 50
-"""How often room is checked while as much is written as there is room for."""
 
 _COMPRESSION_LEVEL = 1
 """The fastest: tables and plans are full of repetition, which it finds as well."""
@@ -87,8 +85,7 @@ class SolverCache:
         self._owns_engine = not isinstance(store, Engine)
         self._engine = store if isinstance(store, Engine) else open_engine(store or default_url())
         self._reader = reader(self._engine)
-        self._max_bytes = max_bytes
-        self._unchecked = max_bytes or 0
+        self._room = None if max_bytes is None else Room(max_bytes)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
         create_tables(self._engine, _metadata)
@@ -129,7 +126,8 @@ class SolverCache:
                 connection.execute(insert(_entries).values(values))
         except IntegrityError:
             return False
-        self._make_room(len(packed))
+        if self._room is not None and self._room.is_due(len(packed)):
+            self._make_room(self._room.max_bytes)
         return True
 
     def delete(self, namespace: str, key: str) -> bool:
@@ -175,22 +173,15 @@ class SolverCache:
         with self._engine.begin() as connection:
             connection.execute(update(_entries).where(_is(namespace, key)).values(used_at=now))
 
-    def _make_room(self, written: int) -> None:
-        if self._max_bytes is None:
-            return
-        with self._lock:
-            self._unchecked += written
-            if self._unchecked * _ROOM_CHECKS < self._max_bytes:
-                return
-            self._unchecked = 0
+    def _make_room(self, max_bytes: int) -> None:
         with self._reader.begin() as connection:
             total = connection.execute(select(func.sum(_entries.c.stored_size))).scalar_one()
-        if (total or 0) <= self._max_bytes:
+        if (total or 0) <= max_bytes:
             return
         newest_first = (_entries.c.used_at.desc(), _entries.c.namespace, _entries.c.key)
         running = func.sum(_entries.c.stored_size).over(order_by=newest_first)
         ranked = select(_entries.c.namespace, _entries.c.key, running.label("total")).subquery()
-        excess = select(ranked.c.namespace, ranked.c.key).where(ranked.c.total > self._max_bytes)
+        excess = select(ranked.c.namespace, ranked.c.key).where(ranked.c.total > max_bytes)
         with self._engine.begin() as connection:
             connection.execute(
                 delete(_entries).where(tuple_(_entries.c.namespace, _entries.c.key).in_(excess))

@@ -282,3 +282,22 @@ def test_broadcasts_are_expansions(check_equal: Check) -> None:
     operators = Counter(node.operator for node in graph.nodes)
     assert operators["aten.expand.default"] == 1
     assert not operators["aten.broadcast_tensors.default"]
+
+
+class OtherNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grid = torch.outer(x, self.weight).repeat_interleave(2, 1, output_size=6)
+        return torch.concat([grid, torch.outer(x, x[:2])], -1).square().sum()
+
+
+def test_operators_have_one_name(check_equal: Check) -> None:
+    graph = check_equal(OtherNames(), x=torch.randn(4))
+    names = Counter(node.operator for node in graph.nodes)
+    assert names["aten.einsum.default"] == 2
+    (repeat,) = (n for n in graph.nodes if n.operator == "aten.repeat_interleave.self_int")
+    assert [key for key, _ in repeat.arguments] == ["self", "repeats", "dim"]
+    assert names["aten.cat.default"] == 1

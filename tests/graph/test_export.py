@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,40 @@ class DataDependent(nn.Module):
 def test_a_model_that_cannot_be_traced_is_named_with_the_cause() -> None:
     with pytest.raises(GraphError, match="cannot trace DataDependent: GuardOnDataDependent"):
         export_model(DataDependent(), (torch.zeros(2),))
+
+
+class Steep(torch.autograd.Function):
+    """Twice its input, with a gradient that says five times."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 5 * gradient
+
+
+class Climber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Steep.apply(self.linear(x)).sum()
+
+
+def test_gradients_of_its_own_are_refused() -> None:
+    model, x = Climber(), torch.zeros(2, 4)
+    with pytest.raises(GraphError, match=r"gradients of its own \(.*Steep\).*register_autograd"):
+        export_model(model, (x,))
+    loss = model(x)
+    loss.backward()  # calls are as they were
+    assert torch.equal(model.linear.bias.grad, torch.full((4,), 10.0))
+    operators = [
+        n.operator for n in load_graph(export_model(model.requires_grad_(False), (x,))).nodes
+    ]
+    assert "aten.mul.Tensor" in operators
 
 
 def test_a_foreign_archive_ties_only_an_embedding_to_its_unused_twin() -> None:

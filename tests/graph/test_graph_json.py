@@ -68,6 +68,11 @@ def test_json_text_brings_the_same_graph_back() -> None:
     assert graph_digest(back) == graph_digest(GRAPH)
 
 
+def test_a_known_graph_is_returned_where_a_document_is_its_own() -> None:
+    document = graph_to_json(GRAPH)
+    assert graph_from_json(copy.deepcopy(document), known=GRAPH) is GRAPH
+
+
 CHANGES: list[Callable[[Graph], Graph]] = [
     lambda g: replace(g, outputs=g.outputs[:1]),
     lambda g: replace(g, out_spec="[1]"),
@@ -82,7 +87,9 @@ CHANGES: list[Callable[[Graph], Graph]] = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_digest_tells_graphs_apart(change: Callable[[Graph], Graph]) -> None:
-    assert graph_digest(change(GRAPH)) != graph_digest(GRAPH)
+    changed = change(GRAPH)
+    assert graph_digest(changed) != graph_digest(GRAPH)
+    assert graph_from_json(graph_to_json(changed), known=GRAPH) is not GRAPH
 
 
 def test_digest_does_not_depend_on_the_order_of_values() -> None:
@@ -123,8 +130,15 @@ def test_documents_are_read_strictly(path: tuple[Any, ...], value: object, messa
     owner[path[-1]] = value
     with pytest.raises(SchemaError, match=message):
         graph_from_json(document)
+    with pytest.raises(SchemaError, match=message):
+        graph_from_json(document, known=GRAPH)
 
 
 def test_a_document_that_is_no_object_is_refused() -> None:
     with pytest.raises(SchemaError, match="a graph must be a JSON object"):
         graph_from_json([])
+
+
+def test_a_document_that_is_no_json_is_refused_beside_a_known_graph() -> None:
+    with pytest.raises(SchemaError, match="a graph has no member 'extra'"):
+        graph_from_json({**graph_to_json(GRAPH), "extra": {1, 2}}, known=GRAPH)

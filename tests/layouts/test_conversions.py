@@ -4,7 +4,20 @@ import numpy as np
 import pytest
 
 from autoshard.errors import LayoutError
-from autoshard.layouts import STEPS, Action, Conversions, Kind, Layout, Step, step_price
+from autoshard.layouts import (
+    STEPS,
+    Action,
+    AxisType,
+    Conversions,
+    I,
+    Kind,
+    Layout,
+    P,
+    R,
+    S,
+    Step,
+    step_price,
+)
 
 SIZES = (2, 4)
 SHAPE = (8, 16)
@@ -21,10 +34,21 @@ class Prices:
         return nbytes * 1e-12
 
 
-def conversions(*, differentiable: bool = True, backward: bool = True) -> Conversions:
+def conversions(
+    *, differentiable: bool = True, backward: bool = True, chunked: tuple[AxisType, ...] = ()
+) -> Conversions:
     return Conversions(
-        SHAPE, 4, SIZES, differentiable=differentiable, backward=backward, pricer=Prices()
+        SHAPE,
+        4,
+        SIZES,
+        differentiable=differentiable,
+        backward=backward,
+        chunked=chunked,
+        pricer=Prices(),
     )
+
+
+CHUNKED = (S(1, (1, 1)), S(1, (2, 1, 1)))
 
 
 TABLE = """
@@ -62,9 +86,12 @@ def test_the_transpose_of_a_step_is_the_step_of_the_transposed_types() -> None:
     assert (Kind.SHARD, Kind.PARTIAL) not in STEPS, "the dual of R -> S is not offered"
 
 
+@pytest.mark.parametrize("chunked", [(), CHUNKED])
 @pytest.mark.parametrize("differentiable", [True, False])
-def test_every_path_leads_where_it_should_at_the_price_it_says(differentiable: bool) -> None:
-    table = conversions(differentiable=differentiable)
+def test_every_path_leads_where_it_should_at_the_price_it_says(
+    differentiable: bool, chunked: tuple[AxisType, ...]
+) -> None:
+    table = conversions(differentiable=differentiable, chunked=chunked)
     for source, target in product(table.layouts, repeat=2):
         cost = table.cost[table.index[source], table.index[target]]
         if not np.isfinite(cost):
@@ -84,6 +111,7 @@ def test_every_path_leads_where_it_should_at_the_price_it_says(differentiable: b
 def test_every_layout_leads_to_every_other() -> None:
     assert np.isfinite(conversions().cost).all()
     assert np.isfinite(conversions(differentiable=False).cost).all()
+    assert np.isfinite(conversions(chunked=CHUNKED).cost).all()
 
 
 def test_conversions_obey_the_triangle_inequality() -> None:
@@ -126,6 +154,23 @@ def test_the_outer_axis_is_gathered_through_the_inner_one() -> None:
     assert len(steps) == 3
 
 
+def test_chunks_cost_a_copy_next_to_each_collective() -> None:
+    table = conversions(chunked=CHUNKED)
+    whole = Layout.parse("I,R")
+    (plain,) = table.path(Layout.parse("I,S(1)"), whole)
+    (chunked,) = table.path(Layout.parse("I,S(1)/1+1"), whole)
+    assert chunked.nbytes == plain.nbytes
+    copies = 2 * Prices().copy_time(chunked.nbytes)
+    assert step_price(chunked, Prices()) == pytest.approx(step_price(plain, Prices()) + copies)
+
+
+def test_other_chunks_of_a_dim_are_reached_through_another_cut_or_the_whole() -> None:
+    table = conversions(chunked=CHUNKED)
+    steps = table.path(Layout.parse("I,S(1)"), Layout.parse("I,S(1)/1+1"))
+    assert len(steps) == 2
+    assert steps[0].target.dim != 1
+
+
 def test_a_swapped_nesting_is_another_layout() -> None:
     assert conversions().path(Layout.parse("S(0),S(0)"), Layout.parse("S(0),S(0);1>0"))
 
@@ -148,3 +193,34 @@ def test_steps_change_one_axis_each() -> None:
     for source, target in product(table.layouts, repeat=2):
         steps: tuple[Step, ...] = table.path(source, target)
         assert all(not (a.axis == b.axis and a.target != b.source) for a, b in pairwise(steps))
+
+
+CHUNKED = (S(1, (1, 1)),)
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize(("shape", "sizes"), [((8, 16), (2, 4)), ((16,), (2, 2, 4)), ((), (2,))])
+def test_steps_are_those_of_single_layouts(
+    shape: tuple[int, ...], sizes: tuple[int, ...], *, differentiable: bool
+) -> None:
+    chunked = CHUNKED if len(shape) > 1 else ()
+    cuts = [*(S(d) for d in range(len(shape))), *chunked]
+    priced = Conversions(
+        shape, 4, sizes, differentiable=differentiable, chunked=chunked, pricer=Prices()
+    )
+    expected = set()
+    for i, layout in enumerate(priced.layouts):
+        for axis, new in product(range(len(sizes)), [I, R, P, *cuts]):
+            old = layout.types[axis]
+            if old == new or (old.kind, new.kind) not in STEPS:
+                continue
+            try:
+                after = layout.replace(axis, new)
+            except LayoutError:
+                continue
+            if after in priced.index:
+                expected.add((i, priced.index[after]))
+    sources, targets, _ = priced.steps
+    pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == expected

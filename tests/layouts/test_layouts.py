@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from autoshard.errors import LayoutError
 from autoshard.layouts import (
+    AxisType,
     I,
     Layout,
     P,
     R,
     S,
     from_placements,
+    has_placements,
     layout_of_texts,
     legal_layouts,
     parse_type,
@@ -25,10 +27,15 @@ SHAPE = (8, 16)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, num_dims: int = 2, num_axes: int = 3) -> Layout:
-    types = draw(
-        st.tuples(*[st.sampled_from([I, R, P, *(S(d) for d in range(num_dims))])] * num_axes)
-    )
+def layouts(
+    draw: st.DrawFn,
+    num_dims: int = 2,
+    num_axes: int = 3,
+    chunkings: tuple[tuple[int, ...], ...] = ((), (1, 1, 1), (4, 1, 1)),
+) -> Layout:
+    chunks = draw(st.tuples(*[st.sampled_from(chunkings)] * num_dims))
+    cuts = [S(d, chunks[d]) for d in range(num_dims)]
+    types = draw(st.tuples(*[st.sampled_from([I, R, P, *cuts])] * num_axes))
     return Layout.nested(types, draw(st.permutations(range(num_axes))))
 
 
@@ -38,7 +45,20 @@ def test_text_reads_back(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["S(-1)", "S", "X", "S(0),S(0);0>1", "S(0),R;1>0", "S(0),S(0);1>0>2", "R,R;a>b"]
+    "text",
+    [
+        "S(-1)",
+        "S",
+        "X",
+        "S(0),S(0);0>1",
+        "S(0),R;1>0",
+        "S(0),S(0);1>0>2",
+        "R,R;a>b",
+        "S(0)/3",
+        "S(0)/1+0",
+        "S(0)/1+1,S(0)",
+        "S(0)/1+1,S(0)/2+1",
+    ],
 )
 def test_text_that_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(LayoutError):
@@ -51,7 +71,14 @@ def test_a_dim_counted_from_the_end_is_refused() -> None:
 
 
 def test_types_read_back() -> None:
-    assert [parse_type(str(t)) for t in (I, R, P, S(3))] == [I, R, P, S(3)]
+    types = [I, R, P, S(3), S(3, (1, 1, 1)), S(0, (4, 1, 1))]
+    assert [parse_type(str(t)) for t in types] == types
+
+
+def test_chunks_are_relative_sizes() -> None:
+    assert str(S(0, (4096, 1024, 1024))) == "S(0)/4+1+1"
+    assert S(0, (768, 768)) == S(0, (1, 1))
+    assert S(0, (768,)) == S(0)
 
 
 def test_local_shape_divides_each_dim_by_the_axes_that_cut_it() -> None:
@@ -67,16 +94,22 @@ def test_an_axis_that_does_not_divide_is_refused(layout: str) -> None:
         Layout.parse(layout).local_shape((6, 16), SIZES)
 
 
+CHUNKED = (S(0, (1, 1)), S(1, (2, 1)))
+
+
 @pytest.mark.parametrize(
-    "layout", list(legal_layouts((8, 8), (2, 4), differentiable=True)), ids=str
+    "layout",
+    list(legal_layouts((16, 24), (2, 4), differentiable=True, chunked=CHUNKED)),
+    ids=str,
 )
 def test_ranks_hold_the_tensor_exactly(layout: Layout) -> None:
     """Slices of all ranks cover each element once per rank of the axes that do not cut."""
-    count = np.zeros((8, 8), dtype=int)
+    count = np.zeros((16, 24), dtype=int)
     for coordinate in product(range(2), range(4)):
-        part = layout.local_slices((8, 8), SIZES, coordinate)
-        assert count[part].shape == layout.local_shape((8, 8), SIZES)
-        count[part] += 1
+        parts = layout.local_slices((16, 24), SIZES, coordinate)
+        held = np.ix_(*(np.r_[*dim] for dim in parts))
+        assert count[held].shape == layout.local_shape((16, 24), SIZES)
+        count[held] += 1
     copies = np.prod([n for n, t in zip(SIZES, layout.types, strict=True) if not t.is_shard])
     assert (count == copies).all()
 
@@ -84,8 +117,24 @@ def test_ranks_hold_the_tensor_exactly(layout: Layout) -> None:
 def test_the_outermost_axis_cuts_first() -> None:
     default = Layout.parse("S(0),S(0)")
     swapped = Layout.parse("S(0),S(0);1>0")
-    assert default.local_slices((8,), SIZES, (1, 0)) == (slice(4, 5),)
-    assert swapped.local_slices((8,), SIZES, (1, 0)) == (slice(1, 2),)
+    assert default.local_slices((8,), SIZES, (1, 0)) == ((slice(4, 5),),)
+    assert swapped.local_slices((8,), SIZES, (1, 0)) == ((slice(1, 2),),)
+
+
+def test_a_rank_holds_its_slice_of_each_chunk() -> None:
+    layout = Layout.parse("R,S(0)/2+1+1")
+    assert layout.local_slices((32,), SIZES, (0, 1)) == (
+        (slice(4, 8), slice(18, 20), slice(26, 28)),
+    )
+
+
+def test_an_axis_that_does_not_divide_each_chunk_is_refused() -> None:
+    layout = Layout.parse("R,S(0)/1+1+1")
+    assert not layout.is_legal((16,), SIZES)
+    assert not layout.is_legal((18,), SIZES)
+    assert layout.is_legal((24,), SIZES)
+    with pytest.raises(LayoutError, match="does not divide"):
+        layout.local_shape((18,), SIZES)
 
 
 def test_only_the_innermost_axis_can_step() -> None:
@@ -95,13 +144,21 @@ def test_only_the_innermost_axis_can_step() -> None:
         layout.replace(0, R)
 
 
+def test_a_dim_is_cut_further_in_the_same_chunks_only() -> None:
+    layout = Layout.parse("S(0)/1+1,R")
+    assert layout.replace(1, S(0, (1, 1))) == Layout.parse("S(0)/1+1,S(0)/1+1")
+    for axis in (0, 1):
+        with pytest.raises(LayoutError, match="other chunks"):
+            layout.replace(axis, S(0))
+
+
 def test_a_new_cut_goes_innermost() -> None:
     assert Layout.parse("R,S(0)").replace(0, S(0)) == Layout.parse("S(0),S(0);1>0")
     assert Layout.parse("S(0),R").replace(1, S(0)) == Layout.parse("S(0),S(0)")
 
 
-@given(layouts(), st.integers(0, 2), st.sampled_from([I, R, P, S(0), S(1)]))
-def test_a_step_keeps_the_nesting_of_the_others(layout: Layout, axis: int, new: object) -> None:
+@given(layouts(chunkings=((),)), st.integers(0, 2), st.sampled_from([I, R, P, S(0), S(1)]))
+def test_a_step_keeps_the_nesting_of_the_others(layout: Layout, axis: int, new: AxisType) -> None:
     old = layout.types[axis]
     assume(new != old and (not old.is_shard or layout.cutting_axes(old.dim)[-1] == axis))
     after = layout.replace(axis, new)
@@ -119,6 +176,18 @@ def test_a_step_keeps_the_nesting_of_the_others(layout: Layout, axis: int, new: 
 def test_layouts_are_enumerated_once(differentiable: bool, partial: bool, count: int) -> None:
     found = list(legal_layouts(SHAPE, SIZES, differentiable=differentiable, partial=partial))
     assert len(found) == len(set(found)) == count
+
+
+def test_types_with_chunks_are_layouts_where_they_divide() -> None:
+    plain = set(legal_layouts((24,), SIZES, differentiable=True))
+    found = list(legal_layouts((24,), SIZES, differentiable=True, chunked=[S(0, (1, 1, 1))]))
+    assert len(found) == len(set(found))
+    assert {str(x) for x in set(found) - plain if "I" not in str(x) and "P" not in str(x)} == {
+        "S(0)/1+1+1,R",
+        "R,S(0)/1+1+1",
+        "S(0)/1+1+1,S(0)/1+1+1",
+        "S(0)/1+1+1,S(0)/1+1+1;1>0",
+    }
 
 
 def test_a_scalar_has_whole_and_partial_layouts_only() -> None:
@@ -139,8 +208,21 @@ def test_a_swapped_nesting_is_a_strided_shard() -> None:
     assert texts == ("_StridedShard(dim=0, sf=4)", "Shard(dim=0)")
 
 
-@given(layouts())
+def test_a_slice_of_each_chunk_is_a_strided_shard() -> None:
+    texts = placement_texts(Layout.parse("I,S(0)/1+1+1"), SIZES)
+    assert texts == ("Replicate()", "_StridedShard(dim=0, sf=3)")
+
+
+@pytest.mark.parametrize("text", ["I,S(0)/2+1", "S(0)/1+1,S(0)/1+1"])
+def test_some_chunks_have_no_placement(text: str) -> None:
+    assert not has_placements(Layout.parse(text))
+    with pytest.raises(LayoutError, match="no placement"):
+        placement_texts(Layout.parse(text), SIZES)
+
+
+@given(layouts(chunkings=((), (1, 1), (1, 1, 1))))
 def test_placements_read_back(layout: Layout) -> None:
+    assume(has_placements(layout))
     whole_is_r = Layout(tuple(R if t == I else t for t in layout.types), layout.nesting)
     sizes = (2, 3, 4)
     assert layout_of_texts(placement_texts(layout, sizes), sizes, whole=R) == whole_is_r

@@ -75,10 +75,8 @@ def test_a_plan_without_a_cache_says_what_repeats(llamas: dict[int, Graph]) -> N
 
 
 def test_a_binding_budget_gives_the_plan_of_a_fresh_solve(
-    cache: Cache, llamas: dict[int, Graph], monkeypatch: pytest.MonkeyPatch
+    cache: Cache, llamas: dict[int, Graph]
 ) -> None:
-    # A slow machine would be content with less at some prices of memory, a fast one not.
-    monkeypatch.setattr("autoshard.solve.repeats.solver._EXACT_SECONDS", float("inf"))
     tables = Shelf(cache, "blocks")
     free = planned(llamas[4], tables)
     assert free.memory is not None

@@ -72,6 +72,10 @@ CASES: dict[str, tuple[Tamper, str]] = {
         _set(*STAGE, "conversions", -1, "steps", -1, "time", to=0.0),
         "a step takes",
     ),
+    "a step that runs what nobody knows": (
+        _set(*STAGE, "conversions", -1, "steps", -1, "forward", to="teleport"),
+        "teleport",
+    ),
     "a step on an axis that does not exist": (
         _set(*STAGE, "conversions", -1, "steps", -1, "axis", to="pp"),
         "pp|not in",
@@ -135,6 +139,15 @@ def recomputing(planned: Planner) -> Plan:
 def _hold_all(document: dict[str, Any]) -> None:
     for conversion in document["stages"][0]["conversions"]:
         conversion["again"] = False
+
+
+def test_blocks_that_are_not_checkpointed_as_asked_are_found_out(planned: Planner) -> None:
+    plan = planned(chain(layers=6, batch=256, width=32), (2,), checkpointing="always")
+    document = json.loads(plan.to_json())
+    left_out = document["stages"][0]["checkpoints"].pop(1)
+    findings = check_plan(Plan.from_json(json.dumps(document)))
+    wrong = f"the block from {left_out['first']!r} to {left_out['last']!r} is not checkpointed"
+    assert [f for f in findings if "checkpointed" in f] == [f"{wrong} as asked for"]
 
 
 RECOMPUTING: dict[str, tuple[Tamper, str]] = {

@@ -1,5 +1,6 @@
 """The fixed pattern: what it looks like, and that it never beats the optimum."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -53,6 +54,32 @@ def test_attention_goes_by_heads_and_embeddings_by_vocabulary(planned: Planner) 
     assert {n.outputs for n in attention} == {("S(0),S(1)",)}
     assert all(text.startswith("I,") for text in lies.values())
     assert not {c.kind for c in plan.collectives} & {"reduce_scatter", "all_to_all"}
+
+
+def collectives(plan: Plan) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for collective in plan.collectives:
+        counts[collective.kind, collective.direction] += collective.count
+    return counts
+
+
+def test_a_fused_projection_goes_by_heads_without_traffic(planned: Planner) -> None:
+    mesh = slow_devices(1e-3, dp=1, tp=4)
+    fewer, more = (
+        planned(small_graph(partial(gpt2, layers=n)), mesh, algo="megatron") for n in (2, 3)
+    )
+    per_layer = collectives(more)
+    per_layer.subtract(collectives(fewer))
+    assert {kind: n for kind, n in per_layer.items() if n} == {
+        ("all_reduce", "forward"): 2,
+        ("all_reduce", "backward"): 2,
+    }
+    (stage,) = more.stages
+    assert parameters(more)["transformer.h.0.attn.c_attn.weight"] == "I,S(1)/1+1+1"
+    (split, *_) = (n for n in stage.nodes if n.name == "split")
+    assert split.outputs == ("I,S(2)",) * 3
+    (made,) = (v for v in stage.program["nodes"] if v["name"] == "split")
+    assert not any(c.consumer == "split" or c.value in made["outputs"] for c in stage.conversions)
 
 
 def test_the_batch_may_have_an_axis_of_choice(planned: Planner) -> None:

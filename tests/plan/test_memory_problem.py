@@ -185,7 +185,7 @@ def assert_bounds(formulation: Formulation, plans: Sequence[Held]) -> None:
         checkpointing="auto",
         backward=[
             *(Backward(variable=i) for i in outside if variables[i].role is Role.OPERATOR),
-            *(Backward(variable=i) for i in blocks),
+            *(Backward(variable=i, reaches=True) for i in blocks),
             *(
                 Backward(arc=i)
                 for i, arc in enumerate(formulation.arcs)
@@ -199,27 +199,56 @@ def assert_bounds(formulation: Formulation, plans: Sequence[Held]) -> None:
         assert solution.bound <= cheapest * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("module", [Layers, ResidualLayers])
+def test_nodes_take_what_goes_with_the_strategies_of_variables(module: type[nn.Module]) -> None:
+    formulation = formulated(module, (4, 8), slow_devices(a=2, b=2))
+    memory = MemoryProblem(formulation, reconversion="auto", checkpointing="auto")
+    least = minimum_usage(memory.problem)
+    for limit in (1.1 * least, 1.5 * least, np.inf):
+        solution = solve_problem(replace(memory.problem, usage_limit=limit), relative_gap=0.01)
+        assert solution.choice is not None
+        chosen = memory.decisions(solution.choice).choice
+        masks = [
+            np.arange(len(variable.strategies)) == strategy
+            for variable, strategy in zip(formulation.variables, chosen, strict=True)
+        ]
+        kept = memory.nodes_with(masks)
+        assert all(mask[s] for mask, s in zip(kept, solution.choice, strict=True))
+        assert sum(map(np.sum, kept)) < sum(len(mask) for mask in kept)
+
+
 @pytest.mark.parametrize(
-    ("module", "shape"),
+    ("module", "shape", "overlap"),
     [
-        (Product, (4, 4)),
-        (TwoReaders, (4,)),
-        (ThroughAView, (4, 2)),
-        (SavesWhatItMakes, (4,)),
+        (Product, (4, 4), False),
+        (TwoReaders, (4,), False),
+        (ThroughAView, (4, 2), False),
+        (SavesWhatItMakes, (4,), False),
+        (Product, (4, 4), True),
+        (SavesWhatItMakes, (4,), True),
     ],
 )
 def test_every_limit_has_the_best_of_all_plans(
-    module: type[nn.Module], shape: tuple[int, ...]
+    module: type[nn.Module],
+    shape: tuple[int, ...],
+    overlap: bool,
 ) -> None:
     pins = {"inputs": {"x": "S(0)"}, "nodes": {"sum*": "P"}}
-    formulation = formulated(module, shape, slow_devices(a=2), pins=pins)
+    formulation = formulated(module, shape, slow_devices(a=2), pins=pins, overlap=overlap)
     plans = list(every_plan(formulation))
     assert_agrees(formulation, plans)
     assert_bounds(formulation, plans)
 
 
-@pytest.mark.parametrize(("module", "num_ranks"), [(ResidualLayers, 1), (Layers, 2)])
-def test_blocks_are_redone_where_it_costs_least(module: type[nn.Module], num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("module", "num_ranks", "overlap"),
+    [(ResidualLayers, 1, False), (Layers, 2, False), (Layers, 2, True)],
+)
+def test_blocks_are_redone_where_it_costs_least(
+    module: type[nn.Module],
+    num_ranks: int,
+    overlap: bool,
+) -> None:
     """On two ranks, weights are gathered: kept, gathered again, or redone with their block."""
     names = ("matmul", "sin", "tanh", "exp", "square")
     pins = {
@@ -228,7 +257,8 @@ def test_blocks_are_redone_where_it_costs_least(module: type[nn.Module], num_ran
         "nodes": {f"{name}*": "S(0)" for name in names},
     }
     mesh = slow_devices(a=num_ranks)
-    formulation = formulated(module, (4, 8), mesh, pins=pins if num_ranks > 1 else {})
+    pins = pins if num_ranks > 1 else {}
+    formulation = formulated(module, (4, 8), mesh, pins=pins, overlap=overlap)
     plans = list(every_plan(formulation))
     (block,) = formulation.blocks
     assert len(plans) >= 2**block.count

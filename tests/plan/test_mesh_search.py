@@ -1,12 +1,13 @@
 """Every mesh of so many devices, planned in processes of their own."""
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from threading import Event
 
 import pytest
 from support.meshes import slow_devices
-from support.models import Planner, mlp, small_graph
+from support.models import Planner, llama, mlp, small_graph
 
 from autoshard.errors import MeshError, OptionError
 from autoshard.mesh import Topology, get_topology
@@ -18,6 +19,7 @@ from autoshard.plan import (
     check_plan,
     search_meshes,
 )
+from autoshard_solver_cache import MemoryCache, Shelf
 
 FLAT: Topology = slow_devices(a=2).topology
 
@@ -62,6 +64,24 @@ def test_a_search_ranks_the_plans_of_all_meshes(planned: Planner) -> None:
         alone = planned(graph, candidate.mesh)
         assert candidate.plan.id == alone.id
         assert candidate.plan.stages == alone.stages
+
+
+def test_a_search_keeps_and_reuses_solved_blocks() -> None:
+    graph = small_graph(partial(llama, layers=4))
+    tables = Shelf(MemoryCache(), "blocks")
+    fresh, first, second = (
+        search_meshes(graph, 4, tables=store) for store in (None, tables, tables)
+    )
+    plans = [[candidate.plan for candidate in found] for found in (fresh, first, second)]
+    for alone, kept, reused in zip(*plans, strict=True):
+        assert alone is not None
+        assert kept is not None
+        assert reused is not None
+        assert alone.stages == kept.stages == reused.stages
+        blocks = reused.provenance.blocks
+        assert sum(block.num_solved for block in kept.provenance.blocks) > 0
+        assert sum(block.num_reused for block in blocks) > 0
+        assert sum(block.num_solved for block in blocks) == 0
 
 
 def test_meshes_that_the_options_do_not_fit_come_last() -> None:

@@ -1,27 +1,37 @@
 """The proof that a rule is true: run every rank in one process and put the pieces together."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoshard.graph import Argument, DType, Node, Ref, Tensor, Token, TokenKind
-from autoshard.layouts import Kind, Layout
+from autoshard.layouts import Kind, Layout, S
 from autoshard.rules import (
     Call,
+    InnerCollective,
+    Operation,
     OperatorRule,
     Strategy,
     rule_for,
     strategies,
 )
-from autoshard.runtime.kernels import LocalNode, Place, bind_kernel
+from autoshard.runtime.kernels import bind_kernel
+from autoshard.runtime.local_node import LocalNode, NoRanks, Place
 
 MESHES = ((2,), (4,), (3,), (2, 2))
 STRATEGIES_PER_MESH = 20
+TIMEOUT = 30.0
+"""Seconds that a rank waits for another one that may hang."""
+CHUNKINGS = ((1, 1), (1, 1, 1), (2, 1, 1), (1, 2))
+CHUNKED_PER_MESH = 4
 
 Coordinate = tuple[int, ...]
 Pieces = Mapping[Coordinate, torch.Tensor]
@@ -106,16 +116,16 @@ def _flat(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 def slice_of(
     layout: Layout, shape: tuple[int, ...], mesh: tuple[int, ...], at: Coordinate
-) -> tuple[slice, ...]:
-    """Where a rank's slice lies in the whole tensor."""
-    slices = []
+) -> tuple[Any, ...]:
+    """Where a rank's slices lie in the whole tensor, as indices."""
+    held = []
     for dim, size in enumerate(shape):
-        start, length = 0, size
+        chunks = layout.chunks(dim) or (1,)
+        places = np.split(np.arange(size), [size * n // sum(chunks) for n in np.cumsum(chunks)])
         for axis in layout.cutting_axes(dim):
-            length //= mesh[axis]
-            start += at[axis] * length
-        slices.append(slice(start, start + length))
-    return tuple(slices)
+            places = [np.split(chunk, mesh[axis])[at[axis]] for chunk in places]
+        held.append(np.concatenate(places))
+    return np.ix_(*held)
 
 
 def distribute(
@@ -178,15 +188,36 @@ class Simulation:
         local_inputs = self._scatter(self.example.values, self.strategy.inputs, VALUE)
         local_inputs = {at: self._tracked(values) for at, values in local_inputs.items()}
         ranks = list(product(*map(range, self.mesh)))
-        local_outputs = {at: self.run_rank(at, local_inputs[at]) for at in ranks}
+        together = Together(self.mesh)
+        local_outputs = self._on_ranks(
+            together, lambda at: self.run_rank(at, local_inputs[at], together)
+        )
         for i, (layout, tensor) in enumerate(zip(self.strategy.outputs, expected, strict=True)):
             pieces = {at: local_outputs[at][i].detach() for at in ranks}
             actual = assemble(pieces, layout, self.mesh, call.outputs[i].shape, VALUE)
             assert_close(actual, tensor.detach())
-        self._check_gradients(whole, expected, local_inputs, local_outputs)
+        self._check_gradients(whole, expected, local_inputs, local_outputs, together)
+        assert together.ran == self.strategy.collectives, "other collectives than the rule says"
+
+    def _on_ranks(self, together: "Together", run: Callable[[Coordinate], Any]) -> Any:
+        """What every rank makes; ranks that meet inside the operator run at the same time."""
+        ranks = list(product(*map(range, self.mesh)))
+        if not self.strategy.collectives:
+            return {at: run(at) for at in ranks}
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            made = {at: threads.submit(together.guard(run), at) for at in ranks}
+        errors = [e for e in (future.exception() for future in made.values()) if e]
+        for error in sorted(errors, key=lambda e: isinstance(e, BrokenBarrierError)):
+            raise error
+        return {at: future.result() for at, future in made.items()}
 
     def _check_gradients(
-        self, whole: Any, expected: Any, local_inputs: Any, local_outputs: Any
+        self,
+        whole: Any,
+        expected: Any,
+        local_inputs: Any,
+        local_outputs: Any,
+        together: "Together",
     ) -> None:
         made = [i for i, tensor in enumerate(expected) if tensor.requires_grad]
         used = [i for i, tensor in enumerate(whole) if tensor.requires_grad]
@@ -196,10 +227,13 @@ class Simulation:
         layouts = [self.strategy.outputs[i] for i in made]
         local_cotangents = self._scatter(cotangents, layouts, GRADIENT)
         gradients = _gradients(expected, whole, cotangents, made, used)
-        local = {
-            at: _gradients(local_outputs[at], local_inputs[at], local_cotangents[at], made, used)
-            for at in local_inputs
-        }
+        together.backward = True
+        local = self._on_ranks(
+            together,
+            lambda at: _gradients(
+                local_outputs[at], local_inputs[at], local_cotangents[at], made, used
+            ),
+        )
         for place, i in enumerate(used):
             pieces = {at: local[at][place] for at in local}
             layout, shape = self.strategy.inputs[i], tuple(whole[i].shape)
@@ -225,7 +259,10 @@ class Simulation:
         )
 
     def run_rank(
-        self, at: Coordinate, values: tuple[torch.Tensor, ...]
+        self,
+        at: Coordinate,
+        values: tuple[torch.Tensor, ...],
+        together: "Together | None" = None,
     ) -> tuple[torch.Tensor, ...]:
         """What the runtime runs on a rank."""
         call, strategy = self.example.call, self.strategy
@@ -236,7 +273,12 @@ class Simulation:
             outputs=strategy.outputs,
             input_shapes=self._local_shapes(strategy.inputs, call.inputs),
             output_shapes=self._local_shapes(strategy.outputs, call.outputs),
-            place=Place(self.mesh, at, torch.device("cpu")),
+            place=Place(
+                self.mesh,
+                at,
+                torch.device("cpu"),
+                ranks=NoRanks() if together is None else RankOf(together, at),
+            ),
         )
         return bind_kernel(local)(values, 0)
 
@@ -247,6 +289,63 @@ class Simulation:
             layout.local_shape(tensor.shape, self.mesh)
             for layout, tensor in zip(layouts, tensors, strict=True)
         )
+
+
+class Together:
+    """Ranks as threads, which meet at every all-reduce.
+
+    Attributes:
+        ran: the collectives that the first rank has taken part in.
+        backward: whether they run in the backward pass.
+    """
+
+    def __init__(self, mesh: tuple[int, ...]) -> None:
+        self.backward = False
+        self.ran: tuple[InnerCollective, ...] = ()
+        self._barrier = Barrier(prod(mesh), timeout=TIMEOUT)
+        self._given: dict[Coordinate, torch.Tensor] = {}
+
+    def guard(self, run: Callable[[Coordinate], Any]) -> Callable[[Coordinate], Any]:
+        """Nobody waits for a rank that has failed."""
+
+        def guarded(at: Coordinate) -> Any:
+            try:
+                return run(at)
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        return guarded
+
+    def all_reduce(
+        self, at: Coordinate, tensor: torch.Tensor, axis: int, operation: Operation
+    ) -> None:
+        assert tensor.is_contiguous()
+        self._given[at] = tensor.detach().clone()
+        self._barrier.wait()
+        parts = [self._given[other] for other in self._given if _differ_on(axis, at, other)]
+        whole = torch.stack(parts)
+        tensor.copy_(whole.sum(0) if operation is Operation.SUM else whole.amax(0))
+        if not any(at):
+            made = InnerCollective(axis, operation, tensor.nbytes, self.backward)
+            self.ran = (*self.ran, made)
+        self._barrier.wait()
+
+
+def _differ_on(axis: int, one: Coordinate, other: Coordinate) -> bool:
+    """Whether two ranks differ on this axis at most."""
+    return all(a == b for i, (a, b) in enumerate(zip(one, other, strict=True)) if i != axis)
+
+
+@dataclass(frozen=True)
+class RankOf:
+    """One of the threads."""
+
+    together: Together
+    at: Coordinate
+
+    def all_reduce(self, tensor: torch.Tensor, axis: int, operation: Operation) -> None:
+        self.together.all_reduce(self.at, tensor, axis, operation)
 
 
 def _gradients(
@@ -283,9 +382,23 @@ def prove_rule(
         found = strategies(rule, mesh)
         if len(mesh) > 1 and len(found) > STRATEGIES_PER_MESH:
             found = tuple(random.Random(0).sample(found, STRATEGIES_PER_MESH))
-        for strategy in found:
+        for strategy in (*found, *_in_chunks(example.call, rule, mesh)):
             try:
                 Simulation(example, strategy, mesh).check()
             except (AssertionError, RuntimeError, IndexError) as error:
                 raise AssertionError(f"{strategy} on {mesh} is wrong: {error}") from error
     return {str(strategy) for strategy in strategies(rule, (2,))}
+
+
+def _in_chunks(call: Call, rule: OperatorRule, mesh: tuple[int, ...]) -> list[Strategy]:
+    """Strategies that cut something in chunks, of some chunkings that a graph could ask for."""
+    chunked = [
+        [S(dim, chunks) for dim in range(len(tensor.shape)) for chunks in CHUNKINGS]
+        for tensor in (*call.inputs, *call.outputs)
+    ]
+    found = [
+        strategy
+        for strategy in strategies(rule, mesh, chunked=chunked)
+        if any(t.chunks for x in (*strategy.inputs, *strategy.outputs) for t in x.types)
+    ]
+    return random.Random(0).sample(found, min(CHUNKED_PER_MESH, len(found)))

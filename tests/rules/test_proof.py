@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.layouts import Layout
-from autoshard.rules import OperatorRule, Strategy, axis_rules, rule_for, strategies
+from autoshard.rules import OperatorRule, Reductions, Strategy, axis_rules, rule_for, strategies
 
 MakeExample = Callable[..., Any]
 Prove = Callable[..., set[str]]
@@ -26,8 +26,29 @@ def refuted(prove: Prove, example: Any, **changes: Any) -> None:
         prove(example, replace(rule_for(example.call), **changes))
 
 
-def test_softmax_over_a_cut_dim_is_refuted(example: MakeExample, prove: Prove) -> None:
-    refuted(prove, example("aten.softmax.int", self=real(4, 8), dim=-1), whole=frozenset())
+def test_scan_over_a_cut_dim_is_refuted(example: MakeExample, prove: Prove) -> None:
+    refuted(prove, example("aten.cumsum.default", self=real(4, 8), dim=-1), whole=frozenset())
+
+
+@pytest.mark.parametrize("text", ["max sum", "max sum*2 | sum", "sum max | sum", "max sum |"])
+def test_softmax_with_other_collectives_than_it_runs_is_refuted(
+    example: MakeExample, prove: Prove, text: str
+) -> None:
+    call = example("aten.softmax.int", self=real(4, 8), dim=-1)
+    (rows,), (columns,) = rule_for(call.call).inputs[0]
+    wrong = Reductions.of(text, over=[columns], per=[rows], itemsize=8)
+    refuted(prove, call, reduced=wrong)
+
+
+def test_result_of_statistics_is_not_a_sum(example: MakeExample, simulation: Any) -> None:
+    """Each rank has the whole logarithm, whose gradient is the same on all of them."""
+    call = example("aten.logsumexp.default", self=real(4, 8), dim=[1])
+    (right,) = (s for s in strategies(rule_for(call.call), (2,)) if str(s).startswith("S(1)"))
+    assert str(right) == "S(1) -> I"
+    simulation(call, right, (2,)).check()
+    for other in ("R", "P"):
+        with pytest.raises(AssertionError):
+            simulation(call, replace(right, outputs=(Layout.parse(other),)), (2,)).check()
 
 
 def test_nonlinear_operator_on_partial_values_is_refuted(

@@ -171,6 +171,12 @@ VIEWS = [
     ("aten.repeat_interleave.self_int", {"self": X, "repeats": 3, "dim": 1, "output_size": 18}),
     ("aten.view_as_complex.default", {"self": real(4, 8, 2)}),
     ("aten.view_as_real.default", {"self": torch.view_as_complex(real(4, 8, 2))}),
+    ("aten.real.default", {"self": torch.view_as_complex(real(4, 8, 2))}),
+    ("aten.unfold.default", {"self": X, "dimension": -2, "size": 4, "step": 2}),
+    ("aten.unfold.default", {"self": X, "dimension": 0, "size": 2, "step": 1}),
+    ("aten.fft_fftn.default", {"self": torch.complex(X, X.flip(0)), "dim": [1, 2]}),
+    ("aten.fft_fftn.default", {"self": torch.complex(X, X.flip(0))}),
+    ("aten.fft_ifftn.default", {"self": torch.complex(X, X.flip(0)), "s": [4], "dim": [1]}),
 ]
 
 REDUCTIONS = [

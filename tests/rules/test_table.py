@@ -30,7 +30,8 @@ SEEN = """
     cumsum.default detach_.default diff.default div.Tensor div.Tensor_mode div_.Tensor
     dropout.default dropout_.default einsum.default embedding.default
     embedding_bag.padding_idx empty_like.default eq.Scalar eq.Tensor exp.default
-    expand.default eye.default flat_apply flatten.using_ints flex_attention floor.default
+    expand.default eye.default fft_fftn.default flat_apply flatten.using_ints flex_attention
+    floor.default
     floor_divide.default full.default full_like.default gather.default ge.Scalar
     gelu.default grid_sampler.default group_norm.default gru.input gt.Scalar gt.Tensor
     hardtanh.default histc.default index.Tensor index_add_.default index_put_.default
@@ -41,7 +42,7 @@ SEEN = """
     mse_loss.default mul.Tensor ne.Scalar neg.default new_empty.default new_ones.default
     new_zeros.default numpy_T.default ones.default ones_like.default pad.default
     permute.default polar.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
-    prod.dim_int rand.default relu.default relu_.default repeat.default
+    prod.dim_int rand.default real.default relu.default relu_.default repeat.default
     repeat_interleave.self_int reshape.default roll.default rsqrt.default rsub.Scalar
     scalar_tensor.default scaled_dot_product_attention.default scatter_.src scatter_.value
     scatter_add.default select.int sigmoid.default sign.default silu.default sin.default
@@ -52,7 +53,7 @@ SEEN = """
     torch._functorch.predispatch._remove_batch_dim
     torch._functorch.predispatch._vmap_decrement_nesting
     torch._functorch.predispatch._vmap_increment_nesting
-    torch._functorch.predispatch.lazy_load_decompositions torch.sym_ite transpose.int
+    torch._functorch.predispatch.lazy_load_decompositions torch.sym_ite transpose.int unfold.default
     tril.default triu.default type_as.default unbind.int unflatten.int unsqueeze.default
     upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest2d.vec view.default
     view_as_complex.default view_as_real.default where.ScalarOther where.self

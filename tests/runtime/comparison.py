@@ -1,7 +1,7 @@
 """A planned model against the same model on one device."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ def check_training(
     kwargs: Mapping[str, Any] | None = None,
     *,
     constants: Mapping[str, torch.Tensor] | None = None,
+    custom_operators: Collection[str] = (),
+    tolerance: float = TOLERANCE,
 ) -> None:
     """One step: outputs, every gradient, and the collectives are what they should be.
 
@@ -41,10 +43,10 @@ def check_training(
     kwargs = kwargs or {}
     reference = copy.deepcopy(model)
     expected = _outputs(reference(*args, **kwargs))
-    cotangent = torch.randn(expected[0].shape) if expected[0].ndim else torch.ones(())
+    cotangent = torch.randn_like(expected[0]) if expected[0].ndim else torch.ones_like(expected[0])
     expected[0].backward(cotangent)
     mesh = device_mesh(plan)
-    planned = parallelize(model, plan, mesh, constants=constants)
+    planned = parallelize(model, plan, mesh, constants=constants, custom_operators=custom_operators)
     assert planned is model
     assert isinstance(planned, type(reference))
     with record_collectives(mesh) as recorder:
@@ -53,19 +55,19 @@ def check_training(
         cotangent = distribute_tensor(cotangent, mesh, outputs[0].placements)
     with recorder:
         outputs[0].backward(cotangent)
-    _compare_outputs(outputs, expected)
+    _compare_outputs(outputs, expected, tolerance)
     names = dict(reference.named_parameters(remove_duplicate=False))
     assert list(names) == [n for n, _ in planned.named_parameters(remove_duplicate=False)]
     assert list(planned.state_dict()) == list(reference.state_dict())
     for name, parameter in planned.named_parameters(remove_duplicate=False):
         assert isinstance(parameter, DTensor)
-        close(parameter.detach().full_tensor(), names[name].detach(), f"parameter {name}")
+        close(parameter.detach().full_tensor(), names[name].detach(), f"parameter {name}", 0)
         if names[name].grad is None:
             assert parameter.grad is None, name
             continue
         assert isinstance(parameter.grad, DTensor), name
         assert parameter.grad.placements == parameter.placements, name
-        close(parameter.grad.full_tensor(), names[name].grad, f"gradient of {name}")
+        close(parameter.grad.full_tensor(), names[name].grad, f"gradient of {name}", tolerance)
     assert summarize(recorder.records) == plan.collectives
 
 
@@ -76,13 +78,14 @@ def check_inference(
     kwargs: Mapping[str, Any] | None = None,
     *,
     constants: Mapping[str, torch.Tensor] | None = None,
+    custom_operators: Collection[str] = (),
 ) -> None:
     """One forward: outputs and collectives are what they should be."""
     kwargs = kwargs or {}
     with torch.no_grad():
         expected = _outputs(model(*args, **kwargs))
     mesh = device_mesh(plan)
-    planned = parallelize(model, plan, mesh, constants=constants)
+    planned = parallelize(model, plan, mesh, constants=constants, custom_operators=custom_operators)
     with record_collectives(mesh) as recorder:
         outputs = _outputs(planned(*args, **kwargs))
     assert not any(output.requires_grad for output in outputs)
@@ -90,9 +93,11 @@ def check_inference(
     assert summarize(recorder.records) == plan.collectives
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def close(
+    actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE
+) -> None:
     torch.testing.assert_close(
-        actual, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}"
+        actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -100,7 +105,9 @@ def _outputs(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-def _compare_outputs(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def _compare_outputs(
+    actual: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = TOLERANCE
+) -> None:
     assert len(actual) == len(expected)
     for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        close(whole(one.detach()), other.detach(), f"output {i}")
+        close(whole(one.detach()), other.detach(), f"output {i}", tolerance)

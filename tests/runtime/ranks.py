@@ -34,7 +34,7 @@ class Prepared(Protocol):
 
 def load_cases(file: Path) -> dict[str, Callable[[], None]]:
     """The `CASES` of a test file by name."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest's `pythonpath` has it
+    sys.path[:0] = [str(folder) for folder in file.resolve().parents[1:3]]  # as pytest has it
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None

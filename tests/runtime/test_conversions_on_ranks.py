@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import PlanError
-from autoshard.layouts import STEPS, Kind
+from autoshard.layouts import STEPS, AxisType, Kind, parse_type
 from autoshard.plan import PlannedStep
 from autoshard.runtime.conversions import bind_steps
 from autoshard.runtime.recorder import CollectiveRecord, record_collectives, summarize
@@ -58,7 +58,15 @@ def cut(value: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tenso
         weights = torch.arange(1, size + 1)
         weights[-1] -= weights.sum() - 1
         return value * weights[rank]
-    return value.chunk(size, dim=int(kind[2:-1]))[rank].clone()
+    cut = parse_type(kind)
+    slices = [chunk.chunk(size, cut.dim)[rank] for chunk in chunks_of(value, cut)]
+    return torch.cat(slices, cut.dim)
+
+
+def chunks_of(value: torch.Tensor, cut: AxisType) -> tuple[torch.Tensor, ...]:
+    """The chunks of a dim, or of a rank's slice of it, in order."""
+    unit = value.shape[cut.dim] // max(sum(cut.chunks), 1)
+    return value.split([unit * size for size in cut.chunks or (1,)], cut.dim)
 
 
 def merge(part: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tensor:
@@ -70,7 +78,9 @@ def merge(part: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tens
         return parts[0]
     if kind == "P":
         return torch.stack(parts).sum(0)
-    return torch.cat(parts, dim=int(kind[2:-1]))
+    cut = parse_type(kind)
+    by_chunk = zip(*(chunks_of(part, cut) for part in parts), strict=True)
+    return torch.cat([part for chunk in by_chunk for part in chunk], cut.dim)
 
 
 def logical(seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -180,13 +190,20 @@ PAIRS = [
     for target in ("I", "R", "P", "S(0)", "S(1)", "S(2)")
     if source != target and (Kind(source[0]), Kind(target[0])) in STEPS
 ]
+IN_CHUNKS = [
+    pair
+    for cut in ("S(0)/1+1", "S(1)/1+1", "S(1)/1+1+2", "S(2)/3+1")
+    for other in ("I", "R", "P", "S(0)", "S(2)", "S(2)/1+1+2")
+    for pair in ((cut, other), (other, cut))
+    if cut[:4] != other[:4] and (Kind(pair[0][0]), Kind(pair[1][0])) in STEPS
+]
 UNDIFFERENTIATED = [
     *(("I", "R"), ("P", "R"), ("R", "P"), ("S(1)", "R")),
     *(("P", "S(2)"), ("R", "S(1)"), ("S(0)", "S(1)")),
 ]
 FREE_DTYPES = {"bool": torch.bool, "int64": torch.int64, "bfloat16": torch.bfloat16}
 CASES: dict[str, Callable[[], None]] = {
-    **{f"{s}->{t}": partial(check_step, s, t) for s, t in PAIRS},
+    **{f"{s}->{t}": partial(check_step, s, t) for s, t in (*PAIRS, *IN_CHUNKS)},
     **{f"{s}->{t} in bfloat16": partial(check_step, s, t, torch.bfloat16) for s, t in PAIRS},
     **{
         f"{s}->{t} of {name} without gradient": partial(check_without_gradient, s, t, dtype)

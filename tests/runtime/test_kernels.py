@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from autoshard.graph import Argument, Node, Ref
 from autoshard.layouts import Layout
-from autoshard.runtime.kernels import LocalNode, Place, bind_kernel, draws_random_numbers
+from autoshard.runtime.kernels import bind_kernel, draws_random_numbers
+from autoshard.runtime.local_node import LocalNode, Place
 from autoshard.runtime.slices import local_slice
 
 SIZES = (2, 2)

@@ -68,7 +68,7 @@ def counts(plan: Plan) -> Counter[str]:
 
     All parameters that take the same collective over the same axis in the same direction
     are one bucket and count once; the plan itself has one collective per parameter. Those
-    of activations stand between operators, cannot be combined, and count one by one.
+    of activations stand between or inside operators, cannot be combined, and count one by one.
     """
     (stage,) = plan.stages
     parameters = {parameter.name for parameter in stage.parameters}
@@ -84,6 +84,8 @@ def counts(plan: Plan) -> Counter[str]:
                     buckets.add((kind, step.axis, direction))
                 else:
                     found[kind] += 1
+    inside = (step for node in stage.nodes for step in node.inside)
+    found.update(step.action for step in inside if step.nbytes > SCALAR_NBYTES)
     found.update(kind for kind, _, _ in buckets)
     return found
 

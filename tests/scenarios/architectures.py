@@ -139,28 +139,33 @@ def masked_lm(batch: int, sequence: int, width: int, heads: int, vocabulary: int
 
 
 class TiedEmbedding(nn.Module):
-    """Scores of an embedding's own rows, and the cross entropy, written as sums.
+    """Scores of an embedding's own rows, and their cross entropy.
 
-    The targets are one-hot, and no maximum is subtracted: sums over a cut vocabulary are
-    what `torch.nn.functional.cross_entropy` does not do.
+    Written as sums, the targets are one-hot and no maximum is subtracted.
     """
 
-    def __init__(self, vocabulary: int, width: int) -> None:
+    def __init__(self, vocabulary: int, width: int, *, as_sums: bool) -> None:
         super().__init__()
         self.table = nn.Embedding(vocabulary, width)
+        self.as_sums = as_sums
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         scores = nn.functional.linear(self.table(ids), self.table.weight)
-        return (scores.exp().sum(-1).log() - (scores * targets).sum(-1)).mean()
+        if self.as_sums:
+            return (scores.exp().sum(-1).log() - (scores * targets).sum(-1)).mean()
+        return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 @cache
-def tied_embedding(batch: int, sequence: int, width: int, vocabulary: int) -> Graph:
+def tied_embedding(
+    batch: int, sequence: int, width: int, vocabulary: int, *, as_sums: bool
+) -> Graph:
     """A table that is embedding and head at once."""
     with torch.device("meta"):
-        model = TiedEmbedding(vocabulary, width)
-    ids, targets = tokens(batch, sequence)["ids"], empty(batch, sequence, vocabulary)
-    return graph_of(model, ids=ids, targets=targets)
+        model = TiedEmbedding(vocabulary, width, as_sums=as_sums)
+    given = tokens(batch, sequence)
+    targets = empty(batch, sequence, vocabulary) if as_sums else given["labels"]
+    return graph_of(model, ids=given["ids"], targets=targets)
 
 
 class Experts(nn.Module):

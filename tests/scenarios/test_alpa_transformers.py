@@ -111,7 +111,7 @@ def test_b7_a_tied_embedding_and_its_softmax_are_vocabulary_parallel() -> None:
     The loss is the second of the two small sums, so it stays partial and is summed as a
     scalar over both axes.
     """
-    graph = tied_embedding(8, 8, 8, 1024)
+    graph = tied_embedding(8, 8, 8, 1024, as_sums=True)
     pins = {"parameters": {"*": "I,S(0)"}}
     plan = optimal(graph, alpa_mesh(2, 2), batch_axis="a0", pins=pins)
     assert {kind for kind, count in counts(plan).items() if count} == {"all_reduce"}
@@ -123,9 +123,21 @@ def test_b7_a_tied_embedding_and_its_softmax_are_vocabulary_parallel() -> None:
     assert price(plan) == pytest.approx(18693.05, rel=0.01)
 
 
+def test_b7_a_cross_entropy_over_a_cut_vocabulary_is_the_published_plan() -> None:
+    """Ours sums the exponentials and the score of the label in one all-reduce."""
+    graph = tied_embedding(8, 8, 8, 1024, as_sums=False)
+    pins = {"parameters": {"*": "I,S(0)"}}
+    plan = optimal(graph, alpa_mesh(2, 2), batch_axis="a0", pins=pins)
+    assert {kind for kind, count in counts(plan).items() if count} == {"all_reduce"}
+    assert [taken[0] for taken, _ in operators(plan, graph, "cross_entropy_loss")] == ["S(0),S(1)"]
+    label = all_reduce(2 * 8 * 8 * 4 // 2, 2) - all_reduce(8 * 8 * 4 // 2, 2)
+    assert price(plan) == pytest.approx(18693.05 + label, rel=1e-3)
+    assert price(plan) == pytest.approx(18693.05, rel=0.01)
+
+
 def test_b7_the_vocabulary_over_both_axes_costs_half_of_the_published_plan() -> None:
     """No table is replicated, so no gradient of it is reduced, and no axis is idle."""
-    graph = tied_embedding(8, 8, 8, 1024)
+    graph = tied_embedding(8, 8, 8, 1024, as_sums=True)
     plan = optimal(graph, alpa_mesh(2, 2), pins={"parameters": {"*": "S(0),S(0)"}})
     ((_, scores),) = operators(plan, graph, "linear")
     assert scores == "S(2),S(2)"

@@ -16,9 +16,11 @@ from autoshard.solve import (
     Problem,
     Repeat,
     Status,
+    Trail,
     brute_force,
     solve_problem,
 )
+from autoshard.solve.narrowing import limited, minimising
 from autoshard.solve.narrowing import search as narrowing
 from autoshard.solve.narrowing.core import Core, one_per_run
 from autoshard.solve.narrowing.folded import Folded
@@ -89,10 +91,11 @@ def folded_messages(problem: Problem) -> Messages:
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every problem counts as wide, and cores start with one strategy per place."""
     monkeypatch.setattr(narrowing, "_WIDE", 0.0)
-    monkeypatch.setattr(narrowing, "_FIRST_WIDTH", 1)
-    monkeypatch.setattr(narrowing, "_LAST_WIDTH", 2)
-    monkeypatch.setattr(narrowing, "_NEARBY", 1)
-    monkeypatch.setattr(narrowing, "_FULL", 0.0)
+    monkeypatch.setattr(minimising, "_FIRST_WIDTH", 1)
+    monkeypatch.setattr(minimising, "_LAST_WIDTH", 2)
+    monkeypatch.setattr(minimising, "_NEARBY", 1)
+    monkeypatch.setattr(minimising, "_FULL", 0.0)
+    monkeypatch.setattr(limited, "_WIDTH", 1)
 
 
 @settings(max_examples=60)
@@ -233,6 +236,35 @@ def test_narrowing_keeps_a_limit(seed: int, share: float) -> None:
     if solution.choice is not None:
         assert problem.is_feasible(solution.choice)
         assert solution.objective >= expected.objective - 1e-9
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("seed", range(8))
+def test_narrowing_keeps_one_limit_after_another(seed: int) -> None:
+    """Whatever a trail says is likely, bounds hold and choices keep the limit."""
+    free = layered(seed, 5, 1, 0)
+    optimum = brute_force(free)
+    if optimum.choice is None:
+        return
+    rng = np.random.default_rng(seed)
+    trail = Trail(unlimited=optimum.objective)
+    trail.likely = [
+        (rng.random(node.num_strategies) < 0.5) | (np.arange(node.num_strategies) == 0)
+        for node in free.nodes
+    ]
+    least = free.peak_usage([int(node.usage.argmin()) for node in free.nodes])
+    most = free.peak_usage(optimum.choice)
+    for share in (0.8, 0.5, 0.3, 0.9):
+        problem = replace(free, usage_limit=least + share * (most - least))
+        expected = brute_force(problem)
+        solution = solve_problem(problem, relative_gap=0.0, trail=trail)
+        if solution.status is Status.INFEASIBLE:
+            assert expected.status is Status.INFEASIBLE
+            continue
+        assert solution.bound <= expected.objective + 1e-9
+        if solution.choice is not None:
+            assert problem.is_feasible(solution.choice)
+            assert solution.objective >= expected.objective - 1e-9
 
 
 def test_what_needs_matrices_passes_closures_by() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layered import layered, with_times
 
-from autoshard.solve import Node, Problem, Status, minimum_usage, solve_problem
+from autoshard.solve import Node, Problem, Status, Trail, minimum_usage, solve_problem
 from autoshard.solve.cuts import best_mixture, best_prices
 from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
 from autoshard.solve.repeats.filling import Filling
@@ -49,6 +49,25 @@ def test_bounds_and_choices_under_a_limit_at_many_times(
     solution = solve_problem(problem)
     assert solution.status is expected.status
     assert solution.objective == pytest.approx(expected.objective)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
+def test_a_trail_says_where_to_look_and_nothing_else(seed: int, num_layers: int) -> None:
+    plain, trail = layered(seed, num_layers=num_layers, num_inner=1, num_hubs=0), Trail()
+    for share in (0.4, 0.2, 0.0, 0.7):
+        problem = with_times(plain, seed, share)
+        expected = solve_problem(replace(problem, repeats=()))
+        search = Search(problem, gap=1e-9, trail=trail)
+        if solve_repeats(search) is Outcome.INFEASIBLE:
+            assert expected.status is Status.INFEASIBLE
+            continue
+        assert search.bound <= expected.objective * (1 + 1e-12)
+        assert (search.choice is None) or problem.is_feasible(search.choice)
+        assert search.objective >= expected.objective - 1e-9
+        solution = solve_problem(problem, trail=trail)
+        assert solution.status is expected.status
+        assert solution.objective == pytest.approx(expected.objective)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,5 +1,6 @@
 """Tables in a store: answers are those of a fresh solve, and damage is noticed."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -117,6 +118,38 @@ def test_other_depths_and_other_models_reuse_a_block(seed: int) -> None:
         assert [b.key for b in cached.blocks] == [b.key for b in first.blocks]
 
 
+@pytest.fixture(params=[0.0, 1e8, 3e8])
+def _little_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimum itself is not insisted on from the start, or from some step on."""
+    monkeypatch.setattr("autoshard.solve.repeats.solver._EAGER_WORK", 0.0)
+    monkeypatch.setattr("autoshard.solve.repeats.solver._EXACT_WORK", request.param)
+
+
+@pytest.mark.usefixtures("_little_work")
+@pytest.mark.parametrize("seed", [0, 6, 11])
+@pytest.mark.parametrize("share", [None, 0.3])
+def test_work_is_the_same_whether_tables_are_made_or_found(seed: int, share: float | None) -> None:
+    store = Store()
+    problem = model(seed, layers=6)
+    if share is not None:
+        problem = limited(problem, share)
+    fresh = solve_problem(problem, relative_gap=0.3)
+    for _ in range(2):
+        assert_same(solve_problem(problem, relative_gap=0.3, tables=store), fresh)
+
+
+@pytest.mark.parametrize("seed", [0, 6, 11])
+def test_answers_do_not_depend_on_the_speed_of_the_machine(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoshard.solve.repeats.solver._EAGER_WORK", 0.0)
+    problem = limited(model(seed, layers=6), 0.3)
+    fast = solve_problem(problem, relative_gap=0.3)
+    now = time.perf_counter
+    monkeypatch.setattr("autoshard.solve.search.time.perf_counter", lambda: 1e6 * now())
+    assert_same(solve_problem(problem, relative_gap=0.3), fast)
+
+
 def test_what_repeats_is_named() -> None:
     problem = model(1, layers=5)
     (block,) = solve_problem(problem, tables=Store()).blocks
@@ -200,24 +233,25 @@ prices = st.one_of(st.floats(allow_nan=False), st.just(np.inf))
 def test_a_table_comes_back_bit_by_bit(values: np.ndarray) -> None:
     kept = KeptTable(Store(), KEY)
     assert kept.find(values.shape) is None
-    kept.keep(values)
+    kept.keep(FoundTable(values, 1e9))
     found = kept.find(values.shape)
     assert found is not None
     assert found.values is not None
     assert found.values.tobytes() == values.tobytes()
     assert found.values.shape == values.shape
+    assert found.work == 1e9
     assert kept.find((*values.shape, 2)) is None
 
 
 def test_a_table_that_is_too_large_is_remembered_as_such() -> None:
     kept = KeptTable(Store(), KEY)
-    kept.keep(None)
-    assert kept.find((1 << 20, 1 << 20)) == FoundTable(None)
+    kept.keep(FoundTable(None, 0.0))
+    assert kept.find((1 << 20, 1 << 20)) == FoundTable(None, 0.0)
 
 
 def test_a_table_with_something_that_is_no_price_is_not_taken() -> None:
     kept = KeptTable(Store(), KEY)
-    kept.keep(np.array([1.0, np.nan]))
+    kept.keep(FoundTable(np.array([1.0, np.nan]), 0.0))
     assert kept.find((2,)) is None
 
 

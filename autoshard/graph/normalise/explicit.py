@@ -67,15 +67,18 @@ def _broadcasts(node: Node) -> Iterator[Node]:
 def _explicit(node: Node, values: Mapping[str, Tensor]) -> Node:
     if not node.inputs:
         return node
-    arguments = dict(node.arguments)
     shape = values[node.inputs[0]].shape
     ndim = max(len(shape) + (node.operator in _ONE_MORE_DIM), 1)
-    for key, value in node.arguments:
-        if key in _DIM_ARGUMENTS:
-            arguments[key] = _from_front(value, ndim, node)
+    explicit: dict[str, Argument] = {
+        key: _from_front(value, ndim, node)
+        for key, value in node.arguments
+        if key in _DIM_ARGUMENTS
+    }
     if node.operator in _SIZES:
-        arguments[_SIZES[node.operator]] = values[node.outputs[0]].shape
-    node = replace(node, arguments=tuple(arguments.items()))
+        explicit[_SIZES[node.operator]] = values[node.outputs[0]].shape
+    if explicit:
+        arguments = {**dict(node.arguments), **explicit}
+        node = replace(node, arguments=tuple(arguments.items()))
     if node.operator == "aten.slice.Tensor":
         return _explicit_slice(node, shape)
     if node.operator == "aten.select.int":

@@ -6,6 +6,7 @@ one, unless the operator is one that autograd does not go through.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 from autoshard.graph.ir import Graph, Node
 
@@ -35,7 +36,12 @@ Source: `output_differentiability` and `not_differentiable` in PyTorch's derivat
 
 def is_differentiable(node: Node) -> bool:
     """Whether autograd goes through the operator at all."""
-    packet = node.operator.split(".")[1] if "." in node.operator else node.operator
+    return _is_differentiable(node.operator)
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_differentiable(operator: str) -> bool:
+    packet = operator.split(".")[1] if "." in operator else operator
     return packet not in _NOT_DIFFERENTIABLE
 
 

@@ -61,7 +61,7 @@ class _Inliner:
 
     def lookup(self, name: str) -> Argument:
         """What a name of the outermost scope stands for."""
-        return self._region_outputs.get(name, Ref(name))
+        return self._region_outputs[name] if name in self._region_outputs else Ref(name)
 
     def add(
         self, step: Node | Region, scope: Callable[[str], Argument], *, gradients: bool

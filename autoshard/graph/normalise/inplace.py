@@ -4,6 +4,8 @@ PyTorch generates the writing form of an operator from the plain one, under its 
 underscore behind and with the same arguments. Only the exceptions are listed here.
 """
 
+from functools import lru_cache
+
 from autoshard.errors import UnsupportedError
 from autoshard.graph.ir import Node
 
@@ -43,6 +45,7 @@ OVERWRITES: dict[str, str | None] = {
 """Operators that replace all contents, by the argument that holds the new ones."""
 
 
+@lru_cache(maxsize=1 << 12)
 def is_inplace(operator: str) -> bool:
     """Whether the name is that of an operator that writes into its first input."""
     packet = _packet(operator)

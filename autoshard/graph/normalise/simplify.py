@@ -34,6 +34,7 @@ _CASTS = frozenset(
         "aten.type_as.default",
     }
 )
+_JOINS = {"aten.concat.default", "aten.concatenate.default"}
 _RESHAPES = frozenset(
     {
         "aten._unsafe_view.default",
@@ -155,6 +156,23 @@ def _canonical(node: Node, values: Mapping[str, Tensor]) -> Node:
     """The same call under the one name that stands for all its spellings."""
     if not node.inputs or len(node.outputs) != 1:
         return node
+    if node.operator == "aten.repeat_interleave.self_int":
+        # How many there will be, which follows from the repeats, and differs on a rank.
+        kept = tuple(pair for pair in node.arguments if pair[0] != "output_size")
+        return replace(node, arguments=kept)
+    if node.operator in _JOINS:
+        return replace(node, operator="aten.cat.default")
+    if node.operator == "aten.outer.default":
+        factors = tuple(map(Ref, node.inputs))
+        return replace(
+            node,
+            operator="aten.einsum.default",
+            arguments=(("equation", "i,j->ij"), ("tensors", factors)),
+        )
+    return _canonical_of_one(node, values)
+
+
+def _canonical_of_one(node: Node, values: Mapping[str, Tensor]) -> Node:
     if node.operator in _RESHAPES:
         arguments = ("shape", values[node.outputs[0]].shape)
         return _call(node, "aten.reshape.default", arguments)

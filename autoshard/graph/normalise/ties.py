@@ -41,6 +41,8 @@ def merge_ties(graph: Graph, ties: Sequence[Sequence[str]] | None) -> Graph:
             aliases = tuple(name for name in group if name != stays.target)
             kept[stays.name] = replace(stays, aliases=aliases)
             merged.update({i.name: stays.name for i in present if i is not stays})
+    if not kept:
+        return graph
     return replace(
         graph,
         inputs=tuple(kept.get(i.name, i) for i in graph.inputs if i.name not in merged),

@@ -15,7 +15,6 @@ from autoshard.solve.problem import (
     IntArray,
     Node,
     Problem,
-    Solution,
 )
 
 
@@ -39,7 +38,7 @@ class Core:
         masks: Sequence[BoolArray],
         *,
         costs: Sequence[FloatArray],
-        usage_limit: float,
+        usage_limit: float = float("inf"),
     ) -> "Core":
         """The core of some strategies.
 
@@ -61,11 +60,14 @@ class Core:
         core = Problem(tuple(nodes), edges, usage_limit=usage_limit, repeats=problem.repeats)
         return cls(core, kept)
 
-    def choice(self, solution: Solution) -> IntArray | None:
-        """What a solution of the core chooses in the whole problem, if anything."""
-        if solution.choice is None:
-            return None
-        return np.array([kept[s] for kept, s in zip(self.kept, solution.choice, strict=True)])
+    def whole(self, choice: IntArray) -> IntArray:
+        """What a choice of the core is in the whole problem."""
+        return np.array([kept[s] for kept, s in zip(self.kept, choice, strict=True)])
+
+    def part(self, choice: IntArray) -> IntArray:
+        """What a choice of the whole problem is in the core, which has all its strategies."""
+        places = zip(self.kept, choice, strict=True)
+        return np.array([np.searchsorted(kept, s) for kept, s in places])
 
 
 def one_per_run(folded: Folded, masks: Sequence[BoolArray]) -> list[BoolArray]:

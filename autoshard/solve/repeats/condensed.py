@@ -22,6 +22,9 @@ from autoshard.solve.repeats.template import (
 from autoshard.solve.repeats.walks import Changing, Leaving, Steps
 from autoshard.solve.tables import SolvedBlock, TableStore
 
+_LEAST_WORK = 3e7
+"""What one look at a problem costs beside additions, in additions."""
+
 Course = Leaving | Changing
 """Which walks over the groups of a run count."""
 
@@ -64,6 +67,10 @@ class Condensed:
         runs: disjoint runs in it.
         store: keeps tables of groups for other solves, if there is one.
         check: called now and then; raises to stop.
+
+    Attributes:
+        work: additions that it has come to so far, nearly; those of tables from the store are
+            among them, so that it says the same whatever there is in the store.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class Condensed:
         self._check = check
         self._known = Known()
         self._at: _AtCosts | None = None
+        self.work = 0.0
         gone = {v for run in runs for instance in run.instances for v in instance}
         staying = {v for run in runs for v in run.last_ports}
         self._runs = [run for run in runs if not (gone - staying) & {*run.before, *run.hubs}]
@@ -141,6 +149,7 @@ class Condensed:
         Returns:
             None where the tables would be too large.
         """
+        self.work += _LEAST_WORK
         tables = self._group_tables(costs, still_open, most_work, mode)
         if tables is None:
             return None
@@ -191,7 +200,8 @@ class Condensed:
             view = template.view(most_work)
             if (i, view) not in made:
                 own = {v: costs[v] for v in block.run.instances[1]}
-                made[i, view] = template.evaluate(own, most_work=most_work)
+                made[i, view] = new = template.evaluate(own, most_work=most_work)
+                self.work += 0.0 if new is None else new.work
             table = made[i, view]
             if table is None:
                 return None
@@ -213,6 +223,7 @@ class Condensed:
         """Minimise what stays, with one table per run."""
         network, inverse = rest
         steps = [_steps(table, courses) for table in tables]
+        self.work += sum(walk.work for walk in steps)
         extra = [_joined(*pair) for pair in zip(tables, steps, strict=True)]
         plan = Elimination.compile(network, extra=extra, check=self._check)
         if plan is None:
@@ -314,13 +325,12 @@ def _expand(table: GroupTable, steps: Steps, result: Evaluation, choice: IntArra
         int(np.ravel_multi_index([result.picks[v] for v in nodes], shape))
         for nodes in (run.before, run.last_ports)
     )
-    interiors: dict[tuple[int, int], tuple[int, ...]] = {}
-    walk = steps.cheapest(state, first, last)
-    for group, step in zip(run.instances, pairwise(walk), strict=True):
-        if step not in interiors:
-            seen = [int(i) for flat in step for i in np.unravel_index(flat, shape)]
-            interiors[step] = table.interior((*seen, *hub_picks))
-        choice[list(group)] = interiors[step]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for k, step in enumerate(pairwise(steps.cheapest(state, first, last))):
+        groups.setdefault(step, []).append(k)
+    for step, numbers in groups.items():
+        seen = [int(i) for flat in step for i in np.unravel_index(flat, shape)]
+        choice[run.places[numbers]] = table.interior((*seen, *hub_picks))
 
 
 def _port_bounds(run: Run, table: GroupTable, outside: FloatArray) -> dict[int, FloatArray]:

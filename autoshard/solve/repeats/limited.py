@@ -12,11 +12,12 @@ it is proven case by case.
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 
 from autoshard.solve.cuts import best_mixture
-from autoshard.solve.problem import USAGE_TOLERANCE, FloatArray, IntArray, Problem
+from autoshard.solve.problem import USAGE_TOLERANCE, FloatArray, Problem
 from autoshard.solve.repeats.filling import Filling
 from autoshard.solve.repeats.pricing import SAME, Point, Pricing
 from autoshard.solve.repeats.runs import Run
@@ -45,19 +46,19 @@ class PricedUsage:
         search: of the problem; its limit is finite.
         runs: runs in it.
         solver: solves the problem for other costs, its limit aside.
-        start: the best choice without a limit, which breaks it.
+
+    The search's trail begins with the best choice without a limit, which breaks it.
     """
 
-    def __init__(
-        self, search: Search, runs: Sequence[Run], solver: GroupSolver, start: IntArray
-    ) -> None:
+    def __init__(self, search: Search, runs: Sequence[Run], solver: GroupSolver) -> None:
         self._search = search
         self._problem = search.problem
         self._runs = runs
         self._solver = solver
         self._watch = Watch(search.problem, runs)
         self._pricing = Pricing(search, self._watch, solver.minimise)
-        self._pricing.see(start)
+        for choice in search.trail.best:
+            self._pricing.see(choice)
 
     def run(self) -> bool:
         """Look for prices, then for choices between those that were best at them.
@@ -66,22 +67,28 @@ class PricedUsage:
             False where no choice keeps the limit; the statistic `minimum_usage` is then the
             least limit that one keeps, if that is known.
         """
-        if not self._is_possible():
-            return False
-        self._search.enter("price the usage of repeated groups")
-        prices = self._climb(self._problem.usage_limit)
-        order = self._nearest(prices)
-        self._reserve()
-        self._search.enter("switch repeated groups")
-        self._switch(order)
-        ports = self._ports_apart(prices, order) if prices.any() else {}
+        try:
+            if self._search.choice is None and not self._is_possible():
+                return False
+            self._search.enter("price the usage of repeated groups")
+            prices = self._climb(self._problem.usage_limit)
+            order = self._nearest(prices)
+            self._reserve()
+            self._search.enter("switch repeated groups")
+            self._switch(order)
+            if prices.any():
+                self._look_closer(prices, order)
+        finally:
+            self._search.trail.best[:] = [point.choice for point in self._pricing.points]
+        return True
+
+    def _look_closer(self, prices: FloatArray, order: Sequence[Point]) -> None:
+        ports = self._ports_apart(prices, order)
         if ports:
             self._change(prices, ports, order[0])
-        if prices.any():
-            self._fill(prices, order)
+        self._fill(prices, order)
         if ports:
             self._split(prices, ports)
-        return True
 
     def _is_possible(self) -> bool:
         """Look for a choice that keeps the limit; False if it is proven that none does.
@@ -162,13 +169,14 @@ class PricedUsage:
                 sides.append(other)
         filling = Filling(self._problem, self._runs, self._watch, check=search.check)
         search.enter("fill the room with repeated groups")
-        for near in sides:
-            for mode in self._solver.modes:
-                if search.closed or search.choice is None:
-                    return
-                found = self._sweep(prices, near, mode)
-                self._switch(found)
-                search.offer(filling.improve(search.choice, [point.choice for point in found]))
+        found = search.trail.near
+        for i, (near, mode) in enumerate(product(sides, self._solver.modes)):
+            if search.closed or search.choice is None:
+                return
+            if i == len(found):
+                found.append(tuple(point.choice for point in self._sweep(prices, near, mode)))
+            self._switch([self._pricing.point(choice) for choice in found[i]])
+            search.offer(filling.improve(search.choice, found[i]))
 
     def _sweep(self, prices: FloatArray, near: Point, mode: int | None) -> list[Point]:
         """Choices that are best at multiples of some prices and share what another one does.
@@ -195,7 +203,7 @@ class PricedUsage:
 
     def _paid(self, prices: FloatArray, point: Point) -> float:
         """The price of a choice's usage."""
-        return float(prices @ (np.array(self._watch.weights[: len(prices)]) @ point.uses))
+        return float(prices @ (self._watch.matrix[: len(prices)] @ point.uses))
 
     def _near(self, prices: FloatArray, near: Point, mode: int | None) -> Point:
         """The best choice at some prices, of those that share what another one does."""

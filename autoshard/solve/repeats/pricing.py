@@ -75,11 +75,11 @@ class Pricing:
     def excesses(self, limit: float) -> FloatArray:
         """Weighted usage beyond a limit, by point and weights, shape [C, D]."""
         uses = np.array([point.uses for point in self.points])
-        return uses @ np.array(self.watch.weights).T - limit
+        return uses @ self.watch.matrix.T - limit
 
     def priced(self, prices: FloatArray, *, nudge: float = 0.0) -> list[FloatArray]:
         """Costs with a price for each of the weights, by node; `nudge` is one at all times."""
-        weights = prices @ np.array(self.watch.weights[: len(prices)])
+        weights = prices @ self.watch.matrix[: len(prices)]
         if nudge:
             weights = weights + nudge * self.watch.everywhere
         given = zip(self._problem.nodes, weights.tolist(), self.watch.usage, strict=True)
@@ -103,11 +103,19 @@ class Pricing:
         answer = self._minimise(self.priced(prices, nudge=nudge), slack)
         if answer is None or answer[1] is None:
             return None
-        paid = (float(prices.sum()) + nudge) * self._problem.usage_limit
-        bound = answer[0] - paid - _ROUNDING * (abs(answer[0]) + paid)
+        bound = self.proven(answer[0], prices, nudge=nudge)
         self.bound = max(self.bound, bound)
         self.see(answer[1])
         return bound
+
+    def proven(self, total: float, prices: FloatArray, *, nudge: float = 0.0) -> float:
+        """What is proven by a lower bound of the total at some prices."""
+        paid = (float(prices.sum()) + nudge) * self._problem.usage_limit
+        return total - paid - _ROUNDING * (abs(total) + paid)
+
+    def best_prices(self, limit: float) -> FloatArray:
+        """The prices at which the choices seen promise the best bound."""
+        return self._target(limit, 0.0)[0]
 
     def climb(self, limit: float, start: FloatArray, *, enough: float) -> FloatArray:
         """Prices with a good bound for weighted usage below a limit, by weights known then.

@@ -1,15 +1,21 @@
 """Which of the hinted repetitions really are ones: same prices, same links, in a row."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
 
 from autoshard.solve.closure import Closure
 from autoshard.solve.network import fingerprint
-from autoshard.solve.problem import Edge, FloatArray, IntArray, Node, Problem
+from autoshard.solve.problem import Edge, FloatArray, IntArray, Problem
 
-LinkKey = tuple[bool, bytes, bytes, bytes]
-"""Content of an edge: whether it starts at the place in question, prices, rows, cols."""
+_RUNS = "runs"
+
+_Row = tuple[int, int, int]
+"""A link: the place it is at, the place or node at its other end, its key."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,11 @@ class Run:
     before: tuple[int, ...]
     hubs: tuple[int, ...]
 
+    @cached_property
+    def places(self) -> IntArray:
+        """The instances as an array, shape [G, P]."""
+        return np.array(self.instances, dtype=np.intp)
+
     @property
     def last_ports(self) -> tuple[int, ...]:
         """Nodes at the ports of the last group."""
@@ -42,6 +53,17 @@ class Run:
 
 def find_runs(problem: Problem) -> tuple[Run, ...]:
     """The runs that the problem's hints lead to; hints that do not hold are passed over."""
+    # A problem never changes, so its runs are kept with it, as a cached property would be.
+    kept = vars(problem)
+    if _RUNS not in kept:
+        kept[_RUNS] = _find_runs(problem)
+    runs: tuple[Run, ...] = kept[_RUNS]
+    return runs
+
+
+def _find_runs(problem: Problem) -> tuple[Run, ...]:
+    if not problem.repeats:
+        return ()
     links = _Links(problem)
     runs: list[Run] = []
     taken: set[int] = set()
@@ -64,25 +86,38 @@ def independent_runs(problem: Problem) -> tuple[Run, ...]:
 
 
 class _Links:
-    """A problem's nodes and edges by content."""
+    """A problem's nodes and edges by content: equal numbers stand for equal content.
+
+    Every edge is seen from both of its ends, L of them together.
+
+    Attributes:
+        nodes: content of each node, whenever it is alive, shape [N].
+        at: the node that looks, shape [L].
+        others: the node at the other end, shape [L].
+        keys: content of the edge and from which end it is seen, shape [L].
+    """
 
     def __init__(self, problem: Problem) -> None:
-        self.nodes = problem.nodes
-        self.edges = problem.edges
         self._digests: dict[int, bytes] = {}
-        self.around: list[list[tuple[int, LinkKey]]] = [[] for _ in problem.nodes]
-        for edge in problem.edges:
-            content = (self._of(edge.prices), self._of(edge.rows), self._of(edge.cols))
-            self.around[edge.source].append((edge.target, (True, *content)))
-            self.around[edge.target].append((edge.source, (False, *content)))
+        numbers: dict[tuple[bytes, ...], int] = {}
+        known: dict[tuple[int, ...], int] = {}
 
-    def node(self, v: int) -> tuple[bytes, bytes]:
-        """Content of a node, whenever it is alive."""
-        node: Node = self.nodes[v]
-        return self._of(node.cost), self._of(node.usage)
+        def number(*arrays: FloatArray | IntArray | Closure) -> int:
+            # Arrays that are shared are digested once.
+            identity = tuple(map(id, arrays))
+            if identity not in known:
+                content = tuple(map(self._digest, arrays))
+                known[identity] = numbers.setdefault(content, len(numbers))
+            return known[identity]
 
-    def _of(self, array: FloatArray | IntArray | Closure) -> bytes:
-        # Arrays that are shared are digested once.
+        ends = np.array([(e.source, e.target) for e in problem.edges], dtype=np.intp).reshape(-1, 2)
+        keys = [2 * number(e.prices, e.rows, e.cols) for e in problem.edges]
+        self.nodes = np.array([number(node.cost, node.usage) for node in problem.nodes])
+        self.at = ends.T.ravel()
+        self.others = ends[:, ::-1].T.ravel()
+        self.keys = np.concatenate((np.array(keys, dtype=np.intp) + 1, keys)).astype(np.intp)
+
+    def _digest(self, array: FloatArray | IntArray | Closure) -> bytes:
         key = id(array)
         if key not in self._digests:
             parts = array.arcs if isinstance(array, Closure) else (array,)
@@ -91,20 +126,33 @@ class _Links:
         return self._digests[key]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Instance:
-    """One group's links: inside, to the group before, to nodes outside."""
+    """One group's contents and links.
 
-    inside: Counter[tuple[int, int, LinkKey]]
-    back: Counter[tuple[int, int, LinkKey]]
-    outside: Counter[tuple[int, int, LinkKey]]
-    contents: tuple[object, ...]
+    A link is a row: a place of the group, the other end, the key. The other end is a place
+    of this group or of the one before, or a node outside. Rows are in ascending order.
+
+    Attributes:
+        contents: of each node, shape [P].
+        inside: links inside of the group, shape [L, 3].
+        back: links to the group before, shape [L, 3].
+        outside: links to nodes of no group, shape [L, 3].
+        neighbours_only: whether there are no links to groups further away.
+    """
+
+    contents: IntArray
+    inside: IntArray
+    back: IntArray
+    outside: IntArray
     neighbours_only: bool
 
 
+_KINDS = _OUTSIDE, _INSIDE, _BACK, _AHEAD, _FAR = range(5)
+
+
 def _runs(links: _Links, instances: Sequence[Sequence[int]]) -> Iterator[Run]:
-    place = {v: (k, p) for k, nodes in enumerate(instances) for p, v in enumerate(nodes)}
-    read = [_read(links, k, nodes, place) for k, nodes in enumerate(instances)]
+    read = _read(links, instances)
     begin = 0
     for end in range(1, len(read) + 1):
         if end < len(read) and _alike(read[end - 1], read[end], first=end - 1 == begin):
@@ -115,42 +163,56 @@ def _runs(links: _Links, instances: Sequence[Sequence[int]]) -> Iterator[Run]:
         begin = end
 
 
-def _read(
-    links: _Links, k: int, nodes: Sequence[int], place: Mapping[int, tuple[int, int]]
-) -> _Instance:
-    inside: Counter[tuple[int, int, LinkKey]] = Counter()
-    back: Counter[tuple[int, int, LinkKey]] = Counter()
-    outside: Counter[tuple[int, int, LinkKey]] = Counter()
-    near = True
-    for p, v in enumerate(nodes):
-        for w, key in links.around[v]:
-            other, q = place.get(w, (None, w))
-            if other is None:
-                outside[p, w, key] += 1
-            elif other == k:
-                inside[p, q, key] += 1
-            elif other == k - 1:
-                back[p, q, key] += 1
-            else:
-                near = near and other == k + 1
-    return _Instance(inside, back, outside, tuple(links.node(v) for v in nodes), near)
+def _read(links: _Links, instances: Sequence[Sequence[int]]) -> list[_Instance]:
+    """The links of each group, in one pass over all edges."""
+    group = np.full(len(links.nodes), -1, dtype=np.intp)
+    place = np.arange(len(links.nodes))
+    for k, nodes in enumerate(instances):
+        group[list(nodes)] = k
+        place[list(nodes)] = np.arange(len(nodes))
+    ours = group[links.at] >= 0
+    at, others, keys = links.at[ours], links.others[ours], links.keys[ours]
+    apart = group[others] - group[at]
+    kinds = np.select(
+        [group[others] < 0, apart == 0, apart == -1, apart == 1],
+        [_OUTSIDE, _INSIDE, _BACK, _AHEAD],
+        _FAR,
+    )
+    rows = np.stack((place[at], place[others], keys), axis=1)
+    order = np.lexsort((keys, rows[:, 1], rows[:, 0], kinds, group[at]))
+    rows, parts = rows[order], (len(_KINDS) * group[at] + kinds)[order]
+    starts = np.searchsorted(parts, np.arange(len(_KINDS) * len(instances) + 1)).tolist()
+    spans = [rows[first:last] for first, last in pairwise(starts)]
+    return [
+        _Instance(
+            links.nodes[list(nodes)],
+            inside=spans[len(_KINDS) * k + _INSIDE],
+            back=spans[len(_KINDS) * k + _BACK],
+            outside=spans[len(_KINDS) * k + _OUTSIDE],
+            neighbours_only=not len(spans[len(_KINDS) * k + _FAR]),
+        )
+        for k, nodes in enumerate(instances)
+    ]
 
 
 def _alike(one: _Instance, other: _Instance, *, first: bool) -> bool:
-    if one.contents != other.contents or one.inside != other.inside:
+    if not (one.neighbours_only and other.neighbours_only):
         return False
-    return one.neighbours_only and other.neighbours_only and (first or one.back == other.back)
+    same = np.array_equal(one.contents, other.contents)
+    same = same and np.array_equal(one.inside, other.inside)
+    return same and (first or np.array_equal(one.back, other.back))
 
 
 def _run(instances: Sequence[Sequence[int]], read: Sequence[_Instance]) -> Run | None:
     """The run of groups that are alike inside, if their links outside are those of a run."""
-    if len(instances) <= 1 or not read[1].back:
+    if len(instances) <= 1 or not len(read[1].back):
         return None
-    hubs = read[0].outside
-    for instance in read[1:]:
-        hubs = hubs & instance.outside
-    ports = sorted({q for _, q, _ in read[1].back})
-    rest = [instance.outside - hubs for instance in read]
+    outside = [Counter(_rows(instance.outside)) for instance in read]
+    hubs = outside[0]
+    for links in outside[1:]:
+        hubs = hubs & links
+    ports = sorted(set(read[1].back[:, 1].tolist()))
+    rest = [links - hubs for links in outside]
     hub_nodes = {w for _, w, _ in hubs}
     if any(rest[1:-1]) or any(p not in ports or w in hub_nodes for p, w, _ in rest[-1]):
         return None
@@ -166,10 +228,14 @@ def _run(instances: Sequence[Sequence[int]], read: Sequence[_Instance]) -> Run |
     return Run(tuple(map(tuple, instances)), tuple(ports), stand_ins, tuple(sorted(hub_nodes)))
 
 
-def _before(second: _Instance, rest: Counter[tuple[int, int, LinkKey]]) -> dict[int, int] | None:
+def _rows(links: IntArray) -> Iterator[_Row]:
+    return map(tuple, links.tolist())
+
+
+def _before(second: _Instance, rest: Counter[_Row]) -> dict[int, int] | None:
     """For each port, the node outside that the first group is linked to as to that port."""
-    wanted: dict[tuple[int, LinkKey], list[int]] = {}
-    for p, q, key in second.back.elements():
+    wanted: dict[tuple[int, int], list[int]] = {}
+    for p, q, key in _rows(second.back):
         wanted.setdefault((p, key), []).append(q)
     found: dict[int, int] = {}
     for p, w, key in rest.elements():

@@ -43,12 +43,14 @@ def _through(search: Search, runs: Sequence[Run], condensed: Condensed) -> Outco
     problem = search.problem
     search.enter("solve repeated groups")
     solver = GroupSolver(search, condensed)
-    answer = solver.minimise([node.cost for node in problem.nodes], SLACK)
-    if answer is None:
-        return Outcome.NOTHING
-    bound, choice = answer
-    search.raise_bound(bound)
-    if choice is None or search.offer(choice) or np.isinf(problem.usage_limit):
-        return Outcome.TOLD
-    possible = PricedUsage(search, runs, solver, choice).run()
+    if not search.trail.best:
+        answer = solver.minimise([node.cost for node in problem.nodes], SLACK)
+        if answer is None:
+            return Outcome.NOTHING
+        bound, choice = answer
+        search.raise_bound(bound)
+        if choice is None or search.offer(choice) or np.isinf(problem.usage_limit):
+            return Outcome.TOLD
+        search.trail.best.append(choice)
+    possible = PricedUsage(search, runs, solver).run()
     return Outcome.TOLD if possible else Outcome.INFEASIBLE

@@ -23,8 +23,9 @@ _EAGER_WORK = 2e8
 """Additions up to which hubs are not relaxed first: some tenths of a second."""
 _LIKELY = 24
 """Strategies of a port that a good choice is looked for among."""
-_EXACT_SECONDS = 3.0
-"""How long to insist on the optimum itself."""
+_EXACT_WORK = 2e9
+"""Additions after which the optimum itself is not insisted on: some three seconds. A clock
+would make the answer depend on the machine."""
 SLACK = 1e-6
 """Relative difference below which two prices count as the same."""
 
@@ -41,6 +42,8 @@ class GroupSolver:
         self._search = search
         self._problem = search.problem
         self._condensed = condensed
+        hubs = set(condensed.hubs)
+        self._to_hubs = [e for e in self._problem.edges if hubs & {e.source, e.target}]
 
     def minimise(
         self, costs: Sequence[FloatArray], slack: float
@@ -71,7 +74,7 @@ class GroupSolver:
             best = self._fixed_at_best(costs, relaxed, {})
         if best is None:
             return relaxed.value, None
-        if self._search.elapsed > _EXACT_SECONDS:
+        if self._condensed.work > _EXACT_WORK:
             slack = max(slack, self._search.gap)
         if _close(best.value, relaxed.value, slack):
             return relaxed.value, best.choice
@@ -200,7 +203,9 @@ class GroupSolver:
         left = {v: bounds <= cutoff for v, bounds in least.items()}
         ports = {v: mask for v, mask in left.items() if v not in every_hub}
         for hub in self._condensed.hubs:
-            trial = {**every_hub, **ports, hub: left[hub]}
+            # A hub that has a single strategy left costs no more kept than relaxed.
+            decided = {h: mask for h, mask in left.items() if h in every_hub and mask.sum() == 1}
+            trial = {**every_hub, **ports, **decided, hub: left[hub]}
             answer = self._condensed.minimise(costs, trial, bounds_of=(hub,))
             if answer is None:
                 return bound, best.choice
@@ -227,7 +232,7 @@ class GroupSolver:
     ) -> Answer | None:
         """The best choice with every hub at the strategy that suits the relaxed choice most."""
         suits = {hub: costs[hub].copy() for hub in self._condensed.hubs}
-        for edge in self._problem.edges:
+        for edge in self._to_hubs:
             if edge.source in suits:
                 column = edge.cols[relaxed.choice[edge.target]]
                 suits[edge.source] += edge.cost[edge.rows, column]

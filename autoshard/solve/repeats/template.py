@@ -109,12 +109,14 @@ class Template:
         solved = None
         if found is None:
             solved = solve()
-            found = FoundTable(None if solved is None else solved.values)
+            found = FoundTable(None, 0.0)
+            if solved is not None:
+                found = FoundTable(solved.values, sum(way.plan.work for way in solved.ways))
             if kept is not None:
-                kept.keep(found.values)
+                kept.keep(found)
         if found.values is None:
             return None
-        return GroupTable(self, found.values, _Interiors(self, kept, solve, solved))
+        return GroupTable(self, found.values, found.work, _Interiors(self, kept, solve, solved))
 
     def interior(self, solved: "_Solved", seen: tuple[int, ...]) -> tuple[int, ...]:
         """Strategies of the nodes of a group, given those of what it sees."""
@@ -263,11 +265,13 @@ class GroupTable:
     Attributes:
         template: of which group.
         values: prices: one axis per port before, per own port, per kept hub.
+        work: additions that making it takes, whether it was made or kept.
         interior: strategies of the nodes of a group, given those of what it sees.
     """
 
     template: Template
     values: FloatArray
+    work: float
     interior: Callable[[tuple[int, ...]], tuple[int, ...]]
 
     def as_batch(self, num_ports: int) -> FloatArray:

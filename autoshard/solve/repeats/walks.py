@@ -106,6 +106,12 @@ class Steps:
         allowed = ((np.where(inside, matrices, np.inf), num) for inside, num in parts if num)
         return replace(free, parts=tuple(allowed))
 
+    @property
+    def work(self) -> float:
+        """Additions that joining them takes."""
+        products = (2 * num.bit_length() * p.shape[0] * p.shape[1] ** 3 for p, num in self.parts)
+        return float(sum(products))
+
     def joined(self) -> FloatArray:
         """Least price of all steps together, by first and last state, shape [M, N, N]."""
         powers = [min_plus_power(prices, num) for prices, num in self.parts]

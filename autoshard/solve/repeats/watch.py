@@ -41,7 +41,7 @@ class Watch:
         self.weights: list[FloatArray] = []
         self._num_times = len(problem.peak_times)
         self._first, self._last = problem.peak_spans.T
-        self._places = [np.array(run.instances, dtype=np.intp) for run in runs]
+        self._places = [run.places for run in runs]
 
     @cached_property
     def _alike(self) -> dict[int, IntArray]:
@@ -75,6 +75,11 @@ class Watch:
         picks = zip(nodes.tolist(), old.tolist(), new.tolist(), strict=True)
         grows = np.array([self.usage[v][t] - self.usage[v][s] for v, s, t in picks])
         return spread(self._first[nodes], self._last[nodes], grows, self._num_times)
+
+    @property
+    def matrix(self) -> FloatArray:
+        """The weights that have been added, shape [D, N]."""
+        return np.array(self.weights).reshape(len(self.weights), len(self.usage))
 
     @cached_property
     def everywhere(self) -> FloatArray:

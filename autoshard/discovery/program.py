@@ -1,0 +1,207 @@
+"""The operators of a program that have no rule, and the rules that are found for them."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import prod
+
+import torch
+
+from autoshard.discovery.probe import NotTriableError, RandomOperatorError, probe_of
+from autoshard.discovery.search import OutOfTimeError, Search
+from autoshard.discovery.shapes import integers_in
+from autoshard.errors import GraphError, SchemaError, UnsupportedError
+from autoshard.graph import MAX_RULES, CallRule, Graph, Node, rules_from_json, rules_to_json
+from autoshard.graph.ir import call_key
+from autoshard.graph.rules import anonymous
+from autoshard.rules import Call, call_of, has_rule, with_rules
+from autoshard.solve import TableStore
+
+CACHE_VERSION = 1
+"""Of what is kept in a store; counts up when rules are looked for in another way."""
+
+TIME_LIMIT = 30.0
+"""Seconds for all operators of a program."""
+
+_LARGEST_SIZE = 1 << 20
+"""Of an attribute of operators of ATen that are tried; of a list, the product counts: it may be
+the shape of an output."""
+
+_NO_TIME = "there was no time left to try it"
+
+_TIME_PER_CALL = 10.0
+"""Seconds for one kind of call, so that it leaves time for others."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What trying one kind of call came to.
+
+    Attributes:
+        operator: of the calls.
+        nodes: their names.
+        rule: what was found; None where they cannot be tried.
+        reason: why they cannot be tried.
+    """
+
+    operator: str
+    nodes: tuple[str, ...]
+    rule: CallRule | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What trying the operators of a program came to.
+
+    Attributes:
+        graph: the program with the rules that were found.
+        findings: one per kind of call that had no rule, in program order.
+    """
+
+    graph: Graph
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there was time to try everything."""
+        return all(finding.reason != _NO_TIME for finding in self.findings)
+
+
+def discover(
+    graph: Graph,
+    *,
+    custom: bool = True,
+    aten: bool = True,
+    store: TableStore | None = None,
+    time_limit: float = TIME_LIMIT,
+) -> Discovery:
+    """Find rules for the operators of a program that have none, by running them.
+
+    Operators run in this process, on small tensors. Those that are not of ATen must be
+    registered with torch, by importing the module that defines them.
+
+    Args:
+        graph: the program. Calls that it has rules for already are left alone.
+        custom: whether operators that are not of ATen are tried.
+        aten: whether operators of ATen are tried.
+        store: keeps what was found for operators of ATen. What a custom operator does may
+            change under its name, so it is always tried anew.
+        time_limit: seconds for all of them; what is not tried by then has no rule.
+
+    Returns:
+        The program with at most `MAX_RULES` rules, which is what one can be read with.
+
+    Raises:
+        UnsupportedError: an operator draws random numbers: no plan can say which ranks
+            should draw the same ones.
+    """
+    deadline = time.monotonic() + time_limit
+    findings: list[Finding] = []
+    rules: list[CallRule] = []
+    with _one_thread():
+        for nodes in _kinds(graph):
+            operator = nodes[0].operator
+            if not (aten if operator.startswith("aten.") else custom):
+                continue
+            if len(graph.rules) + len(rules) < MAX_RULES:
+                finding = _finding(call_of(graph, nodes[0]), nodes, store, deadline)
+            else:
+                reason = f"the program has {MAX_RULES} rules already, which is the limit"
+                finding = Finding(operator, _names(nodes), None, reason)
+            findings.append(finding)
+            if finding.rule is not None:
+                rules.append(finding.rule)
+    return Discovery(with_rules(graph, rules), tuple(findings))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny: handing them to threads would take longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _kinds(graph: Graph) -> Iterator[list[Node]]:
+    """The nodes without a rule, those of alike calls together."""
+    kinds: dict[object, list[Node]] = {}
+    for node in graph.nodes:
+        if not has_rule(node.operator) and node.inputs and graph.rule_of(node) is None:
+            kinds.setdefault(graph.call_of(node), []).append(node)
+    yield from kinds.values()
+
+
+def _finding(
+    call: Call, nodes: Iterable[Node], store: TableStore | None, deadline: float
+) -> Finding:
+    names = _names(nodes)
+    if refused := _refusal(call):
+        return Finding(call.operator, names, None, refused)
+    kept = store if call.operator.startswith("aten.") else None
+    key = _key(call) if kept is not None else ""
+    rule = None if kept is None else _read(kept.get(key), call)
+    if rule is not None:
+        return Finding(call.operator, names, rule)
+    try:
+        end = min(deadline, time.monotonic() + _TIME_PER_CALL)
+        rule = Search(probe_of(call), end).rule()
+        # What is too large to be read back may not get into a plan.
+        rules_from_json(rules_to_json([rule]))
+    except RandomOperatorError:
+        raise UnsupportedError(
+            f"node {names[0]!r}: {call.operator} draws random numbers, so ranks would disagree; "
+            "draw them with an operator of torch, and pass them in"
+        ) from None
+    except (NotTriableError, SchemaError) as error:
+        return Finding(call.operator, names, None, str(error))
+    except OutOfTimeError:
+        return Finding(call.operator, names, None, _NO_TIME)
+    if kept is not None:
+        kept.put(key, json.dumps(rules_to_json([rule])).encode())
+    return Finding(call.operator, names, rule)
+
+
+def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def _refusal(call: Call) -> str:
+    """Why an operator of ATen is not tried; a stranger's program may call any."""
+    namespace, _, packet = call.operator.partition(".")
+    if namespace != "aten":
+        return ""
+    if packet.startswith("_"):
+        return "internal operators check their arguments too little to be tried"
+    for name, value in call.arguments:
+        if prod(max(abs(i), 1) for i in integers_in(value)) > _LARGEST_SIZE:
+            text = list(value) if isinstance(value, tuple) else value
+            return f"its {name!r} of {text} may ask for more memory than there is"
+    return ""
+
+
+def _key(call: Call) -> str:
+    """Digest of the operator, its attributes, the tensors and the versions."""
+    frame = [CACHE_VERSION, version("autoshard"), torch.__version__, call.operator]
+    arguments = [(name, anonymous(value)) for name, value in call.arguments]
+    parts = [repr(arguments), repr(call.inputs), repr(call.outputs)]
+    return hashlib.sha256(json.dumps([*frame, *parts]).encode()).hexdigest()
+
+
+def _read(body: bytes | None, call: Call) -> CallRule | None:
+    """The rule in a store's entry; None if it is damaged or for other calls."""
+    if body is None:
+        return None
+    try:
+        (rule,) = rules_from_json(json.loads(body))
+    except (ValueError, GraphError):
+        return None
+    tensors = tuple((tensor.shape, tensor.dtype) for tensor in call.inputs)
+    return rule if rule.call == call_key(call.operator, call.arguments, tensors) else None

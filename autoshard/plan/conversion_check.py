@@ -1,0 +1,122 @@
+"""The checker's view of one conversion: are its steps legal, and do they cost what they say?"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from math import isclose, prod
+
+from autoshard.costs import Passes
+from autoshard.graph import Tensor
+from autoshard.layouts import (
+    STEPS,
+    Action,
+    Layout,
+    Step,
+    again_price,
+    parse_type,
+    step_price,
+)
+from autoshard.mesh import Mesh
+from autoshard.plan.active import ActiveAxes
+from autoshard.plan.document import Conversion, PlannedStep
+from autoshard.plan.gradients import Gradient
+from autoshard.plan.steering import Steering
+
+TOLERANCE = 1e-6
+"""Relative difference that stated seconds may have from those found."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedConversion:
+    """A conversion looked at by itself.
+
+    Attributes:
+        source: where it starts.
+        findings: what is wrong with its steps.
+        is_sound: whether its steps can be followed at all.
+        passes: seconds that it takes forward and backward.
+    """
+
+    source: Layout
+    findings: tuple[str, ...]
+    is_sound: bool
+    passes: Passes[float]
+
+
+class ConversionCheck:
+    """Looks at conversions by themselves, at those that are alike once.
+
+    Args:
+        mesh: the devices.
+        steering: what is forbidden.
+    """
+
+    def __init__(self, mesh: Mesh, steering: Steering) -> None:
+        self._mesh = mesh
+        self._axes = ActiveAxes.of(mesh)
+        self._steering = steering
+        self._checked: dict[Hashable, CheckedConversion] = {}
+
+    def of(self, conversion: Conversion, tensor: Tensor, gradient: Gradient) -> CheckedConversion:
+        """A conversion of a tensor that backward meets in some way."""
+        key = (tensor, gradient, conversion.source, conversion.target, conversion.steps)
+        if key not in self._checked:
+            self._checked[key] = self._check(conversion, tensor, gradient)
+        return self._checked[key]
+
+    def _check(
+        self, conversion: Conversion, tensor: Tensor, gradient: Gradient
+    ) -> CheckedConversion:
+        source = Layout.parse(conversion.source)
+        findings, end, forward, both = [], source, 0.0, 0.0
+        for stated in conversion.steps:
+            try:
+                step, after = self._followed(stated, end, tensor)
+            except ValueError as error:
+                findings.append(str(error))
+                return CheckedConversion(source, tuple(findings), False, Passes(0.0, 0.0))
+            findings += self._step_findings(stated, step, end, gradient)
+            forward += again_price(step, self._mesh)
+            both += step_price(step, self._mesh)
+            end = after
+        if str(end) != conversion.target:
+            findings.append(f"it ends in {end}, not {conversion.target}")
+        passes = Passes(forward, max(both - forward, 0.0))
+        return CheckedConversion(source, tuple(findings), True, passes)
+
+    def _followed(self, stated: PlannedStep, layout: Layout, tensor: Tensor) -> tuple[Step, Layout]:
+        """A step on a layout, with the bytes that it really moves, and the layout behind it.
+
+        Raises:
+            ValueError: it names no axis, type or action, or makes no layout of this tensor.
+        """
+        axis = self._mesh.axis_names.index(stated.axis)
+        source, target = parse_type(stated.source), parse_type(stated.target)
+        after = layout.replace(axis, target)
+        shapes = [x.local_shape(tensor.shape, self._mesh.axis_sizes) for x in (layout, after)]
+        nbytes = max(prod(shape) for shape in shapes) * tensor.dtype.itemsize
+        actions = Action(stated.forward), Action(stated.backward)
+        return Step(axis, source, target, nbytes, *actions), after
+
+    def _step_findings(
+        self, stated: PlannedStep, step: Step, before: Layout, gradient: Gradient
+    ) -> Iterator[str]:
+        found = before.types[step.axis]
+        if step.source != found:
+            yield f"a step on {stated.axis} starts from {step.source}, not {found}"
+        actions = STEPS.get((step.source.kind, step.target.kind))
+        if actions is None:
+            yield f"there is no step from {step.source} to {step.target}"
+            return
+        backward = actions[1] if gradient is Gradient.FLOWS else Action.NOTHING
+        if (step.forward, step.backward) != (actions[0], backward):
+            yield (
+                f"{step.source} -> {step.target} runs {actions[0]} and {backward}, not as stated"
+            )
+        if stated.nbytes != step.nbytes:
+            yield f"a step moves {step.nbytes} bytes, not {stated.nbytes}"
+        time = step_price(step, self._mesh)
+        if not isclose(time, stated.time, rel_tol=TOLERANCE):
+            yield f"a step takes {time} s, not {stated.time}"
+        for action in (step.forward, step.backward):
+            for label in self._steering.forbidding(action, self._axes, step.axis):
+                yield f"a step runs {action} on {stated.axis} against the {label}"

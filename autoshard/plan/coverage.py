@@ -1,0 +1,183 @@
+"""Which operators of a graph may be cut, which run whole, why, and what that costs."""
+
+from collections.abc import Collection, Iterator
+
+from pydantic import Field
+
+from autoshard.errors import PlanError
+from autoshard.graph import Graph, Node, graph_digest
+from autoshard.plan.document import Conversion, Document, Plan, Seconds
+from autoshard.rules import Call, OperatorRule, axis_rules, call_of, has_rule, rule_for
+from autoshard.rules.examples import UNCUT
+
+_SCALAR = "Tensors of at most one element: there is nothing to cut."
+_UNCUT = {name: reason for names, reason in UNCUT.items() for name in names.split()}
+
+
+class OperatorUse(Document):
+    """One operator in a graph.
+
+    A call *falls back* where no axis can cut it, so that all of its work is done on every
+    rank: it may only be the same everywhere.
+    """
+
+    operator: str
+    has_rule: bool = Field(description="whether it has a rule of its own")
+    found_rule: bool = Field(description="whether calls of it have one that was found by trying")
+    num_calls: int = Field(ge=1)
+    num_whole: int = Field(ge=0, description="calls that fall back")
+    reasons: tuple[str, ...] = Field(description="why calls fall back, each reason once")
+    time: Seconds | None = Field(description="of all calls, forward plus backward")
+    time_whole: Seconds | None = Field(description="of the calls that fall back")
+    time_around: Seconds | None = Field(
+        description="of conversions to and from the calls that fall back"
+    )
+
+
+class Coverage(Document):
+    """The operators of a graph, and what a plan pays for those that fall back."""
+
+    operators: tuple[OperatorUse, ...] = Field(
+        description="those that fall back first, the most expensive or frequent before others"
+    )
+    total: Seconds | None = Field(description="predicted time of a step; null without a plan")
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of all operators."""
+        return sum(use.num_calls for use in self.operators)
+
+    @property
+    def num_whole(self) -> int:
+        """Calls that fall back."""
+        return sum(use.num_whole for use in self.operators)
+
+    @property
+    def share_whole(self) -> float | None:
+        """Share of a step's time in calls that fall back; None without a plan."""
+        return self._share(use.time_whole for use in self.operators)
+
+    @property
+    def share_around(self) -> float | None:
+        """Share of a step's time in conversions around them; None without a plan."""
+        return self._share(use.time_around for use in self.operators)
+
+    def _share(self, times: Iterator[float | None]) -> float | None:
+        if self.total is None:
+            return None
+        return sum(time or 0.0 for time in times) / self.total if self.total else 0.0
+
+
+def operator_coverage(graph: Graph, plan: Plan | None = None) -> Coverage:
+    """How far the rules reach in a graph.
+
+    Args:
+        graph: the program.
+        plan: a plan of it. With one, a call falls back where no axis of its mesh can cut it,
+            and times are known; without one, where no axis of any size could.
+
+    Raises:
+        PlanError: the plan is of another graph, or there is none in the document.
+    """
+    if plan is None:
+        return _Survey(graph, axis_sizes=()).coverage(None)
+    if graph_digest(graph) != plan.graph.digest:
+        raise PlanError("the plan was made for another graph")
+    if not plan.found:
+        raise PlanError(f"the document holds no plan to take times from: {plan.reason}")
+    sizes = {size for size in plan.mesh.axis_sizes if size > 1}
+    return _Survey(graph, axis_sizes=sizes).coverage(plan)
+
+
+class _Survey:
+    """The calls of a graph, and which of them fall back.
+
+    Args:
+        graph: the program.
+        axis_sizes: of the axes that may cut; any size where there is none.
+    """
+
+    def __init__(self, graph: Graph, *, axis_sizes: Collection[int]) -> None:
+        self._graph = graph
+        self._axis_sizes = axis_sizes
+        known: dict[int, str] = {}
+        for node, kind in zip(graph.nodes, graph.kinds, strict=True):
+            if kind not in known:
+                known[kind] = self._reason(call_of(graph, node))
+        self._reasons = {
+            node.name: known[kind] for node, kind in zip(graph.nodes, graph.kinds, strict=True)
+        }
+
+    def coverage(self, plan: Plan | None) -> Coverage:
+        """The document, with times if there is a plan."""
+        calls: dict[str, list[Node]] = {}
+        for node in self._graph.nodes:
+            calls.setdefault(node.operator, []).append(node)
+        times: dict[str, float] | None = None
+        around: dict[str, float] = {}
+        if plan is not None:
+            times = {node.name: node.time for stage in plan.stages for node in stage.nodes}
+            around = self._around([c for stage in plan.stages for c in stage.conversions])
+        uses = [self._use(name, nodes, times, around) for name, nodes in calls.items()]
+        return Coverage(
+            operators=tuple(sorted(uses, key=_weight, reverse=True)),
+            total=plan.costs.total if plan is not None and plan.costs is not None else None,
+        )
+
+    def _use(
+        self,
+        operator: str,
+        nodes: list[Node],
+        times: dict[str, float] | None,
+        around: dict[str, float],
+    ) -> OperatorUse:
+        whole = [node for node in nodes if self._reasons[node.name]]
+        return OperatorUse(
+            operator=operator,
+            has_rule=has_rule(operator),
+            found_rule=any(self._graph.rule_of(node) is not None for node in nodes),
+            num_calls=len(nodes),
+            num_whole=len(whole),
+            reasons=tuple(dict.fromkeys(self._reasons[node.name] for node in whole)),
+            time=None if times is None else sum(times[node.name] for node in nodes),
+            time_whole=None if times is None else sum(times[node.name] for node in whole),
+            time_around=None if times is None else sum(around.get(n.name, 0.0) for n in whole),
+        )
+
+    def _around(self, conversions: Collection[Conversion]) -> dict[str, float]:
+        """Seconds of conversions by the call that falls back, the consumer before the maker."""
+        found: dict[str, float] = {}
+        for conversion in conversions:
+            maker = self._graph.makers.get(conversion.value)
+            ends = (conversion.consumer, None if maker is None else self._graph.nodes[maker].name)
+            for end in ends:
+                if end is not None and self._reasons.get(end):
+                    found[end] = found.get(end, 0.0) + conversion.time
+                    break
+        return found
+
+    def _reason(self, call: Call) -> str:
+        """Why a call falls back; empty where it does not."""
+        rule = rule_for(call)
+        if self._is_cut(rule, self._axis_sizes):
+            return ""
+        if not has_rule(call.operator) and call.given is None:
+            return "It has no rule."
+        if all(tensor.numel <= 1 for tensor in (*call.inputs, *call.outputs)):
+            return _SCALAR
+        if self._is_cut(rule, ()):
+            sizes = " or ".join(map(str, sorted(self._axis_sizes)))
+            return f"No size that may be cut is a multiple of {sizes}."
+        name = call.operator.removeprefix("aten.")
+        default = "Nothing of this call may be cut."
+        return _UNCUT.get(name) or _UNCUT.get(name.rpartition(".")[0]) or default
+
+    @staticmethod
+    def _is_cut(rule: OperatorRule, axis_sizes: Collection[int]) -> bool:
+        """Whether an axis of one of these sizes, or of any, can cut a letter."""
+        sizes = axis_sizes or {size for size in rule.sizes.values() if size > 1}
+        return any(option.letter for size in sizes for option in axis_rules(rule, size))
+
+
+def _weight(use: OperatorUse) -> tuple[bool, float, float, int]:
+    return use.num_whole > 0, use.time_whole or 0.0, use.time or 0.0, use.num_calls

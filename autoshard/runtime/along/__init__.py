@@ -1,0 +1,49 @@
+"""Operators along dims that are cut: `OperatorRule.reduced` in code.
+
+Each is run as one function of autograd, with the statistics that its rule lists and no other
+communication, and keeps for backward what the whole operator keeps.
+"""
+
+from collections.abc import Callable, Mapping
+
+from autoshard.runtime.along.losses import bind_cross_entropy, bind_labels
+from autoshard.runtime.along.norms import bind_batch_norm, bind_group_norm, bind_last_dims
+from autoshard.runtime.along.reductions import (
+    bind_amax,
+    bind_first,
+    bind_variance,
+    bind_vector_norm,
+)
+from autoshard.runtime.along.softmax import bind_logsumexp, bind_softmax
+from autoshard.runtime.local_node import LocalKernel, LocalNode
+
+__all__ = ["bind_along"]
+
+_BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
+    "softmax": bind_softmax,
+    "log_softmax": bind_softmax,
+    "logsumexp": bind_logsumexp,
+    "cross_entropy_loss": bind_cross_entropy,
+    "nll_loss_nd": bind_labels,
+    "nll_loss": bind_labels,
+    "nll_loss2d": bind_labels,
+    "layer_norm": bind_last_dims,
+    "rms_norm": bind_last_dims,
+    "group_norm": bind_group_norm,
+    "batch_norm": bind_batch_norm,
+    "amax": bind_amax,
+    "amin": bind_amax,
+    "max": bind_first,
+    "min": bind_first,
+    "argmax": bind_first,
+    "argmin": bind_first,
+    "var": bind_variance,
+    "std": bind_variance,
+    "linalg_vector_norm": bind_vector_norm,
+}
+"""By packet of ATen."""
+
+
+def bind_along(local: LocalNode) -> LocalKernel | None:
+    """What a rank runs where the dims that an operator works along are cut, else None."""
+    return _BINDERS[local.node.operator.split(".")[1]](local)

@@ -1,0 +1,128 @@
+"""An operator as one rank sees it: where the rank is, and which slices it has."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.graph import Node, references
+from autoshard.layouts import Layout
+from autoshard.rules import Operation
+
+LocalKernel = Callable[[Sequence[torch.Tensor], int], tuple[torch.Tensor, ...]]
+"""Takes the local inputs and the number of the step; gives the local outputs."""
+
+
+class Ranks(Protocol):
+    """The other ranks, as operators meet them."""
+
+    def all_reduce(self, tensor: torch.Tensor, axis: int, operation: Operation) -> None:
+        """Put a contiguous tensor together, in place, over the ranks of one mesh axis."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRanks:
+    """The ranks of a device mesh."""
+
+    mesh: DeviceMesh
+
+    def all_reduce(self, tensor: torch.Tensor, axis: int, operation: Operation) -> None:
+        """Run the collective on the axis's process group."""
+        dist.all_reduce(tensor, _OPERATIONS[operation], self.mesh.get_group(axis))
+
+
+_OPERATIONS = {Operation.SUM: dist.ReduceOp.SUM, Operation.MAX: dist.ReduceOp.MAX}
+
+
+class NoRanks:
+    """Nobody to talk to."""
+
+    def all_reduce(self, tensor: torch.Tensor, axis: int, operation: Operation) -> None:
+        """Refuse.
+
+        Raises:
+            RuntimeError: always.
+        """
+        shape = tuple(tensor.shape)
+        raise RuntimeError(f"a {operation} of {shape} over axis {axis} needs the axis's ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where on the mesh a rank is.
+
+    Attributes:
+        axis_sizes: size of each mesh axis.
+        coordinate: the rank's place on each axis.
+        device: the rank's device.
+        seed: from which all random numbers follow; the same on all ranks.
+        ranks: the others.
+    """
+
+    axis_sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    device: torch.device
+    seed: int = 0
+    ranks: Ranks = field(default_factory=NoRanks)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalNode:
+    """An operator with the layouts in which a plan runs it.
+
+    Attributes:
+        node: the operator's call in the graph.
+        inputs: layout of each tensor input.
+        outputs: layout of each output.
+        input_shapes: a rank's shape of each input.
+        output_shapes: a rank's shape of each output.
+        place: where the rank is.
+        custom: names of operators that may be called though they are not of ATen.
+    """
+
+    node: Node
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    input_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+    place: Place
+    custom: frozenset[str] = frozenset()
+
+    def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs by the names of the operator's schema, none of which is a list."""
+        names = (name for name, value in self.node.arguments for _ in references(value))
+        return dict(zip(names, tensors, strict=True))
+
+    def dims(self, name: str) -> tuple[int, ...]:
+        """Dims of the first input named by an integer or a list, counted from the front."""
+        rank = max(len(self.input_shapes[0]), 1)
+        value = self.node.argument(name)
+        listed = value if isinstance(value, tuple) else (value,)
+        return tuple(dim % rank for dim in listed if isinstance(dim, int))
+
+    def axes_cutting(self, dims: Sequence[int], tensor: int = 0) -> tuple[int, ...]:
+        """The axes of more than one rank that cut some dims of an input, ascending."""
+        return tuple(
+            axis
+            for axis, (size, axis_type) in enumerate(
+                zip(self.place.axis_sizes, self.inputs[tensor].types, strict=True)
+            )
+            if size > 1 and axis_type.is_shard and axis_type.dim in dims
+        )
+
+    def parts(self, dims: Sequence[int]) -> int:
+        """Into how many slices some dims of the first input are cut."""
+        parts = 1
+        for axis in self.axes_cutting(dims):
+            parts *= self.place.axis_sizes[axis]
+        return parts
+
+    def start(self, dim: int, tensor: int = 0) -> int:
+        """Where the rank's slice of a dim of an input starts in the whole."""
+        place = self.place
+        index = self.inputs[tensor].slice_index(dim, place.axis_sizes, place.coordinate)
+        return index * self.input_shapes[tensor][dim]

@@ -1,0 +1,68 @@
+"""Plan the families at their published sizes, and write the table into docs/zoo.md.
+
+python -m benchmarks.zoo                      everything that has no result yet
+python -m benchmarks.zoo --families gpt2 dit  two of them; the others stay as they are
+python -m benchmarks.zoo --again              everything anew
+python -m benchmarks.zoo --ranks              run the small sizes on gloo ranks instead
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from benchmarks.document import caption, replace_table
+from benchmarks.zoo.families import FAMILIES
+from benchmarks.zoo.measure import Settings, measure_family, outcomes_of
+from benchmarks.zoo.page import planned_table, ranks_table
+from benchmarks.zoo.ranks import run_on_ranks
+
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "zoo.md"
+
+
+def main() -> int:
+    """Measure what is asked for, and write its table."""
+    options = _parser().parse_args()
+    if options.ranks:
+        head = caption("gloo")
+        table = ranks_table(run_on_ranks(options.folder))
+        _write(options.document, "ranks", f"{head}\n\n{table}")
+        return 0
+    settings = Settings(
+        options.folder,
+        time_limit=options.time_limit,
+        patience=options.patience,
+        most_memory=int(options.most_memory * 1e9),
+    )
+    if options.again:
+        shutil.rmtree(settings.folder, ignore_errors=True)
+    head = caption(f"solver limit {settings.time_limit:g} s, one run each")
+    for name in options.families or FAMILIES:
+        for outcome in measure_family(name, settings):
+            print(outcome, flush=True)
+    outcomes = [outcome for name in FAMILIES for outcome in outcomes_of(name, settings)]
+    _write(options.document, "planned", f"{head}\n\n{planned_table(outcomes)}")
+    return 0
+
+
+def _write(document: Path, name: str, table: str) -> None:
+    text = document.read_text(encoding="utf-8")
+    document.write_text(replace_table(text, name, table), encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description="Measure.")
+    add = parser.add_argument
+    add("--families", nargs="+", choices=FAMILIES, default=[], help="default: all")
+    add("--again", action="store_true", help="throw earlier results away")
+    add("--ranks", action="store_true", help="run the small sizes on ranks instead")
+    add("--time-limit", type=float, default=120.0, help="seconds for the solver")
+    add("--patience", type=float, default=1800.0, help="seconds until a family is given up")
+    add("--most-memory", type=float, default=12.0, help="GB that a process may take")
+    add("--folder", type=Path, default=Path("build/zoo"), help="exports and results")
+    add("--document", type=Path, default=_DOCUMENT, help="what the tables are written into")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The tables of docs/zoo.md."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from benchmarks.tables import rows
+from benchmarks.zoo.families import FAMILIES
+from benchmarks.zoo.measure import MESHES, MODES, Outcome
+
+_MOST_GAP = 0.01
+_MOST_WHOLE = 0.02
+
+
+def planned_table(outcomes: Sequence[Outcome]) -> str:
+    """A row per family, a column per mesh and mode; then what was reached, and what was not."""
+    groups = [(name, list(found)) for name, found in groupby(outcomes, lambda o: o.family)]
+    columns = [f"{_mesh(mesh)}, {mode}" for mesh in MESHES for mode in MODES]
+    header = ("family", "size", "parameters", "nodes", *columns)
+    table = rows(header, (_row(name, found) for name, found in groups))
+    return "\n\n".join([table, _verdict(groups), _notes(outcomes)]).rstrip()
+
+
+def _row(name: str, outcomes: Sequence[Outcome]) -> list[str]:
+    known = {(outcome.mesh, outcome.mode): outcome for outcome in outcomes}
+    run = next((o.run for o in outcomes if "error" not in o.run), None)
+    sizes = ["-", "-"] if run is None else [_count(run["parameters"]), f"{run['operators']:,}"]
+    cells = [known.get((mesh, mode)) for mesh in MESHES for mode in MODES]
+    return [name, FAMILIES[name].note, *sizes, *("" if c is None else _cell(c) for c in cells)]
+
+
+def _cell(outcome: Outcome) -> str:
+    """Status unless optimal, gap, seconds, share of time in operators that run whole."""
+    run = outcome.run
+    if "error" in run:
+        return "**failed**"
+    if not outcome.found:
+        return f"**{run['certificate']['status'] if not run['legal'] else 'illegal'}**"
+    status = run["certificate"]["status"]
+    words = [] if status == "optimal" else [status]
+    words.append("no bound" if outcome.gap is None else f"{outcome.gap:.2%}")
+    words += [f"{outcome.cpu:.1f} s", f"{run['share_whole']:.2%}"]
+    return ", ".join(words) + (" †" if outcome.lifted else "")
+
+
+def _verdict(groups: Sequence[tuple[str, Sequence[Outcome]]]) -> str:
+    wanted = len(MESHES) * len(MODES)
+    full = [found for _, found in groups if len(found) == wanted]
+    good = [found for found in full if all(map(_is_good, found))]
+    return (
+        f"{len(groups)} of {len(FAMILIES)} families measured, {len(full)} of them in all "
+        f"{wanted} cases. In {len(good)} families all cases have a checked plan, a gap under "
+        f"{_MOST_GAP:.0%}, and under {_MOST_WHOLE:.0%} of the time in operators that run whole."
+    )
+
+
+def _is_good(outcome: Outcome) -> bool:
+    gap = outcome.gap
+    return (
+        outcome.found
+        and gap is not None
+        and gap < _MOST_GAP
+        and outcome.run["share_whole"] < _MOST_WHOLE
+    )
+
+
+def _notes(outcomes: Sequence[Outcome]) -> str:
+    lines = [f"- {_name(o)}: {_why(o)}" for o in outcomes if not _is_good(o)]
+    codes = sorted({outcome.code for outcome in outcomes})
+    return "\n".join([*lines, "", f"Code: {', '.join(codes)}."])
+
+
+def _why(outcome: Outcome) -> str:
+    """What a case that misses a mark is short of."""
+    run = outcome.run
+    if "error" in run or not outcome.found:
+        return run.get("error") or run["reason"] or "no plan"
+    if run["share_whole"] >= _MOST_WHOLE:
+        uses = run["coverage"]["operators"]
+        total = run["coverage"]["total"]
+        dear = [use for use in uses if (use["time_whole"] or 0.0) / total > _MOST_WHOLE / 10]
+        named = (f"`{use['operator']}` {use['time_whole'] / total:.1%}" for use in dear)
+        return f"whole on every rank: {', '.join(named)}"
+    return f"gap {outcome.gap:.2%}" if outcome.gap is not None else "nothing is proven"
+
+
+def ranks_table(outcomes: Mapping[str, str]) -> str:
+    """A row per family, a column per precision and number of ranks; then what failed, and how."""
+    columns = sorted({name.partition(" ")[2] for name in outcomes})
+    families = dict.fromkeys(name.partition(" ")[0] for name in outcomes)
+    table = rows(
+        ("family", *columns),
+        ([family, *(_verdict_of(outcomes, family, c) for c in columns)] for family in families),
+    )
+    failures = {name: error for name, error in outcomes.items() if error}
+    passed = f"{len(outcomes) - len(failures)} of {len(outcomes)} cases passed."
+    lines = [f"- {name}: {error}" for name, error in failures.items()]
+    return "\n\n".join([table, passed, "\n".join(lines)]).rstrip()
+
+
+def _verdict_of(outcomes: Mapping[str, str], family: str, column: str) -> str:
+    name = f"{family} {column}"
+    return "" if name not in outcomes else "**failed**" if outcomes[name] else "equal"
+
+
+def _mesh(mesh: tuple[int, ...]) -> str:
+    return "x".join(map(str, mesh))
+
+
+def _name(outcome: Outcome) -> str:
+    return f"{outcome.family} on {_mesh(outcome.mesh)}, {outcome.mode}"
+
+
+def _count(number: int) -> str:
+    for scale, unit in ((10**9, "B"), (10**6, "M")):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:,}"

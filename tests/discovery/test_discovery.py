@@ -1,0 +1,346 @@
+"""Discovery of operators of a model's own, and what it refuses."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import custom_operators
+from support.meshes import slow_devices
+from support.models import graph_of
+from typer.testing import CliRunner
+
+from autoshard import discover as public_discover
+from autoshard.cli import app
+from autoshard.discovery import Finding, discover
+from autoshard.discovery.probe import probe_of
+from autoshard.discovery.search import Search
+from autoshard.discovery.shapes import smaller_sizes
+from autoshard.errors import GraphError, SchemaError, UnsupportedError
+from autoshard.graph import (
+    CallRule,
+    DType,
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    Ref,
+    Tensor,
+    export_model,
+    graph_digest,
+    graph_from_json,
+    graph_to_json,
+    rules_from_json,
+    rules_to_json,
+)
+from autoshard.plan import PlanOptions, check_plan, make_plan
+from autoshard.rules import Call, axis_rules
+from autoshard.rules.given import given_rule
+from autoshard_solver_cache import MemoryCache, Shelf
+
+FLOAT = DType.FLOAT32
+
+
+@torch.library.custom_op("shardtest::pairs", mutates_args=())
+def pairs(x: torch.Tensor) -> torch.Tensor:
+    return x[..., ::2] * x[..., 1::2]
+
+
+@torch.library.custom_op("shardtest::groups", mutates_args=())
+def groups(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Subtracts the mean of each of some groups of columns."""
+    parts = x.unflatten(1, (num_groups, -1))
+    return (parts - parts.mean(2, keepdim=True)).flatten(1)
+
+
+@torch.library.custom_op("shardtest::blocks", mutates_args=())
+def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Scales each block of columns to a largest number of 1."""
+    parts = x.unflatten(1, (-1, size))
+    return (parts / parts.abs().amax(2, keepdim=True)).flatten(1)
+
+
+@torch.library.custom_op("shardtest::first", mutates_args=())
+def first(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Doubles the first rows."""
+    return torch.cat([2 * x[:count], x[count:]])
+
+
+@torch.library.custom_op("shardtest::prefix", mutates_args=())
+def prefix(x: torch.Tensor) -> torch.Tensor:
+    """Doubles the first 100 rows, and no attribute says so."""
+    return torch.cat([2 * x[:100], x[100:]])
+
+
+@torch.library.custom_op("shardtest::product", mutates_args=())
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return x @ weight + bias
+
+
+@torch.library.custom_op("shardtest::picked", mutates_args=())
+def picked(x: torch.Tensor) -> torch.Tensor:
+    return x[x[:, 0] > 0]
+
+
+@torch.library.custom_op("shardtest::writes", mutates_args=())
+def writes(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x + 1
+
+
+@torch.library.custom_op("shardtest::nothing", mutates_args=())
+def nothing(x: torch.Tensor) -> torch.Tensor:
+    return (x > 1e9).float()
+
+
+@torch.library.custom_op("shardtest::fails", mutates_args=())
+def fails(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError(f"{x.dim()} dims are not what I want")
+
+
+@torch.library.custom_op("shardtest::half", mutates_args=())
+def half(x: torch.Tensor) -> torch.Tensor:
+    assert x.dtype is torch.bfloat16
+    return torch.relu(x)
+
+
+def call(
+    packet: str, *shapes: tuple[int, ...], out: tuple[int, ...], dtype: DType = FLOAT, **given: int
+) -> Call:
+    schema = getattr(torch.ops.shardtest, packet).default._schema
+    names = [argument.name for argument in schema.arguments]
+    arguments = (*((name, Ref(name)) for name in names[: len(shapes)]), *given.items())
+    tensors = tuple(Tensor(shape, dtype, requires_grad=True) for shape in shapes)
+    operator = f"shardtest.{packet}.default"
+    return Call(operator, arguments, tensors, (Tensor(out, dtype, requires_grad=True),))
+
+
+def found(made: Call) -> CallRule:
+    torch.set_num_threads(1)
+    return Search(probe_of(made), time.monotonic() + 60).rule()
+
+
+def free(made: Call) -> dict[str, int]:
+    """What may be cut: an option of one axis of two, and into how many parts at most."""
+    rule = found(made)
+    sizes = dict(rule.sizes)
+    options = axis_rules(given_rule(made, rule), 2)
+    return {str(option): sizes[option.letter] for option in options if option.letter is not None}
+
+
+def test_a_pair_of_columns_stays_together() -> None:
+    made = free(call("pairs", (64, 4096), out=(64, 2048)))
+    assert made == {"S(0)->S(0)": 64, "S(1)->S(1)": 2048}
+
+
+def test_as_many_parts_as_groups() -> None:
+    """On a rank the number of groups stays, so a part of the columns is no share of them."""
+    made = free(call("groups", (64, 4096), out=(64, 4096), num_groups=32))
+    assert made == {"S(0)->S(0)": 64}
+
+
+def test_blocks_stay_whole() -> None:
+    made = free(call("blocks", (64, 4096), out=(64, 4096), size=128))
+    assert made == {"S(0)->S(0)": 64, "S(1)->S(1)": 32}
+
+
+def test_rows_that_are_counted_stay_whole_though_small_shapes_would_have_none_else() -> None:
+    made = free(call("first", (4096, 64), out=(4096, 64), count=100))
+    assert made == {"S(1)->S(1)": 64}
+
+
+def test_rows_that_an_operator_counts_for_itself_are_found_nearer_to_the_real_size() -> None:
+    made = free(call("prefix", (4096, 64), out=(4096, 64)))
+    assert made == {"S(1)->S(1)": 64}
+
+
+def test_a_product_is_summed_and_its_bias_added_once() -> None:
+    rule = found(call("product", (64, 512), (512, 2048), (2048,), out=(64, 2048)))
+    options = {str(o) for o in axis_rules(given_rule(CALL_OF_PRODUCT, rule), 2)}
+    assert {"S(1),S(0),P->P", "R,S(1),S(0)->S(1)", "S(0),R,R->S(0)"} <= options
+    assert {"P,R,P->P", "R,P,P->P"} <= options
+    assert not {"P,R,R->P", "R,R,P->P", "P,P,P->P"} & options
+
+
+CALL_OF_PRODUCT = call("product", (64, 512), (512, 2048), (2048,), out=(64, 2048))
+
+
+def test_an_operator_of_one_element_type_is_tried_in_it() -> None:
+    made = call("half", (64, 512), out=(64, 512), dtype=DType.BFLOAT16)
+    assert probe_of(made).floating is None
+    assert free(made) == {"S(0)->S(0)": 64, "S(1)->S(1)": 512}
+
+
+def program(made: Call) -> Graph:
+    """A program of one call."""
+    names = [f"v{i}" for i in range(len(made.inputs))]
+    fresh = iter(names)
+    arguments = tuple(
+        (name, Ref(next(fresh)) if isinstance(value, Ref) else value)
+        for name, value in made.arguments
+    )
+    return Graph(
+        inputs=tuple(Input(name, InputKind.USER, name) for name in names),
+        nodes=(Node("call", made.operator, arguments, ("out",)),),
+        outputs=(Output("out"),),
+        values={**dict(zip(names, made.inputs, strict=True)), "out": made.outputs[0]},
+    )
+
+
+def finding(made: Call) -> Finding:
+    (only,) = discover(program(made)).findings
+    return only
+
+
+@pytest.mark.parametrize(
+    ("packet", "reason"),
+    [
+        ("picked", "the shapes of its outputs depend on the numbers"),
+        ("writes", "it writes into its inputs"),
+        ("nothing", "it gives zeros whatever goes in"),
+        ("fails", "2 dims are not what I want"),
+    ],
+)
+def test_what_cannot_be_tried_is_named(packet: str, reason: str) -> None:
+    made = finding(call(packet, (64, 512), out=(64, 512)))
+    assert made.rule is None
+    assert reason in made.reason
+
+
+def test_an_operator_that_is_not_registered_is_named() -> None:
+    made = replace(call("pairs", (64, 512), out=(64, 256)), operator="elsewhere.pairs.default")
+    assert "which torch" in finding(made).reason
+
+
+@pytest.mark.parametrize(
+    ("operator", "attribute", "reason"),
+    [
+        ("aten._fake_quantize_learnable_per_tensor_affine.default", 2, "internal operators"),
+        ("aten.one_hot.default", 1 << 40, "more memory than there is"),
+    ],
+)
+def test_operators_of_torch_that_strangers_could_misuse_are_not_run(
+    operator: str, attribute: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoshard.discovery.program.probe_of", refuse)
+    ids = Tensor((64, 512), DType.INT64)
+    arguments = (("self", Ref("self")), ("n", attribute))
+    assert reason in finding(Call(operator, arguments, (ids,), (ids,))).reason
+
+
+def test_random_operators_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"'noisy': shardtest.noisy.default draws random"):
+        discover(graph_of(custom_operators.noise()))
+
+
+def test_training_needs_a_gradient() -> None:
+    graph = discover(graph_of(custom_operators.clamp())).graph
+    assert [rule.differentiable for rule in graph.rules] == [False]
+    with pytest.raises(GraphError, match="give it one with register_autograd"):
+        make_plan(graph, slow_devices(dp=2, tp=2))
+    plan = make_plan(graph, slow_devices(dp=2, tp=2), PlanOptions(mode="inference"))
+    assert check_plan(plan, graph) == ()
+
+
+def test_rules_travel_with_the_graph_and_the_plan() -> None:
+    graph = graph_of(custom_operators.mixer())
+    ruled = public_discover(graph).graph
+    assert len(ruled.rules) == 3
+    assert public_discover(ruled).findings == ()
+    again = graph_from_json(json.loads(json.dumps(graph_to_json(ruled))))
+    assert again == ruled
+    assert graph_digest(ruled) != graph_digest(graph)
+    plan = make_plan(ruled, slow_devices(dp=2, tp=2))
+    assert check_plan(plan) == ()
+    assert check_plan(plan, ruled) == ()
+    assert "the plan was made for another graph" in check_plan(plan, graph)
+
+
+def test_a_rule_that_is_changed_in_a_plan_is_noticed() -> None:
+    ruled = discover(graph_of(custom_operators.mixer())).graph
+    plan = make_plan(ruled, slow_devices(dp=2, tp=2))
+    document = plan.model_dump(mode="json")
+    document["stages"][0]["program"]["rules"][0]["linear"] = []
+    changed = type(plan).from_document(document)
+    assert any("not the one the plan names" in finding for finding in check_plan(changed))
+
+
+def test_two_rules_for_one_call_are_refused() -> None:
+    rules = rules_to_json(discover(graph_of(custom_operators.mixer())).graph.rules)
+    with pytest.raises(SchemaError, match="there are two rules"):
+        rules_from_json([*rules, rules[0]])
+
+
+class Distances(torch.nn.Module):
+    """Calls an operator of ATen that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(self.layer(x), x)
+
+
+def test_what_is_found_for_operators_of_torch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of((Distances(), {"x": torch.randn(32, 16, 64)}))
+    store: dict[str, bytes] = {}
+    first_time = discover(graph, store=Shelf(Kept(store), "rules"))
+    (only,) = first_time.findings
+    assert only.rule is not None
+    (key,) = store
+    with monkeypatch.context() as patched:
+        patched.setattr("autoshard.discovery.program.probe_of", refuse)
+        assert discover(graph, store=Shelf(Kept(store), "rules")) == first_time
+        for damaged in (b"", b"[1]", store[key][:-9], store[key].replace(b"32", b"64")):
+            with pytest.raises(RuntimeError, match="tried"):
+                discover(graph, store=Shelf(Kept({key: damaged}), "rules"))
+    custom: dict[str, bytes] = {}
+    assert discover(graph_of(custom_operators.mixer()), store=Shelf(Kept(custom), "rules")).findings
+    assert custom == {}
+
+
+class Kept(MemoryCache):
+    """A cache whose entries can be seen and damaged."""
+
+    def __init__(self, entries: dict[str, bytes]) -> None:
+        super().__init__()
+        self.entries = entries
+        for key, body in entries.items():
+            super().put("rules", key, body)
+
+    def put(self, namespace: str, key: str, body: bytes) -> bool:
+        self.entries[key] = body
+        return super().put(namespace, key, body)
+
+
+def refuse(_: Call) -> None:
+    raise RuntimeError("it was tried again")
+
+
+def test_the_command_line_imports_and_discovers(tmp_path: Path) -> None:
+    archive, plan = tmp_path / "mixer.pt2", tmp_path / "plan.json"
+    model, kwargs = custom_operators.mixer(batch=64, sequence=256, features=256)
+    archive.write_bytes(export_model(model, (), kwargs))
+    ask = ["plan", str(archive), "--mesh", "4", "--no-cache", "-o", str(plan)]
+    runner = CliRunner()
+    done = runner.invoke(app, [*ask, "--import", "support.custom_operators"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(plan.read_text())["stages"][0]["program"]["rules"]
+    checked = runner.invoke(app, ["check", str(archive), str(plan)])
+    assert checked.exit_code == 0, checked.output
+    assert runner.invoke(app, [*ask, "--no-discover"]).exit_code == 0
+    assert "rules" not in json.loads(plan.read_text())["stages"][0]["program"]
+    refused = runner.invoke(app, [*ask, "--import", "there.is.none"])
+    assert refused.exit_code == 1
+    assert "--import there.is.none" in refused.output
+
+
+def test_sizes_shrink_with_their_relations() -> None:
+    sizes = smaller_sizes([(16, 4096, 4096), (4096, 11008), (128,)], [64])
+    assert sizes[4096] % sizes[128] == 0
+    assert sizes[16] < 64 < sizes[128] < sizes[4096] < sizes[11008] < 1000
+    assert sizes[128] % 64 == 0

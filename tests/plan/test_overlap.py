@@ -1,0 +1,291 @@
+"""Plans whose weights move beside compute, and the checker that works it out anew."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.meshes import slow_devices, slow_mase_mesh
+from support.models import Planner, bert, gpt2, graph_of, llama, meta, mlp, small_graph
+from torch import nn
+
+from autoshard.graph import Graph
+from autoshard.mesh import Axis, Device, Link, Mesh, Topology, make_mesh
+from autoshard.plan import (
+    Conversion,
+    Plan,
+    PlanOptions,
+    check_plan,
+    compare_plans,
+    explain,
+    make_plan,
+)
+from autoshard.plan.active import ActiveAxes
+from autoshard.plan.assemble import Assembly
+from autoshard.plan.decisions import Decisions
+from autoshard.plan.formulate import Formulation
+from autoshard.plan.pricing import Prices
+from autoshard_solver_cache import MemoryCache, Shelf
+
+ROUNDING = 1e-12
+NEARLY = 1e-5
+"""Relative; a millionth of what is hidden is charged."""
+
+
+class Bias(nn.Module):
+    """One weight, one reader that is bound by memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.bias).sum()
+
+
+def by_hand(bandwidth: float) -> Mesh:
+    """Two devices that handle a byte per second, with links of some bytes per second."""
+    device = Device("by hand", {"float32": 1e30}, memory_bandwidth=1.0, memory=1 << 20)
+    topology = Topology("by hand", device, (Link("link", None, bandwidth),), backend="gloo")
+    return Mesh((Axis("dp", 2),), topology)
+
+
+def conversion_of(plan: Plan, parameter: str) -> Conversion:
+    (stage,) = plan.stages
+    (name,) = [p.name for p in stage.parameters if p.target == parameter]
+    (found,) = [c for c in stage.conversions if c.value == name]
+    return found
+
+
+DATA_PARALLEL: dict[str, Any] = {
+    "pins": {"inputs": {"x": "S(0)"}, "parameters": {"*": "I"}, "nodes": {"add*": "S(0)"}}
+}
+FULLY_SHARDED: dict[str, Any] = {
+    "pins": {
+        "inputs": {"x": "S(0)"},
+        "parameters": {"*": "S(0)"},
+        "nodes": {"add*": "S(0) R -> S(0)"},
+    }
+}
+FORWARD = 4 * 32 + 32 + 4 * 32
+"""Bytes of an addition on [4, 8] of 32-bit floats: two are read, one is written."""
+BACKWARD = FORWARD + 32
+"""The gradient of the bias is written too."""
+
+
+@pytest.mark.parametrize("bandwidth", [1.0, 1 / 9, 1 / 20])
+def test_a_reduction_runs_beside_backward(planned: Planner, bandwidth: float) -> None:
+    graph = graph_of((Bias(), {"x": torch.zeros(8, 8)}))
+    plan = planned(graph, by_hand(bandwidth), overlap=True, **DATA_PARALLEL)
+    reduction = 32 / bandwidth
+    bias = conversion_of(plan, "bias")
+    assert (bias.time, bias.hidden) == pytest.approx(
+        (reduction, min(reduction, BACKWARD)), rel=NEARLY
+    )
+    assert plan.costs.hidden == bias.hidden
+    apart = planned(graph, by_hand(bandwidth), **DATA_PARALLEL)
+    assert apart.certificate.objective - plan.certificate.objective == pytest.approx(bias.hidden)
+
+
+@pytest.mark.parametrize("bandwidth", [1.0, 1 / 19, 1 / 50])
+def test_a_gather_runs_beside_forward(planned: Planner, bandwidth: float) -> None:
+    graph = graph_of((Bias(), {"x": torch.zeros(8, 8)}))
+    plan = planned(graph, by_hand(bandwidth), overlap=True, **FULLY_SHARDED)
+    moved = 16 / bandwidth  # half of it, forward as well as backward
+    bias = conversion_of(plan, "bias")
+    hidden = min(moved, FORWARD) + min(moved, BACKWARD)
+    assert (bias.time, bias.hidden) == pytest.approx((2 * moved, hidden), rel=NEARLY)
+
+
+class Product(nn.Module):
+    """Backward needs the weight, which may be gathered again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * self.weight).sum()
+
+
+@pytest.mark.parametrize("bandwidth", [1.0, 1 / 12, 1 / 25, 1 / 50])
+def test_gathering_again_shares_backward_with_the_reduction(
+    planned: Planner, bandwidth: float
+) -> None:
+    pins = {
+        "inputs": {"x": "S(0)"},
+        "parameters": {"*": "S(0)"},
+        "nodes": {"mul*": "S(0) R -> S(0)"},
+    }
+    graph = graph_of((Product(), {"x": torch.ones(8, 8, requires_grad=True)}))
+    plan = planned(graph, by_hand(bandwidth), overlap=True, reconversion="always", pins=pins)
+    moved = 16 / bandwidth
+    weight = conversion_of(plan, "weight")
+    (node,) = [n for n in plan.stages[0].nodes if n.name.startswith("mul")]
+    hidden = min(moved, FORWARD) + min(2 * moved, node.time - FORWARD)
+    assert weight.again
+    assert plan.costs.recompute == pytest.approx(moved, rel=NEARLY)
+    assert weight.hidden == pytest.approx(hidden, rel=NEARLY)
+    assert plan.certificate.objective == pytest.approx(plan.costs.total)
+
+
+MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "bert": bert, "llama": llama}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, {"mode": "inference"}, {"algo": "megatron"}])
+def test_it_never_costs_more(planned: Planner, name: str, options: dict[str, Any]) -> None:
+    graph = small_graph(MODELS[name])
+    for mesh in (slow_devices(latency=1e-4, dp=2, tp=2), slow_mase_mesh(), make_mesh((4,))):
+        apart = planned(graph, mesh, relative_gap=0, **options)
+        beside = planned(graph, mesh, relative_gap=0, overlap=True, **options)
+        assert max(apart.certificate.gap, beside.certificate.gap) < ROUNDING
+        assert beside.certificate.objective <= apart.certificate.objective * (1 + 1e-9)
+        assert apart.costs.hidden == 0
+        assert beside.costs.hidden <= beside.costs.communication
+
+
+@pytest.mark.parametrize("options", [{}, {"reconversion": "always"}, {"checkpointing": "always"}])
+def test_compute_hides_once_and_only_weights(planned: Planner, options: dict[str, Any]) -> None:
+    graph = small_graph(gpt2)
+    plan = planned(graph, slow_devices(latency=1e-3, dp=2, tp=2), overlap=True, **options)
+    (stage,) = plan.stages
+    parameters = {p.name for p in stage.parameters}
+    times = {node.name: node.time for node in stage.nodes}
+    claimed = dict.fromkeys(times, 0.0)
+    assert any(c.hidden for c in stage.conversions)
+    for conversion in stage.conversions:
+        if conversion.hidden:
+            assert conversion.value in parameters
+            assert conversion.consumer is not None
+            claimed[conversion.consumer] += conversion.hidden
+    assert all(claimed[name] <= time for name, time in times.items())
+
+
+def test_a_budget_is_met_for_less(planned: Planner) -> None:
+    graph = graph_of(meta(mlp, 8192, 1024, 1024, 1024))
+    free = planned(graph, (4,))
+    whole = free.memory.parameters + free.memory.gradients + free.memory.optimizer
+    budget = free.memory.peak - whole // 2
+    apart, beside = (
+        planned(graph, (4,), memory_budget=budget, overlap=o, relative_gap=0) for o in (False, True)
+    )
+    assert beside.memory.peak <= budget
+    assert beside.certificate.objective < apart.certificate.objective
+    assert beside.certificate.bound <= beside.certificate.objective
+    assert beside.certificate.gap < 0.01
+
+
+def formulations() -> Iterator[Formulation]:
+    graph = graph_of(meta(lambda: (Bias(), {"x": torch.zeros(8, 8)})))
+    for size, mode, mesh in product(
+        (2, 4), ("training", "inference"), (by_hand(1 / 5), slow_devices(latency=1e-6, a=2))
+    ):
+        sized = Mesh((Axis("a", size),), mesh.topology)
+        options = PlanOptions(mode=mode, overlap=True)
+        yield Formulation(graph, ActiveAxes.of(sized), Prices(sized, options))
+
+
+@pytest.mark.parametrize("formulation", list(formulations()))
+def test_the_plan_is_the_best_of_all(planned: Planner, formulation: Formulation) -> None:
+    """Every choice is written down as a plan, whose conversions say what is hidden."""
+    totals = []
+    for choice in product(*(range(len(v.strategies)) for v in formulation.variables)):
+        price = formulation.problem.objective(choice)
+        if np.isfinite(price):
+            assembly = Assembly(formulation, Decisions(np.array(choice)))
+            totals.append(assembly.costs(assembly.stage()).total)
+            assert totals[-1] == pytest.approx(price, rel=1e-9)
+    mode = "training" if formulation.prices.training else "inference"
+    plan = planned(
+        formulation.graph, formulation.axes.mesh, mode=mode, overlap=True, relative_gap=0
+    )
+    assert plan.certificate.objective == pytest.approx(min(totals), rel=1e-9)
+
+
+def test_solved_blocks_are_not_mistaken_for_those_without() -> None:
+    graph = graph_of(meta(llama, layers=4))
+    mesh, tables = slow_devices(latency=1e-4, dp=2, tp=2), Shelf(MemoryCache(), "blocks")
+    make_plan(graph, mesh, PlanOptions(), tables=tables)
+    first, second, fresh = (
+        make_plan(graph, mesh, PlanOptions(overlap=True), tables=store)
+        for store in (tables, tables, None)
+    )
+    assert first.stages == second.stages == fresh.stages
+    assert any(block.num_solved for block in first.provenance.blocks)
+    assert any(block.num_reused for block in second.provenance.blocks)
+    assert not any(block.num_solved for block in second.provenance.blocks)
+
+
+@pytest.fixture(scope="module")
+def overlapped(planned: Planner) -> Plan:
+    graph = graph_of((Bias(), {"x": torch.zeros(8, 8)}))
+    return planned(graph, by_hand(1.0), overlap=True, **DATA_PARALLEL)
+
+
+def hides_more(document: dict[str, Any], seconds: float) -> None:
+    for conversion in document["stages"][0]["conversions"]:
+        if conversion["hidden"]:
+            conversion["hidden"] += seconds
+
+
+def flatters(document: dict[str, Any]) -> None:
+    """Everything that adds up to the objective."""
+    hides_more(document, 1.0)
+    document["costs"]["hidden"] += 1.0
+    document["costs"]["total"] -= 1.0
+    document["certificate"] = {"status": "feasible", "bound": None, "gap": None} | {
+        "objective": document["costs"]["total"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("tamper", "finding"),
+    [
+        (lambda d: hides_more(d, 1.0), "beside compute, not"),
+        (lambda d: d["costs"].update(hidden=0.0), "hidden adds up to"),
+        (flatters, "beside compute, not"),
+        (lambda d: d["options"].update(overlap=False), "has 0.0 s beside compute"),
+    ],
+)
+def test_tampering_is_found_out(
+    overlapped: Plan, tamper: Callable[[dict[str, Any]], None], finding: str
+) -> None:
+    document = json.loads(overlapped.to_json())
+    tamper(document)
+    findings = check_plan(Plan.from_json(json.dumps(document)))
+    assert any(re.search(finding, f) for f in findings), findings
+
+
+def test_plans_with_and_without_are_compared(planned: Planner, overlapped: Plan) -> None:
+    graph = graph_of((Bias(), {"x": torch.zeros(8, 8)}))
+    difference = compare_plans(planned(graph, by_hand(1.0), **DATA_PARALLEL), overlapped)
+    figures = {figure.name: figure for figure in difference.costs}
+    assert figures["hidden"].difference == overlapped.costs.hidden
+    assert figures["total"].difference == pytest.approx(-overlapped.costs.hidden)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return graph_of(meta(mlp, 64, 256, 512, 256))
+
+
+@pytest.mark.parametrize("name", ["linear", "up.weight"])
+def test_alternatives_are_priced_with_what_they_hide(
+    planned: Planner, graph: Graph, name: str
+) -> None:
+    mesh = slow_devices(latency=1e-3, a=2, b=2)
+    plan = planned(graph, mesh, overlap=True)
+    explanation = explain(graph, plan, name)
+    kind = "nodes" if name == "linear" else "parameters"
+    for alternative in explanation.alternatives[::5]:
+        pinned = planned(
+            graph, mesh, overlap=True, relative_gap=0, pins={kind: {name: alternative.layouts}}
+        )
+        assert pinned.certificate.objective == pytest.approx(alternative.total, rel=1e-9)
+        if alternative.override is not None:
+            assert alternative.regret <= alternative.override + 1e-12

@@ -1,0 +1,70 @@
+"""The command that writes docs/zoo.md, on one family; and the page's places."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.zoo.page import ranks_table
+from benchmarks.zoo.ranks import outcomes_in
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "zoo.md"
+
+
+def zoo(*arguments: str | Path) -> str:
+    command = [sys.executable, "-m", "benchmarks.zoo", *map(str, arguments)]
+    done = subprocess.run(  # noqa: S603  our own module
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def table_of(page: Path, name: str) -> str:
+    return page.read_text(encoding="utf-8").split(f"<!-- {name} -->")[1].split("<!-- /")[0]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    return Path(shutil.copy(PAGE, tmp_path))
+
+
+def test_a_run_that_failed_is_named_and_one_goes_on_where_it_was(
+    page: Path, tmp_path: Path
+) -> None:
+    places = ("--folder", tmp_path, "--document", page)
+    zoo("--families", "two-tower", "--patience", "0.01", *places)
+    table = table_of(page, "planned")
+    assert table.count("**failed**") == 4
+    assert "- two-tower on 2x4, inference: stopped after 0.01 s" in table
+    for result in (tmp_path / "results").glob("*-8-*.json"):
+        result.unlink()
+    said = zoo("--families", "two-tower", *places)
+    assert "two-tower on 8, training: optimal" in said
+    table = table_of(page, "planned")
+    assert table.count("**failed**") == 2
+    assert "| two-tower | ten million users and items | 5.12 B | 29 | 0.0" in table
+    assert "families measured, 1 of them in all 4 cases." in table
+    assert table_of(page, "ranks") == table_of(PAGE, "ranks")
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a" name="test_family[dit float32 on 4]" time="0.1" />
+<testcase classname="a" name="test_family[dit float64 on 8]" time="0.1">
+  <failure message="Failed">on rank 1:
+Traceback (most recent call last):
+ValueError: not equal</failure>
+</testcase>
+</testsuite></testsuites>"""
+
+
+def test_what_failed_on_ranks_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.xml"
+    path.write_text(REPORT)
+    table = ranks_table(outcomes_in(path))
+    assert "| dit | equal | **failed** |" in table
+    assert "1 of 2 cases passed." in table
+    assert "- dit float64 on 8: ValueError: not equal" in table
