@@ -10,29 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from autoshard.cli_options import (
-    Algo,
-    Archive,
-    BatchAxis,
-    Cache,
-    Checkpointing,
-    Forbid,
-    Import,
-    MasterWeights,
-    Memory,
-    Mode,
-    NoCache,
-    NoDiscover,
-    Optimizer,
-    Output,
-    Overlap,
-    Pin,
-    Reconversion,
-    SkipReplicated,
-    StateDType,
-    TimeLimit,
-    Topology,
-)
+from autoshard import cli_options
 from autoshard.errors import AutoshardError, OptionError, PlanError
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh, make_mesh
@@ -105,36 +83,36 @@ def _root(
 
 @app.command()
 def plan(
-    graph: Archive,
+    graph: cli_options.Archive,
     *,
     mesh: Annotated[str, typer.Option(help="Size of each axis, outermost first: 2,4.")],
     axes: Annotated[str | None, typer.Option(help="Name of each axis: dp,tp.")] = None,
-    topology: Topology = None,
+    topology: cli_options.Topology = None,
     intra_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second inside a node: the last axis.")
     ] = None,
     inter_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second between nodes: the earlier axes.")
     ] = None,
-    mode: Mode = "training",
-    optimizer: Optimizer = "adamw",
-    master_weights: MasterWeights = False,
-    state_dtype: StateDType = None,
-    memory: Memory = None,
-    reconversion: Reconversion = "auto",
-    checkpointing: Checkpointing = "auto",
-    overlap: Overlap = False,
-    time_limit: TimeLimit = 60.0,
-    algo: Algo = "optimal",
-    pin: Pin = None,
-    forbid: Forbid = None,
-    batch_axis: BatchAxis = None,
-    skip_fully_replicated: SkipReplicated = False,
-    cache: Cache = None,
-    no_cache: NoCache = False,
-    imports: Import = None,
-    no_discover: NoDiscover = False,
-    output: Output = None,
+    mode: cli_options.Mode = "training",
+    optimizer: cli_options.Optimizer = "adamw",
+    master_weights: cli_options.MasterWeights = False,
+    state_dtype: cli_options.StateDType = None,
+    memory: cli_options.Memory = None,
+    reconversion: cli_options.Reconversion = "auto",
+    checkpointing: cli_options.Checkpointing = "auto",
+    overlap: cli_options.Overlap = False,
+    time_limit: cli_options.TimeLimit = 60.0,
+    algo: cli_options.Algo = "optimal",
+    pin: cli_options.Pin = None,
+    forbid: cli_options.Forbid = None,
+    batch_axis: cli_options.BatchAxis = None,
+    skip_fully_replicated: cli_options.SkipReplicated = False,
+    cache: cli_options.Cache = None,
+    no_cache: cli_options.NoCache = False,
+    imports: cli_options.Import = None,
+    no_discover: cli_options.NoDiscover = False,
+    output: cli_options.Output = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
@@ -171,31 +149,31 @@ def plan(
 
 @app.command()
 def search(
-    graph: Archive,
+    graph: cli_options.Archive,
     *,
     devices: Annotated[int, typer.Option(help="How many devices the mesh has.")],
-    topology: Topology = None,
+    topology: cli_options.Topology = None,
     max_axes: Annotated[int, typer.Option(help="Largest number of axes.")] = 3,
     workers: Annotated[int, typer.Option(help="Processes that plan at the same time.")] = 2,
-    mode: Mode = "training",
-    optimizer: Optimizer = "adamw",
-    master_weights: MasterWeights = False,
-    state_dtype: StateDType = None,
-    memory: Memory = None,
-    reconversion: Reconversion = "auto",
-    checkpointing: Checkpointing = "auto",
-    overlap: Overlap = False,
-    time_limit: TimeLimit = 60.0,
-    algo: Algo = "optimal",
-    pin: Pin = None,
-    forbid: Forbid = None,
-    batch_axis: BatchAxis = None,
-    skip_fully_replicated: SkipReplicated = False,
-    cache: Cache = None,
-    no_cache: NoCache = False,
-    imports: Import = None,
-    no_discover: NoDiscover = False,
-    output: Output = None,
+    mode: cli_options.Mode = "training",
+    optimizer: cli_options.Optimizer = "adamw",
+    master_weights: cli_options.MasterWeights = False,
+    state_dtype: cli_options.StateDType = None,
+    memory: cli_options.Memory = None,
+    reconversion: cli_options.Reconversion = "auto",
+    checkpointing: cli_options.Checkpointing = "auto",
+    overlap: cli_options.Overlap = False,
+    time_limit: cli_options.TimeLimit = 60.0,
+    algo: cli_options.Algo = "optimal",
+    pin: cli_options.Pin = None,
+    forbid: cli_options.Forbid = None,
+    batch_axis: cli_options.BatchAxis = None,
+    skip_fully_replicated: cli_options.SkipReplicated = False,
+    cache: cli_options.Cache = None,
+    no_cache: cli_options.NoCache = False,
+    imports: cli_options.Import = None,
+    no_discover: cli_options.NoDiscover = False,
+    output: cli_options.Output = None,
 ) -> None:
     """Plan a graph on every mesh of so many devices, and rank the meshes."""
     with _reported(), _console.status("reading the graph") as status:
@@ -282,15 +260,15 @@ def explain_choice(
 
 @app.command()
 def ops(
-    graph: Archive,
+    graph: cli_options.Archive,
     plan: Annotated[
         Path | None, typer.Argument(help="A plan of it, for the times on the plan's mesh.")
     ] = None,
     *,
-    cache: Cache = None,
-    no_cache: NoCache = False,
-    imports: Import = None,
-    no_discover: NoDiscover = False,
+    cache: cli_options.Cache = None,
+    no_cache: cli_options.NoCache = False,
+    imports: cli_options.Import = None,
+    no_discover: cli_options.NoDiscover = False,
     json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Show which operators a graph uses, which cannot be cut and why, and what that costs."""

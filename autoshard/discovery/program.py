@@ -15,14 +15,19 @@ from autoshard.discovery.probe import NotTriableError, RandomOperatorError, prob
 from autoshard.discovery.search import OutOfTimeError, Search
 from autoshard.discovery.shapes import integers_in
 from autoshard.errors import GraphError, SchemaError, UnsupportedError
-from autoshard.graph import MAX_RULES, CallRule, Graph, Node, rules_from_json, rules_to_json
+from autoshard.graph import (
+    MAX_RULES,
+    RULES_VERSION,
+    CallRule,
+    Graph,
+    Node,
+    rules_from_json,
+    rules_to_json,
+)
 from autoshard.graph.ir import call_key
 from autoshard.graph.rules import anonymous
 from autoshard.rules import Call, call_of, has_rule, with_rules
 from autoshard.solve import TableStore
-
-CACHE_VERSION = 1
-"""Of what is kept in a store; counts up when rules are looked for in another way."""
 
 TIME_LIMIT = 30.0
 """Seconds for all operators of a program."""
@@ -189,7 +194,7 @@ def _refusal(call: Call) -> str:
 
 def _key(call: Call) -> str:
     """Digest of the operator, its attributes, the tensors and the versions."""
-    frame = [CACHE_VERSION, version("autoshard"), torch.__version__, call.operator]
+    frame = [RULES_VERSION, version("autoshard"), torch.__version__, call.operator]
     arguments = [(name, anonymous(value)) for name, value in call.arguments]
     parts = [repr(arguments), repr(call.inputs), repr(call.outputs)]
     return hashlib.sha256(json.dumps([*frame, *parts]).encode()).hexdigest()

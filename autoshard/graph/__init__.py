@@ -21,7 +21,7 @@ from autoshard.graph.ir import (
     references,
 )
 from autoshard.graph.load import load_graph
-from autoshard.graph.rules import MAX_RULES, rules_from_json, rules_to_json
+from autoshard.graph.rules import MAX_RULES, RULES_VERSION, rules_from_json, rules_to_json
 from autoshard.graph.serialise import graph_digest, graph_from_json, graph_to_json
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_RULES",
+    "RULES_VERSION",
     "Archive",
     "ArchiveLimits",
     "Argument",

@@ -12,6 +12,9 @@ from autoshard.graph.fields import member, place, typed
 from autoshard.graph.ir import CallRule, DType, Letters, Ref, references
 from autoshard.graph.plain import check_members, code, each, pair_from_json, to_json
 
+RULES_VERSION = 1
+"""Of the rules that `autoshard.discovery` finds; counts up when it looks in another way."""
+
 MAX_RULES = 1024
 """Rules of one graph."""
 

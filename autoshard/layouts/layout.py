@@ -75,7 +75,7 @@ class Layout:
         for axis, axis_type in enumerate(self.types):
             if not axis_type.is_shard:
                 continue
-            parts = axis_sizes[axis] * max(sum(axis_type.chunks), 1)
+            parts = axis_sizes[axis] * axis_type.num_units
             if axis_type.dim >= len(local) or local[axis_type.dim] % parts:
                 raise LayoutError(
                     f"layout {self} does not divide shape {tuple(shape)} "
@@ -135,7 +135,8 @@ class Layout:
         if len(self.types) != len(axis_sizes) or any(t.dim >= len(shape) for t in self.types):
             return False
         parts = (
-            max(sum(self.chunks(dim)), 1) * prod(axis_sizes[a] for a in self.cutting_axes(dim))
+            max((t.num_units for t in self.types if t.dim == dim), default=1)
+            * prod(axis_sizes[a] for a in self.cutting_axes(dim))
             for dim in range(len(shape))
         )
         divides = all(size % n == 0 for size, n in zip(shape, parts, strict=True))
@@ -228,7 +229,7 @@ def _legal_layouts(
 ) -> tuple[Layout, ...]:
     """The legal layouts whose types are among the options, in their order."""
     alone = [
-        [t for t in options if not t.is_shard or shape[t.dim] % (n * max(sum(t.chunks), 1)) == 0]
+        [t for t in options if not t.is_shard or shape[t.dim] % (n * t.num_units) == 0]
         for n in axis_sizes
     ]
     found: list[Layout] = []

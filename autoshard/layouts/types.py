@@ -58,6 +58,11 @@ class AxisType:
         return f"S({self.dim})" + ("/" + "+".join(map(str, self.chunks)) if self.chunks else "")
 
     @property
+    def num_units(self) -> int:
+        """The least size of a dim that can be made of the chunks."""
+        return max(sum(self.chunks), 1)
+
+    @property
     def is_shard(self) -> bool:
         """Whether the axis cuts a dim."""
         return self.kind is Kind.SHARD

@@ -27,10 +27,12 @@ class OperatorUse(Document):
     num_calls: int = Field(ge=1)
     num_whole: int = Field(ge=0, description="calls that fall back")
     reasons: tuple[str, ...] = Field(description="why calls fall back, each reason once")
-    time: Seconds | None = Field(description="of all calls, forward plus backward")
+    time: Seconds | None = Field(
+        description="of all calls, forward plus backward, with the collectives inside"
+    )
     time_whole: Seconds | None = Field(description="of the calls that fall back")
     time_around: Seconds | None = Field(
-        description="of conversions to and from the calls that fall back"
+        description="of conversions to and from the calls that fall back, less what is hidden"
     )
 
 
@@ -116,7 +118,8 @@ class _Survey:
         times: dict[str, float] | None = None
         around: dict[str, float] = {}
         if plan is not None:
-            times = {node.name: node.time for stage in plan.stages for node in stage.nodes}
+            placed = [node for stage in plan.stages for node in stage.nodes]
+            times = {node.name: node.time + node.communication for node in placed}
             around = self._around([c for stage in plan.stages for c in stage.conversions])
         uses = [self._use(name, nodes, times, around) for name, nodes in calls.items()]
         return Coverage(
@@ -152,7 +155,9 @@ class _Survey:
             ends = (conversion.consumer, None if maker is None else self._graph.nodes[maker].name)
             for end in ends:
                 if end is not None and self._reasons.get(end):
-                    found[end] = found.get(end, 0.0) + conversion.time
+                    # What hides may be longer: it has what backward converts once more.
+                    seen = max(conversion.time - conversion.hidden, 0.0)
+                    found[end] = found.get(end, 0.0) + seen
                     break
         return found
 

@@ -91,7 +91,8 @@ def search_meshes(
         num_workers: how many processes plan at the same time.
         on_progress: called after each mesh, from the calling thread.
         cancel: once set, the processes are killed and what is done is returned.
-        tables: keeps solved blocks, as for `make_plan`; asked from several threads.
+        tables: keeps solved blocks, as for `make_plan`; asked from several threads. Where it
+            raises OSError, the worker that met it goes on without it.
 
     Raises:
         OptionError: a number is out of its range, or the options fit no mesh.
@@ -216,15 +217,30 @@ class _Worker:
         while (line := stdout.readline()).endswith("\n"):
             message: dict[str, str] = json.loads(line)
             if "get" in message:
-                assert self._tables is not None
-                body = self._tables.get(message["get"])
+                body = self._kept(message["get"])
                 _say(stdin, {"body": None if body is None else b64encode(body).decode()})
             elif "put" in message:
-                assert self._tables is not None
-                self._tables.put(message["put"], b64decode(message["body"]))
+                self._keep(message["put"], b64decode(message["body"]))
             else:
                 return message
         return None
+
+    def _kept(self, key: str) -> bytes | None:
+        """A table; None where there is none, or no store without trouble."""
+        if self._tables is not None:
+            try:
+                return self._tables.get(key)
+            except OSError:
+                self._tables = None
+        return None
+
+    def _keep(self, key: str, body: bytes) -> None:
+        """Keep a table, unless the store is in trouble: it costs a solve and never an answer."""
+        if self._tables is not None:
+            try:
+                self._tables.put(key, body)
+            except OSError:
+                self._tables = None
 
     def _started(self) -> "subprocess.Popen[str]":
         with self._lock:

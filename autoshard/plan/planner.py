@@ -10,7 +10,7 @@ from math import isfinite
 
 from autoshard.collection import collection_of_new, collection_paused
 from autoshard.errors import GraphError
-from autoshard.graph import Graph, graph_digest
+from autoshard.graph import RULES_VERSION, Graph, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.budget import Outcome, Planning
@@ -31,6 +31,7 @@ from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices
 from autoshard.plan.recompute import count_collectives
 from autoshard.plan.steering import Steering
+from autoshard.rules import has_rule
 from autoshard.solve import (
     CancelToken,
     Progress,
@@ -44,8 +45,13 @@ _DEPENDENCIES = ("autoshard", "highspy", "numpy")
 
 
 def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
-    """The digest under which the plan of this request is kept, 64 hex digits."""
+    """The digest under which the plan of this request is kept, 64 hex digits.
+
+    Which rules are found for operators that have none depends on what torch makes of them.
+    """
+    found_by = {"torch": version("torch"), "rules_version": RULES_VERSION}
     request = {
+        **(found_by if _lacks_rules(graph) else {}),
         "graph": graph_digest(graph),
         "mesh": mesh_to_json(mesh),
         "options": options.model_dump(mode="json"),
@@ -54,6 +60,13 @@ def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
     }
     text = json.dumps(request, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _lacks_rules(graph: Graph) -> bool:
+    return any(
+        node.inputs and not has_rule(node.operator) and graph.rule_of(node) is None
+        for node in graph.nodes
+    )
 
 
 def make_plan(

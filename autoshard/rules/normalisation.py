@@ -43,10 +43,16 @@ def _group_norm(call: Call) -> OperatorRule:
 
 
 def _batch_norm(call: Call) -> OperatorRule:
-    """Statistics per channel over everything else, or constants when not training."""
+    """Statistics per channel over everything else, or constants when not training.
+
+    What training tracks is written into buffers, which every rank has whole: channels are then
+    not cut, for a rank would know of its own only.
+    """
     space = Space(call)
-    dims = space.free_dims(call.inputs[0].shape)
-    others = (dims[0], *dims[2:]) if call.flag("training") else ()
+    training = call.flag("training")
+    tracks = training and bool(call.positions("running_mean"))
+    dims = space.free_dims(call.inputs[0].shape, fixed={1} if tracks else ())
+    others = (dims[0], *dims[2:]) if training else ()
     reduced = _shared(call, _CENTRED, over=others, per=dims[1:2])
     return space.rule([dims, *[(dims[1],) for _ in call.inputs[1:]]], [dims], reduced=reduced)
 

@@ -120,6 +120,7 @@ class Compiler:
                 node=node.name,
                 reads=reads,
                 targets=tuple(self._slots[name] for name in node.outputs),
+                writes=local.tracked(),
                 shapes=local.output_shapes,
                 kernel=bind_kernel(local),
             )

@@ -1,8 +1,9 @@
 """What a rank does for a stage, one thing after the other."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Self
 
 import torch
@@ -25,12 +26,14 @@ class Instruction(ABC):
         targets: slots of what it makes.
         last_reads: the slots among `reads` that nothing reads afterwards.
         unread: the slots among `targets` that nothing reads.
+        writes: places in `reads` of what running it changes.
     """
 
     reads: tuple[int, ...]
     targets: tuple[int, ...]
     last_reads: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
 
     @abstractmethod
     def run(
@@ -102,7 +105,8 @@ class Call(Instruction):
 class Recompute(Instruction):
     """Run instructions of which backward holds only what they take.
 
-    Backward runs them once more, in order, until all that they had saved is there.
+    Backward runs them once more, in order, until all that they had saved is there. What they
+    write into is then left as it is: the step has changed it already.
 
     Attributes:
         instructions: what runs; none of them is `again`.
@@ -133,6 +137,7 @@ class Recompute(Instruction):
             # Random numbers follow from the step, not from the state of a generator.
             outputs: Sequence[torch.Tensor] = checkpoint(
                 self._run,
+                count(),
                 step,
                 *tensors,
                 use_reentrant=False,
@@ -141,24 +146,38 @@ class Recompute(Instruction):
             )
         return outputs
 
-    def _run(self, step: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _run(
+        self, runs: Iterator[int], step: int, *tensors: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
         registers = dict(zip(self.reads, tensors, strict=True))
-        execute(self.instructions, registers, step)
+        execute(self.instructions, registers, step, anew=next(runs) > 0)
         return tuple(registers[slot] for slot in self.targets)
 
 
-def execute(instructions: Iterable[Instruction], registers: Registers, step: int) -> None:
+def execute(
+    instructions: Iterable[Instruction], registers: Registers, step: int, *, anew: bool = False
+) -> None:
     """Run instructions; a register is free after its last reader.
 
     Args:
         instructions: in order, with their last reads marked.
         registers: what they read from outside; afterwards what is read behind them.
         step: number of the training step.
+        anew: whether the step has run them before, so that what they write into stays.
     """
     again = Reconversions()
     for instruction in instructions:
+        if anew:
+            _spare(instruction, registers)
         _advance(instruction, registers, step, again)
     again.forget()
+
+
+def _spare(instruction: Instruction, registers: Registers) -> None:
+    """Let an instruction write into copies."""
+    for position in instruction.writes:
+        slot = instruction.reads[position]
+        registers[slot] = registers[slot].clone()
 
 
 def _advance(

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from autoshard.graph import Node, references
+from autoshard.graph import Node
 from autoshard.layouts import Kind
 from autoshard.rules import Kernel, kernel_for
 from autoshard.runtime.along import bind_along
@@ -177,7 +177,7 @@ def _counts(local: LocalNode, _argument: str) -> LocalKernel:
 
 def _experts(local: LocalNode, argument: str) -> LocalKernel:
     place = local.place
-    names = [name for name, value in local.node.arguments for _ in references(value)]
+    names = local.names()
     cut = local.inputs[0].cutting_axes(0) + local.inputs[1].cutting_axes(0)
     if argument not in names or all(place.axis_sizes[axis] == 1 for axis in cut):
         return _plain(local)

@@ -70,6 +70,9 @@ class Place:
     ranks: Ranks = field(default_factory=NoRanks)
 
 
+_TRACKED = frozenset({"running_mean", "running_var"})
+
+
 @dataclass(frozen=True, slots=True)
 class LocalNode:
     """An operator with the layouts in which a plan runs it.
@@ -92,10 +95,20 @@ class LocalNode:
     place: Place
     custom: frozenset[str] = frozenset()
 
+    def names(self) -> list[str]:
+        """The argument that each tensor input is, or is listed in."""
+        return [name for name, value in self.node.arguments for _ in references(value)]
+
     def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inputs by the names of the operator's schema, none of which is a list."""
-        names = (name for name, value in self.node.arguments for _ in references(value))
-        return dict(zip(names, tensors, strict=True))
+        return dict(zip(self.names(), tensors, strict=True))
+
+    def tracked(self) -> tuple[int, ...]:
+        """Places of the tensor inputs that the operator may change, though its schema denies it.
+
+        Norms that track statistics over steps do, all under the same names.
+        """
+        return tuple(place for place, name in enumerate(self.names()) if name in _TRACKED)
 
     def dims(self, name: str) -> tuple[int, ...]:
         """Dims of the first input named by an integer or a list, counted from the front."""

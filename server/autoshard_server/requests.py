@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag, field_validator
 
 from autoshard.errors import OptionError
-from autoshard.graph import MAX_RULES, rules_from_json, rules_to_json
+from autoshard.graph import MAX_RULES, RULES_VERSION, rules_from_json, rules_to_json
 from autoshard.mesh import Mesh, make_mesh, mesh_from_json, mesh_to_json
 from autoshard.plan import PLAN_VERSION, PlanOptions
 from autoshard_server.settings import Settings
@@ -140,7 +140,8 @@ class Question:
 
         The same program exported twice can differ here and still have the same plan id.
         """
-        frame = [version("autoshard"), PLAN_VERSION, self._graph_sha256, *self._asked]
+        versions = [version("autoshard"), PLAN_VERSION, version("torch"), RULES_VERSION]
+        frame = [*versions, self._graph_sha256, *self._asked]
         return hashlib.sha256(json.dumps(frame, sort_keys=True).encode()).hexdigest()
 
     def work(self, plan_id: str) -> str:

@@ -3,17 +3,14 @@
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from support import custom_operators
 from support.meshes import slow_devices
 from support.models import graph_of
-from typer.testing import CliRunner
 
 from autoshard import discover as public_discover
-from autoshard.cli import app
 from autoshard.discovery import Finding, discover
 from autoshard.discovery.probe import probe_of
 from autoshard.discovery.search import Search
@@ -29,7 +26,6 @@ from autoshard.graph import (
     Output,
     Ref,
     Tensor,
-    export_model,
     graph_digest,
     graph_from_json,
     graph_to_json,
@@ -37,7 +33,7 @@ from autoshard.graph import (
     rules_to_json,
 )
 from autoshard.plan import PlanOptions, check_plan, make_plan
-from autoshard.rules import Call, axis_rules
+from autoshard.rules import Call, axis_rules, with_rules
 from autoshard.rules.given import given_rule
 from autoshard_solver_cache import MemoryCache, Shelf
 
@@ -99,6 +95,11 @@ def nothing(x: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("shardtest::fails", mutates_args=())
 def fails(x: torch.Tensor) -> torch.Tensor:
     raise ValueError(f"{x.dim()} dims are not what I want")
+
+
+@torch.library.custom_op("shardtest::copies", mutates_args=())
+def copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return [x.softmax(0)[0].expand((2,) * 5).clone() for _ in range(count)]
 
 
 @torch.library.custom_op("shardtest::half", mutates_args=())
@@ -177,6 +178,7 @@ def test_an_operator_of_one_element_type_is_tried_in_it() -> None:
 def program(made: Call) -> Graph:
     """A program of one call."""
     names = [f"v{i}" for i in range(len(made.inputs))]
+    made_names = tuple(f"out{i}" for i in range(len(made.outputs)))
     fresh = iter(names)
     arguments = tuple(
         (name, Ref(next(fresh)) if isinstance(value, Ref) else value)
@@ -184,9 +186,9 @@ def program(made: Call) -> Graph:
     )
     return Graph(
         inputs=tuple(Input(name, InputKind.USER, name) for name in names),
-        nodes=(Node("call", made.operator, arguments, ("out",)),),
-        outputs=(Output("out"),),
-        values={**dict(zip(names, made.inputs, strict=True)), "out": made.outputs[0]},
+        nodes=(Node("call", made.operator, arguments, made_names),),
+        outputs=(Output("out0"),),
+        values=dict(zip((*names, *made_names), (*made.inputs, *made.outputs), strict=True)),
     )
 
 
@@ -219,16 +221,67 @@ def test_an_operator_that_is_not_registered_is_named() -> None:
     ("operator", "attribute", "reason"),
     [
         ("aten._fake_quantize_learnable_per_tensor_affine.default", 2, "internal operators"),
-        ("aten.one_hot.default", 1 << 40, "more memory than there is"),
+        ("aten.one_hot.default", 1 << 40, "'n' of 1099511627776 may ask for more memory"),
+        (
+            "aten.upsample_bicubic2d.default",
+            (1 << 20, 1 << 15),
+            "'n' of [1048576, 32768] may ask for more memory than there is",
+        ),
+        ("aten.upsample_bicubic2d.default", (-1 << 11, 0, 1 << 10), "may ask for more memory"),
     ],
 )
 def test_operators_of_torch_that_strangers_could_misuse_are_not_run(
-    operator: str, attribute: int, reason: str, monkeypatch: pytest.MonkeyPatch
+    operator: str,
+    attribute: int | tuple[int, ...],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("autoshard.discovery.program.probe_of", refuse)
     ids = Tensor((64, 512), DType.INT64)
     arguments = (("self", Ref("self")), ("n", attribute))
     assert reason in finding(Call(operator, arguments, (ids,), (ids,))).reason
+
+
+def test_a_program_gets_no_more_rules_than_it_can_be_read_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoshard.discovery.program.MAX_RULES", 2)
+    made = discover(graph_of(custom_operators.mixer()))
+    assert [finding.rule is not None for finding in made.findings] == [True, True, False]
+    assert made.graph.rules == tuple(finding.rule for finding in made.findings[:2])
+    assert made.findings[2].reason == "the program has 2 rules already, which is the limit"
+    again = discover(made.graph)
+    assert [finding.reason for finding in again.findings] == [made.findings[2].reason]
+
+
+def test_a_rule_that_could_not_be_read_back_is_none() -> None:
+    """It would be refused wherever it is read: every dim that stays whole takes a letter."""
+    few, many = (
+        replace(one, outputs=one.outputs * n)
+        for n in (12, 13)
+        for one in [call("copies", (3,), out=(2,) * 5, count=n)]
+    )
+    assert finding(few).rule is not None
+    made = finding(many)
+    assert made.rule is None
+    assert made.reason.endswith("66 letters are more than the limit of 64")
+
+
+def test_numbers_of_other_types_make_other_calls() -> None:
+    """1, 1.0 and True are equal in Python, and may mean different things to an operator."""
+    graph = program(call("pairs", (64, 512), out=(64, 256)))
+    (node,), (rule,) = graph.nodes, discover(graph).graph.rules
+    kinds = tuple((*rule.arguments, ("n", number)) for number in (1, 1.0, True))
+    nodes = tuple(
+        replace(node, name=f"call{i}", arguments=(*node.arguments, kind[-1]), outputs=(f"y{i}",))
+        for i, kind in enumerate(kinds)
+    )
+    values = {"v0": graph.values["v0"]} | {f"y{i}": graph.values["out0"] for i in range(3)}
+    several = replace(graph, nodes=nodes, outputs=(Output("y0"),), values=values)
+    rules = tuple(replace(rule, arguments=kind) for kind in kinds)
+    made = with_rules(several, rules)
+    assert len(made.rules) == len(rules)
+    assert all(made.rule_of(n) is rule for n, rule in zip(made.nodes, rules, strict=True))
 
 
 def test_random_operators_are_refused() -> None:
@@ -319,24 +372,6 @@ class Kept(MemoryCache):
 
 def refuse(_: Call) -> None:
     raise RuntimeError("it was tried again")
-
-
-def test_the_command_line_imports_and_discovers(tmp_path: Path) -> None:
-    archive, plan = tmp_path / "mixer.pt2", tmp_path / "plan.json"
-    model, kwargs = custom_operators.mixer(batch=64, sequence=256, features=256)
-    archive.write_bytes(export_model(model, (), kwargs))
-    ask = ["plan", str(archive), "--mesh", "4", "--no-cache", "-o", str(plan)]
-    runner = CliRunner()
-    done = runner.invoke(app, [*ask, "--import", "support.custom_operators"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(plan.read_text())["stages"][0]["program"]["rules"]
-    checked = runner.invoke(app, ["check", str(archive), str(plan)])
-    assert checked.exit_code == 0, checked.output
-    assert runner.invoke(app, [*ask, "--no-discover"]).exit_code == 0
-    assert "rules" not in json.loads(plan.read_text())["stages"][0]["program"]
-    refused = runner.invoke(app, [*ask, "--import", "there.is.none"])
-    assert refused.exit_code == 1
-    assert "--import there.is.none" in refused.output
 
 
 def test_sizes_shrink_with_their_relations() -> None:

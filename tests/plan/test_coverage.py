@@ -10,7 +10,15 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
-from autoshard.plan import Coverage, OperatorUse, Plan, PlanOptions, make_plan, operator_coverage
+from autoshard.plan import (
+    Coverage,
+    OperatorUse,
+    Pins,
+    Plan,
+    PlanOptions,
+    make_plan,
+    operator_coverage,
+)
 
 
 class Whole(nn.Module):
@@ -60,7 +68,7 @@ def test_operators_without_a_cut_are_named_with_their_reason() -> None:
 def test_times_are_those_of_the_plan() -> None:
     plan = planned()
     coverage = operator_coverage(graph(), plan)
-    times = {node.name: node.time for node in plan.stages[0].nodes}
+    times = {node.name: node.time + node.communication for node in plan.stages[0].nodes}
     assert coverage.total == plan.costs.total
     assert sum(use.time for use in coverage.operators) == pytest.approx(sum(times.values()))
     scans = [node.name for node in graph().nodes if node.operator == "aten.cumsum.default"]
@@ -77,10 +85,32 @@ def test_conversions_around_count_once() -> None:
     names = {node.name for node in graph().nodes if node.operator in whole}
     made = {value for node in graph().nodes if node.name in names for value in node.outputs}
     around = [c for c in plan.stages[0].conversions if c.consumer in names or c.value in made]
-    assert sum(c.time for c in around) > 0
+    seen = sum(max(c.time - c.hidden, 0.0) for c in around)
+    assert seen > 0
     found = sum(use.time_around for use in coverage.operators)
-    assert found == pytest.approx(sum(c.time for c in around))
+    assert found == pytest.approx(seen)
     assert coverage.share_around == pytest.approx(found / coverage.total)
+
+
+def test_collectives_inside_operators_are_part_of_their_time() -> None:
+    norm = graph_of((nn.LayerNorm(64), {"input": torch.randn(4, 64)}))
+    pins = Pins(nodes={"layer_norm": "S(1) * * -> S(1)"})
+    plan = make_plan(norm, slow_devices(a=4), PlanOptions(mode="inference", pins=pins))
+    (node,) = plan.stages[0].nodes
+    assert node.communication > 0
+    (use,) = operator_coverage(norm, plan).operators
+    assert use.time == pytest.approx(node.time + node.communication)
+
+
+def test_what_is_hidden_is_not_around() -> None:
+    plan = planned()
+    stage = plan.stages[0]
+    plain = operator_coverage(graph(), plan)
+    hiding = [c.model_copy(update={"hidden": c.time / 4}) for c in stage.conversions]
+    overlapped = stage.model_copy(update={"conversions": tuple(hiding)})
+    coverage = operator_coverage(graph(), plan.model_copy(update={"stages": (overlapped,)}))
+    assert plain.share_around > 0
+    assert coverage.share_around == pytest.approx(0.75 * plain.share_around)
 
 
 def test_a_size_that_no_axis_divides_falls_back_on_that_mesh_only() -> None:

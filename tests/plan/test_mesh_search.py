@@ -1,6 +1,7 @@
 """Every mesh of so many devices, planned in processes of their own."""
 
 from dataclasses import replace
+from errno import ENOSPC
 from functools import partial
 from math import prod
 from threading import Event
@@ -82,6 +83,37 @@ def test_a_search_keeps_and_reuses_solved_blocks() -> None:
         assert sum(block.num_solved for block in kept.provenance.blocks) > 0
         assert sum(block.num_reused for block in blocks) > 0
         assert sum(block.num_solved for block in blocks) == 0
+
+
+class FullDisk:
+    """A store that can keep nothing more, or that cannot even be read."""
+
+    def __init__(self, *, is_readable: bool) -> None:
+        self.is_readable = is_readable
+        self.failures = 0
+
+    def get(self, key: str) -> bytes | None:  # noqa: ARG002  the protocol's signature
+        if not self.is_readable:
+            self._fail()
+        return None
+
+    def put(self, key: str, body: bytes) -> None:  # noqa: ARG002  as above
+        self._fail()
+
+    def _fail(self) -> None:
+        self.failures += 1
+        raise OSError(ENOSPC, "no space left on device")
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_store_in_trouble_is_left_alone(is_readable: bool) -> None:
+    graph = small_graph(partial(llama, layers=4))
+    store = FullDisk(is_readable=is_readable)
+    found = search_meshes(graph, 2, tables=store, num_workers=1)
+    assert store.failures == 1
+    assert [candidate.error for candidate in found] == [""]
+    assert found[0].plan is not None
+    assert found[0].plan.found
 
 
 def test_meshes_that_the_options_do_not_fit_come_last() -> None:

@@ -147,3 +147,14 @@ def test_along_rule(
     operator: str, arguments: dict[str, Any], expected: str, example: MakeExample, prove: Prove
 ) -> None:
     assert expected in prove(example(operator, **arguments))
+
+
+def test_channels_stay_whole_where_a_norm_tracks_statistics(
+    example: MakeExample, prove: Prove
+) -> None:
+    tracked = BATCH | {"running_mean": real(8), "running_var": shares(8)}
+    arguments = {"input": real(4, 8, 4), "weight": None, "bias": None}
+    cut = prove(example("aten.batch_norm.default", **arguments, **tracked))
+    assert "S(0) R R -> S(0)" in cut
+    assert not any("S(1)" in text for text in cut)
+    assert "S(1) -> S(1)" in prove(example("aten.batch_norm.default", **arguments, **BATCH))

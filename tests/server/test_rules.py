@@ -1,7 +1,9 @@
 """Rules that come with a request: they make the plan, and the service runs no operator."""
 
 import json
+import zipfile
 from functools import partial
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -11,9 +13,13 @@ from support.models import Case
 
 from autoshard.client import Client
 from autoshard.discovery import discover
+from autoshard.errors import RequestRejectedError
 from autoshard.graph import export_model, load_graph, rules_to_json
-from autoshard.plan import Plan, check_plan
+from autoshard.mesh import make_mesh
+from autoshard.plan import Plan, PlanOptions, check_plan, plan_id
 from autoshard_server import ThreadExecutor
+from autoshard_server.requests import PlanRequest, Question
+from autoshard_server.settings import Settings
 from autoshard_server.solving import solve
 
 LARGE = partial(custom_operators.mixer, batch=64, sequence=256, features=512)
@@ -151,3 +157,96 @@ def test_the_service_runs_no_custom_operator(start_service: Any) -> None:
     with Client(running.url) as client:
         client.plan(archive, mesh=(2,), mode="inference")
     assert calls
+
+
+class Failing(Counted):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return broken(self.layer(x))
+
+
+@torch.library.custom_op("shardtest::broken", mutates_args=())
+def broken(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError(f"it never runs, on {x.dim()} dims or others")
+
+
+broken.register_fake(torch.empty_like)
+
+
+def test_the_client_warns_of_operators_that_run_whole(
+    start_service: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = export_model(Failing(), (torch.zeros(8, 16),))
+    running = start_service(executor=ThreadExecutor(solve))
+    with Client(running.url) as client:
+        client.plan(archive, mesh=(2,), mode="inference")
+        client.plan(archive, mesh=(2,), mode="inference", discover=False)
+    (record,) = (r for r in caplog.records if r.name == "autoshard.client.client")
+    assert record.levelname == "WARNING"
+    assert "shardtest.broken.default runs whole on every rank" in record.getMessage()
+    assert "it never runs" in record.getMessage()
+
+
+def test_the_client_reads_more_than_a_service_would(
+    start_service: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller's own archive is no attack, however well it is compressed."""
+    packed = BytesIO()
+    with (
+        zipfile.ZipFile(BytesIO(export_model(Failing(), (torch.zeros(8, 16),)))) as old,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for item in old.infolist():
+            padding = b" " * (1 << 23) if item.filename.endswith("models/model.json") else b""
+            new.writestr(item.filename, old.read(item) + padding)
+    with (
+        Client(start_service(executor=ThreadExecutor(solve)).url) as client,
+        pytest.raises(RequestRejectedError, match="zip bomb"),
+    ):
+        client.plan(packed.getvalue(), mesh=(2,), mode="inference")
+    assert "shardtest.broken.default runs whole on every rank" in caplog.text
+
+
+class Distances(Counted):
+    """Calls an operator of ATen that has no rule."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(self.layer(x), x)
+
+
+def test_a_plan_is_not_kept_where_there_was_no_time_to_try(
+    start_service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = export_model(Distances(), (torch.zeros(32, 8, 16),))
+    running = start_service(executor=ThreadExecutor(solve))
+    with monkeypatch.context() as patched:
+        patched.setattr("autoshard_server.solving._DISCOVERY_SECONDS", 0.0)
+        hurried = ask(running, archive, [])
+        assert "rules" not in hurried.json()["stages"][0]["program"]
+    full = ask(running, archive, [])
+    assert full.headers["Autoshard-Cache"] == "miss"
+    assert full.json()["stages"][0]["program"]["rules"]
+    assert full.json()["id"] == hurried.json()["id"]
+    assert ask(running, archive, []).headers["Autoshard-Cache"] == "hit"
+
+
+def test_an_id_says_what_would_find_rules_where_there_are_none(
+    archive: bytes, graph: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare, known = load_graph(archive), load_graph(graph)
+    graphs = (bare, discover(bare).graph, known)
+
+    def ids() -> list[str]:
+        return [plan_id(program, make_mesh([4]), PlanOptions()) for program in graphs]
+
+    before = ids()
+    monkeypatch.setattr("autoshard.plan.planner.RULES_VERSION", 2)
+    after = ids()
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, True]
+
+
+def test_a_question_says_what_would_find_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = PlanRequest.model_validate_json('{"mesh": {"shape": [4]}}')
+    before = Question(request, "0" * 64, Settings()).digest
+    assert Question(request, "0" * 64, Settings()).digest == before
+    monkeypatch.setattr("autoshard_server.requests.RULES_VERSION", 2)
+    assert Question(request, "0" * 64, Settings()).digest != before

@@ -20,18 +20,18 @@ from autoshard.runtime.operators import OperatorCall
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 """Values of `reduction`, as in `at::Reduction`."""
-IGNORED = -100
+_IGNORED = -100
 """The default of `ignore_index`: no class has this number."""
 
 
-def classes_of(rank: int) -> int:
+def _classes_of(rank: int) -> int:
     """The dim of the classes in scores of this many dims."""
     return 1 if rank > 1 else 0
 
 
 def bind_cross_entropy(local: LocalNode) -> LocalKernel | None:
     """A cross-entropy; None where its classes are whole."""
-    dim = classes_of(len(local.input_shapes[0]))
+    dim = _classes_of(len(local.input_shapes[0]))
     statistics = Statistics.over(local, (dim,))
     if not statistics.axes:
         return None
@@ -42,7 +42,7 @@ def bind_cross_entropy(local: LocalNode) -> LocalKernel | None:
         num_classes=num_classes,
         num_all_classes=num_classes * local.parts((dim,)),
         reduction=_integer(local.node.argument("reduction", _MEAN)),
-        ignored=_integer(local.node.argument("ignore_index", IGNORED)),
+        ignored=_integer(local.node.argument("ignore_index", _IGNORED)),
         smoothing=_number(local.node.argument("label_smoothing", 0.0)),
         statistics=statistics,
     )
@@ -213,7 +213,7 @@ def bind_labels(local: LocalNode) -> LocalKernel | None:
     count: with weights of classes, each rank knows those of its slice.
     """
     scores = local.input_shapes[0]
-    dim = classes_of(len(scores))
+    dim = _classes_of(len(scores))
     positions = tuple(d for d in range(len(scores)) if d != dim)
     is_mean = local.node.argument("reduction", _MEAN) == _MEAN
     is_weighted = len(local.inputs) > 2  # noqa: PLR2004  scores and target
@@ -221,8 +221,8 @@ def bind_labels(local: LocalNode) -> LocalKernel | None:
     if not local.axes_cutting((dim,)) and not (is_mean and statistics.axes):
         return None
     first, num_classes = local.start(dim), scores[dim]
-    ignored = _integer(local.node.argument("ignore_index", IGNORED))
-    replaced: dict[str, Argument] = {"ignore_index": IGNORED}
+    ignored = _integer(local.node.argument("ignore_index", _IGNORED))
+    replaced: dict[str, Argument] = {"ignore_index": _IGNORED}
     if is_mean:
         replaced["reduction"] = _SUM
     call = OperatorCall(local.node, local.place.device, replaced=replaced)
@@ -231,18 +231,13 @@ def bind_labels(local: LocalNode) -> LocalKernel | None:
         values, target, *weights = tensors
         counts = target != ignored
         inside = counts & (target >= first) & (target < first + num_classes)
-        labels = (target - first).masked_fill(~inside, IGNORED)
+        labels = (target - first).masked_fill(~inside, _IGNORED)
         (total,) = call((values, labels, *weights))
         if not is_mean:
             return (total,)
         if weights:
             counts = weights[0][labels.clamp_min(0)] * inside
-        count = statistics.total(counts.sum(dtype=weights_dtype(values)))
+        count = statistics.total(counts.sum(dtype=widened(values[:0]).dtype))
         return (total / count.to(total.dtype),)
 
     return run
-
-
-def weights_dtype(values: torch.Tensor) -> torch.dtype:
-    """The type in which labels are counted."""
-    return widened(values[:0]).dtype if values.ndim else values.dtype

@@ -119,11 +119,12 @@ def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
         )
         flat = values.reshape(samples, channels, prod(places))
         made, mean, variance = _normalise(flat, weight, bias, norm)
-        # As the operator does: what it tracks is no output of it.
+        # As the operator does: what it tracks is no output of it, and autograd does not count
+        # the change, for backward of a checkpoint takes the statistics as they are by then.
         unbiased = variance * (count / max(count - 1, 1))
         for name, seen in (("running_mean", mean), ("running_var", unbiased)):
             if name in given:
-                tracked = given[name]
+                tracked = given[name].data
                 tracked.lerp_(seen.view(channels).to(tracked.dtype), momentum)
         return (made.view(values.shape),)
 
