@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autoshard.errors import SchemaError
-from autoshard.graph.fields import member, place, typed
+from autoshard.graph.fields import member, place, read_each, typed
 from autoshard.graph.ir import CallRule, DType, Letters, Ref, references
 from autoshard.graph.plain import check_members, code, each, pair_from_json, to_json
 
@@ -66,7 +66,7 @@ def rules_from_json(document: object) -> tuple[CallRule, ...]:
     """
     items = typed(document, list, "'rules'")
     _check_most(items, MAX_RULES, "rules")
-    rules = each({"rules": items}, "rules", _rule_from_json)
+    rules = tuple(read_each(items, _rule_from_json, lambda i, _: f"rules[{i}]"))
     seen = set()
     for i, rule in enumerate(rules):
         if rule.call in seen:

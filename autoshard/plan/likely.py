@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.plan.formulate import Formulation, Role
-from autoshard.plan.gradients import Gradients
 from autoshard.plan.retention import Retention
 from autoshard.solve import BoolArray, FloatArray, Node, Problem, Trail
 
@@ -84,8 +83,9 @@ def reached_strategies(problem: Problem, kept: Mapping[int, BoolArray]) -> list[
 
 def _held(plain: Formulation) -> list[FloatArray]:
     """Bytes of each variable's strategies that are held for backward, as made; shape [S] each."""
-    gradients = Gradients(plain.graph, training=True)
-    retention = Retention(plain.graph, gradients, plain.blocks, checkpoints=False, negligible=0.0)
+    retention = Retention(
+        plain.graph, plain.gradients, plain.blocks, checkpoints=False, negligible=0.0
+    )
     known: dict[tuple[int, bool], FloatArray] = {}
     held = []
     for variable in plain.variables:
