@@ -20,7 +20,7 @@ from autoshard.plan import (
     fold_parameters,
     mesh_text,
 )
-from autoshard.plan.timeline import KINDS
+from autoshard.plan.memory.timeline import KINDS
 
 _MILLISECONDS = 1e3
 _MOST_CHANGES = 40

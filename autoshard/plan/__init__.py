@@ -1,6 +1,6 @@
 """Plans: made from a graph and a mesh, checked, explained."""
 
-from autoshard.plan.checker import check_plan
+from autoshard.plan.checking.checker import check_plan
 from autoshard.plan.compare import (
     Change,
     CollectiveChange,

@@ -8,11 +8,11 @@ restriction after the other, and leave it out for good where the rest still conf
 import time
 from collections.abc import Callable, Sequence
 
-from autoshard.plan.budget import Planning
+from autoshard.plan.budget.planning import Planning
 from autoshard.plan.document import Conflict
-from autoshard.plan.formulate import Formulation
+from autoshard.plan.formulation.formulation import Formulation
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.steering import Restriction
+from autoshard.plan.steering.restriction import Restriction
 from autoshard.solve import USAGE_TOLERANCE, CancelToken, Status, solve_problem
 
 _LEAST_SECONDS = 1.0

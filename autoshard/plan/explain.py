@@ -12,12 +12,12 @@ from autoshard.errors import OptionError, PlanError
 from autoshard.graph import Graph, graph_digest
 from autoshard.layouts import Layout
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.budget import Planning
-from autoshard.plan.decisions import Decisions, decisions_of
+from autoshard.plan.budget.planning import Planning
 from autoshard.plan.document import Plan
-from autoshard.plan.formulate import Formulation, Role, Variable
-from autoshard.plan.pricing import Prices
-from autoshard.plan.steering import Restriction, Steering
+from autoshard.plan.formulation.decisions import Decisions, decisions_of
+from autoshard.plan.formulation.formulation import Formulation, Role, Variable
+from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan.steering.restriction import Restriction, Steering
 from autoshard.rules import Strategy
 from autoshard.solve import BoolArray, FloatArray, IntArray, Marginals, Status
 

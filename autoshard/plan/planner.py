@@ -13,7 +13,7 @@ from autoshard.errors import GraphError
 from autoshard.graph import RULES_VERSION, Graph, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.budget import Outcome, Planning
+from autoshard.plan.budget.planning import Outcome, Planning
 from autoshard.plan.conflicts import conflict_text, find_conflict
 from autoshard.plan.document import (
     PLAN_VERSION,
@@ -25,12 +25,12 @@ from autoshard.plan.document import (
     RepeatedBlock,
     Stage,
 )
-from autoshard.plan.formulate import Formulation, Role
+from autoshard.plan.formulation.formulation import Formulation, Role
+from autoshard.plan.formulation.pricing import Prices
 from autoshard.plan.gradients import Gradients
+from autoshard.plan.memory.recompute import count_collectives
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.pricing import Prices
-from autoshard.plan.recompute import count_collectives
-from autoshard.plan.steering import Steering
+from autoshard.plan.steering.restriction import Steering
 from autoshard.rules import has_rule
 from autoshard.solve import (
     CancelToken,

@@ -8,7 +8,7 @@ from autoshard.errors import LayoutError, PlanError
 from autoshard.graph import Graph, Node, Output
 from autoshard.layouts import Layout
 from autoshard.plan import Conversion, PlacedNode, Stage
-from autoshard.plan.recompute import checkpoint_spans
+from autoshard.plan.memory.recompute import checkpoint_spans
 from autoshard.runtime.conversions import bind_steps
 from autoshard.runtime.instructions import Call, Convert, Instruction, Recompute
 from autoshard.runtime.kernels import bind_kernel

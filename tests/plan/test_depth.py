@@ -13,8 +13,8 @@ from autoshard.graph import Graph, find_blocks
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.formulate import Formulation
-from autoshard.plan.pricing import Prices
+from autoshard.plan.formulation.formulation import Formulation
+from autoshard.plan.formulation.pricing import Prices
 
 Tamper = Callable[[dict[str, Any]], None]
 

@@ -17,15 +17,15 @@ from autoshard.layouts import Action
 from autoshard.mesh import Mesh
 from autoshard.plan import PlanOptions
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.assemble import Assembly
-from autoshard.plan.decisions import Decisions, use_of
-from autoshard.plan.formulate import Formulation, Role
-from autoshard.plan.memory_problem import MemoryProblem
-from autoshard.plan.moments import Backward
-from autoshard.plan.pricing import Prices
-from autoshard.plan.retention import Retention
-from autoshard.plan.steering import Steering
-from autoshard.plan.timeline import timeline
+from autoshard.plan.budget.memory_problem import MemoryProblem
+from autoshard.plan.budget.moments import Backward
+from autoshard.plan.formulation.assemble import Assembly
+from autoshard.plan.formulation.decisions import Decisions, use_of
+from autoshard.plan.formulation.formulation import Formulation, Role
+from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan.memory.retention import Retention
+from autoshard.plan.memory.timeline import timeline
+from autoshard.plan.steering.restriction import Steering
 from autoshard.solve import minimum_usage, solve_problem
 
 

@@ -25,10 +25,10 @@ from autoshard.plan import (
     make_plan,
 )
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.assemble import Assembly
-from autoshard.plan.decisions import Decisions
-from autoshard.plan.formulate import Formulation
-from autoshard.plan.pricing import Prices
+from autoshard.plan.formulation.assemble import Assembly
+from autoshard.plan.formulation.decisions import Decisions
+from autoshard.plan.formulation.formulation import Formulation
+from autoshard.plan.formulation.pricing import Prices
 from autoshard_solver_cache import MemoryCache, Shelf
 
 ROUNDING = 1e-12

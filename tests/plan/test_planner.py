@@ -12,8 +12,8 @@ from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import PlanOptions, make_plan, plan_id
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.formulate import Formulation
-from autoshard.plan.pricing import Prices
+from autoshard.plan.formulation.formulation import Formulation
+from autoshard.plan.formulation.pricing import Prices
 from autoshard.solve import Status, brute_force
 
 

@@ -14,8 +14,8 @@ from autoshard.layouts import Layout
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import Pins, Plan, PlanOptions, check_plan, make_plan
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.origins import Origin, Origins
-from autoshard.plan.patterns import LayoutPattern
+from autoshard.plan.steering.origins import Origin, Origins
+from autoshard.plan.steering.patterns import LayoutPattern
 from autoshard.solve import Status
 
 LLAMA = partial(llama, layers=1)

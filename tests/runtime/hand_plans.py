@@ -28,7 +28,7 @@ from autoshard.plan import (
     Provenance,
     Stage,
 )
-from autoshard.plan.recompute import count_collectives
+from autoshard.plan.memory.recompute import count_collectives
 from autoshard.solve import Status
 
 Layouts = tuple[Sequence[str], Sequence[str]]

@@ -25,7 +25,7 @@ from support.live_memory import LiveMemory
 
 from autoshard.graph import graph_from_json
 from autoshard.plan import Plan
-from autoshard.plan.timeline import timeline
+from autoshard.plan.memory.timeline import timeline
 from autoshard.runtime import parallelize
 
 NUM_RANKS = 4

@@ -3,9 +3,9 @@
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, InputKind
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.demands import CutDemand, Demand, Dim, can_cut
-from autoshard.plan.origins import Origin, Origins
-from autoshard.plan.pins import Place
+from autoshard.plan.steering.demands import CutDemand, Demand, Dim, can_cut
+from autoshard.plan.steering.origins import Origin, Origins
+from autoshard.plan.steering.pins import Place
 from autoshard.rules import call_of, rule_for
 
 

@@ -9,14 +9,14 @@ from autoshard.costs import Overlap, Passes, hidden_seconds
 from autoshard.graph import Graph, Node, find_blocks
 from autoshard.layouts import Kind, Layout, has_placements, placement_texts
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.conversion_check import TOLERANCE, ConversionCheck
+from autoshard.plan.checking.conversion_check import TOLERANCE, ConversionCheck
 from autoshard.plan.document import Conversion, InnerStep, Memory, PlacedNode, Plan, Stage, Use
+from autoshard.plan.formulation.legality import share_of, without_invariant
+from autoshard.plan.formulation.pricing import INNER_ACTION, Prices
 from autoshard.plan.gradients import Gradient, Gradients
-from autoshard.plan.legality import share_of, without_invariant
-from autoshard.plan.pricing import INNER_ACTION, Prices
-from autoshard.plan.recompute import checkpoint_spans, recomputed
-from autoshard.plan.steering import Steering
-from autoshard.plan.timeline import timeline
+from autoshard.plan.memory.recompute import checkpoint_spans, recomputed
+from autoshard.plan.memory.timeline import timeline
+from autoshard.plan.steering.restriction import Steering
 from autoshard.rules import InnerCollective, Saved, Strategy, call_of, rule_for, saved_by
 
 _NOTHING = 1e-15

@@ -19,7 +19,7 @@ from autoshard.mesh import Mesh
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.document import Conversion, PlannedStep
 from autoshard.plan.gradients import Gradient
-from autoshard.plan.steering import Steering
+from autoshard.plan.steering.restriction import Steering
 
 TOLERANCE = 1e-6
 """Relative difference that stated seconds may have from those found."""

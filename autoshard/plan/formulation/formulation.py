@@ -19,13 +19,13 @@ import numpy as np
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_blocks
 from autoshard.layouts import Conversions, I, Kind, Layout, R, has_placements, legal_layouts
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.ends import Ends, Priced
+from autoshard.plan.formulation.ends import Ends, Priced
+from autoshard.plan.formulation.hiding import Hiding
+from autoshard.plan.formulation.legality import without_invariant
+from autoshard.plan.formulation.pricing import OperatorPrices, Prices, Usage
 from autoshard.plan.gradients import Gradient, Gradients
-from autoshard.plan.hiding import Hiding
-from autoshard.plan.legality import without_invariant
-from autoshard.plan.lifetimes import input_interval, output_interval
-from autoshard.plan.pricing import OperatorPrices, Prices, Usage
-from autoshard.plan.steering import UNSTEERED, Steering
+from autoshard.plan.memory.lifetimes import input_interval, output_interval
+from autoshard.plan.steering.restriction import UNSTEERED, Steering
 from autoshard.rules import Strategy, chunked_types
 from autoshard.solve import Closure, Edge, FloatArray, Problem, Repeat
 from autoshard.solve import Node as ProblemNode

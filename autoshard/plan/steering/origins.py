@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from autoshard.graph import Graph, InputKind, Node
-from autoshard.plan.demands import Dim
+from autoshard.plan.steering.demands import Dim
 from autoshard.rules import Dims, OperatorRule, call_of, rule_for
 
 

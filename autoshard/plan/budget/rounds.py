@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isinf
 
-from autoshard.plan.decisions import Decisions
+from autoshard.plan.budget.moments import Backward
 from autoshard.plan.document import Costs, Memory, Stage
-from autoshard.plan.moments import Backward
+from autoshard.plan.formulation.decisions import Decisions
 from autoshard.solve import BoolArray, IntArray, Problem, Solution, Status, Trail
 
 _FINE = 3e-3

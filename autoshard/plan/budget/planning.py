@@ -17,15 +17,15 @@ from itertools import chain
 from math import isfinite
 
 from autoshard.collection import collection_paused
-from autoshard.plan.assemble import Assembly
-from autoshard.plan.decisions import Decisions, use_of
-from autoshard.plan.formulate import Formulation, Role
-from autoshard.plan.likely import likely_strategies
-from autoshard.plan.memory_problem import MemoryProblem
-from autoshard.plan.moments import Backward
+from autoshard.plan.budget.likely import likely_strategies
+from autoshard.plan.budget.memory_problem import MemoryProblem
+from autoshard.plan.budget.moments import Backward
+from autoshard.plan.budget.rounds import Counted, Draft, Rounds, without_plan
+from autoshard.plan.formulation.assemble import Assembly
+from autoshard.plan.formulation.decisions import Decisions, use_of
+from autoshard.plan.formulation.formulation import Formulation, Role
+from autoshard.plan.memory.timeline import timeline
 from autoshard.plan.options import PlanOptions, Recomputing
-from autoshard.plan.rounds import Counted, Draft, Rounds, without_plan
-from autoshard.plan.timeline import timeline
 from autoshard.solve import (
     BoolArray,
     CancelToken,

@@ -15,10 +15,10 @@ import numpy as np
 
 from autoshard.costs import saved_bytes
 from autoshard.layouts import Action, Layout, Step
-from autoshard.plan.formulate import Formulation, Role
+from autoshard.plan.formulation.formulation import Formulation, Role
 from autoshard.plan.gradients import Gradient
-from autoshard.plan.retention import Retention
-from autoshard.plan.tape import step_working
+from autoshard.plan.memory.retention import Retention
+from autoshard.plan.memory.tape import step_working
 from autoshard.rules import Saved, backward_working, call_of, passes_gradient, rule_for
 from autoshard.solve import FloatArray
 

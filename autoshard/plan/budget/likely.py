@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.plan.formulate import Formulation, Role
-from autoshard.plan.retention import Retention
+from autoshard.plan.formulation.formulation import Formulation, Role
+from autoshard.plan.memory.retention import Retention
 from autoshard.solve import BoolArray, FloatArray, Node, Problem, Trail
 
 _ELASTICITIES = (0.4, 3.0)

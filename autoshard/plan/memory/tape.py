@@ -12,7 +12,7 @@ from autoshard.graph import Graph, Tensor
 from autoshard.layouts import Action, Layout, parse_type
 from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage, Use
 from autoshard.plan.gradients import Gradients
-from autoshard.plan.recompute import Keeps
+from autoshard.plan.memory.recompute import Keeps
 from autoshard.rules import (
     Strides,
     backward_working,

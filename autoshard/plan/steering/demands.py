@@ -6,7 +6,7 @@ from math import prod
 from typing import Protocol
 
 from autoshard.layouts import Layout
-from autoshard.plan.patterns import LayoutPattern
+from autoshard.plan.steering.patterns import LayoutPattern
 from autoshard.rules import OperatorRule, Strategy, axis_rules
 
 Dim = tuple[int, int]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autoshard.plan.states import Price, State
+from autoshard.plan.budget.states import Price, State
 from autoshard.solve import BoolArray, FloatArray, IntArray
 
 

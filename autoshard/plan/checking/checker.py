@@ -11,10 +11,10 @@ from math import isclose
 from autoshard.collection import collection_paused
 from autoshard.errors import InputError
 from autoshard.graph import Graph, graph_digest, graph_from_json
-from autoshard.plan.conversion_check import TOLERANCE
+from autoshard.plan.checking.conversion_check import TOLERANCE
+from autoshard.plan.checking.stage_check import StageCheck
 from autoshard.plan.document import Plan
-from autoshard.plan.recompute import count_collectives
-from autoshard.plan.stage_check import StageCheck
+from autoshard.plan.memory.recompute import count_collectives
 from autoshard.solve import Status, relative_gap
 
 

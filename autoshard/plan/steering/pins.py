@@ -6,10 +6,10 @@ from fnmatch import fnmatchcase
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, InputKind, Node
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.demands import Demand, LayoutDemand
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.patterns import FREE, LayoutPattern
+from autoshard.plan.steering.demands import Demand, LayoutDemand
+from autoshard.plan.steering.patterns import FREE, LayoutPattern
 
 Place = tuple[str, str]
 """Role and name of a choice, as `Variable` has them."""

@@ -1,6 +1,6 @@
 """When memory is held in inference, where a value is freed after its last use.
 
-Time is counted in nodes. Training has moments of its own, see `autoshard.plan.moments`.
+Time is counted in nodes. Training has moments of its own, see `autoshard.plan.budget.moments`.
 """
 
 from autoshard.graph import Graph, Node

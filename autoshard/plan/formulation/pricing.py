@@ -18,7 +18,7 @@ from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor
 from autoshard.layouts import Action, AxisType
 from autoshard.mesh import Mesh
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.legality import without_invariant
+from autoshard.plan.formulation.legality import without_invariant
 from autoshard.plan.options import PlanOptions
 from autoshard.rules import (
     Chunked,

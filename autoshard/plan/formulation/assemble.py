@@ -6,7 +6,6 @@ from autoshard.costs import Passes, hidden_seconds
 from autoshard.graph import Graph, Input, InputKind, Node, graph_to_json
 from autoshard.layouts import Action, Layout, Step, again_price, placement_texts, step_price
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.decisions import Decisions, use_of
 from autoshard.plan.document import (
     Checkpoint,
     Conversion,
@@ -19,10 +18,11 @@ from autoshard.plan.document import (
     PlannedStep,
     Stage,
 )
-from autoshard.plan.formulate import Arc, Formulation, Role
+from autoshard.plan.formulation.decisions import Decisions, use_of
+from autoshard.plan.formulation.formulation import Arc, Formulation, Role
 from autoshard.plan.gradients import Gradient
-from autoshard.plan.recompute import recomputed
-from autoshard.plan.timeline import Timeline
+from autoshard.plan.memory.recompute import recomputed
+from autoshard.plan.memory.timeline import Timeline
 from autoshard.rules import InnerCollective, Strategy
 
 _Texts = tuple[str, ...]

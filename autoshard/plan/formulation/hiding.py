@@ -3,8 +3,8 @@
 from autoshard.costs import Overlap, Passes
 from autoshard.graph import Graph, Node
 from autoshard.mesh import Mesh
+from autoshard.plan.formulation.pricing import Prices
 from autoshard.plan.gradients import Gradients
-from autoshard.plan.pricing import Prices
 from autoshard.rules import Strategy
 from autoshard.solve import FloatArray
 

@@ -9,9 +9,9 @@ where what it is applied to comes cut from an earlier one, and by columns otherw
 from autoshard.graph import Graph, Node
 from autoshard.layouts import Action
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.demands import CutDemand, Demand, Dim, can_cut
-from autoshard.plan.origins import Origin, Origins
-from autoshard.plan.pins import Place
+from autoshard.plan.steering.demands import CutDemand, Demand, Dim, can_cut
+from autoshard.plan.steering.origins import Origin, Origins
+from autoshard.plan.steering.pins import Place
 from autoshard.rules import Dims, OperatorRule, call_of, rule_for, weights_of
 
 MEGATRON_FORBIDS = (Action.REDUCE_SCATTER, Action.ALL_TO_ALL)

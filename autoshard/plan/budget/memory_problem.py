@@ -2,7 +2,7 @@
 
 Takes the choices of a formulation and adds, wherever backward needs a tensor, what becomes of
 it after forward; and for each instance of a repeated block, whether it is checkpointed. Usage
-is what a training step holds at some of its moments, see `autoshard.plan.moments`. What is
+is what a training step holds at some of its moments, see `autoshard.plan.budget.moments`. What is
 left out makes it less than the truth and never more, so a bound of this problem is one of
 every plan that fits.
 """
@@ -13,14 +13,14 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.layouts import Layout
-from autoshard.plan.decisions import Decisions
-from autoshard.plan.formulate import Arc, Formulation, Role, Variable
-from autoshard.plan.likely import reached_strategies
-from autoshard.plan.links import ArcPrices, End, joined
-from autoshard.plan.moments import Backward, Moments
+from autoshard.plan.budget.likely import reached_strategies
+from autoshard.plan.budget.links import ArcPrices, End, joined
+from autoshard.plan.budget.moments import Backward, Moments
+from autoshard.plan.budget.states import Price, State, Use
+from autoshard.plan.formulation.decisions import Decisions
+from autoshard.plan.formulation.formulation import Arc, Formulation, Role, Variable
+from autoshard.plan.memory.retention import Retention, Span
 from autoshard.plan.options import Recomputing
-from autoshard.plan.retention import Retention, Span
-from autoshard.plan.states import Price, State, Use
 from autoshard.solve import BoolArray, Edge, FloatArray, IntArray, Problem
 from autoshard.solve import Node as ProblemNode
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from autoshard.plan.tape import Instruction, Tape
+from autoshard.plan.memory.tape import Instruction, Tape
 
 
 class Flow:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoshard.graph import Block, Graph
 from autoshard.plan.gradients import Gradients
-from autoshard.plan.recompute import Keeps, taken_again
+from autoshard.plan.memory.recompute import Keeps, taken_again
 from autoshard.rules import Saved, Strides, call_of, made_strides, saved_by, view_strides
 
 

@@ -31,10 +31,10 @@ from autoshard.collection import collection_paused
 from autoshard.costs import OptimizerSpec, parameter_bytes
 from autoshard.graph import DType, Graph
 from autoshard.plan.document import Stage, Use
-from autoshard.plan.flow import Flow
 from autoshard.plan.gradients import Gradient, Gradients
-from autoshard.plan.recompute import taken_again
-from autoshard.plan.tape import Tape
+from autoshard.plan.memory.flow import Flow
+from autoshard.plan.memory.recompute import taken_again
+from autoshard.plan.memory.tape import Tape
 
 
 class Phase(StrEnum):

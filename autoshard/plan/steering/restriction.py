@@ -17,11 +17,11 @@ from autoshard.graph import Graph
 from autoshard.layouts import Action, Pricer
 from autoshard.mesh import Mesh
 from autoshard.plan.active import ActiveAxes
-from autoshard.plan.batch import batch_demands
-from autoshard.plan.demands import Demand, ShareDemand, can_share
-from autoshard.plan.megatron import MEGATRON_FORBIDS, megatron_demands
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.pins import Place, pin_demands
+from autoshard.plan.steering.batch import batch_demands
+from autoshard.plan.steering.demands import Demand, ShareDemand, can_share
+from autoshard.plan.steering.megatron import MEGATRON_FORBIDS, megatron_demands
+from autoshard.plan.steering.pins import Place, pin_demands
 from autoshard.rules import Strategy, call_of, is_view, rule_for
 from autoshard.solve import BoolArray, FloatArray
 

@@ -7,8 +7,8 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout
 from autoshard.plan.document import Stage, Use
-from autoshard.plan.formulate import Arc, Formulation, Role
-from autoshard.plan.recompute import checkpoint_spans
+from autoshard.plan.formulation.formulation import Arc, Formulation, Role
+from autoshard.plan.memory.recompute import checkpoint_spans
 from autoshard.solve import IntArray
 
 

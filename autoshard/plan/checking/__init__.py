@@ -1,0 +1,1 @@
+"""The independent checker: it shares rules and prices with the planner, not decisions."""

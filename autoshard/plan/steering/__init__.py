@@ -1,0 +1,1 @@
+"""What users demand of a plan, as tests of strategies: pins, the batch, patterns."""
