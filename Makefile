@@ -3,10 +3,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test check serve generated bench prove zoo zoo-ranks format clean
+.PHONY: help install demo test check serve generated bench prove prove-loading zoo zoo-ranks format clean
 
 help:  ## Show the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
 
 install: $(INSTALLED)  ## Make the virtual environment in $(VENV)
 
@@ -43,11 +43,14 @@ bench: $(INSTALLED)  ## Measure, and regenerate the tables of docs/performance.m
 prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 	$(BIN)/python benchmarks/random_problems.py --count 100000 --processes 2
 
+prove-loading: $(INSTALLED)  ## Load 1.1 billion parameters onto 4 ranks: what is read, and held
+	$(BIN)/python -m benchmarks.loading
+
 zoo: $(INSTALLED)  ## Plan the model families at their published sizes, into docs/zoo.md
 	$(BIN)/python -m benchmarks.zoo
 
 zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks, into docs/zoo.md
-	$(BIN)/python -m benchmarks.zoo --ranks
+	$(BIN)/python -m benchmarks.zoo --ranks 8 4
 
 format: $(INSTALLED)  ## Format the code
 	$(BIN)/ruff check --fix .

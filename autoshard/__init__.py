@@ -23,22 +23,33 @@ from autoshard.plan import (
     check_plan,
     compare_plans,
     explain,
+    export_plan,
     make_plan,
     operator_coverage,
     search_meshes,
+    simulate,
 )
 from autoshard.solve import Status
 
 if TYPE_CHECKING:
     from autoshard.discovery import discover
     from autoshard.graph import export_model
-    from autoshard.runtime import checkpointable, parallelize
+    from autoshard.runtime import (
+        checkpointable,
+        load_checkpoint,
+        parallelize,
+        parameters_on_meta,
+        save_checkpoint,
+        shard_loader,
+    )
+    from autoshard.runtime.launch import Launched, launch, launched
 
 __all__ = [
     "AutoshardError",
     "Client",
     "ForbiddenCollective",
     "Graph",
+    "Launched",
     "Mesh",
     "Pins",
     "Plan",
@@ -50,13 +61,21 @@ __all__ = [
     "discover",
     "explain",
     "export_model",
+    "export_plan",
     "get_topology",
+    "launch",
+    "launched",
+    "load_checkpoint",
     "load_graph",
     "make_mesh",
     "make_plan",
     "operator_coverage",
     "parallelize",
+    "parameters_on_meta",
+    "save_checkpoint",
     "search_meshes",
+    "shard_loader",
+    "simulate",
     "topology_names",
 ]
 
@@ -64,7 +83,14 @@ _NEEDS_TORCH = {
     "discover": "autoshard.discovery",
     "export_model": "autoshard.graph",
     "checkpointable": "autoshard.runtime",
+    "Launched": "autoshard.runtime.launch",
+    "launch": "autoshard.runtime.launch",
+    "launched": "autoshard.runtime.launch",
     "parallelize": "autoshard.runtime",
+    "shard_loader": "autoshard.runtime",
+    "load_checkpoint": "autoshard.runtime",
+    "parameters_on_meta": "autoshard.runtime",
+    "save_checkpoint": "autoshard.runtime",
 }
 
 

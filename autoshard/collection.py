@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Event, Lock
 
 
 @contextmanager
@@ -32,16 +32,14 @@ _LOCK = Lock()
 """Held to set objects aside or put them back: what is set aside in between would stay there."""
 
 
-class _Aside:
-    """Whether `collection_of_new` has set objects aside; counting them would take long."""
-
-    ours = False
+_SET_ASIDE = Event()
+"""Set while `collection_of_new` keeps objects aside; counting them would take long."""
 
 
 def _make_old() -> None:
     """Count all objects as old, unless somebody else has set some aside."""
     with _LOCK:
-        if _Aside.ours:
+        if _SET_ASIDE.is_set():
             gc.freeze()
         elif not gc.get_freeze_count():
             gc.freeze()
@@ -58,14 +56,14 @@ def collection_of_new() -> Iterator[None]:
     aside already, theirs are left as they are, and nothing is done.
     """
     with _LOCK:
-        is_first = not (_Aside.ours or gc.get_freeze_count())
+        is_first = not (_SET_ASIDE.is_set() or gc.get_freeze_count())
         if is_first:
-            _Aside.ours = True
+            _SET_ASIDE.set()
             gc.freeze()
     try:
         yield
     finally:
         if is_first:
             with _LOCK:
-                _Aside.ours = False
+                _SET_ASIDE.clear()
                 gc.unfreeze()

@@ -10,7 +10,9 @@
     │   ├── MeshError               mesh, topology or bandwidths
     │   ├── OptionError             planning options that contradict each other or the graph
     │   ├── ProblemError            an optimization problem that is malformed
-    │   └── PlanError               a plan document that does not fit its graph, mesh or model
+    │   ├── PlanError               a plan document that does not fit its graph, mesh or model
+    │   └── CheckpointError         weights in files that cannot be read, or do not fit the model
+    ├── LaunchError                 a rank of a launched program failed
     └── ServiceError                talking to the service failed
         ├── ServiceUnavailableError nobody answered, or the answer says to come back later
         └── RequestRejectedError    the service refused; carries its problem details
@@ -65,6 +67,22 @@ class ProblemError(InputError):
 
 class PlanError(InputError):
     """A plan does not fit its schema, its graph, its mesh or its model."""
+
+
+class CheckpointError(InputError):
+    """Weights in files cannot be read or written, or do not fit the model."""
+
+
+class LaunchError(AutoshardError):
+    """A rank of a launched program failed; the message names it and has its traceback.
+
+    Attributes:
+        rank: the rank that failed first.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class ServiceError(AutoshardError):

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx2
 
+from autoshard.cli.demo import service
 from autoshard.client import Client
-from autoshard.demo import service
 from autoshard.errors import AutoshardError
 from autoshard.plan import PlanOptions
 

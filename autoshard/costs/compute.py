@@ -23,6 +23,7 @@ model" (2009).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 import numpy as np
 
@@ -107,14 +108,14 @@ class _Contraction:
 
     Attributes:
         factors: positions of the floating-point inputs that have a summed letter.
-        summed: letters that no output has.
+        made: letters of the output.
         free: letters of the output, grouped by the factors that have them; a group that all
             factors have is a batch and left out. A letter that no factor has (the rows that
             a convolution makes of other rows) counts with the first factor's own.
     """
 
     factors: tuple[int, ...]
-    summed: frozenset[str]
+    made: frozenset[str]
     free: tuple[frozenset[str], ...]
 
     @classmethod
@@ -130,13 +131,22 @@ class _Contraction:
             owners = tuple(i for i in factors if letter in held[i]) or factors[:1]
             if len(owners) < len(factors):
                 groups.setdefault(owners, set()).add(letter)
-        return cls(factors, summed, tuple(frozenset(group) for group in groups.values()))
+        return cls(factors, kept, tuple(frozenset(group) for group in groups.values()))
 
-    def efficiency(self, sizes: LocalSizes) -> FloatArray:
-        """Share of the peak that a product of these local extents reaches, shape [S]."""
+    def efficiency(self, sizes: LocalSizes, flops: FloatArray) -> FloatArray:
+        """Share of the peak that a product of these local extents reaches, shape [S].
+
+        How many terms a sum has is half the operations of an element that is made. Letters do
+        not tell: a convolution sums some places for each, a grouped product rows of one group.
+
+        Args:
+            sizes: local sizes of letters.
+            flops: of all points, those that are left out included, shape [S].
+        """
         result = MATMUL_EFFICIENCY * sizes.product(())
-        for letters in (self.summed, *self.free):
-            extent = np.maximum(sizes.product(letters), 1.0)
+        terms = flops / (2 * np.maximum(sizes.product(self.made), 1.0))
+        for length in (terms, *map(sizes.product, self.free)):
+            extent = np.maximum(length, 1.0)
             result *= extent / (extent + TILE)
         return result
 
@@ -155,7 +165,9 @@ class _Operator:
         self.device = device
         self.sizes = sizes
         self.contraction = _Contraction.of(rule, inputs)
-        self.flops = rule.flops_per_point * sizes.product(rule.sizes)
+        self.all_flops = rule.flops_per_point * sizes.product(rule.sizes)
+        share = _computed(rule, sizes)
+        self.flops = self.all_flops * share
         self.needed = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
         self.peak = device.peak(_widest(inputs))
         self.slices = [sizes.nbytes(t, d) for t, d in zip(inputs, rule.inputs, strict=True)]
@@ -166,7 +178,7 @@ class _Operator:
             np.minimum(nbytes, self.written) if _is_gathered(rule, inputs, i) else nbytes
             for i, nbytes in enumerate(self.slices)
         )
-        self.read = sum(used, self.zero)
+        self.read = sum(used, self.zero) + _spilled(rule, sizes) * share
 
     def roofline(
         self, flops: FloatArray, peak: FloatArray | float, nbytes: FloatArray
@@ -174,6 +186,31 @@ class _Operator:
         """Seconds of one kernel."""
         seconds: FloatArray = np.maximum(flops / peak, nbytes / self.device.memory_bandwidth)
         return seconds + self.device.launch_overhead
+
+
+def _computed(rule: OperatorRule, sizes: LocalSizes) -> FloatArray | float:
+    """Share of its points that a rank computes; of the ranks the one with most, shape [S].
+
+    Where a row sees the columns up to its own place, the last rows and the first columns have
+    most: if rows first..last are on that rank and s columns, the sum of min(row, s).
+    """
+    if rule.causal is None:
+        return 1.0
+    rows, columns = ((letter,) for letter in rule.causal)
+    last, num_rows, num_columns = rule.sizes[rows[0]], sizes.product(rows), sizes.product(columns)
+    first = last - num_rows + 1
+    until = np.clip(num_columns, first - 1, last)  # from here on a row sees all columns
+    seen = (until - first + 1) * (first + until) / 2 + (last - until) * num_columns
+    return seen / np.maximum(num_rows * num_columns, 1.0)
+
+
+def _spilled(rule: OperatorRule, sizes: LocalSizes) -> FloatArray | float:
+    """Bytes of what goes through memory because a letter is cut, shape [S]."""
+    reduced = rule.reduced
+    if not reduced.spilled:
+        return 0.0
+    is_cut = sizes.product(reduced.over) < prod(rule.sizes[letter] for letter in reduced.over)
+    return is_cut * sizes.product(reduced.spilled) * reduced.spilled_bytes
 
 
 def _widest(inputs: Sequence[Tensor]) -> DType:
@@ -204,7 +241,8 @@ def _free(operator: _Operator) -> FloatArray:
 
 
 def _contraction_forward(operator: _Operator) -> FloatArray:
-    peak = operator.peak * operator.contraction.efficiency(operator.sizes)
+    efficiency = operator.contraction.efficiency(operator.sizes, operator.all_flops)
+    peak = operator.peak * efficiency
     return operator.roofline(operator.flops, peak, operator.read + operator.written)
 
 

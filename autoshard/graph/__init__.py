@@ -22,7 +22,7 @@ from autoshard.graph.ir import (
 )
 from autoshard.graph.load import load_graph
 from autoshard.graph.rules import MAX_RULES, RULES_VERSION, rules_from_json, rules_to_json
-from autoshard.graph.serialise import graph_digest, graph_from_json, graph_to_json
+from autoshard.graph.serialise import graph_digest, graph_from_json, graph_to_json, resized
 
 if TYPE_CHECKING:
     from autoshard.graph.export import export_model
@@ -55,6 +55,7 @@ __all__ = [
     "operator_namespaces",
     "read_archive",
     "references",
+    "resized",
     "rules_from_json",
     "rules_to_json",
 ]

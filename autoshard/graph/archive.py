@@ -1,18 +1,26 @@
-"""Reading a `.pt2` archive without trusting it: only its `model.json` is ever decompressed.
+"""Reading a `.pt2` archive without trusting it: its `model.json`, and values of small constants.
 
-Nothing here unpickles, evaluates or imports torch. Weights and constants stay untouched.
+Nothing here unpickles, evaluates or imports torch. Weights and large constants stay untouched.
 """
 
 import json
 import re
 import zipfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import ArchiveError, SchemaError
+from autoshard.errors import ArchiveError, GraphError, SchemaError
+from autoshard.graph.constants import (
+    CONSTANT_BYTES,
+    CONSTANTS_FILE,
+    CONSTANTS_FOLDER,
+    Constant,
+    read_constants,
+)
 
 TIES_FILE = "autoshard.json"
 """Extra file in which `export_model` records which parameter names are one tensor."""
@@ -57,10 +65,12 @@ class Archive:
         model: the parsed model.json.
         ties: groups of parameter names that are one tensor each; None where the archive
             was not made by `export_model` and so does not say.
+        constants: the values of small constants by name.
     """
 
     model: dict[str, Any]
     ties: tuple[tuple[str, ...], ...] | None = None
+    constants: Mapping[str, Constant] = field(default_factory=dict)
 
 
 def read_archive(source: str | Path | bytes, *, limits: ArchiveLimits | None = None) -> Archive:
@@ -120,14 +130,34 @@ def _read_zip(data: bytes, limits: ArchiveLimits) -> Archive:
             model = _decompress(archive, _find_model(archive), limits)
             ties = _find(archive, _TIES_SUFFIX)
             extra = _decompress(archive, ties[0], limits) if len(ties) == 1 else None
+            constants = _read_constants(archive, limits)
     except _UNREADABLE as error:
-        if isinstance(error, ArchiveError):
+        if isinstance(error, GraphError):
             raise
         raise ArchiveError(
             f"this is not a readable .pt2 archive ({error}); make one with torch.export.save, "
             "or send its models/model.json"
         ) from error
-    return Archive(_parse(model, _MODEL_SUFFIX), None if extra is None else _parse_ties(extra))
+    return Archive(
+        _parse(model, _MODEL_SUFFIX), None if extra is None else _parse_ties(extra), constants
+    )
+
+
+def _read_constants(archive: zipfile.ZipFile, limits: ArchiveLimits) -> dict[str, Constant]:
+    config = _find(archive, CONSTANTS_FILE)
+    if len(config) != 1:
+        return {}
+    folder = config[0].filename.removesuffix(CONSTANTS_FILE) + CONSTANTS_FOLDER
+
+    def read(name: str) -> bytes | None:
+        try:
+            file = archive.getinfo(folder + name)
+        except KeyError:
+            return None
+        small = file.file_size <= CONSTANT_BYTES
+        return _decompress(archive, file, limits) if small else None
+
+    return read_constants(_parse(_decompress(archive, config[0], limits), CONSTANTS_FILE), read)
 
 
 def _find(archive: zipfile.ZipFile, suffix: str) -> list[zipfile.ZipInfo]:

@@ -7,16 +7,18 @@ when it is called.
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import GraphError
 from autoshard.graph.archive import TIES_FILE
+from autoshard.graph.constants import CONSTANT_BYTES
 from autoshard.graph.own_gradients import own_gradients_watched
 
 
@@ -25,17 +27,21 @@ def export_model(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
+    dynamic_shapes: Any = None,
     strict: bool = False,
 ) -> bytes:
     """Export a model on the meta device, in the training or evaluation mode it is in.
 
     The model is neither changed nor moved, and its weights are not copied: what is exported
-    is a copy of the module tree whose tensors have shapes but no contents.
+    is a copy of the module tree whose tensors have shapes but no contents. What forward itself
+    writes as numbers, as in `torch.tensor(0.5)`, keeps its value where it is small.
 
     Args:
         model: the model; its weights may be on any device, the meta device included.
         args: example arguments of forward; the plan will be made for their shapes.
         kwargs: example keyword arguments of forward.
+        dynamic_shapes: sizes that stay open, as in `torch.export.export`. The plan is made for
+            those of the examples, and runs with others that its layouts can cut.
         strict: as in `torch.export.export`.
 
     Returns:
@@ -51,8 +57,13 @@ def export_model(
         twin = _meta_copy(model)
         meta_args, meta_kwargs = pytree.tree_map(_to_meta, (args, kwargs or {}))
     tracing = _named(f"torch.export cannot trace {what}")
-    with tracing, torch.enable_grad(), torch.device("meta"), own_gradients_watched() as own:
-        program = torch.export.export(twin, meta_args, meta_kwargs, strict=strict)
+    # Dynamo, which traces strictly, looks into modes instead of running them.
+    numbers = nullcontext() if strict else _NumbersKept()
+    meta = torch.device("meta")
+    with tracing, torch.enable_grad(), meta, numbers, own_gradients_watched() as own:
+        program = torch.export.export(
+            twin, meta_args, meta_kwargs, dynamic_shapes=dynamic_shapes, strict=strict
+        )
     if own:
         raise GraphError(
             f"{what} has gradients of its own ({', '.join(sorted(own))}), which an exported graph "
@@ -72,6 +83,35 @@ def tied_names(model: torch.nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+class _NumbersKept(TorchFunctionMode):
+    """Makes tensors of numbers on the CPU, where they have values, and takes them to meta."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called for every function of torch."""
+        given = kwargs or {}
+        if func in _OF_NUMBERS and _is_of_small_numbers(args, given):
+            return func(*args, **{**given, "device": "cpu"}).to("meta")
+        return func(*args, **given)
+
+
+_OF_NUMBERS = (torch.tensor, torch.as_tensor)
+
+
+def _is_of_small_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    data = args[0] if args else kwargs.get("data")
+    device = torch.device(kwargs.get("device") or "meta")
+    leaves = pytree.tree_leaves(data)
+    plain = all(isinstance(leaf, (bool, int, float)) for leaf in leaves)
+    small = 8 * len(leaves) <= CONSTANT_BYTES
+    return plain and small and device.type == "meta" and not kwargs.get("requires_grad")
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
+from autoshard.graph.sizes import Dynamic
+
 
 class DType(StrEnum):
     """Element type of a tensor, by PyTorch's name."""
@@ -247,6 +249,8 @@ class InputKind(StrEnum):
     BUFFER = "buffer"
     CONSTANT = "constant"
     """A tensor that the model captured; its values travel with the model, not the graph."""
+    PREPARED = "prepared"
+    """A tensor that is the same in every step, and that the graph itself says how to make."""
     USER = "user"
     """A tensor that the caller passes to forward."""
     LITERAL = "literal"
@@ -260,9 +264,12 @@ class Input:
     Attributes:
         name: the value's name; a literal has no value but keeps its place among the inputs.
         kind: where it comes from.
-        target: dotted name in the model (parameter, buffer, constant), else the argument.
+        target: dotted name in the model (parameter, buffer, constant), the argument, or what
+            the preparation calls it.
         aliases: further names of the same parameter in the model's state dict.
         literal: the value of a literal.
+        contents: elements of a small constant, in order and in little-endian bytes; None where
+            its value is not known.
     """
 
     name: str
@@ -270,6 +277,7 @@ class Input:
     target: str
     aliases: tuple[str, ...] = ()
     literal: bool | int | float | str | None = None
+    contents: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,13 +293,17 @@ class Graph:
     """A program: inputs, operators in execution order, outputs.
 
     Attributes:
-        inputs: parameters, buffers and constants first, then what the caller passes.
+        inputs: parameters, buffers and constants first, then what is prepared, then what the
+            caller passes.
         nodes: in an order in which every value is made before it is used.
         outputs: what forward returns, flattened.
         values: shape and type of every value by name.
         in_spec: how (args, kwargs) nest, as PyTorch's own JSON tree spec; may be empty.
         out_spec: how the outputs nest, likewise.
         rules: of operators that this library has no rule for, each for calls of one kind.
+        preparation: a program without inputs that is run once, before the first step; its
+            outputs are the inputs that are prepared, in their order. None where there are none.
+        dynamic: sizes that the export left open; None where all are fixed.
     """
 
     inputs: tuple[Input, ...]
@@ -301,6 +313,8 @@ class Graph:
     in_spec: str = ""
     out_spec: str = ""
     rules: tuple[CallRule, ...] = ()
+    preparation: "Graph | None" = None
+    dynamic: Dynamic | None = None
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:

@@ -1,12 +1,16 @@
 """From an archive to a normalised graph."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from autoshard.collection import collection_paused
 from autoshard.graph.archive import ArchiveLimits, read_archive
+from autoshard.graph.constants import with_contents
+from autoshard.graph.dynamic import find_dynamic
 from autoshard.graph.ir import Graph
 from autoshard.graph.normalise import normalise
 from autoshard.graph.parse import parse_program
+from autoshard.graph.serialise import graph_to_json
 
 
 @collection_paused()
@@ -27,5 +31,13 @@ def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = Non
     """
     limits = limits or ArchiveLimits()
     archive = read_archive(source, limits=limits)
-    program = parse_program(archive.model, max_nodes=limits.nodes)
-    return normalise(program, ties=archive.ties)
+
+    def read() -> Graph:
+        program = parse_program(archive.model, max_nodes=limits.nodes)
+        return with_contents(normalise(program, ties=archive.ties), archive.constants)
+
+    graph = read()
+    dynamic = find_dynamic(
+        archive.model, lambda: graph_to_json(graph), lambda: graph_to_json(read())
+    )
+    return replace(graph, dynamic=dynamic) if dynamic else graph

@@ -55,7 +55,8 @@ def parse_program(model: Mapping[str, Any], *, max_nodes: int) -> Program:
     with place("graph_module.signature"):
         inputs = tuple(_parse_inputs(member(signature, "input_specs", list)))
         _check_outputs(member(signature, "output_specs", list))
-    return Program(inputs, body, *_parse_specs(module))
+    has_open_sizes = bool(model.get("range_constraints"))
+    return Program(inputs, body, *_parse_specs(module), has_open_sizes=has_open_sizes)
 
 
 def _check_version(model: Mapping[str, Any]) -> None:

@@ -50,9 +50,18 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A whole program; the inputs and outputs of its body are those of the model."""
+    """A whole program; the inputs and outputs of its body are those of the model.
+
+    Attributes:
+        inputs: what comes in.
+        body: what runs.
+        in_spec: how the arguments nest.
+        out_spec: how the results nest.
+        has_open_sizes: whether sizes may be others than the numbers that stand for them.
+    """
 
     inputs: tuple[Input, ...]
     body: Body
     in_spec: str = ""
     out_spec: str = ""
+    has_open_sizes: bool = False

@@ -5,11 +5,14 @@ References read `{"ref": name}`, tokens `{"dtype": "float32"}`, non-finite float
 order of an object's members.
 """
 
+import base64
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from autoshard.errors import SchemaError
+from autoshard.errors import GraphError, SchemaError
+from autoshard.graph.dynamic import dynamic_from_json
 from autoshard.graph.fields import member, place, typed
 from autoshard.graph.ir import (
     DType,
@@ -48,6 +51,7 @@ def _document_digest(document: object) -> str:
 def graph_to_json(graph: Graph) -> dict[str, Any]:
     """The graph as an object of plain JSON types; `graph_from_json` reads it back."""
     rules = {"rules": rules_to_json(graph.rules)} if graph.rules else {}
+    dynamic = {"dynamic": graph.dynamic.to_json()} if graph.dynamic else {}
     return {
         "inputs": [_input_to_json(i) for i in graph.inputs],
         "nodes": [_node_to_json(node) for node in graph.nodes],
@@ -59,7 +63,34 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         "in_spec": graph.in_spec,
         "out_spec": graph.out_spec,
         **rules,
+        **({"preparation": graph_to_json(graph.preparation)} if graph.preparation else {}),
+        **dynamic,
     }
+
+
+def resized(graph: Graph, sizes: Mapping[str, int]) -> Graph:
+    """The program at other numbers for the sizes that its export left open.
+
+    Args:
+        graph: the program.
+        sizes: numbers by name of the symbol; the others stay as they are.
+
+    Raises:
+        GraphError: the program has no such open size, or is not made for the number.
+    """
+    symbols = {symbol.name: symbol for symbol in graph.dynamic.symbols} if graph.dynamic else {}
+    for name, number in sizes.items():
+        if name not in symbols:
+            raise GraphError(f"no size {name!r} was left open; there are {sorted(symbols)}")
+        if not symbols[name].allows(number):
+            raise GraphError(
+                f"size {name!r} was exported for {symbols[name].least} to {symbols[name].most}, "
+                f"and is {number}; export again with a wider torch.export.Dim"
+            )
+    if graph.dynamic is None or not sizes:
+        return graph
+    numbers = graph.dynamic.planned | dict(sizes)
+    return graph_from_json(graph.dynamic.resized(graph_to_json(graph), numbers))
 
 
 def _input_to_json(source: Input) -> dict[str, Any]:
@@ -72,6 +103,8 @@ def _input_to_json(source: Input) -> dict[str, Any]:
         members["aliases"] = list(source.aliases)
     if source.kind is InputKind.LITERAL:
         members["literal"] = to_json(source.literal)
+    if source.contents is not None:
+        members["contents"] = base64.b64encode(source.contents).decode()
     return members
 
 
@@ -106,7 +139,15 @@ def graph_from_json(document: object, *, known: Graph | None = None) -> Graph:
     """
     if known is not None and _is_document_of(known, document):
         return known
+    graph = _graph_from_json(document)
+    check_wiring(graph)
+    return graph
+
+
+def _graph_from_json(document: object) -> Graph:
     check_members(document, _OF_A_GRAPH, "a graph")
+    members = typed(document, dict, "a graph")
+    dynamic = members.get("dynamic")
     graph = Graph(
         inputs=each(document, "inputs", _input_from_json),
         nodes=each(document, "nodes", _node_from_json),
@@ -114,15 +155,26 @@ def graph_from_json(document: object, *, known: Graph | None = None) -> Graph:
         values=_values_from_json(member(document, "values", dict)),
         in_spec=member(document, "in_spec", str),
         out_spec=member(document, "out_spec", str),
-        rules=rules_from_json(typed(document, dict, "a graph").get("rules", [])),
+        rules=rules_from_json(members.get("rules", [])),
+        preparation=_preparation_from_json(members),
+        dynamic=None if dynamic is None else dynamic_from_json(dynamic, document),
     )
-    check_wiring(graph)
     made = {n for node in graph.nodes for n in node.outputs}
     made |= {i.name for i in graph.inputs if i.kind is not InputKind.LITERAL}
     extra = sorted(graph.values.keys() - made)
     if extra:
         raise SchemaError(f"values[{extra[0]!r}]: no input and no node makes this value")
     return graph
+
+
+def _preparation_from_json(members: dict[str, Any]) -> Graph | None:
+    if "preparation" not in members:
+        return None
+    with place("preparation"):
+        # One that says how itself is prepared is refused before it is read.
+        if "preparation" in typed(members["preparation"], dict, "a graph"):
+            raise SchemaError("a preparation has none of its own")
+        return _graph_from_json(members["preparation"])
 
 
 def _is_document_of(graph: Graph, document: object) -> bool:
@@ -133,7 +185,7 @@ def _is_document_of(graph: Graph, document: object) -> bool:
 
 
 def _input_from_json(item: object) -> Input:
-    check_members(item, {"name", "kind", "target", "aliases", "literal"}, "an input")
+    check_members(item, {"name", "kind", "target", "aliases", "literal", "contents"}, "an input")
     kind = code(InputKind, member(item, "kind", str))
     aliases = member(item, "aliases", list) if "aliases" in typed(item, dict, "") else []
     return Input(
@@ -142,7 +194,15 @@ def _input_from_json(item: object) -> Input:
         target=member(item, "target", str),
         aliases=tuple(typed(alias, str, "an alias") for alias in aliases),
         literal=_literal(item) if kind is InputKind.LITERAL else None,
+        contents=_contents(item) if "contents" in typed(item, dict, "") else None,
     )
+
+
+def _contents(item: object) -> bytes:
+    try:
+        return base64.b64decode(member(item, "contents", str), validate=True)
+    except ValueError as error:
+        raise SchemaError(f"'contents' is not base64: {error}") from error
 
 
 def _node_from_json(item: object) -> Node:
@@ -187,7 +247,9 @@ def _values_from_json(values: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-_OF_A_GRAPH = frozenset({"inputs", "nodes", "outputs", "values", "in_spec", "out_spec", "rules"})
+_OF_A_GRAPH = frozenset(
+    "inputs nodes outputs values in_spec out_spec rules preparation dynamic".split()  # noqa: SIM905
+)
 _OF_A_NODE = frozenset({"name", "operator", "arguments", "outputs", "module"})
 _OF_A_TENSOR = frozenset({"shape", "dtype", "requires_grad"})
 _DIGEST = "digest"

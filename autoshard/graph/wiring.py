@@ -33,6 +33,43 @@ def check_wiring(graph: Graph) -> None:
     for output in graph.outputs:
         if output.name is not None and output.name not in known:
             raise SchemaError(f"the graph returns {output.name!r}, which nothing makes")
+    _check_contents(graph)
+    _check_preparation(graph)
+
+
+def _check_contents(graph: Graph) -> None:
+    """Only constants have a value, and it is as long as their shape says."""
+    for source in graph.inputs:
+        if source.contents is None:
+            continue
+        tensor = graph.values[source.name] if source.kind is InputKind.CONSTANT else None
+        if tensor is None or len(source.contents) != tensor.nbytes:
+            raise SchemaError(
+                f"{source.name!r} has a value of {len(source.contents)} bytes and is "
+                f"{tensor or f'a {source.kind}'}"
+            )
+
+
+def _check_preparation(graph: Graph) -> None:
+    """What is prepared is what the preparation makes, and it takes nothing."""
+    taken = [i.name for i in graph.inputs if i.kind is InputKind.PREPARED]
+    if graph.preparation is None:
+        if taken:
+            raise SchemaError(f"nothing makes {taken[0]!r}, which is to be prepared")
+        return
+    made = [output.name for output in graph.preparation.outputs]
+    if graph.preparation.inputs or made != taken:
+        raise SchemaError(
+            f"the preparation must take nothing and make {taken}; it makes {made} of "
+            f"{[i.name for i in graph.preparation.inputs]}"
+        )
+    check_wiring(graph.preparation)
+    for name in taken:
+        if graph.values[name] != graph.preparation.values[name]:
+            raise SchemaError(
+                f"{name!r} is {graph.values[name]}, and prepared it is "
+                f"{graph.preparation.values[name]}"
+            )
 
 
 def _check_unique(what: str, counts: Counter[str]) -> None:

@@ -9,7 +9,13 @@ from autoshard.layouts.conversions import (
     again_price,
     step_price,
 )
-from autoshard.layouts.layout import Layout, legal_layouts
+from autoshard.layouts.layout import (
+    Layout,
+    can_be_cut,
+    cuts_unevenly,
+    largest_share,
+    legal_layouts,
+)
 from autoshard.layouts.placements import (
     from_placements,
     has_placements,
@@ -33,8 +39,11 @@ __all__ = [
     "S",
     "Step",
     "again_price",
+    "can_be_cut",
+    "cuts_unevenly",
     "from_placements",
     "has_placements",
+    "largest_share",
     "layout_of_texts",
     "legal_layouts",
     "parse_type",

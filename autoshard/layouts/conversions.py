@@ -18,7 +18,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 
 from autoshard.errors import LayoutError
-from autoshard.layouts.layout import Layout, legal_layouts
+from autoshard.layouts.layout import Layout, largest_share, legal_layouts, uneven_cuts
 from autoshard.layouts.moves import Moves, moves_between
 from autoshard.layouts.types import AxisType, Kind, S
 
@@ -77,9 +77,12 @@ class Step:
         source: type on the axis before.
         target: type on the axis after.
         nbytes: size of the larger of a rank's tensor before and after: what an all-gather
-            makes, what a reduce-scatter takes, and the tensor itself otherwise.
+            makes, what a reduce-scatter takes, and the tensor itself otherwise. Of ranks with
+            different shares it is that of the largest.
         forward: what runs in the forward pass.
         backward: what runs in the backward pass; nothing where no gradient flows.
+        padded: whether the axis cuts a dim into slices of unequal length: collectives have all
+            of them as long as the largest.
     """
 
     axis: int
@@ -88,11 +91,17 @@ class Step:
     nbytes: int
     forward: Action
     backward: Action
+    padded: bool = False
 
     @property
     def reorders(self) -> bool:
         """Whether the slices of chunks are put in order by a copy, next to each action."""
         return bool(self.source.chunks or self.target.chunks)
+
+    @property
+    def copies(self) -> bool:
+        """Whether a copy stands next to each collective."""
+        return self.reorders or self.padded
 
 
 class Pricer(Protocol):
@@ -135,7 +144,8 @@ def _action_price(action: Action, step: Step, pricer: Pricer) -> float:
     if action is Action.SLICE:
         return reordered
     if action.is_collective:
-        return reordered + pricer.collective_time(action, step.axis, step.nbytes)
+        beside = pricer.copy_time(step.nbytes) if step.copies else 0.0
+        return beside + pricer.collective_time(action, step.axis, step.nbytes)
     return reordered + pricer.copy_time(step.nbytes)
 
 
@@ -152,6 +162,8 @@ class Conversions:
         backward: whether the backward pass will run through the conversion; if not, only
             forward is priced, though the types still say what the gradient would be.
         chunked: the types with chunks that the tensor can have.
+        still: dims whose slices stay where they are: no step cuts one, gathers it, or exchanges
+            it for another.
         pricer: prices of collectives and copies.
     """
 
@@ -165,6 +177,7 @@ class Conversions:
         partial: bool = True,
         backward: bool = True,
         chunked: Collection[AxisType] = (),
+        still: Collection[int] = (),
         pricer: Pricer,
     ) -> None:
         self._shape = tuple(shape)
@@ -172,11 +185,13 @@ class Conversions:
         self._axis_sizes = tuple(axis_sizes)
         self._backward = differentiable and backward
         self._pricer = pricer
+        self._still = frozenset(still)
         self._before: dict[int, NDArray[np.int32]] = {}
         self.layouts = legal_layouts(
             shape, axis_sizes, differentiable=differentiable, partial=partial, chunked=chunked
         )
         self._cuts = (*(S(dim) for dim in range(len(shape))), *chunked)
+        self._uneven = uneven_cuts(shape, axis_sizes)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
 
     @property
@@ -230,18 +245,33 @@ class Conversions:
         moves = self._moves
         source, target = moves.types[moves.old[i]], moves.types[moves.new[i]]
         forward, backward = STEPS[source.kind, target.kind]
+        axis, padding = int(moves.axes[i]), int(moves.padding[i])
+        shape, padded = list(self._shape), False
+        for bit, (cutting, dim) in enumerate(self._uneven):
+            if padding >> bit & 1:
+                num_ranks = self._axis_sizes[cutting]
+                shape[dim] = largest_share(self._shape[dim], num_ranks) * num_ranks
+                padded = padded or cutting == axis
         return Step(
-            axis=int(moves.axes[i]),
+            axis=axis,
             source=source,
             target=target,
-            nbytes=prod(self._shape) * self._itemsize // int(moves.parts[i]),
+            nbytes=prod(shape) * self._itemsize // int(moves.parts[i]),
             forward=forward,
             backward=backward if self._backward else Action.NOTHING,
+            padded=padded,
         )
 
     @cached_property
     def _moves(self) -> Moves:
-        return moves_between(self.layouts, self._cuts, self._axis_sizes, _OFFERED)
+        return moves_between(
+            self.layouts,
+            self._cuts,
+            self._axis_sizes,
+            _OFFERED,
+            uneven=self._uneven,
+            still=self._still,
+        )
 
     @property
     def _examples(self) -> list[Step]:

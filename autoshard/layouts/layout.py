@@ -66,23 +66,32 @@ class Layout:
         return next((t.chunks for t in self.types if t.dim == dim), ())
 
     def local_shape(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[int, ...]:
-        """Shape of one rank's slice.
+        """Shape of the largest slice that a rank holds: that of all ranks, or of all but the last.
 
         Raises:
-            LayoutError: an axis does not divide the dim it cuts, or a chunk of it.
+            LayoutError: an axis does not divide the dim it cuts, or a chunk of it, and may not
+                cut it into slices of unequal length (`cuts_unevenly`).
         """
         local = list(shape)
         for axis, axis_type in enumerate(self.types):
             if not axis_type.is_shard:
                 continue
-            parts = axis_sizes[axis] * axis_type.num_units
-            if axis_type.dim >= len(local) or local[axis_type.dim] % parts:
+            dim, num_ranks = axis_type.dim, axis_sizes[axis]
+            if dim >= len(local) or (
+                local[dim] % (num_ranks * axis_type.num_units)
+                and not self._cuts_unevenly(dim, shape[dim], axis_sizes)
+            ):
                 raise LayoutError(
                     f"layout {self} does not divide shape {tuple(shape)} "
                     f"over axes of {tuple(axis_sizes)}"
                 )
-            local[axis_type.dim] //= axis_sizes[axis]
+            local[dim] = largest_share(local[dim], num_ranks)
         return tuple(local)
+
+    def _cuts_unevenly(self, dim: int, size: int, axis_sizes: Sequence[int]) -> bool:
+        """Whether a dim is cut into slices of unequal length, as one axis alone may."""
+        parts = [axis_sizes[axis] for axis in self.cutting_axes(dim) if axis_sizes[axis] > 1]
+        return len(parts) == 1 and not self.chunks(dim) and cuts_unevenly(size, parts[0])
 
     def local_slices(
         self, shape: Sequence[int], axis_sizes: Sequence[int], coordinate: Sequence[int]
@@ -99,7 +108,7 @@ class Layout:
             one.
 
         Raises:
-            LayoutError: an axis does not divide the dim it cuts, or a chunk of it.
+            LayoutError: as `local_shape`.
         """
         local = self.local_shape(shape, axis_sizes)
         return tuple(
@@ -119,8 +128,10 @@ class Layout:
         index, start, slices = self.slice_index(dim, axis_sizes, coordinate), 0, []
         for chunk in chunks:
             part = held * chunk // sum(chunks)
-            slices.append(slice(start + index * part, start + (index + 1) * part))
-            start += size * chunk // sum(chunks)
+            end = start + size * chunk // sum(chunks)
+            # The last slice is shorter where an axis does not divide the dim.
+            slices.append(slice(start + index * part, min(start + (index + 1) * part, end)))
+            start = end
         return tuple(slices)
 
     def slice_index(self, dim: int, axis_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
@@ -131,16 +142,23 @@ class Layout:
         return index
 
     def is_legal(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
-        """Whether every axis divides the dim it cuts, and axes cut a dim in the same chunks."""
+        """Whether axes may cut the dims as they do, and cut a dim in the same chunks.
+
+        They divide it, or one alone cuts it into slices of unequal length (`cuts_unevenly`).
+        """
         if len(self.types) != len(axis_sizes) or any(t.dim >= len(shape) for t in self.types):
             return False
-        parts = (
-            max((t.num_units for t in self.types if t.dim == dim), default=1)
-            * prod(axis_sizes[a] for a in self.cutting_axes(dim))
-            for dim in range(len(shape))
+        may_cut = all(
+            size % self.num_parts(dim, axis_sizes) == 0
+            or self._cuts_unevenly(dim, size, axis_sizes)
+            for dim, size in enumerate(shape)
         )
-        divides = all(size % n == 0 for size, n in zip(shape, parts, strict=True))
-        return divides and not self.mixes_chunks
+        return may_cut and not self.mixes_chunks
+
+    def num_parts(self, dim: int, axis_sizes: Sequence[int]) -> int:
+        """What a dim must be a multiple of to be cut into equal slices."""
+        units = max((t.num_units for t in self.types if t.dim == dim), default=1)
+        return units * prod(axis_sizes[axis] for axis in self.cutting_axes(dim))
 
     @property
     def mixes_chunks(self) -> bool:
@@ -171,6 +189,29 @@ class Layout:
             orders[axis_type.dim] = (*self.cutting_axes(axis_type.dim), axis)
         nesting = tuple(o for _, o in sorted(orders.items()) if list(o) != sorted(o))
         return Layout(tuple(types), nesting)
+
+
+def largest_share(size: int, parts: int) -> int:
+    """Length of the slices of a dim but the last, which may be shorter: that of `torch.chunk`."""
+    return -(-size // parts)
+
+
+def cuts_unevenly(size: int, parts: int) -> bool:
+    """Whether an axis cuts a dim that it does not divide, as DTensor does: none gets nothing.
+
+    Each rank but the last has `largest_share(size, parts)`, the last one what is left. Only an
+    axis that alone cuts a dim, and cuts it as one, may do so.
+
+    Args:
+        size: of the dim.
+        parts: ranks of the axis.
+    """
+    return size % parts != 0 and (parts - 1) * largest_share(size, parts) < size
+
+
+def can_be_cut(size: int, parts: int) -> bool:
+    """Whether an axis of so many ranks may alone cut a dim, into slices of equal length or not."""
+    return size % parts == 0 or cuts_unevenly(size, parts)
 
 
 @lru_cache(maxsize=65536)
@@ -220,24 +261,47 @@ def legal_layouts(
     options = (*whole, *[P] * partial, *(S(d) for d in range(len(shape))), *chunked)
     # Of a size only the divisors count that cuts can have, so many shapes are one.
     parts = prod(axis_sizes) * prod(sum(t.chunks) for t in chunked)
-    return _legal_layouts(tuple(gcd(size, parts) for size in shape), tuple(axis_sizes), options)
+    divisors = tuple(gcd(size, parts) for size in shape)
+    return _legal_layouts(divisors, uneven_cuts(shape, axis_sizes), tuple(axis_sizes), options)
+
+
+def uneven_cuts(shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The axes that cut a dim into slices of unequal length, where they alone do: (axis, dim)."""
+    return tuple(
+        (axis, dim)
+        for axis, parts in enumerate(axis_sizes)
+        for dim, size in enumerate(shape)
+        if cuts_unevenly(size, parts)
+    )
 
 
 @lru_cache(maxsize=1 << 10)
 def _legal_layouts(
-    shape: tuple[int, ...], axis_sizes: tuple[int, ...], options: tuple[AxisType, ...]
+    divisors: tuple[int, ...],
+    uneven: tuple[tuple[int, int], ...],
+    axis_sizes: tuple[int, ...],
+    options: tuple[AxisType, ...],
 ) -> tuple[Layout, ...]:
     """The legal layouts whose types are among the options, in their order."""
+
+    def divides(axis: int, cut: AxisType) -> bool:
+        even = divisors[cut.dim] % (axis_sizes[axis] * cut.num_units) == 0
+        return even or (not cut.chunks and (axis, cut.dim) in uneven)
+
     alone = [
-        [t for t in options if not t.is_shard or shape[t.dim] % (n * t.num_units) == 0]
-        for n in axis_sizes
+        [t for t in options if not t.is_shard or divides(axis, t)]
+        for axis in range(len(axis_sizes))
     ]
     found: list[Layout] = []
     for types in product(*alone):
         dims = [t.dim for t in types if t.is_shard]
-        if len(set(dims)) == len(dims):
-            found.append(Layout(types))
-        elif Layout(types).is_legal(shape, axis_sizes):
+        shared = {dim for dim in dims if dims.count(dim) > 1}
+        layout = Layout(types)
+        if not shared:
+            found.append(layout)
+        elif not layout.mixes_chunks and all(
+            divisors[dim] % layout.num_parts(dim, axis_sizes) == 0 for dim in shared
+        ):
             found.extend(_nestings(types))
     return tuple(found)
 

@@ -27,9 +27,12 @@ class Moves:
         axes: the axis that changes its type, shape [A].
         old: number of the type that it has before, shape [A].
         new: number of the type that it has after, shape [A].
-        parts: how many of the larger tensor, before or after, make a whole one, shape [A].
+        parts: how many of the larger tensor, before or after, make a whole one, shape [A]; one
+            whose dims are padded where they are cut into slices of unequal length.
+        padding: bit i is set where the i-th of the uneven cuts is there before or after, shape
+            [A].
         classes: equal where the axis, the kinds of both types, whether slices of chunks are
-            put in order, and the parts are, shape [A]; counted from 0.
+            put in order, the parts and the padding are, shape [A]; counted from 0.
         examples: a move of each class, shape [K].
     """
 
@@ -40,6 +43,7 @@ class Moves:
     old: IntArray
     new: IntArray
     parts: IntArray
+    padding: IntArray
     classes: IntArray
     examples: IntArray
 
@@ -55,6 +59,9 @@ def moves_between(
     cuts: tuple[AxisType, ...],
     axis_sizes: tuple[int, ...],
     offered: AbstractSet[tuple[Kind, Kind]],
+    *,
+    uneven: tuple[tuple[int, int], ...] = (),
+    still: AbstractSet[int] = frozenset(),
 ) -> Moves:
     """The moves are those of all tensors that can have these layouts.
 
@@ -65,12 +72,16 @@ def moves_between(
         cuts: types that cut, in the order in which they are listed.
         axis_sizes: size of each mesh axis.
         offered: kinds of type before and after a move.
+        uneven: the axes that cut a dim into slices of unequal length, as (axis, dim).
+        still: dims that no move cuts, gathers or exchanges for another.
     """
     types = (I, R, P, *cuts)
     held = _held(layouts, types)
     dims = np.array([t.dim for t in types])
     ranks, counts, mixed = _nested(layouts, held, dims)
     steps = np.array([[s != t and (s.kind, t.kind) in offered for t in types] for s in types])
+    steps[np.isin(dims, list(still))] = False
+    steps[:, np.isin(dims, list(still))] = False
     at_dim = np.arange(len(layouts))[:, None], dims[held]
     innermost = (dims[held] < 0) | (ranks == counts[at_dim] - 1)
     allowed = innermost[:, :, None] & steps[held] & ~mixed[:, None, :]
@@ -92,8 +103,12 @@ def moves_between(
     slices = np.where(dims[held] < 0, 1, sizes).prod(axis=1, dtype=np.intp)
     grows = (dims[old] >= 0) & (dims[new] < 0)
     parts = slices[sources] // np.where(grows, sizes[axes], 1)
-    classes, examples = _classes(types, axes, old, new, parts)
-    return Moves(types, sources, targets, axes, old, new, parts, classes, examples)
+    padding = np.zeros_like(sources)
+    for bit, (axis, dim) in enumerate(uneven):
+        before = dims[held[sources, axis]] == dim
+        padding |= (before | ((axes == axis) & (dims[new] == dim))).astype(np.intp) << bit
+    classes, examples = _classes(types, axes, old, new, (parts, padding))
+    return Moves(types, sources, targets, axes, old, new, parts, padding, classes, examples)
 
 
 def _held(layouts: Sequence[Layout], types: Sequence[AxisType]) -> IntArray:
@@ -131,13 +146,26 @@ def _nested(
 
 
 def _classes(
-    types: Sequence[AxisType], axes: IntArray, old: IntArray, new: IntArray, parts: IntArray
+    types: Sequence[AxisType],
+    axes: IntArray,
+    old: IntArray,
+    new: IntArray,
+    others: Sequence[IntArray],
 ) -> tuple[IntArray, IntArray]:
-    """Class of each move, shape [A], and a move of each class, shape [K]."""
+    """Class of each move, shape [A], and a move of each class, shape [K].
+
+    Args:
+        types: the types there are.
+        axes: the axis that changes its type, shape [A].
+        old: number of the type before, shape [A].
+        new: number of the type after, shape [A].
+        others: what else tells moves apart, each of shape [A].
+    """
     kinds = np.array([_KINDS.index(t.kind) for t in types])
     chunked = np.array([bool(t.chunks) for t in types])
     like = (axes * len(_KINDS) + kinds[old]) * len(_KINDS) + kinds[new]
     like = 2 * like + (chunked[old] | chunked[new])
-    like = like * (int(parts.max(initial=0)) + 1) + parts
+    for numbers in others:
+        like = like * (int(numbers.max(initial=0)) + 1) + numbers
     _, examples, classes = np.unique(like, return_index=True, return_inverse=True)
     return classes, examples

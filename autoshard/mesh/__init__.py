@@ -1,25 +1,34 @@
 """Device meshes and what communication over them costs. Knows neither graphs nor layouts."""
 
-from autoshard.mesh.collectives import COLLECTIVES, AlphaBeta, Span
-from autoshard.mesh.document import mesh_from_json, mesh_to_json
+from autoshard.mesh.collectives import AlphaBeta, Span
+from autoshard.mesh.document import (
+    mesh_from_json,
+    mesh_to_json,
+    topology_from_json,
+    topology_to_json,
+)
 from autoshard.mesh.mesh import Axis, Mesh
 from autoshard.mesh.presets import DEFAULT_TOPOLOGY, get_topology, topology_names
 from autoshard.mesh.shorthand import make_mesh
-from autoshard.mesh.topology import Device, Link, Topology
+from autoshard.mesh.topology import COLLECTIVES, Bend, Device, Link, Rate, Topology
 
 __all__ = [
     "COLLECTIVES",
     "DEFAULT_TOPOLOGY",
     "AlphaBeta",
     "Axis",
+    "Bend",
     "Device",
     "Link",
     "Mesh",
+    "Rate",
     "Span",
     "Topology",
     "get_topology",
     "make_mesh",
     "mesh_from_json",
     "mesh_to_json",
+    "topology_from_json",
     "topology_names",
+    "topology_to_json",
 ]

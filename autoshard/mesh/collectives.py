@@ -17,7 +17,9 @@ All-gather and reduce-scatter take the faster of two algorithms, as NCCL does:
 All-reduce is a reduce-scatter and an all-gather: both twice. All-to-all exchanges B/n with
 each peer in turn; what leaves a group goes over the sender's own link, all levels at once:
 sum_l (r_l - r_{l-1}) lat_l + max_l (1 - r_{l-1}/n) B / bw_l. Every collective also pays the
-topology's overhead once, which is the floor for small messages.
+topology's overhead once, which is the floor for small messages. A link may have figures of its own
+for a collective, where one was measured that the common ones do not describe; and it may be
+slower for the bytes of a message beyond some size, which is then the case of the whole price.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH" (2005), for the volumes and the steps of ring, recursive doubling and
@@ -36,17 +38,28 @@ from pydantic import ConfigDict
 
 from autoshard.errors import MeshError
 from autoshard.mesh.checks import check_not_negative
-from autoshard.mesh.topology import Link
-
-COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
-"""Names of the collectives that have a price."""
+from autoshard.mesh.topology import Link, Rate, check_collective
 
 
 class Line(NamedTuple):
-    """Seconds as `fixed + slope * nbytes`."""
+    """Seconds as `fixed + slope * nbytes`, with more slope beyond some bytes.
+
+    Attributes:
+        fixed: seconds without any bytes.
+        slope: seconds per byte.
+        bends: pairs of bytes, and how much the slope grows there, as a share of `slope`.
+    """
 
     fixed: float
     slope: float
+    bends: tuple[tuple[int, float], ...] = ()
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds for so many bytes."""
+        counted: float = nbytes
+        for start, growth in self.bends:
+            counted += growth * max(nbytes - start, 0)
+        return self.fixed + self.slope * counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +120,6 @@ class AlphaBeta:
         return Line(self.alpha[axis] + constant, self.beta[axis] * volume)
 
 
-def check_collective(action: str) -> None:
-    """Raise where a collective has no price."""
-    if action not in COLLECTIVES:
-        known = ", ".join(COLLECTIVES)
-        raise MeshError(f"'{action}' is not a collective; choose one of {known}")
-
-
 def lines(action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Link]) -> list[Line]:
     """Price of a collective by each algorithm; the lowest line at a size is what it takes.
 
@@ -124,27 +130,29 @@ def lines(action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Li
         links: the levels.
     """
     check_collective(action)
-    crossings = list(_crossings(num_ranks, spans, links))
+    crossings = list(_crossings(action, num_ranks, spans, links))
     if action == "all_to_all":
         return [_exchange(num_ranks, crossings)]
     passes = 2 if action == "all_reduce" else 1
     ring, stages = _ring(num_ranks, crossings), _stages(crossings)
     stages = stages._replace(slope=max(ring.slope, stages.slope))
-    return [Line(passes * line.fixed, passes * line.slope) for line in (ring, stages)]
+    return [Line(passes * x.fixed, passes * x.slope, ring.bends) for x in (ring, stages)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """A link level that an axis crosses: r_{l-1}, r_l, g_{l-1}, g_l and the link."""
+    """A link level that an axis crosses: r_{l-1}, r_l, g_{l-1}, g_l, bw_l and lat_l."""
 
     ranks_inside: int
     ranks: int
     groups_inside: int
     groups: int
-    link: Link
+    link: Rate
 
 
-def _crossings(num_ranks: int, spans: Sequence[Span], links: Sequence[Link]) -> Iterable[_Crossing]:
+def _crossings(
+    action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Link]
+) -> Iterable[_Crossing]:
     chain = [Span(num_ranks, 1), *spans]
     for (inside, span), link in zip(pairwise(chain), links, strict=True):
         if span.num_groups < inside.num_groups:
@@ -153,15 +161,17 @@ def _crossings(num_ranks: int, spans: Sequence[Span], links: Sequence[Link]) -> 
                 ranks=span.ranks_per_group,
                 groups_inside=inside.num_groups,
                 groups=span.num_groups,
-                link=link,
+                link=link.rate(action),
             )
 
 
 def _ring(num_ranks: int, crossings: Sequence[_Crossing]) -> Line:
     volume = (num_ranks - 1) / num_ranks
+    slopes = [volume / (c.ranks_inside * c.link.bandwidth) for c in crossings]
     return Line(
         sum((c.groups_inside - c.groups) * c.link.latency for c in crossings),
-        max(volume / (c.ranks_inside * c.link.bandwidth) for c in crossings),
+        max(slopes),
+        _bends(slopes, crossings),
     )
 
 
@@ -173,7 +183,19 @@ def _stages(crossings: Sequence[_Crossing]) -> Line:
 
 
 def _exchange(num_ranks: int, crossings: Sequence[_Crossing]) -> Line:
+    slopes = [(1 - c.ranks_inside / num_ranks) / c.link.bandwidth for c in crossings]
     return Line(
         sum((c.ranks - c.ranks_inside) * c.link.latency for c in crossings),
-        max((1 - c.ranks_inside / num_ranks) / c.link.bandwidth for c in crossings),
+        max(slopes),
+        _bends(slopes, crossings),
     )
+
+
+def _bends(
+    slopes: Sequence[float], crossings: Sequence[_Crossing]
+) -> tuple[tuple[int, float], ...]:
+    """The bends of the link that long messages wait for."""
+    rate = crossings[slopes.index(max(slopes))].link
+    inverses = [1.0, *(rate.bandwidth / bend.bandwidth for bend in rate.bends)]
+    growths = (after - before for before, after in pairwise(inverses))
+    return tuple((bend.nbytes, growth) for bend, growth in zip(rate.bends, growths, strict=True))

@@ -11,8 +11,8 @@ from pydantic import ConfigDict
 
 from autoshard.errors import MeshError
 from autoshard.mesh.checks import check_name, check_unique
-from autoshard.mesh.collectives import COLLECTIVES, AlphaBeta, Line, Span, check_collective, lines
-from autoshard.mesh.topology import Topology
+from autoshard.mesh.collectives import AlphaBeta, Line, Span, lines
+from autoshard.mesh.topology import COLLECTIVES, Topology, check_collective
 
 MAX_DEVICES = 1 << 20
 """No cluster is larger; the limit keeps absurd requests from exhausting memory."""
@@ -102,7 +102,7 @@ class Mesh:
         if candidates is None:
             check_collective(action)
             self._check_axis(axis)
-        return min((fixed + slope * nbytes for fixed, slope in candidates or ()), default=0.0)
+        return min((line.seconds(nbytes) for line in candidates or ()), default=0.0)
 
     def copy_time(self, nbytes: int) -> float:
         """Seconds that a local copy takes that makes `nbytes`: each byte read and written."""
@@ -153,7 +153,7 @@ class Mesh:
             return (self.collectives.line(action, axis, num_ranks),)
         overhead = self.topology.collective_overhead
         found = lines(action, num_ranks, self._spans[axis], self.topology.levels)
-        return tuple(Line(overhead + line.fixed, line.slope) for line in found)
+        return tuple(line._replace(fixed=overhead + line.fixed) for line in found)
 
 
 def _span(groups: NDArray[np.intp]) -> Span:

@@ -10,6 +10,9 @@ from pydantic import ConfigDict
 from autoshard.errors import MeshError
 from autoshard.mesh.checks import check_name, check_not_negative, check_positive, check_unique
 
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+"""Names of the collectives that have a price."""
+
 BACKENDS = ("nccl", "gloo")
 """Names of `torch.distributed` backends that a topology may ask for."""
 
@@ -53,6 +56,51 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Bend:
+    """Where long messages become slower, since they no longer fit a cache, say.
+
+    Attributes:
+        nbytes: size of a rank's tensor.
+        bandwidth: of all bytes beyond, in bytes per second.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    nbytes: int
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        check_positive(self.nbytes, "nbytes of a bend")
+        check_positive(self.bandwidth, "bandwidth of a bend")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast a collective moves over a link.
+
+    Attributes:
+        bandwidth: bytes per second that one device can send, while it receives as much.
+        latency: seconds per step of the collective.
+        bends: where it becomes slower, in ascending order.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    bandwidth: float
+    latency: float = 0.0
+    bends: tuple[Bend, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_positive(self.bandwidth, "bandwidth of a collective")
+        check_not_negative(self.latency, "latency of a collective")
+        for before, after in pairwise((Bend(1, self.bandwidth), *self.bends)):
+            if after.nbytes <= before.nbytes or after.bandwidth > before.bandwidth:
+                raise MeshError(
+                    "the bends of a collective must have ascending bytes and bandwidths that fall"
+                )
+
+
+@dataclass(frozen=True)
 class Link:
     """One level of links: what connects the devices of a group.
 
@@ -61,6 +109,7 @@ class Link:
         size: devices in a group at this level; None where the level has no limit.
         bandwidth: bytes per second that one device can send, while it receives as much.
         latency: seconds per step of a collective.
+        collectives: the figures of collectives that were found to have their own, by name.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -69,13 +118,20 @@ class Link:
     size: int | None
     bandwidth: float
     latency: float = 0.0
+    collectives: Mapping[str, Rate] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_name(self.name, "link")
+        for action in self.collectives:
+            check_collective(action)
         if self.size is not None and self.size < 1:
             raise MeshError(f"link {self.name!r} has size {self.size}; a group has 1 or more")
         check_positive(self.bandwidth, f"bandwidth of link {self.name!r}")
         check_not_negative(self.latency, f"latency of link {self.name!r}")
+
+    def rate(self, action: str) -> Rate:
+        """How fast a collective moves over the link."""
+        return self.collectives.get(action) or Rate(self.bandwidth, self.latency)
 
 
 @dataclass(frozen=True)
@@ -119,6 +175,13 @@ class Topology:
     def max_devices(self) -> int | None:
         """How many devices the topology holds; None where there is no limit."""
         return self.levels[-1].size
+
+
+def check_collective(action: str) -> None:
+    """Raise where a collective has no price."""
+    if action not in COLLECTIVES:
+        known = ", ".join(COLLECTIVES)
+        raise MeshError(f"'{action}' is not a collective; choose one of {known}")
 
 
 def check_backend(backend: str) -> None:

@@ -30,6 +30,7 @@ from autoshard.plan.document import (
     Stage,
 )
 from autoshard.plan.explain import Alternative, Explanation, explain
+from autoshard.plan.exports import EXPORT_TARGETS, export_plan
 from autoshard.plan.mesh_search import (
     Candidate,
     SearchProgress,
@@ -38,9 +39,11 @@ from autoshard.plan.mesh_search import (
 )
 from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
 from autoshard.plan.planner import make_plan, plan_id
+from autoshard.plan.simulation import Event, Simulation, chrome_trace, simulate
 from autoshard.plan.summary import ParameterRow, fold_parameters
 
 __all__ = [
+    "EXPORT_TARGETS",
     "PLAN_VERSION",
     "Algorithm",
     "Alternative",
@@ -55,6 +58,7 @@ __all__ = [
     "Costs",
     "Coverage",
     "Direction",
+    "Event",
     "Explanation",
     "Figure",
     "ForbiddenCollective",
@@ -73,15 +77,19 @@ __all__ = [
     "PlannedStep",
     "Provenance",
     "SearchProgress",
+    "Simulation",
     "Stage",
     "candidate_meshes",
     "check_plan",
+    "chrome_trace",
     "compare_plans",
     "explain",
+    "export_plan",
     "fold_parameters",
     "make_plan",
     "mesh_text",
     "operator_coverage",
     "plan_id",
     "search_meshes",
+    "simulate",
 ]

@@ -172,7 +172,7 @@ class _Survey:
             return _SCALAR
         if self._is_cut(rule, ()):
             sizes = " or ".join(map(str, sorted(self._axis_sizes)))
-            return f"No size that may be cut is a multiple of {sizes}."
+            return f"No size that may be cut divides into {sizes} slices."
         name = call.operator.removeprefix("aten.")
         default = "Nothing of this call may be cut."
         return _UNCUT.get(name) or _UNCUT.get(name.rpartition(".")[0]) or default

@@ -64,7 +64,9 @@ class PlacedInput(Document):
     """A tensor that enters the program, and how each rank holds it."""
 
     name: str = Field(description="value in the program")
-    kind: Literal["parameter", "buffer", "constant", "user"]
+    kind: Literal["parameter", "buffer", "constant", "prepared", "user"] = Field(
+        description="where it comes from; what is prepared is made once, before the first step"
+    )
     target: str = Field(description="name in the state dict, or of the argument")
     aliases: tuple[str, ...] = ()
     dtype: str
@@ -80,10 +82,14 @@ class InnerStep(Document):
     """A collective that ranks run inside an operator, because a dim that it works along is cut."""
 
     axis: str
-    action: Literal["all_reduce"] = "all_reduce"
-    operation: Literal["sum", "max"] = Field(description="how the ranks' numbers come together")
+    action: Literal["all_reduce", "all_to_all"] = "all_reduce"
+    operation: Literal["sum", "max", "move"] = Field(
+        description="how the ranks' numbers come together; rows move to the ranks they are for"
+    )
     direction: Direction = Field(description="the pass of the operator that it belongs to")
-    nbytes: Bytes = Field(description="a rank's numbers")
+    nbytes: Bytes = Field(
+        description="a rank's numbers; how many rows a rank moves is data, and this the mean"
+    )
     time: Seconds
 
 

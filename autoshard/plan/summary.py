@@ -18,7 +18,7 @@ class ParameterRow:
         name: dotted name; numbers that differ are written as a range, `h.{0..11}.attn`.
         count: how many parameters.
         shape: global shape of each.
-        local_shape: shape of one rank's slice.
+        local_shape: shape of a rank's slice, the largest where they differ.
         layout: type per mesh axis.
         placements: DTensor's view.
     """

@@ -12,10 +12,12 @@ from string import ascii_lowercase
 from autoshard.graph import Argument, Token, TokenKind
 
 _PRIMES = "3 5 7 11 13 17 19 23 29 31 37 41 43 47 53 59 61 67 71 73 79 83 89 97 101 103"
-SIZES: Mapping[str, int] = {
+_ROUTED = {"tokens": 512, "slots": 4, "experts": 16, "share": 128}
+SIZES: Mapping[str, int] = _ROUTED | {
     name: 16 * int(prime) for name, prime in zip(ascii_lowercase, _PRIMES.split(), strict=True)
 }
-"""Size of each named dim: divisible by 16, as some kernels ask for, and otherwise coprime."""
+"""Size of each named dim: divisible by 16, as some kernels ask for, and otherwise coprime; of a
+mixture of experts there are as many slots of tokens as rows of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +25,21 @@ class ExampleCall:
     """A call with named dims.
 
     Attributes:
-        operator: packet and overload in the namespace `aten`.
+        operator: packet and overload.
         tensors: inputs and outputs with their dims.
         arguments: the other arguments.
+        namespace: of the operator.
     """
 
     operator: str
     tensors: str
     arguments: Mapping[str, Argument] = field(default_factory=dict)
+    namespace: str = "aten"
+
+    @property
+    def name(self) -> str:
+        """The operator with its namespace, unless that is `aten`."""
+        return self.operator if self.namespace == "aten" else f"{self.namespace}.{self.operator}"
 
 
 _RECURRENT: Mapping[str, Argument] = {
@@ -42,6 +51,7 @@ _RECURRENT: Mapping[str, Argument] = {
     "batch_first": True,
 }
 _NORM: Mapping[str, Argument] = {"momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
+_EXPERTS: Mapping[str, Argument] = {"num_experts": SIZES["experts"]}
 _BAG: Mapping[str, Argument] = {
     "scale_grad_by_freq": False,
     "mode": 0,
@@ -312,6 +322,33 @@ EXAMPLES: Mapping[str, Sequence[ExampleCall]] = {
             {"dimension": 1, "size": 4, "step": 2},
         ),
     ],
+    "Mixtures of experts": [
+        ExampleCall(
+            "dispatch.default",
+            "tokens[tokens,d] ids:int64[tokens,slots] -> [experts,share,d]",
+            _EXPERTS,
+            "autoshard",
+        ),
+        ExampleCall(
+            "grouped_mm.default",
+            "rows[experts,share,k] matrices[experts,k,n] ids:int64[tokens,slots]"
+            " -> [experts,share,n]",
+            {},
+            "autoshard",
+        ),
+        ExampleCall(
+            "expert_bias.default",
+            "bias[experts,n] ids:int64[tokens,slots] -> [experts,share,n]",
+            {},
+            "autoshard",
+        ),
+        ExampleCall(
+            "combine.default",
+            "rows[experts,share,d] ids:int64[tokens,slots] weights[tokens,slots] -> [tokens,d]",
+            _EXPERTS,
+            "autoshard",
+        ),
+    ],
     "Made of arguments": [
         ExampleCall("zeros.default", "-> [b,s]", {"size": (SIZES["b"], SIZES["s"])}),
         ExampleCall("new_ones.default", "self[b,s] -> [b,s]", {"size": (SIZES["b"], SIZES["s"])}),
@@ -332,7 +369,7 @@ UNCUT: Mapping[str, str] = {
     "parts of an answer that no sum and no maximum puts together, or that models hardly ask for.",
     "cross_entropy_loss.default": "Positions under a mean over labels, which divides by what they "
     "count. Such a loss is therefore planned as a sum divided by a count.",
-    "scaled_dot_product_attention.default": "Keys: a softmax runs over them.",
+    "scaled_dot_product_attention.default": "Keys where some are dropped at random.",
     "conv1d conv2d conv3d max_pool2d.default avg_pool2d.default": "Places whose windows overlap: "
     "slices would need their neighbours' edges.",
     "upsample_linear1d.vec upsample_bilinear2d.vec": "Places: each is made of its neighbours.",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from autoshard.graph.experts import EXPERT_OPERATORS
 from autoshard.rules.random import DRAWING, FILLING_AT_RANDOM, SIZED_AT_RANDOM
 
 
@@ -48,13 +49,20 @@ class Kernel(StrEnum):
     groups become those of the local matrices, counted within the local rows. Rows of other
     matrices give zero, and their gradient is zero; they are moved behind the last group,
     where they cost nothing."""
-    CAUSAL = "causal"
-    """Attention. If the flag named by `LocalKernel.argument` is set and the queries are cut,
-    the rank's queries see the keys up to their own place in the whole sequence, and later keys
-    are left out. Otherwise plain."""
+    ROUTED = "routed"
+    """An operator of `autoshard.graph.experts`. Local rows are one tensor [1, n, d], ordered by
+    expert and then by token, and how many there are follows from the ids."""
+    DIAGONAL = "diagonal"
+    """The argument named by `LocalKernel.argument`, a diagonal of the last two dims, becomes that
+    of the rank's rows and columns."""
+    ATTENTION = "attention"
+    """As `ALONG` where the keys are cut. If the flag named by `LocalKernel.argument` is set, the
+    rank's queries see the keys up to their own place in the whole sequence, and later keys are
+    left out. Otherwise plain."""
     SCALED = "scaled"
-    """A mean: the result is multiplied by 1/n, where n is the product of the sizes of the
-    axes on which a letter of the mean is cut (an input is a shard, output 0 is partial).
+    """A mean: the result is multiplied by the rank's share of what is averaged, which is 1/n
+    where n ranks have equal slices. A letter of the mean is cut on the axes on which an input is
+    a shard and output 0 is partial.
     Where `LocalKernel.argument` names a reduction argument, only if that is 1 (mean, and
     the default); otherwise plain."""
     ALONG = "along"
@@ -89,6 +97,7 @@ _RESHAPE = LocalKernel(Kernel.RESHAPE)
 _RESIZE = LocalKernel(Kernel.RESIZE, "size")
 _SPLIT = LocalKernel(Kernel.SPLIT)
 _GROUPS = LocalKernel(Kernel.GROUPS, "groups")
+_ROUTED = LocalKernel(Kernel.ROUTED)
 _EXPERTS = LocalKernel(Kernel.EXPERTS, "offs")
 _MEAN = LocalKernel(Kernel.SCALED)
 _MEAN_LOSS = LocalKernel(Kernel.SCALED, "reduction")
@@ -139,6 +148,8 @@ KERNELS: Mapping[str, LocalKernel] = {
         )
     },
     "aten.repeat.default": LocalKernel(Kernel.REPEAT, "repeats"),
+    "aten.tril.default": LocalKernel(Kernel.DIAGONAL, "diagonal"),
+    "aten.triu.default": LocalKernel(Kernel.DIAGONAL, "diagonal"),
     "aten.split": _SPLIT,
     "aten.split_with_sizes.default": _SPLIT,
     "aten.chunk.default": _SPLIT,
@@ -148,13 +159,14 @@ KERNELS: Mapping[str, LocalKernel] = {
     "aten.histc.default": LocalKernel(Kernel.COUNTS),
     "aten._grouped_mm.default": _EXPERTS,
     "transformers.grouped_mm_fallback.default": _EXPERTS,
+    **dict.fromkeys(EXPERT_OPERATORS, _ROUTED),
     **{f"aten.{packet}": LocalKernel(draws="") for packet in (*DRAWING, *FILLING_AT_RANDOM)},
     **{f"aten.{operator}": LocalKernel(Kernel.RESIZE, "size", "") for operator in SIZED_AT_RANDOM},
     "aten.dropout.default": LocalKernel(draws="p"),
     "aten.native_dropout": LocalKernel(draws="p"),
     "aten.multinomial.default": LocalKernel(draws=""),
     "aten.scaled_dot_product_attention.default": LocalKernel(
-        Kernel.CAUSAL, "is_causal", draws="dropout_p"
+        Kernel.ATTENTION, "is_causal", draws="dropout_p"
     ),
     "aten.lstm": LocalKernel(draws="dropout"),
     "aten.gru": LocalKernel(draws="dropout"),

@@ -1,4 +1,4 @@
-"""All-reduces that an operator runs inside itself where a dim that it works along is cut.
+"""Collectives that an operator runs inside itself where a dim that it works along is cut.
 
 A softmax needs the largest number and a sum along its dim, a normalisation a mean and a
 variance. Where that dim is cut, each rank works these statistics out of its slice, and the
@@ -6,6 +6,8 @@ ranks put them together. Statistics are small: one number per row, not per eleme
 
 A rule says what runs in a text such as `max sum*2 | sum`: forward a maximum and two sums per
 row, the sums together in one all-reduce, backward one sum.
+
+Operators on rows ordered by expert move the rows themselves, with an all-to-all (`move`).
 """
 
 import re
@@ -15,23 +17,33 @@ from enum import StrEnum
 from math import prod
 
 from autoshard.graph import DType, Tensor
+from autoshard.layouts import Action
 
 _TERM = re.compile(r"(?P<operation>[a-z]+)(\*(?P<times>\d+))?(:(?P<dtype>\w+))?")
 
 
 class Operation(StrEnum):
-    """How an all-reduce puts together what the ranks have."""
+    """What becomes of what the ranks have."""
 
     SUM = "sum"
+    """Everybody gets the sum."""
     MAX = "max"
+    """Everybody gets the largest."""
+    MOVE = "move"
+    """Each row goes to the rank that it is for."""
+
+    @property
+    def action(self) -> Action:
+        """The collective."""
+        return Action.ALL_TO_ALL if self is Operation.MOVE else Action.ALL_REDUCE
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One all-reduce of statistics, run on each axis that cuts the letter that it is for.
+    """One collective, run on each axis that cuts the letter that it is for.
 
     Attributes:
-        operation: how statistics are put together.
+        operation: what becomes of what the ranks have.
         per: letters whose local sizes multiply to the number of rows.
         itemsize: bytes of a number.
         times: numbers per row.
@@ -44,6 +56,11 @@ class Reduction:
     times: int = 1
     backward: bool = False
 
+    @property
+    def is_back(self) -> bool:
+        """Whether it takes rows back that forward moved."""
+        return self.operation is Operation.MOVE and self.backward
+
     def nbytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes of a rank's statistics, given the letter sizes on the rank."""
         return self.times * self.itemsize * prod(sizes[letter] for letter in self.per)
@@ -51,12 +68,12 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class InnerCollective:
-    """An all-reduce that a strategy runs inside an operator.
+    """A collective that a strategy runs inside an operator.
 
     Attributes:
         axis: the mesh axis.
-        operation: how statistics are put together.
-        nbytes: bytes of a rank's statistics.
+        operation: what becomes of what the ranks have.
+        nbytes: bytes of a rank's statistics; of rows that move, on average over the ranks.
         backward: whether it runs in the backward pass.
     """
 
@@ -72,25 +89,39 @@ class Reductions:
 
     Attributes:
         over: the letters that statistics are taken over.
-        listed: the all-reduces, in order.
+        listed: the collectives, in order.
+        spilled: letters of what goes through memory then, though a kernel that works along the
+            whole letter keeps it on the chip.
+        spilled_bytes: that are read and written of an element of it.
     """
 
     over: frozenset[str] = frozenset()
     listed: tuple[Reduction, ...] = ()
+    spilled: tuple[str, ...] = ()
+    spilled_bytes: int = 0
 
     @classmethod
     def of(
-        cls, text: str, *, over: Iterable[str], per: Iterable[str], itemsize: int
+        cls,
+        text: str,
+        *,
+        over: Iterable[str],
+        per: Iterable[str],
+        itemsize: int,
+        spilled: Iterable[str] = (),
+        spilled_bytes: int = 0,
     ) -> "Reductions":
-        """The all-reduces that a text lists.
+        """The collectives that a text lists.
 
         Args:
-            text: `forward | backward`; each is a row of `max` or `sum`, with the numbers per
-                row where there are several, as in `sum*2`, and their type where it is another
-                one, as in `max:int64`.
+            text: `forward | backward`; each is a row of `max`, `sum` or `move`, with the numbers
+                per row where there are several, as in `sum*2`, and their type where it is
+                another one, as in `max:int64`.
             over: the letters that statistics are taken over.
             per: the letters that tell rows apart.
             itemsize: bytes of a number.
+            spilled: letters of what goes through memory.
+            spilled_bytes: of an element of it.
         """
         letters, rows = frozenset(over), tuple(per)
         if not letters:
@@ -108,6 +139,8 @@ class Reductions:
                 for part, backward in zip(text.split("|"), (False, True), strict=False)
                 for term in _TERM.finditer(part)
             ),
+            tuple(spilled),
+            spilled_bytes,
         )
 
     def __str__(self) -> str:
@@ -127,7 +160,8 @@ class Reductions:
     ) -> tuple[InnerCollective, ...]:
         """What ranks run inside an operator, in order.
 
-        Where several axes cut a dim, each all-reduce goes over one after the other.
+        Where several axes cut a dim, each goes over one after the other; what has moved moves back
+        in the opposite order.
 
         Args:
             cuts: axes, and the letter that each of them cuts; None for none.
@@ -139,7 +173,7 @@ class Reductions:
         return tuple(
             InnerCollective(axis, reduction.operation, reduction.nbytes(sizes), reduction.backward)
             for reduction in self.listed
-            for axis in axes
+            for axis in (axes[::-1] if reduction.is_back else axes)
         )
 
 

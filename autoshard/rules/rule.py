@@ -9,6 +9,10 @@ from [b*s, h] to [b, s, h] has the input dims (b s), (h). What one mesh axis may
   are `P`, and those that lost it to statistics that ranks put together inside are `I`;
 * linearity: where the operator is linear in a group of inputs, `P` in gives `P` out.
 
+An axis that does not divide a letter may still cut it, into slices of unequal length, where the
+letter is a dim by itself in every tensor that has it: two dims that a view merges are cut
+elsewhere than what they make together.
+
 A strategy is one such option per axis, applied from the outermost axis inwards: the next
 axis sees the operator that the previous ones left.
 
@@ -18,13 +22,13 @@ piece and nothing of another; cut in chunks it leaves a slice of each. Such type
 rarely of use, so they are offered only for tensors of which the caller says so.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
 
-from autoshard.layouts import AxisType, I, Layout, P, R, S, reduced
+from autoshard.layouts import AxisType, I, Layout, P, R, S, cuts_unevenly, largest_share, reduced
 from autoshard.rules.reduction import NO_REDUCTIONS, InnerCollective, Reductions
 
 Dims = tuple[tuple[str, ...], ...]
@@ -57,6 +61,10 @@ class OperatorRule:
         pieces: of letters that others follow each other in; only their chunks may be cut.
         ordered: letters along which a rank must know where its elements are in the whole, so
             that they must lie in one row.
+        causal: letters of rows and of columns, if a row sees the columns up to its own place
+            only and the others are not computed.
+        uneven: letters that one axis may cut into slices of unequal length.
+        follows: letters that are cut along with a letter.
         flops_per_point: floating-point operations per point of the index space.
     """
 
@@ -71,12 +79,36 @@ class OperatorRule:
     reduced: Reductions = NO_REDUCTIONS
     pieces: Mapping[str, Pieces] = field(default_factory=dict)
     ordered: frozenset[str] = frozenset()
+    causal: tuple[str, str] | None = None
+    uneven: frozenset[str] = frozenset()
+    follows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     flops_per_point: float = 0.0
 
+    def can_cut(self, letter: str, parts: int) -> bool:
+        """Whether an axis of so many ranks may cut a letter as one."""
+        size = self.sizes[letter]
+        if letter in self.whole or not size:
+            return False
+        if any(self.sizes[other] % parts for other in self.follows.get(letter, ())):
+            return False
+        return size % parts == 0 or (letter in self.uneven and cuts_unevenly(size, parts))
+
     def cut(self, letter: str, parts: int) -> "OperatorRule":
-        """The rule of one rank's share after a letter was cut into equal parts."""
-        cut = (letter, *(piece for _, piece in self.pieces.get(letter, ()) if piece))
-        return replace(self, sizes={**self.sizes, **{x: self.sizes[x] // parts for x in cut}})
+        """The rule of the largest share that a rank has after an axis cut a letter.
+
+        Slices of unequal length are not cut again, nor is a slice cut unevenly. A letter that
+        another one has been cut without no longer follows that one.
+        """
+        pieces = (piece for _, piece in self.pieces.get(letter, ()) if piece)
+        cut = (letter, *pieces, *self.follows.get(letter, ()))
+        left = frozenset(x for x, others in self.follows.items() if letter in others)
+        is_even = self.sizes[letter] % parts == 0
+        return replace(
+            self,
+            sizes={**self.sizes, **{x: largest_share(self.sizes[x], parts) for x in cut}},
+            whole=self.whole | left if is_even else self.whole | left | {letter},
+            uneven=self.uneven - {letter},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +136,7 @@ class Strategy:
     Attributes:
         inputs: layout of each tensor input.
         outputs: layout of each output.
-        sizes: size of each letter on one rank.
+        sizes: size of each letter on the rank with the largest share.
         collectives: what ranks run inside the operator.
     """
 
@@ -122,9 +154,10 @@ def axis_rules(rule: OperatorRule, parts: int, chunked: Chunked = ()) -> Iterato
     num_inputs, num_outputs = len(rule.inputs), len(rule.outputs)
     for same in (I, R):
         yield AxisRule((same,) * num_inputs, (same,) * num_outputs)
-    for letter, size in rule.sizes.items():
-        if letter not in rule.whole and size and size % parts == 0:
-            cut = _cut_types(rule, {letter: ()}, letter, chunked)
+    for letter in rule.sizes:
+        if rule.can_cut(letter, parts):
+            along = (letter, *rule.follows.get(letter, ()))
+            cut = _cut_types(rule, dict.fromkeys(along, ()), letter, chunked)
             if cut is not None:
                 yield cut
         for chunks in _chunkings(rule, letter, chunked):
@@ -232,6 +265,13 @@ def _cut_type(
                 fitting = (t for t in chunked if t.dim == dim and t.chunks == (1,) * outer)
                 return next(fitting, None)
     return absent
+
+
+def lone_letters(tensors: Iterable[Dims]) -> frozenset[str]:
+    """The letters that are a dim by themselves in every tensor that has them."""
+    groups = {letters for dims in tensors for letters in dims}
+    merged = {letter for letters in groups if len(letters) > 1 for letter in letters}
+    return frozenset(letters[0] for letters in groups if len(letters) == 1) - merged
 
 
 def _outer(rule: OperatorRule, letters: Sequence[str], letter: str) -> int:

@@ -18,6 +18,7 @@ from functools import cache
 from math import prod
 
 from autoshard.graph import DType
+from autoshard.graph.experts import COMBINE, DISPATCH, EXPERT_BIAS, GROUPED_MM
 from autoshard.rules.call import Call
 from autoshard.rules.random import FILLING_AT_RANDOM, SIZED_AT_RANDOM
 from autoshard.rules.views import VIEWS
@@ -250,6 +251,21 @@ def _einsum(call: Call, gradients: Sequence[bool]) -> Saved:
     return Saved(frozenset(i for i in (0, 1) if gradients[1 - i]))
 
 
+def _places(rows: int) -> Extra:
+    """A number for each row; the rows' number counts inputs, then outputs."""
+    return Extra(((rows, 0), (rows, 1)), DType.INT64.itemsize)
+
+
+def _dispatch(call: Call, gradients: Sequence[bool]) -> Saved:
+    return _kept("", call, gradients, _places(len(call.inputs)))
+
+
+def _combine(call: Call, gradients: Sequence[bool]) -> Saved:
+    """Rows are kept as they came back to their tokens."""
+    rows = (like(call, 0, call.inputs[0].dtype.itemsize),) if gradients[2] else ()
+    return _kept("weights:rows", call, gradients, _places(0), *rows)
+
+
 def _each(row: Row, operators: str) -> dict[str, Row]:
     return {f"aten.{operator}": row for operator in operators.split()}
 
@@ -335,6 +351,11 @@ ROWS: Mapping[str, Row] = {
     "aten.pow.Scalar": "exponent out",
     "aten.copysign": "self:self out",
     "aten.hypot": "self:self other:other out",
+    # rows by expert: where they come from and go to, beside products
+    DISPATCH: _dispatch,
+    GROUPED_MM: "rows:matrices matrices:rows",
+    EXPERT_BIAS: _dispatch,
+    COMBINE: _combine,
     # choices
     "aten.where": "condition",
     "aten.masked_fill": "mask",

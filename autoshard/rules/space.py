@@ -9,7 +9,7 @@ from autoshard.graph import Tensor
 from autoshard.layouts import reduced
 from autoshard.rules.call import Call
 from autoshard.rules.reduction import NO_REDUCTIONS, Reductions
-from autoshard.rules.rule import Dims, OperatorRule, Pieces
+from autoshard.rules.rule import Dims, OperatorRule, Pieces, lone_letters
 
 Shape = Sequence[int]
 
@@ -92,6 +92,7 @@ class Space:
         addends: Iterable[int] = (),
         unaffected: Iterable[int] = (),
         reduced: Reductions = NO_REDUCTIONS,
+        causal: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
         flops: float = 0.0,
     ) -> OperatorRule:
         """The rule; linear groups without a gradient are left out.
@@ -107,6 +108,7 @@ class Space:
             addends: inputs that are added to a contraction.
             unaffected: outputs that come out whole from a cut of a letter that they lack.
             reduced: what ranks put together inside where a letter is cut.
+            causal: rows and columns, if a row needs the columns up to its own place only.
             flops: floating-point operations of the whole call.
         """
         taken, made = tuple(inputs), tuple(outputs)  # what is lazy makes letters only now
@@ -122,6 +124,8 @@ class Space:
             reduced=reduced,
             pieces=self._pieces,
             ordered=frozenset(self._ordered),
+            causal=(causal[0][0], causal[1][0]) if all(causal) else None,
+            uneven=lone_letters((*taken, *made)) - self._whole,
             flops_per_point=flops / max(prod(self._sizes.values()), 1),
         )
 
@@ -188,6 +192,7 @@ def einsum(
     addends: Collection[str] = (),
     constants: Collection[str] = (),
     ordered: str = "",
+    even: str = "",
     flops_per_point: float = 2.0,
 ) -> OperatorRule:
     """The rule of a product of tensors, summed over the letters that the output lacks.
@@ -202,6 +207,7 @@ def einsum(
         addends: arguments that are added to the product.
         constants: arguments in which the product is not linear.
         ordered: letters along which a rank must know where its elements are in the whole.
+        even: letters that may be cut into slices of equal length only.
         flops_per_point: floating-point operations per point of the index space.
     """
     sizes: dict[str, int] = {}
@@ -215,15 +221,17 @@ def einsum(
     factors = [
         i for i, name in enumerate(call.names) if name not in addends and name not in constants
     ]
+    outputs = [_bind(output, tensor.shape, sizes) for tensor in call.outputs]
     return OperatorRule(
         sizes=sizes,
         inputs=tuple(inputs),
-        outputs=tuple(_bind(output, tensor.shape, sizes) for tensor in call.outputs),
+        outputs=tuple(outputs),
         contracted=frozenset(letter for letter in sizes if letter[0] not in output),
         whole=frozenset(whole) & sizes.keys(),
         linear=differentiable_groups(call, [{i, *added} for i in factors]),
         addends=frozenset(added),
         ordered=frozenset(ordered),
+        uneven=lone_letters((*inputs, *outputs)) - frozenset(whole + even),
         flops_per_point=flops_per_point,
     )
 

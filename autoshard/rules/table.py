@@ -26,13 +26,16 @@ is made from the rules by `python -m autoshard.rules.table`.
   same on all ranks, and their gradients are summed.
 * **summed**: dims that may be cut, after which the output is to be summed over the ranks.
 * **inside**: dims of those that may be cut where ranks then run all-reduces inside the operator,
-  with the numbers per row that each puts together, forward | backward.
+  with the numbers per row that each puts together, forward | backward; or where an all-to-all
+  brings rows to the ranks of their experts (`move`).
 * **sums**: inputs that may be such sums themselves, as the output then is; `a + b` at once.
 * **kept**: what is kept for backward if every input has a gradient.
 * **on a rank**: what a rank does otherwise than the whole program (`Kernel`, `draws` random
   numbers).
 
 A dim `(g c)` is a product: its outer factor may be cut, the inner one once the outer is used up.
+A dim that is part of no product in any tensor of a call may also be cut by an axis that does not
+divide it, if that axis alone cuts it: all ranks but the last have slices of one length.
 """
 
 _REST = """
@@ -77,7 +80,7 @@ def call_of_example(example: ExampleCall) -> Call:
         count = len(list(group))
         given[name] = (Ref(name),) * count if listed else Ref(name)
     return Call(
-        operator=f"aten.{example.operator}",
+        operator=f"{example.namespace}.{example.operator}",
         arguments=(*given.items(), *example.arguments.items()),
         inputs=inputs.tensors,
         outputs=outputs.tensors,
@@ -118,7 +121,7 @@ def _row(example: ExampleCall) -> Iterator[str]:
     dims = [*inputs.dims, *outputs.dims]
     rule = rule_for(call)
     options = [option for option in axis_rules(rule, 2) if option.letter is not None]
-    yield f"`{example.operator}`"
+    yield f"`{example.name}`"
     plain = example.tensors.replace("*", "").replace(" :", " ").strip()
     yield f"`{plain}`"
     yield _listed(_cut_dim(option, dims) for option in options if P not in option.outputs)

@@ -170,8 +170,12 @@ def _pad(call: Call) -> OperatorRule:
 
 
 def _triangle(call: Call) -> OperatorRule:
-    rank = len(call.inputs[0].shape)
-    return touching(call, {rank - 2, rank - 1}, linear=[{0}])
+    """A rank is told where the diagonal runs in its rows and columns (`Kernel.DIAGONAL`)."""
+    space = Space(call)
+    dims = space.free_dims(call.inputs[0].shape)
+    for letters in dims[-2:]:
+        space.in_order(letters)
+    return space.rule([dims], [dims], linear=[{0}])
 
 
 def _select(call: Call) -> OperatorRule:

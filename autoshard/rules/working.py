@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.graph import DType
+from autoshard.graph.experts import COMBINE
 from autoshard.rules.call import Call
 from autoshard.rules.saved import Extra, like
 
@@ -54,8 +55,15 @@ def _attention_sums(call: Call, _: Sequence[bool]) -> tuple[Extra, ...]:
     return tuple(sums)
 
 
+def _gradients_of_rows(call: Call, gradients: Sequence[bool]) -> tuple[Extra, ...]:
+    """The gradient of the sum for each row, and its product with rows or weights."""
+    each = like(call, 0, call.outputs[0].dtype.itemsize)
+    return (replace(each, times=2),) if any(gradients) else ()
+
+
 WORKING: Mapping[str, Callable[[Call, Sequence[bool]], tuple[Extra, ...]]] = {
     "aten.cross_entropy_loss.default": _one_like_scores,
+    COMBINE: _gradients_of_rows,
     "aten.pow.Tensor_Scalar": _two_like_base,
     "aten.mul.Tensor": _before_summing,
     "aten.div.Tensor": _before_summing,

@@ -1,5 +1,6 @@
 """Applying a plan: parameters sharded, forward replaced, collectives recorded."""
 
+from autoshard.runtime.batches import shard_loader
 from autoshard.runtime.checkpoints import checkpointable
 from autoshard.runtime.parallelize import parallelize
 from autoshard.runtime.program import LocalProgram
@@ -9,13 +10,24 @@ from autoshard.runtime.recorder import (
     record_collectives,
     summarize,
 )
+from autoshard.runtime.weights import (
+    LoadReport,
+    load_checkpoint,
+    parameters_on_meta,
+    save_checkpoint,
+)
 
 __all__ = [
     "CollectiveRecord",
     "CollectiveRecorder",
+    "LoadReport",
     "LocalProgram",
     "checkpointable",
+    "load_checkpoint",
     "parallelize",
+    "parameters_on_meta",
     "record_collectives",
+    "save_checkpoint",
+    "shard_loader",
     "summarize",
 ]

@@ -1,7 +1,6 @@
 """State dicts for `torch.distributed.checkpoint`, which knows one block per rank and tensor."""
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, product
+from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.layouts import from_placements
+from autoshard.runtime.blocks import blocks_of
 
 StateT = TypeVar("StateT")
 
@@ -64,7 +64,10 @@ class _Blocks(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  there is no other way
             cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
         )
-        made._blocks = dict(_blocks_of(tensor.to_local().detach(), dims))  # noqa: SLF001  ours
+        made._blocks = {  # noqa: SLF001  ours
+            torch.Size(part.start for part in block.parts): block.local
+            for block in blocks_of(tensor.to_local().detach(), dims)
+        }
         return made
 
     def __init__(self, *_: object) -> None:
@@ -104,17 +107,3 @@ class _Blocks(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
         return self._blocks[index.offset]
-
-
-def _blocks_of(
-    local: torch.Tensor, dims: Sequence[Sequence[slice]]
-) -> Iterator[tuple[torch.Size, torch.Tensor]]:
-    """Each block by its place in the whole tensor, as a view of the rank's own."""
-    lengths = [[part.stop - part.start for part in parts] for parts in dims]
-    starts = [accumulate(row, initial=0) for row in lengths]
-    held = [list(zip(*row, strict=False)) for row in zip(dims, starts, lengths, strict=True)]
-    for parts in product(*held):
-        block = local
-        for dim, (_, start, length) in enumerate(parts):
-            block = block.narrow(dim, start, length)
-        yield torch.Size(part.start for part, _, _ in parts), block

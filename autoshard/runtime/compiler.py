@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import LayoutError, PlanError
 from autoshard.graph import Graph, Node, Output
+from autoshard.graph.experts import ragged_values
 from autoshard.layouts import Layout
 from autoshard.plan import Conversion, PlacedNode, Stage
 from autoshard.plan.memory.recompute import checkpoint_spans
@@ -13,6 +14,7 @@ from autoshard.runtime.conversions import bind_steps
 from autoshard.runtime.instructions import Call, Convert, Instruction, Recompute
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, Place
+from autoshard.runtime.slices import own_shape
 
 
 class Compiler:
@@ -46,6 +48,7 @@ class Compiler:
         self._stage = stage
         self._custom = custom
         self._graph = graph
+        self._ragged = ragged_values(graph)
         self._mesh = mesh
         self._place = place
         self.instructions: list[Instruction] = []
@@ -82,7 +85,9 @@ class Compiler:
                 raise PlanError(
                     f"stage {self._stage.name!r} places {placed.name!r}, which is no value"
                 )
-            (shape,) = self._local_shapes([placed.name], [Layout.parse(placed.layout)])
+            layout, whole = Layout.parse(placed.layout), self._graph.values[placed.name].shape
+            self._local_shapes([placed.name], [layout])  # names the input if axes may not cut it so
+            shape = layout.local_shape(whole, self._place.axis_sizes)
             if shape != placed.local_shape:
                 raise PlanError(
                     f"input {placed.name!r} has the local shape {placed.local_shape} in the plan, "
@@ -121,10 +126,17 @@ class Compiler:
                 reads=reads,
                 targets=tuple(self._slots[name] for name in node.outputs),
                 writes=local.tracked(),
-                shapes=local.output_shapes,
+                shapes=tuple(self._known_shapes(node.outputs, local.output_shapes)),
                 kernel=bind_kernel(local),
             )
         )
+
+    def _known_shapes(
+        self, values: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[int | None, ...]]:
+        """What follows from the plan of shapes; how many rows an expert has does not."""
+        for value, shape in zip(values, shapes, strict=True):
+            yield (None, None, *shape[2:]) if value in self._ragged else shape
 
     def _local_node(self, node: Node, placed: PlacedNode) -> LocalNode:
         inputs = tuple(Layout.parse(text) for text in placed.inputs)
@@ -133,23 +145,27 @@ class Compiler:
             node=node,
             inputs=inputs,
             outputs=outputs,
-            input_shapes=tuple(self._local_shapes(node.inputs, inputs)),
-            output_shapes=tuple(self._local_shapes(node.outputs, outputs)),
+            shapes=tuple(self._graph.values[value].shape for value in node.inputs),
+            input_shapes=self._local_shapes(node.inputs, inputs),
+            output_shapes=self._local_shapes(node.outputs, outputs),
             place=self._place,
             custom=self._custom,
         )
 
     def _local_shapes(
         self, values: Sequence[str], layouts: Sequence[Layout]
-    ) -> Iterator[tuple[int, ...]]:
+    ) -> tuple[tuple[int, ...], ...]:
+        """The rank's own shapes."""
         if len(values) != len(layouts):
             raise PlanError(f"there are {len(layouts)} layouts for the values {list(values)}")
+        place, shapes = self._place, []
         for value, layout in zip(values, layouts, strict=True):
             try:
                 shape = self._graph.values[value].shape
-                yield layout.local_shape(shape, self._place.axis_sizes)
+                shapes.append(own_shape(shape, layout, place.axis_sizes, place.coordinate))
             except LayoutError as error:
                 raise PlanError(f"value {value!r}: {error}") from None
+        return tuple(shapes)
 
     def _output_slot(self, output: Output, position: int) -> int | None:
         return None if output.name is None else self._read(output.name, "output", position)
@@ -168,11 +184,18 @@ class Compiler:
 
     def _add_conversion(self, conversion: Conversion) -> int:
         source = self._slots[conversion.value]
-        steps = bind_steps(conversion.steps, self._mesh)
+        shape = self._graph.values[conversion.value].shape
+        steps = bind_steps(conversion.steps, self._mesh, shape)
         if not steps:
             return source
         target = self._new_slot()
         self.instructions.append(
-            Convert(reads=(source,), targets=(target,), steps=steps, again=conversion.again)
+            Convert(
+                reads=(source,),
+                targets=(target,),
+                use=conversion.use,
+                steps=steps,
+                again=conversion.again,
+            )
         )
         return target

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from autoshard.plan.document import Use
 from autoshard.runtime.conversions import LocalFunction
 from autoshard.runtime.local_node import LocalKernel
 from autoshard.runtime.reconversion import Reconversions
@@ -53,10 +54,12 @@ class Convert(Instruction):
     """Bring a tensor into another layout.
 
     Attributes:
+        use: what it is for.
         steps: of the conversion; at least one.
         again: whether backward converts once more.
     """
 
+    use: Use
     steps: tuple[LocalFunction, ...]
     again: bool
 
@@ -82,12 +85,12 @@ class Call(Instruction):
 
     Attributes:
         node: name of the node.
-        shapes: a rank's shape of each output.
+        shapes: a rank's shape of each output; None for a size that is data.
         kernel: what runs.
     """
 
     node: str
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int | None, ...], ...]
     kernel: LocalKernel
 
     def run(
@@ -97,7 +100,11 @@ class Call(Instruction):
         with again.saving(tensors):
             outputs = self.kernel(tensors, step)
         for output, shape in zip(outputs, self.shapes, strict=True):
-            assert output.shape == shape, f"{self.node} made {tuple(output.shape)}, not {shape}"
+            known = tuple(
+                size if wanted is not None else None
+                for size, wanted in zip(output.shape, shape, strict=False)
+            )
+            assert known == shape, f"{self.node} made {tuple(output.shape)}, not {shape}"
         return outputs
 
 

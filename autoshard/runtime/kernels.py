@@ -13,6 +13,7 @@ from autoshard.graph import Node
 from autoshard.layouts import Kind
 from autoshard.rules import Kernel, kernel_for
 from autoshard.runtime.along import bind_along
+from autoshard.runtime.along.experts import bind_experts
 from autoshard.runtime.local_node import LocalKernel, LocalNode
 from autoshard.runtime.operators import OperatorCall
 
@@ -60,7 +61,7 @@ def _vocabulary(local: LocalNode, _argument: str) -> LocalKernel:
     table = local.inputs[0]
     if all(place.axis_sizes[axis] == 1 for axis in table.cutting_axes(0)):
         return _plain(local)
-    first = table.slice_index(0, place.axis_sizes, place.coordinate) * rows
+    first = local.start(0)
     padding = local.node.argument("padding_idx", -1)
     assert isinstance(padding, int)
     inside = first <= padding < first + rows
@@ -90,20 +91,28 @@ def _along(local: LocalNode, argument: str) -> LocalKernel:
 
 
 def _scaling(local: LocalNode, argument: str, plain: LocalKernel) -> LocalKernel:
-    num_slices = prod(
-        size
-        for axis, size in enumerate(local.place.axis_sizes)
-        if local.outputs[0].types[axis].kind is Kind.PARTIAL
-        and any(layout.types[axis].is_shard for layout in local.inputs)
-    )
-    if num_slices == 1 or (argument and local.node.argument(argument, MEAN) != MEAN):
+    cut = _averaged(local)
+    whole = prod(local.shapes[tensor][dim] for tensor, dim in cut)
+    own = prod(local.input_shapes[tensor][dim] for tensor, dim in cut)
+    if whole == own or (argument and local.node.argument(argument, MEAN) != MEAN):
         return plain
+    num_slices = whole / own
 
     def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
         (mean,) = plain(tensors, step)
         return (mean / num_slices,)
 
     return run
+
+
+def _averaged(local: LocalNode) -> set[tuple[int, int]]:
+    """Dims of a mean that are cut: the first input that has each, and its place there."""
+    found = set()
+    for axis, made in enumerate(local.outputs[0].types):
+        if made.kind is Kind.PARTIAL:
+            cuts = [(i, layout.types[axis].dim) for i, layout in enumerate(local.inputs)]
+            found.update([cut for cut in cuts if cut[1] >= 0][:1])
+    return found
 
 
 def _repeat(local: LocalNode, argument: str) -> LocalKernel:
@@ -122,9 +131,8 @@ def _split(local: LocalNode, _argument: str) -> LocalKernel:
 
 def _run(local: LocalNode, _argument: str) -> LocalKernel:
     dim, start = _dim(local), local.node.argument("start") or 0
-    held, place = local.input_shapes[0][dim], local.place
+    whole, place = local.shapes[0][dim], local.place
     parts = prod(place.axis_sizes[axis] for axis in local.inputs[0].cutting_axes(dim))
-    whole = held * parts
     if parts == 1 or local.node.argument("step", 1) != 1:
         return _plain(local)
     assert isinstance(start, int)
@@ -141,9 +149,17 @@ def _dim(local: LocalNode) -> int:
 def _groups(local: LocalNode, argument: str) -> LocalKernel:
     groups = local.node.argument(argument, 1)
     assert isinstance(groups, int)
-    cutting = local.inputs[0].cutting_axes(1)
-    share = max(groups // prod(local.place.axis_sizes[axis] for axis in cutting), 1)
+    share = max(groups * local.input_shapes[0][1] // local.shapes[0][1], 1)
     call = OperatorCall(local.node, local.place.device, replaced={argument: share})
+    return lambda tensors, _step: call(tensors)
+
+
+def _diagonal(local: LocalNode, argument: str) -> LocalKernel:
+    rows = len(local.input_shapes[0]) - 2
+    whole = local.node.argument(argument, 0)
+    assert isinstance(whole, int)
+    replaced = {argument: whole + local.start(rows) - local.start(rows + 1)}
+    call = OperatorCall(local.node, local.place.device, replaced=replaced)
     return lambda tensors, _step: call(tensors)
 
 
@@ -183,8 +199,7 @@ def _experts(local: LocalNode, argument: str) -> LocalKernel:
         return _plain(local)
     at = names.index(argument)
     num_rows, num_matrices = local.input_shapes[0][0], local.input_shapes[1][0]
-    before = num_rows * local.inputs[0].slice_index(0, place.axis_sizes, place.coordinate)
-    first = num_matrices * local.inputs[1].slice_index(0, place.axis_sizes, place.coordinate)
+    before, first = local.start(0), local.start(0, 1)
     call = OperatorCall(local.node, place.device)
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
@@ -203,27 +218,37 @@ def _experts(local: LocalNode, argument: str) -> LocalKernel:
     return run
 
 
+def _attention(local: LocalNode, argument: str) -> LocalKernel:
+    return bind_along(local) or _causal(local, argument)
+
+
 def _causal(local: LocalNode, argument: str) -> LocalKernel:
     plain = _plain(local)
-    node, place, queries = local.node, local.place, local.inputs[0]
-    length = local.input_shapes[0][-2]
-    dim = len(local.input_shapes[0]) - 2
-    first = length * queries.slice_index(dim, place.axis_sizes, place.coordinate)
-    if not node.argument(argument) or first == 0:
+    node, num_queries = local.node, local.input_shapes[0][-2]
+    first = local.start(len(local.input_shapes[0]) - 2)
+    end = first + num_queries
+    if not node.argument(argument):
         return plain
+    if first == 0:
+        # Nobody sees the other keys, and kernels are faster with as many keys as queries.
+        return lambda tensors, step: plain(_until(tensors, end), step)
     given = dict(node.arguments)
     names = ("dropout_p", "scale", "enable_gqa")
     options: dict[str, Any] = {name: given[name] for name in names if name in given}
-    end = first + length
-    bias = causal_lower_right(length, end)
+    bias = causal_lower_right(num_queries, end)
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
-        query, key, value = tensors
-        seen = (key[..., :end, :], value[..., :end, :])
         # Only this function, and no operator, knows masks that are not spelt out.
-        return (scaled_dot_product_attention(query, *seen, attn_mask=bias, **options),)
+        query, key, value = _until(tensors, end)
+        return (scaled_dot_product_attention(query, key, value, attn_mask=bias, **options),)
 
     return run
+
+
+def _until(tensors: Sequence[torch.Tensor], end: int) -> tuple[torch.Tensor, ...]:
+    """The queries, and the first keys and values."""
+    query, key, value = tensors
+    return query, key[..., :end, :], value[..., :end, :]
 
 
 def _seeded(local: LocalNode, plain: LocalKernel) -> LocalKernel:
@@ -265,5 +290,7 @@ _BINDERS: Mapping[Kernel, Callable[[LocalNode, str], LocalKernel]] = {
     Kernel.BAGS: _bags,
     Kernel.COUNTS: _counts,
     Kernel.EXPERTS: _experts,
-    Kernel.CAUSAL: _causal,
+    Kernel.DIAGONAL: _diagonal,
+    Kernel.ATTENTION: _attention,
+    Kernel.ROUTED: lambda local, _argument: bind_experts(local),
 }

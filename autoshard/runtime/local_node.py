@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
 import torch
@@ -23,6 +24,22 @@ class Ranks(Protocol):
         """Put a contiguous tensor together, in place, over the ranks of one mesh axis."""
         ...
 
+    def all_to_all(
+        self, rows: torch.Tensor, axis: int, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
+        """Send rows to the ranks of one mesh axis, and take theirs.
+
+        Args:
+            rows: contiguous, those for the first rank first.
+            axis: the mesh axis.
+            sent: how many go to each rank.
+            received: how many come from each.
+
+        Returns:
+            What has come, from the first rank first.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class MeshRanks:
@@ -33,6 +50,15 @@ class MeshRanks:
     def all_reduce(self, tensor: torch.Tensor, axis: int, operation: Operation) -> None:
         """Run the collective on the axis's process group."""
         dist.all_reduce(tensor, _OPERATIONS[operation], self.mesh.get_group(axis))
+
+    def all_to_all(
+        self, rows: torch.Tensor, axis: int, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
+        """Run the collective on the axis's process group."""
+        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+        group = self.mesh.get_group(axis)
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group)
+        return arrived
 
 
 _OPERATIONS = {Operation.SUM: dist.ReduceOp.SUM, Operation.MAX: dist.ReduceOp.MAX}
@@ -49,6 +75,17 @@ class NoRanks:
         """
         shape = tuple(tensor.shape)
         raise RuntimeError(f"a {operation} of {shape} over axis {axis} needs the axis's ranks")
+
+    def all_to_all(
+        self, rows: torch.Tensor, axis: int, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
+        """Refuse.
+
+        Raises:
+            RuntimeError: always.
+        """
+        counts = f"sending {sent} of {len(rows)} rows and taking {received}"
+        raise RuntimeError(f"{counts} over axis {axis} needs the axis's ranks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +118,9 @@ class LocalNode:
         node: the operator's call in the graph.
         inputs: layout of each tensor input.
         outputs: layout of each output.
-        input_shapes: a rank's shape of each input.
-        output_shapes: a rank's shape of each output.
+        shapes: whole shape of each input.
+        input_shapes: the rank's shape of each input.
+        output_shapes: the rank's shape of each output.
         place: where the rank is.
         custom: names of operators that may be called though they are not of ATen.
     """
@@ -90,6 +128,7 @@ class LocalNode:
     node: Node
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
+    shapes: tuple[tuple[int, ...], ...]
     input_shapes: tuple[tuple[int, ...], ...]
     output_shapes: tuple[tuple[int, ...], ...]
     place: Place
@@ -127,15 +166,13 @@ class LocalNode:
             if size > 1 and axis_type.is_shard and axis_type.dim in dims
         )
 
-    def parts(self, dims: Sequence[int]) -> int:
-        """Into how many slices some dims of the first input are cut."""
-        parts = 1
-        for axis in self.axes_cutting(dims):
-            parts *= self.place.axis_sizes[axis]
-        return parts
+    def count(self, dims: Sequence[int]) -> int:
+        """How many elements some dims of the first input have in the whole."""
+        return prod(self.shapes[0][dim] for dim in dims)
 
     def start(self, dim: int, tensor: int = 0) -> int:
         """Where the rank's slice of a dim of an input starts in the whole."""
-        place = self.place
-        index = self.inputs[tensor].slice_index(dim, place.axis_sizes, place.coordinate)
-        return index * self.input_shapes[tensor][dim]
+        place, shape = self.place, self.shapes[tensor]
+        slices = self.inputs[tensor].local_slices(shape, place.axis_sizes, place.coordinate)
+        start: int = slices[dim][0].start
+        return start

@@ -31,6 +31,7 @@ class LocalProgram:
 
     Attributes:
         graph: the program that is run.
+        instructions: what runs, in order.
         is_random: whether it draws random numbers.
         place: where on the mesh this rank is.
     """
@@ -51,10 +52,10 @@ class LocalProgram:
         )
         compiler = Compiler(stage, self.graph, mesh, self.place, custom=custom)
         compiler.compile()
-        self._instructions = tuple(compiler.instructions)
+        self.instructions = tuple(compiler.instructions)
         self._outputs = tuple(compiler.output_slots)
         outputs = {slot for slot in self._outputs if slot is not None}
-        self._entering = mark_last_reads(self._instructions, outputs)
+        self._entering = mark_last_reads(self.instructions, outputs)
 
     def __call__(self, inputs: Iterable[torch.Tensor], *, step: int = 0) -> tuple[Any, ...]:
         """Run on this rank's tensors.
@@ -69,7 +70,7 @@ class LocalProgram:
             One entry per output of the graph: this rank's slice, or the literal.
         """
         registers = {slot: tensor for slot, tensor in enumerate(inputs) if slot in self._entering}
-        execute(self._instructions, registers, step)
+        execute(self.instructions, registers, step)
         return tuple(
             registers[slot] if slot is not None else output.literal
             for slot, output in zip(self._outputs, self.graph.outputs, strict=True)

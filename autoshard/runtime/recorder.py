@@ -45,7 +45,8 @@ class CollectiveRecord:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all; anything else that
             ran goes by the name of its operator.
         axis: name of the mesh axis whose ranks took part; `"?"` where no axis has the group.
-        nbytes: size of the larger of the rank's tensor before and after.
+        nbytes: size of the larger of the rank's tensor before and after; of an all-to-all what
+            is sent, since what comes may be more or less.
         direction: backward where autograd was running.
     """
 
@@ -87,15 +88,18 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
             # What has no group only looks at tensors, such as the wait for a collective.
             group = given.get("group_name", given.get("process_group"))
             if group is not None:
-                self._record(schema.name, group, (*given.values(), result))
+                self._record(schema.name, group, given, result)
         return result
 
-    def _record(self, name: str, group: Any, values: tuple[Any, ...]) -> None:
+    def _record(self, name: str, group: Any, given: Mapping[str, Any], result: Any) -> None:
         # While autograd runs, the thread belongs to a graph task.
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        kind = _KINDS.get(name, name)
+        sent = given.get("input") if kind == "all_to_all" else None
+        values = (*given.values(), result) if sent is None else (sent,)
         self.records.append(
             CollectiveRecord(
-                kind=_KINDS.get(name, name),
+                kind=kind,
                 axis=self._axis_of_group.get(_group_name(group), "?"),
                 nbytes=max(_nbytes(value) for value in values),
                 direction="backward" if backward else "forward",

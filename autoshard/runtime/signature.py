@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind
-from autoshard.layouts import Layout, to_placements
+from autoshard.layouts import Layout, R, to_placements
 from autoshard.plan import PlacedInput, PlacedOutput, Stage
 from autoshard.runtime.local_node import Place
-from autoshard.runtime.slices import local_slice
+from autoshard.runtime.slices import local_slice, own_shape
 from autoshard.runtime.trees import TreeSpec, read_spec
 
 
@@ -38,6 +38,7 @@ class Arguments:
             )
             for name, tensor in placed.items()
         }
+        self._symbols = {n: graph.dynamic.symbols_of(n) for n in placed} if graph.dynamic else {}
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """This rank's tensors by the names of their values.
@@ -57,6 +58,51 @@ class Arguments:
                     f"was exported and is {_shown(leaf)} now; plan again for the new value"
                 )
         return tensors
+
+    def sizes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """Numbers of the open sizes, where they are others than the planned ones; else nothing.
+
+        Tensors of other sizes are whole, or DTensors.
+
+        Raises:
+            PlanError: the arguments nest otherwise than the exported ones, or two tensors say
+                different things.
+        """
+        if not self._symbols:
+            return {}
+        leaves = self._leaves(args, kwargs)
+        given = {i.name: x for i, x in zip(self._inputs, leaves, strict=True)}
+        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+        if all(self._tensors[name].fits(x.shape) for name, x in tensors.items()):
+            return {}
+        sizes: dict[str, int] = {}
+        for name, tensor in tensors.items():
+            for dim, symbol in self._symbols[name].items():
+                number = tensor.shape[dim] if dim < tensor.ndim else -1
+                if sizes.setdefault(symbol, number) != number:
+                    raise PlanError(
+                        f"dim {dim} of argument {name!r} is {number}, where other arguments say "
+                        f"{sizes[symbol]}"
+                    )
+        return sizes
+
+    def rows(self, size: int) -> slice:
+        """Which rows of a batch this rank takes; all, where tensors are not all cut alike.
+
+        Args:
+            size: how many rows the batch has.
+
+        Raises:
+            PlanError: no tensor that forward takes has so many rows.
+        """
+        taken = [t.rows for t in self._tensors.values() if t.rows and t.shape[0] == size]
+        if not taken:
+            planned = sorted({t.shape[0] for t in self._tensors.values() if t.rows})
+            raise PlanError(
+                f"a batch has {size} rows; the plan is for {' or '.join(map(str, planned))}: set "
+                f"the loader's batch_size to that, and drop_last=True"
+            )
+        return taken[0] if all(rows == taken[0] for rows in taken) else slice(0, size)
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         if self._spec is not None:
@@ -87,6 +133,25 @@ class _TensorArgument:
         self._layout = Layout.parse(placed.layout)
         self._dtype: torch.dtype = getattr(torch, placed.dtype)
         self._placements = to_placements(self._layout, place.axis_sizes)
+        self.shape = placed.shape
+        self._own_shape = own_shape(placed.shape, self._layout, place.axis_sizes, place.coordinate)
+        self._behind_rows = _without_rows(self._layout)
+        self.rows = self._rows()
+
+    def _rows(self) -> slice | None:
+        """The slice of dim 0 that this rank takes; None of a scalar, all where they are several."""
+        if not self.shape:
+            return None
+        place = self._place
+        slices = self._layout.local_slices(self.shape, place.axis_sizes, place.coordinate)[0]
+        return slices[0] if len(slices) == 1 else slice(0, self.shape[0])
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of a shape is the whole one, this rank's rows, or this rank's slice."""
+        shapes = [self._placed.shape, self._own_shape]
+        if self.rows:
+            shapes.append((self.rows.stop - self.rows.start, *self._placed.shape[1:]))
+        return tuple(shape) in shapes
 
     def localize(self, value: Any) -> torch.Tensor:
         """This rank's slice of a whole tensor, a DTensor, or a tensor that is the slice."""
@@ -112,15 +177,24 @@ class _TensorArgument:
                     f"redistribute it, or pass the whole tensor"
                 )
             return value.to_local()
-        if value.shape == placed.local_shape:
+        if value.shape == self._own_shape:
             return value
+        place = self._place
         if value.shape == placed.shape:
-            return local_slice(value, self._layout, self._place.axis_sizes, self._place.coordinate)
+            return local_slice(value, self._layout, place.axis_sizes, place.coordinate)
+        if self.rows and value.shape == (self.rows.stop - self.rows.start, *placed.shape[1:]):
+            return local_slice(value, self._behind_rows, place.axis_sizes, place.coordinate)
         raise PlanError(
             f"argument {placed.target!r} has shape {tuple(value.shape)}; the plan is for the "
-            f"global shape {placed.shape}, or {placed.local_shape} where a rank passes its own "
+            f"global shape {placed.shape}, or {self._own_shape} where a rank passes its own "
             f"slice: pad the batch, or plan again for the new shape"
         )
+
+
+def _without_rows(layout: Layout) -> Layout:
+    """A layout without the cuts of dim 0."""
+    nesting = (axes for axes in layout.nesting if layout.types[axes[0]].dim)
+    return Layout(tuple(t if t.dim else R for t in layout.types), tuple(nesting))
 
 
 class Results:

@@ -3,19 +3,20 @@
 python -m benchmarks.zoo                      everything that has no result yet
 python -m benchmarks.zoo --families gpt2 dit  two of them; the others stay as they are
 python -m benchmarks.zoo --again              everything anew
-python -m benchmarks.zoo --ranks              run the small sizes on gloo ranks instead
+python -m benchmarks.zoo --ranks 8 4          run the small sizes on gloo ranks instead
 """
 
 import argparse
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.document import caption, replace_table
 from benchmarks.zoo.families import FAMILIES
 from benchmarks.zoo.measure import Settings, measure_family, outcomes_of
 from benchmarks.zoo.page import planned_table, ranks_table
-from benchmarks.zoo.ranks import run_on_ranks
+from benchmarks.zoo.ranks import PRECISIONS, RankSettings, rank_outcomes, run_on_ranks
 
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "zoo.md"
 
@@ -23,26 +24,40 @@ _DOCUMENT = Path(__file__).parents[2] / "docs" / "zoo.md"
 def main() -> int:
     """Measure what is asked for, and write its table."""
     options = _parser().parse_args()
+    families = options.families or list(FAMILIES)
+    if options.again:
+        shutil.rmtree(
+            options.folder / ("ranks" if options.ranks else "results"), ignore_errors=True
+        )
     if options.ranks:
-        head = caption("gloo")
-        table = ranks_table(run_on_ranks(options.folder))
+        _run_on_ranks(families, options)
+    else:
+        _plan(families, options)
+    return 0
+
+
+def _run_on_ranks(families: Sequence[str], options: argparse.Namespace) -> None:
+    settings = RankSettings(options.folder, tuple(options.ranks), tuple(options.precisions))
+    head = caption("gloo; what is empty has not been run")
+    for outcomes in run_on_ranks(families, settings):
+        print(*outcomes, sep="\n", flush=True)
+        table = ranks_table(rank_outcomes(RankSettings(options.folder)))
         _write(options.document, "ranks", f"{head}\n\n{table}")
-        return 0
+
+
+def _plan(families: Sequence[str], options: argparse.Namespace) -> None:
     settings = Settings(
         options.folder,
         time_limit=options.time_limit,
         patience=options.patience,
         most_memory=int(options.most_memory * 1e9),
     )
-    if options.again:
-        shutil.rmtree(settings.folder, ignore_errors=True)
     head = caption(f"solver limit {settings.time_limit:g} s, one run each")
-    for name in options.families or FAMILIES:
+    for name in families:
         for outcome in measure_family(name, settings):
             print(outcome, flush=True)
-    outcomes = [outcome for name in FAMILIES for outcome in outcomes_of(name, settings)]
-    _write(options.document, "planned", f"{head}\n\n{planned_table(outcomes)}")
-    return 0
+        outcomes = [outcome for known in FAMILIES for outcome in outcomes_of(known, settings)]
+        _write(options.document, "planned", f"{head}\n\n{planned_table(outcomes)}")
 
 
 def _write(document: Path, name: str, table: str) -> None:
@@ -55,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--families", nargs="+", choices=FAMILIES, default=[], help="default: all")
     add("--again", action="store_true", help="throw earlier results away")
-    add("--ranks", action="store_true", help="run the small sizes on ranks instead")
+    ranks = "run the small sizes on so many ranks instead, one number after the other"
+    add("--ranks", nargs="+", type=int, choices=(4, 8), default=[], help=ranks)
+    add("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="on ranks")
     add("--time-limit", type=float, default=120.0, help="seconds for the solver")
     add("--patience", type=float, default=1800.0, help="seconds until a family is given up")
     add("--most-memory", type=float, default=12.0, help="GB that a process may take")

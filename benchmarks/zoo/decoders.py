@@ -4,10 +4,11 @@ Sizes are those of the published models; what is not given is the default of the
 which is that of the model after which the class is named.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.models import MODELS
 from benchmarks.zoo.family import (
@@ -41,6 +42,7 @@ def _decoder(
     inputs: Maker = decoder,
     config: str = "Config",
     training: bool = True,
+    adapt: Callable[[nn.Module], None] | None = None,
     note: str = "",
 ) -> Family:
     """A family of which transformers has the classes NAMEConfig and NAMEForCausalLM."""
@@ -55,8 +57,16 @@ def _decoder(
         head=f"{name}ForCausalLM",
         dtype=dtype,
         training=training,
+        adapt=adapt,
         note=note,
     )
+
+
+def _plain_gelu(model: nn.Module) -> None:
+    """Bloom's GELU with the gradient that follows from it, which is what its own computes."""
+    for module in model.modules():
+        if hasattr(module, "gelu_impl"):
+            module.gelu_impl = nn.GELU("tanh")
 
 
 def sizes(hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
@@ -131,6 +141,7 @@ DECODERS: Mapping[str, Family] = {
         {"hidden_size": 4096, "n_layer": 30, "n_head": 32},
         {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
         batch=(8, 2048),
+        adapt=_plain_gelu,
         note="7.1B",
     ),
     "falcon": _decoder(
@@ -198,7 +209,7 @@ DECODERS: Mapping[str, Family] = {
         _GROUPED,
         note="3.0 8B",
     ),
-    "nemotron": _decoder("Nemotron", {}, _GROUPED, note="8B"),
+    "nemotron": _decoder("Nemotron", {"num_key_value_heads": 8}, _GROUPED, note="4 15B"),
 }
 _EXPERTS = _GROUPED | {"num_experts_per_tok": 2}
 

@@ -198,7 +198,15 @@ TRANSLATORS: Mapping[str, Family] = {
     ),
     "mbart": _translator("MBart", {"vocab_size": 250_027}, _TRANSLATOR, note="large 50"),
     "m2m100": _translator(
-        "M2M100", {"encoder_layers": 12, "decoder_layers": 12}, _TRANSLATOR, note="418M"
+        "M2M100",
+        {
+            "encoder_layers": 12,
+            "decoder_layers": 12,
+            "encoder_layerdrop": 0.0,
+            "decoder_layerdrop": 0.0,
+        },
+        _TRANSLATOR,
+        note="418M, all layers kept",
     ),
     "blenderbot": _translator("Blenderbot", {}, _TRANSLATOR, note="3B"),
 }

@@ -38,6 +38,8 @@ class Family:
         dtype: of the published model.
         training: whether it is built in training mode; not where that mode draws experts at
             random, or looks at values to decide what to compute. It is trained all the same.
+        adapt: changes a model of transformers that an export would not keep as it is, such as
+            one with gradients of its own.
         note: where the sizes are from, unless they are the defaults of the config class.
     """
 
@@ -53,6 +55,7 @@ class Family:
     output: str = ""
     dtype: torch.dtype = torch.float32
     training: bool = True
+    adapt: Callable[[nn.Module], None] | None = None
     note: str = ""
 
     def build_real(self) -> Built:
@@ -82,6 +85,8 @@ class Family:
             # `_grouped_mm` takes no double numbers.
             config._experts_implementation = "batched_mm"  # noqa: SLF001  there is no other way
         model: nn.Module = getattr(transformers, self.head)(config)
+        if self.adapt is not None:
+            self.adapt(model)
         return MeanSquare(model, self.output) if self.output else model
 
 

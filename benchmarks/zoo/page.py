@@ -1,11 +1,13 @@
 """The tables of docs/zoo.md."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby
 
 from benchmarks.tables import rows
 from benchmarks.zoo.families import FAMILIES
 from benchmarks.zoo.measure import MESHES, MODES, Outcome
+from benchmarks.zoo.ranks import RankOutcome
 
 _MOST_GAP = 0.01
 _MOST_WHOLE = 0.02
@@ -66,7 +68,7 @@ def _is_good(outcome: Outcome) -> bool:
 def _notes(outcomes: Sequence[Outcome]) -> str:
     lines = [f"- {_name(o)}: {_why(o)}" for o in outcomes if not _is_good(o)]
     codes = sorted({outcome.code for outcome in outcomes})
-    return "\n".join([*lines, "", f"Code: {', '.join(codes)}."])
+    return "\n".join([*lines, "", _codes(codes)])
 
 
 def _why(outcome: Outcome) -> str:
@@ -83,23 +85,30 @@ def _why(outcome: Outcome) -> str:
     return f"gap {outcome.gap:.2%}" if outcome.gap is not None else "nothing is proven"
 
 
-def ranks_table(outcomes: Mapping[str, str]) -> str:
+def ranks_table(outcomes: Sequence[RankOutcome]) -> str:
     """A row per family, a column per precision and number of ranks; then what failed, and how."""
-    columns = sorted({name.partition(" ")[2] for name in outcomes})
-    families = dict.fromkeys(name.partition(" ")[0] for name in outcomes)
+    columns = sorted({outcome.column for outcome in outcomes})
+    families = dict.fromkeys(outcome.family for outcome in outcomes)
+    known = {(outcome.family, outcome.column): outcome.error for outcome in outcomes}
     table = rows(
         ("family", *columns),
-        ([family, *(_verdict_of(outcomes, family, c) for c in columns)] for family in families),
+        ([family, *(_word(known.get((family, c))) for c in columns)] for family in families),
     )
-    failures = {name: error for name, error in outcomes.items() if error}
-    passed = f"{len(outcomes) - len(failures)} of {len(outcomes)} cases passed."
-    lines = [f"- {name}: {error}" for name, error in failures.items()]
-    return "\n\n".join([table, passed, "\n".join(lines)]).rstrip()
+    passed = [outcome for outcome in outcomes if not outcome.error]
+    counts = Counter(outcome.column for outcome in passed)
+    each = ", ".join(f"{counts[column]} in {column}" for column in columns)
+    lines = [f"- {outcome}" for outcome in outcomes if outcome.error]
+    codes = sorted({outcome.code for outcome in outcomes})
+    verdict = f"{len(passed)} of {len(outcomes)} cases passed: {each}."
+    return "\n\n".join([table, verdict, *filter(None, ["\n".join(lines)]), _codes(codes)])
 
 
-def _verdict_of(outcomes: Mapping[str, str], family: str, column: str) -> str:
-    name = f"{family} {column}"
-    return "" if name not in outcomes else "**failed**" if outcomes[name] else "equal"
+def _word(error: str | None) -> str:
+    return "" if error is None else "**failed**" if error else "equal"
+
+
+def _codes(codes: Sequence[str]) -> str:
+    return f"Code: {', '.join(codes)}."
 
 
 def _mesh(mesh: tuple[int, ...]) -> str:

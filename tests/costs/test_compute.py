@@ -10,6 +10,7 @@ from autoshard.costs.compute import MATMUL_EFFICIENCY, TILE
 from autoshard.graph import DType, Tensor
 from autoshard.mesh import Device
 from autoshard.rules import Dims, OperatorRule, Strategy, strategies
+from autoshard.rules.reduction import Reductions
 
 DEVICE = Device(
     "toy",
@@ -203,8 +204,62 @@ def test_attention_is_priced_by_its_own_formula() -> None:
         attention, whole(attention), inputs, [tensor(attention, "bhle")], FAST_MEMORY, training=True
     )
     flops = 2 * 2 * 4 * 64 * 32 * (16 + 8)
-    once = flops / (1e9 * efficiency(32 * 16, 64, 8)) + 0.5
+    # 32 keys have 16 + 8 numbers for the 8 that are made of a query.
+    once = flops / (1e9 * efficiency(32 * 24 // 8, 64, 8)) + 0.5
     assert found[0] == pytest.approx(4 * once)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(8, 8), (8, 16), (2, 16), (1, 8), (8, 4), (8, 2), (4, 4), (2, 4)]
+)
+def test_causal_attention_takes_as_long_as_the_rank_with_most_scores(
+    queries: int, keys: int
+) -> None:
+    """Ranks have 8 or less of 8 queries, and 16 or less of 16 keys."""
+    causal = replace(
+        rule("bld,bsd,bse", "ble", flops=4.0, b=2, l=8, s=16, d=4, e=4), causal=("l", "s")
+    )
+    scores = max(
+        sum(first_key + key <= first + query for query in range(queries) for key in range(keys))
+        for first in range(0, 8, queries)
+        for first_key in range(0, 16, keys)
+    )
+    inputs = [tensor(causal, pattern) for pattern in ("bld", "bsd", "bse")]
+    found = operator_times(
+        causal,
+        [Strategy((), (), {**causal.sizes, "l": queries, "s": keys})],
+        inputs,
+        [tensor(causal, "ble")],
+        FAST_MEMORY,
+        training=False,
+    )
+    flops = 4 * 2 * scores * 4 * 4
+    whole_rows = efficiency(2 * keys * 4, queries, 4)
+    assert found[0] == pytest.approx(flops / (1e9 * whole_rows) + 0.5)
+
+
+def test_scores_go_through_memory_where_keys_are_cut() -> None:
+    attention = rule("ld,sd,se", "le", flops=4.0, l=8, s=16, d=4, e=4)
+    spilled = Reductions.of("max sum", over="s", per="l", itemsize=4, spilled="ls", spilled_bytes=6)
+    inputs = [tensor(attention, pattern) for pattern in ("ld", "sd", "se")]
+    halves = [Strategy((), (), {**attention.sizes, letter: 8}) for letter in ("l", "s")]
+    fused, cut = (
+        operator_times(
+            chosen, halves, inputs, [tensor(attention, "le")], FAST_COMPUTE, training=False
+        )
+        for chosen in (attention, replace(attention, reduced=spilled))
+    )
+    assert (cut - fused) * 1e6 == pytest.approx([0, 8 * 8 * 6])
+
+
+def test_a_grouped_product_sums_one_group() -> None:
+    # 6 groups of 64 rows in all, each with a matrix of its own.
+    grouped = rule("rk,gkn", "rn", flops=2.0 / 6, contracted="k", r=64, k=96, g=6, n=160)
+    inputs = [tensor(grouped, "rk"), tensor(grouped, "gkn")]
+    found = operator_times(
+        grouped, whole(grouped), inputs, [tensor(grouped, "rn")], FAST_MEMORY, training=False
+    )
+    assert found[0] == pytest.approx(2 * 64 * 96 * 160 / (1e9 * efficiency(96, 64, 160)) + 0.5)
 
 
 def test_a_convolution_has_the_extents_of_its_matrix_product() -> None:
@@ -216,7 +271,7 @@ def test_a_convolution_has_the_extents_of_its_matrix_product() -> None:
         convolution, whole(convolution), inputs, outputs, FAST_MEMORY, training=False
     )
     flops = 2 * 8 * 3 * 5 * 3 * 8
-    assert found[0] == pytest.approx(flops / (1e9 * efficiency(3 * 10 * 3, 8 * 8, 5)) + 0.5)
+    assert found[0] == pytest.approx(flops / (1e9 * efficiency(3 * 3, 8 * 8, 5)) + 0.5)
 
 
 def test_an_empty_tensor_costs_a_launch() -> None:

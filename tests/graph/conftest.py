@@ -33,7 +33,12 @@ def resolve(argument: Argument, values: Mapping[str, torch.Tensor]) -> Any:
 
 def bind(graph: Graph, model: torch.nn.Module, user: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     values = {}
+    if graph.preparation is not None:
+        made = run_graph(graph.preparation, model, {})
+        values.update(zip([o.name for o in graph.preparation.outputs], made, strict=True))
     for source in graph.inputs:
+        if source.kind is InputKind.PREPARED:
+            continue
         if source.kind is InputKind.USER:
             values[source.name] = user[source.name]
         elif source.kind is not InputKind.LITERAL:

@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,7 +99,9 @@ def test_a_dynamic_export_is_planned_for_its_example_sizes() -> None:
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     dynamic = load_graph(buffer.getvalue())
-    assert graph_digest(dynamic) == graph_digest(load_graph(export_model(model, (x,))))
+    assert dynamic.dynamic is not None
+    planned = replace(dynamic, dynamic=None)
+    assert graph_digest(planned) == graph_digest(load_graph(export_model(model, (x,))))
 
 
 class Autocast(nn.Module):

@@ -114,11 +114,11 @@ def test_what_is_hidden_is_not_around() -> None:
 
 
 def test_a_size_that_no_axis_divides_falls_back_on_that_mesh_only() -> None:
-    odd = graph_of((nn.Linear(3, 5), {"input": torch.randn(7, 3)}))
+    odd = graph_of((nn.Linear(3, 5), {"input": torch.randn(6, 3)}))
     assert operator_coverage(odd).num_whole == 0
-    plan = make_plan(odd, slow_devices(a=2, b=4), PlanOptions(mode="inference"))
+    plan = make_plan(odd, slow_devices(a=4, b=8), PlanOptions(mode="inference"))
     (use,) = operator_coverage(odd, plan).operators
-    assert use.reasons == ("No size that may be cut is a multiple of 2 or 4.",)
+    assert use.reasons == ("No size that may be cut divides into 4 or 8 slices.",)
 
 
 def test_an_axis_of_one_rank_does_not_count() -> None:

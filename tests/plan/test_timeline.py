@@ -26,6 +26,7 @@ from autoshard.costs import OptimizerSpec
 from autoshard.graph import Graph, graph_from_json
 from autoshard.plan import Plan
 from autoshard.plan.memory.timeline import KINDS, Phase, Timeline, timeline
+from autoshard.runtime.preparation import prepared_inputs
 from autoshard.runtime.program import LocalProgram
 
 TURN, PEAK = 0.005, 0.01
@@ -74,9 +75,9 @@ def made(time: Timeline) -> Any:
 
 def measure(plan: Plan, case: Case, mesh: DeviceMesh) -> Measured:
     """One training step, after a first one that makes the optimizer's state."""
-    inputs = inputs_of(plan, case)
-    parameters = [tensor for tensor in inputs if isinstance(tensor, nn.Parameter)]
     program = LocalProgram(plan.stages[0], mesh)
+    inputs = inputs_of(plan, case, program)
+    parameters = [tensor for tensor in inputs if isinstance(tensor, nn.Parameter)]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     step(program, inputs)
     optimizer.step()
@@ -100,10 +101,11 @@ def step(
     return turn
 
 
-def inputs_of(plan: Plan, case: Case) -> list[torch.Tensor]:
+def inputs_of(plan: Plan, case: Case, program: LocalProgram) -> list[torch.Tensor]:
     """What enters a stage on one device; parameters are leaves."""
     model, arguments = case
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    held |= prepared_inputs(program.graph, plan.stages[0], program.place)
     inputs: list[torch.Tensor] = []
     for placed in plan.stages[0].inputs:
         if placed.kind == "parameter":
@@ -134,7 +136,7 @@ def test_inference_takes_the_memory_that_is_predicted(
     case = CASES[name]()
     plan = planned(exported(name), slow_devices(d=1), mode="inference")
     program = LocalProgram(plan.stages[0], mesh)
-    inputs = inputs_of(plan, case)
+    inputs = inputs_of(plan, case, program)
     with torch.no_grad(), LiveMemory() as memory:
         program(inputs)
     time = predicted(plan)

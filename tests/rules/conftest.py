@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from rules.simulation import Example, Simulation, make_example, prove_rule
+from support.expert_operators import registered
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,6 +15,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _operators_of_experts() -> Iterator[None]:
+    with registered():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -114,6 +114,7 @@ def _run_rank(
         node=Node("node", call.operator, call.arguments, made),
         inputs=tuple(Layout((axis_type,)) for axis_type in inputs),
         outputs=(layout,) * len(made),
+        shapes=tuple(tensor.shape for tensor in call.inputs),
         input_shapes=tuple(tuple(value.shape) for value in values),
         output_shapes=(
             layout.local_shape(call.outputs[0].shape, (2,)),

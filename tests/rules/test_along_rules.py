@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from autoshard.rules import rule_for, strategies
+from autoshard.runtime.along import attention
+
 MakeExample = Callable[..., Any]
 Prove = Callable[..., set[str]]
 
@@ -30,6 +33,14 @@ NONE, MEAN, SUM = 0, 1, 2
 BATCH = {"momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False, "training": True}
 BATCH |= {"running_mean": None, "running_var": None}
 
+SHOWN = torch.rand((2, 1, 8, 6), generator=GENERATOR) > 0.4
+SHOWN[0, :, :3] = False  # some queries see nothing
+SHOWN[1, :, :, :3] = False  # and some nothing of a slice
+LOW = torch.zeros(8, 6, dtype=torch.float64).masked_fill(SHOWN[1, 0], -torch.inf)
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+CAUSAL = {"is_causal": True}
+GROUPS = {"is_causal": True, "enable_gqa": True}
 LOSS, PICKED = "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default"
 CASES = [
     # classes of labels, of probabilities, with weights, smoothed
@@ -91,6 +102,28 @@ CASES = [
     *((f"aten.{name}.dim", {"self": TIES, "dim": 1}, "S(1) -> I I") for name in ("max", "min")),
     ("aten.argmax.default", {"self": TIES, "dim": -1}, "S(1) -> I"),
     ("aten.argmin.default", {"self": TIES, "dim": 0, "keepdim": True}, "S(0) -> I"),
+    # attention along keys
+    *(
+        (ATTENTION, {"query": query, "key": key, "value": value, **more}, expected)
+        for query, key, value, more, expected in (
+            (real(2, 4, 8, 4), real(2, 4, 6, 4), real(2, 4, 6, 2), {}, "R S(2) S(2) -> I"),
+            (real(4, 2, 3), real(4, 8, 3), real(4, 8, 3), CAUSAL, "R S(1) S(1) -> I"),
+            (real(4, 2, 8, 4), real(1, 2, 8, 4), real(1, 2, 8, 4), CAUSAL, "R S(2) S(2) -> I"),
+            (real(2, 4, 1, 4), real(2, 4, 8, 4), real(2, 4, 8, 4), {}, "R S(2) S(2) -> I"),
+            (real(2, 8, 8, 4), real(2, 4, 8, 4), real(2, 4, 8, 4), GROUPS, "R S(2) S(2) -> I"),
+            *(
+                (real(2, 4, 8, 4), real(2, 4, 6, 4), real(2, 4, 6, 4), more, expected)
+                for more, expected in (
+                    ({"attn_mask": SHOWN}, "R S(2) S(2) S(3) -> I"),
+                    ({"attn_mask": LOW}, "R S(2) S(2) S(1) -> I"),
+                    ({"attn_mask": real(2, 1, 8, 6)}, "R S(2) S(2) S(3) -> I"),
+                    ({"attn_mask": real(4, 1, 6)}, "R S(2) S(2) S(2) -> I"),
+                    ({"attn_mask": real(4, 8, 1)}, "R S(2) S(2) R -> I"),
+                    ({"scale": 0.3}, "R S(2) S(2) -> I"),
+                )
+            ),
+        )
+    ),
     # normalisations
     (
         "aten.layer_norm.default",
@@ -158,3 +191,22 @@ def test_channels_stay_whole_where_a_norm_tracks_statistics(
     assert "S(0) R R -> S(0)" in cut
     assert not any("S(1)" in text for text in cut)
     assert "S(1) -> S(1)" in prove(example("aten.batch_norm.default", **arguments, **BATCH))
+
+
+@pytest.mark.parametrize("more", [{}, GROUPS, {"attn_mask": real(2, 1, 8, 8)}], ids=str)
+def test_attention_along_keys_makes_scores_in_blocks(
+    more: dict[str, Any], example: MakeExample, prove: Prove, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 48)
+    heads = {"query": real(2, 8, 8, 4), "key": real(2, 4, 8, 4), "value": real(2, 4, 8, 4)}
+    if not more.get("enable_gqa"):
+        heads["query"] = real(2, 4, 8, 4)
+    prove(example(ATTENTION, **heads, **more))
+
+
+def test_keys_stay_whole_where_attention_drops_some(example: MakeExample) -> None:
+    heads = dict.fromkeys(("query", "key", "value"), real(2, 4, 8, 4))
+    for probability in (0.0, 0.1):
+        call = example(ATTENTION, **heads, dropout_p=probability).call
+        cuts = {str(strategy) for strategy in strategies(rule_for(call), (2,))}
+        assert ("R S(2) S(2) -> I" in cuts) == (probability == 0)

@@ -162,6 +162,8 @@ VIEWS = [
     ("aten.flip.default", {"self": X, "dims": [0, -1]}),
     ("aten.tril.default", {"self": X, "diagonal": 1}),
     ("aten.triu.default", {"self": X}),
+    ("aten.tril.default", {"self": real(8, 12)}),
+    ("aten.triu.default", {"self": real(12, 8), "diagonal": -3}),
     ("aten.repeat.default", {"self": X, "repeats": [1, 2, 1]}),
     ("aten.repeat.default", {"self": real(4, 8), "repeats": [3, 1, 2]}),
     ("aten.repeat_interleave.self_int", {"self": X, "repeats": 3, "dim": 1}),
@@ -325,6 +327,11 @@ def test_every_pointwise_operator_is_one() -> None:
 def test_merged_heads_are_cut_by_the_major_factor(example: MakeExample, prove: Prove) -> None:
     found = prove(example("aten.reshape.default", self=real(2, 4, 8), shape=[8, 8]))
     assert found == {"I -> I", "R -> R", "S(0) -> S(0)", "S(2) -> S(1)", "P -> P"}
+
+
+def test_triangles_are_cut_along_rows_and_columns(example: MakeExample, prove: Prove) -> None:
+    cut = prove(example("aten.tril.default", self=X, diagonal=-1))
+    assert {"S(0) -> S(0)", "S(1) -> S(1)", "S(2) -> S(2)"} <= cut
 
 
 def test_split_heads_keep_the_cut(example: MakeExample, prove: Prove) -> None:

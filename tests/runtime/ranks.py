@@ -3,19 +3,21 @@
 Starting ranks takes far longer than most cases, so one launch runs all cases of a file. The
 file is imported once, and each rank is a fork of that process. After every case the ranks
 tell each other through a file how it went, so that a failed case is named, and the ones
-behind it run on new ranks.
+behind it run on new ranks; also where a rank has died of it.
 """
 
 import argparse
 import importlib.util
 import json
 import multiprocessing
+import multiprocessing.process
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -50,8 +52,9 @@ def run_cases(
 ) -> None:
     """One rank's life: writes the error of each case, empty where it passed, in JSON.
 
-    It ends with the first case that fails on any rank, since collectives that one rank has
-    started and another has not leave the process groups unusable.
+    The file is written after every case. The life ends with the first case that fails on any
+    rank, since collectives that one rank has started and another has not leave the process
+    groups unusable.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -64,12 +67,16 @@ def run_cases(
     for number, (name, case) in enumerate(cases):
         torch.manual_seed(0)
         outcomes[name] = _outcome(case)
+        _file(folder, rank).write_text(json.dumps(outcomes))
         store.set(f"{number}/{rank}", "failed" if outcomes[name] else "passed")
         states = [store.get(f"{number}/{other}") for other in range(num_ranks)]
         if any(state == b"failed" for state in states):
             break
     dist.destroy_process_group()
-    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.json"
 
 
 def _outcome(case: Callable[[], None]) -> str:
@@ -97,13 +104,15 @@ def main() -> None:
     while remaining := [case for case in cases if case[0] not in outcomes[0]]:
         folder = options.folder / f"launch{len(outcomes[0])}"
         folder.mkdir()
-        _launch(options.ranks, remaining, folder)
-        for rank, found in enumerate(outcomes):
-            found.update(json.loads((folder / f"{rank}.json").read_text()))
+        for rank, found in enumerate(_launch(options.ranks, remaining, folder)):
+            outcomes[rank].update(found)
     (options.folder / "outcomes.json").write_text(json.dumps(outcomes))
 
 
-def _launch(num_ranks: int, cases: Sequence[tuple[str, Callable[[], None]]], folder: Path) -> None:
+def _launch(
+    num_ranks: int, cases: Sequence[tuple[str, Callable[[], None]]], folder: Path
+) -> list[dict[str, str]]:
+    """The outcomes on each rank of the cases up to the first that fails."""
     context = multiprocessing.get_context("fork")
     settings = {"num_ranks": num_ranks, "cases": cases, "folder": folder}
     processes = [
@@ -112,8 +121,34 @@ def _launch(num_ranks: int, cases: Sequence[tuple[str, Callable[[], None]]], fol
     ]
     for process in processes:
         process.start()
+    died = _first_deaths(processes)
     for process in processes:
+        if died:
+            process.kill()
         process.join()
+    files = [_file(folder, rank) for rank in range(num_ranks)]
+    outcomes = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    if died:
+        during = cases[min(*map(len, outcomes), len(cases) - 1)][0]
+        for found in outcomes:
+            found[during] = found.get(during) or f"ended: {died}"
+    return outcomes
+
+
+def _first_deaths(processes: Sequence[multiprocessing.process.BaseProcess]) -> str:
+    """Waits until all have ended well, or some have not: which, and how; else empty."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        ended = [running.pop(int(sentinel)) for sentinel in connection.wait(list(running))]
+        for process in ended:
+            process.join()
+        if any(process.exitcode for process in ended):
+            break
+    return ", ".join(
+        f"rank {rank} with status {process.exitcode}"
+        for rank, process in enumerate(processes)
+        if process.exitcode
+    )
 
 
 if __name__ == "__main__":

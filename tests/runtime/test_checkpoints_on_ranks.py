@@ -1,16 +1,13 @@
 """What one plan saved, another one and an unsharded model load."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from shutil import rmtree
-from tempfile import mkdtemp
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runtime.comparison import device_mesh, whole
+from runtime.shared import shared_folder
 from support import models
 from support.meshes import slow_devices
 from support.models import graph_of
@@ -90,19 +87,6 @@ def check_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     for one, other in pairs:
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(whole(one), whole(other), rtol=0, atol=0)
-
-
-@contextmanager
-def shared_folder() -> Iterator[str]:
-    """A folder that all ranks know, until they are done with it."""
-    name = [mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(name)
-    (folder,) = name
-    assert folder is not None
-    yield folder
-    dist.barrier()
-    if dist.get_rank() == 0:
-        rmtree(folder)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def check_step(source: str, target: str, dtype: torch.dtype = torch.float32) -> 
     device_mesh = mesh(2, 2)
     group = device_mesh.get_group("b")
     planned = step(source, target)
-    (run,) = bind_steps([planned], device_mesh)
+    (run,) = bind_steps([planned], device_mesh, SHAPE)
     value, cotangent = logical(1, dtype), logical(2, dtype)
 
     before = cut(value, source, group).requires_grad_()
@@ -115,7 +115,7 @@ def check_step(source: str, target: str, dtype: torch.dtype = torch.float32) -> 
 def check_without_gradient(source: str, target: str, dtype: torch.dtype) -> None:
     device_mesh = mesh(4)
     group = device_mesh.get_group("a")
-    (run,) = bind_steps([step(source, target, axis="a")], device_mesh)
+    (run,) = bind_steps([step(source, target, axis="a")], device_mesh, SHAPE)
     value = logical(1, dtype)
     after = run(cut(value, source, group).to(dtype))
     assert after.dtype == dtype
@@ -128,22 +128,22 @@ def check_masks_keep_the_first_rank() -> None:
     group = device_mesh.get_group("a")
     value = logical(1, torch.float32)
     for source in "IR":
-        (run,) = bind_steps([step(source, "P", axis="a")], device_mesh)
+        (run,) = bind_steps([step(source, "P", axis="a")], device_mesh, SHAPE)
         expected = value if group.rank() == 0 else torch.zeros_like(value)
         torch.testing.assert_close(run(value), expected)
 
 
 def check_step_on_an_axis_of_one_rank() -> None:
     device_mesh = mesh(1, 4)
-    assert bind_steps([step("S(0)", "R", axis="a")], device_mesh) == ()
-    assert len(bind_steps([step("S(0)", "R", axis="b")], device_mesh)) == 1
+    assert bind_steps([step("S(0)", "R", axis="a")], device_mesh, SHAPE) == ()
+    assert len(bind_steps([step("S(0)", "R", axis="b")], device_mesh, SHAPE)) == 1
 
 
 def check_expanded_gradient() -> None:
     """Autograd hands `sum()` an expanded scalar; collectives must take it."""
     device_mesh = mesh(4)
     for source, target in (("I", "R"), ("P", "R"), ("S(1)", "R"), ("S(1)", "S(0)")):
-        (run,) = bind_steps([step(source, target, axis="a")], device_mesh)
+        (run,) = bind_steps([step(source, target, axis="a")], device_mesh, SHAPE)
         value = cut(logical(1, torch.float32), source, device_mesh.get_group("a"))
         value.requires_grad_()
         run(value.transpose(0, 2).transpose(0, 2)).sum().backward()
@@ -157,7 +157,7 @@ def check_chain() -> None:
     value = logical(1, torch.float32)
     steps = [step("S(0)", "R", axis=name) for name in ("a", "b")]
     mine = value[2 * column + row : 2 * column + row + 1]
-    for run in bind_steps(steps, device_mesh):
+    for run in bind_steps(steps, device_mesh, SHAPE):
         mine = run(mine)
     torch.testing.assert_close(mine, value)
 
@@ -181,7 +181,7 @@ def check_foreign_collectives_are_seen() -> None:
 
 def check_unknown_axis() -> None:
     with pytest.raises(PlanError, match="axis 'c'"):
-        bind_steps([step("S(0)", "R", axis="c")], mesh(2, 2))
+        bind_steps([step("S(0)", "R", axis="c")], mesh(2, 2), SHAPE)
 
 
 PAIRS = [

@@ -33,6 +33,7 @@ def local_node(
         node=node,
         inputs=tuple(layout for layout, _ in takes),
         outputs=tuple(layout for layout, _ in makes),
+        shapes=tuple(shape for _, shape in takes),
         input_shapes=tuple(layout.local_shape(shape, SIZES) for layout, shape in takes),
         output_shapes=tuple(layout.local_shape(shape, SIZES) for layout, shape in makes),
         place=Place(SIZES, rank, torch.device("cpu"), seed),

@@ -20,7 +20,10 @@ NUM_RANKS = 4
 
 
 class Scaled(nn.Module):
-    """A buffer, a constant that forward makes, a frozen parameter, a flag and a number."""
+    """A buffer, constants that forward makes, a frozen parameter, a flag and a number.
+
+    Of the constants one is written as a number, which the plan brings along.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +34,8 @@ class Scaled(nn.Module):
     def forward(
         self, x: torch.Tensor, *, shift: float, negate: bool
     ) -> dict[str, torch.Tensor | float]:
-        y = x @ self.weight * self.scale * torch.tensor([2.0, 3.0] * 4) + self.frozen
+        y = x @ self.weight * self.scale * x.new_tensor([2.0, 3.0] * 4) + self.frozen
+        y = y * torch.tensor(0.5)
         y = -y if negate else y
         return {"loss": y.pow(2).mean(), "shift": shift, "y": y}
 
@@ -218,10 +222,10 @@ def check_registers_are_freed(_hand: HandPlan, plan: Plan) -> None:
     program = LocalProgram(stage, device_mesh(plan))
     outputs = {slot for slot in program._outputs if slot is not None}
     inputs = {i: torch.ones(placed.local_shape) for i, placed in enumerate(stage.inputs)}
-    for number in range(len(program._instructions) + 1):
+    for number in range(len(program.instructions) + 1):
         registers = {slot: inputs[slot] for slot in program._entering}
-        execute(program._instructions[:number], registers, 0)
-        later = program._instructions[number:]
+        execute(program.instructions[:number], registers, 0)
+        later = program.instructions[number:]
         made = {slot for instruction in later for slot in instruction.targets}
         read = {slot for instruction in later for slot in instruction.reads}
         assert registers.keys() == (read | outputs) - made

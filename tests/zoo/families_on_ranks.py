@@ -1,12 +1,11 @@
 """Small models of all families on ranks: the unsharded model's numbers, the plan's collectives."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import pytest
 import torch
 from runtime.comparison import check_training
 from support.meshes import slow_devices
@@ -101,12 +100,3 @@ def cases(**axes: int) -> dict[str, Case]:
         for family in FAMILIES
         for dtype in TOLERANCES
     }
-
-
-def parameters(names: Iterable[str], usual: Iterable[str] = ()) -> list[object]:
-    """Cases as parameters of a test: the usual ones always, the others with the zoo."""
-    chosen = frozenset(usual)
-    return [
-        pytest.param(name, marks=pytest.mark.ranks if name in chosen else pytest.mark.zoo)
-        for name in names
-    ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.zoo.page import ranks_table
-from benchmarks.zoo.ranks import outcomes_in
+from benchmarks.zoo.ranks import RankOutcome, first_error
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "zoo.md"
@@ -51,20 +51,27 @@ def test_a_run_that_failed_is_named_and_one_goes_on_where_it_was(
     assert table_of(page, "ranks") == table_of(PAGE, "ranks")
 
 
-REPORT = """<testsuites><testsuite>
-<testcase classname="a" name="test_family[dit float32 on 4]" time="0.1" />
-<testcase classname="a" name="test_family[dit float64 on 8]" time="0.1">
-  <failure message="Failed">on rank 1:
-Traceback (most recent call last):
-ValueError: not equal</failure>
-</testcase>
-</testsuite></testsuites>"""
-
-
-def test_what_failed_on_ranks_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "ranks.xml"
-    path.write_text(REPORT)
-    table = ranks_table(outcomes_in(path))
+def test_what_failed_on_ranks_is_named() -> None:
+    said = [
+        {"dit float64 on 8": ""},
+        {"dit float64 on 8": "Traceback (most recent call last):\nValueError: not equal\n"},
+    ]
+    error = first_error(said, "dit float64 on 8")
+    outcomes = [
+        RankOutcome("dit", "float32", 4, "", "1234"),
+        RankOutcome("dit", "float64", 8, error, "1234"),
+    ]
+    table = ranks_table(outcomes)
     assert "| dit | equal | **failed** |" in table
-    assert "1 of 2 cases passed." in table
+    assert "1 of 2 cases passed: 1 in float32 on 4, 0 in float64 on 8." in table
     assert "- dit float64 on 8: ValueError: not equal" in table
+
+
+@pytest.mark.ranks
+def test_families_run_on_ranks_once(page: Path, tmp_path: Path) -> None:
+    arguments = ("--ranks", "4", "--precisions", "float32", "--families", "lstm")
+    places = ("--folder", tmp_path, "--document", page)
+    assert zoo(*arguments, *places) == "lstm float32 on 4: equal\n"
+    assert "| lstm | equal |" in table_of(page, "ranks")
+    assert table_of(page, "planned") == table_of(PAGE, "planned")
+    assert not zoo(*arguments, *places)

@@ -7,7 +7,10 @@ What a normalised graph promises to everybody behind it:
 * `view`, `flatten` and `unflatten` are `aten.reshape.default`, every change of element type
   is `aten.to.dtype`, and no size or dim argument is negative;
 * a mean cross-entropy is a sum divided by a count, so that both can be summed over ranks;
+* mixtures of experts that are recognised have operators of the library's own
+  (`autoshard.graph.experts`);
 * names of one tied parameter are one input;
+* what follows from nothing that comes in is an input, and `Graph.preparation` makes it once;
 * `Tensor.requires_grad` says for every value whether a gradient flows to it in training.
 """
 

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from autoshard.graph.ir import Graph
 from autoshard.graph.normalise.dead import drop_dead_code
+from autoshard.graph.normalise.experts import group_experts
 from autoshard.graph.normalise.explicit import make_explicit
 from autoshard.graph.normalise.functional import make_functional
 from autoshard.graph.normalise.gradients import propagate_gradients
 from autoshard.graph.normalise.inline import inline_regions
 from autoshard.graph.normalise.loss import split_mean_losses
+from autoshard.graph.normalise.prepare import prepare
 from autoshard.graph.normalise.simplify import simplify
 from autoshard.graph.normalise.ties import merge_ties
 from autoshard.graph.program import Program
@@ -32,7 +34,8 @@ def normalise(program: Program, *, ties: Sequence[Sequence[str]] | None = None) 
     graph = drop_dead_code(make_functional(graph))
     graph = merge_ties(graph, ties)
     graph = simplify(propagate_gradients(graph))
-    graph = split_mean_losses(graph)
+    graph = group_experts(split_mean_losses(graph))
     graph = propagate_gradients(drop_dead_code(graph))
+    graph = prepare(graph, merges=not program.has_open_sizes)
     check_wiring(graph)
     return graph

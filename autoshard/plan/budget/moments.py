@@ -156,10 +156,13 @@ class Moments:
 
         That of what is summed, say, is one element seen many times.
         """
-        graph = self._graph
+        graph, gradients = self._graph, self._plain.gradients
+        leaving = [i for i, output in enumerate(graph.outputs) if output.name == value]
+        if any(gradients.of_output(i) is Gradient.FLOWS for i in leaving):
+            return True
         for i, position in graph.consumers[value]:
             node = graph.nodes[i]
-            if self._plain.gradients.of_use(value, node) is not Gradient.FLOWS:
+            if gradients.of_use(value, node) is not Gradient.FLOWS:
                 continue
             if not passes_gradient(call_of(graph, node), position):
                 return True

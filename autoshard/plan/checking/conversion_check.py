@@ -1,6 +1,7 @@
 """The checker's view of one conversion: are its steps legal, and do they cost what they say?"""
 
 from collections.abc import Hashable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import isclose, prod
 
@@ -56,15 +57,29 @@ class ConversionCheck:
         self._steering = steering
         self._checked: dict[Hashable, CheckedConversion] = {}
 
-    def of(self, conversion: Conversion, tensor: Tensor, gradient: Gradient) -> CheckedConversion:
-        """A conversion of a tensor that backward meets in some way."""
-        key = (tensor, gradient, conversion.source, conversion.target, conversion.steps)
+    def of(
+        self,
+        conversion: Conversion,
+        tensor: Tensor,
+        gradient: Gradient,
+        *,
+        still: AbstractSet[int] = frozenset(),
+    ) -> CheckedConversion:
+        """A conversion of a tensor that backward meets in some way.
+
+        Args:
+            conversion: as the plan says it.
+            tensor: what is converted.
+            gradient: how backward meets it.
+            still: dims whose slices stay where they are.
+        """
+        key = (tensor, gradient, conversion.source, conversion.target, conversion.steps, still)
         if key not in self._checked:
-            self._checked[key] = self._check(conversion, tensor, gradient)
+            self._checked[key] = self._check(conversion, tensor, gradient, still)
         return self._checked[key]
 
     def _check(
-        self, conversion: Conversion, tensor: Tensor, gradient: Gradient
+        self, conversion: Conversion, tensor: Tensor, gradient: Gradient, still: AbstractSet[int]
     ) -> CheckedConversion:
         source = Layout.parse(conversion.source)
         findings, end, forward, both = [], source, 0.0, 0.0
@@ -75,6 +90,8 @@ class ConversionCheck:
                 findings.append(str(error))
                 return CheckedConversion(source, tuple(findings), False, Passes(0.0, 0.0))
             findings += self._step_findings(stated, step, end, gradient)
+            if {step.source.dim, step.target.dim} & still:
+                findings.append(f"{stated.source} -> {stated.target} moves rows of experts")
             forward += again_price(step, self._mesh)
             both += step_price(step, self._mesh)
             end = after
@@ -92,10 +109,18 @@ class ConversionCheck:
         axis = self._mesh.axis_names.index(stated.axis)
         source, target = parse_type(stated.source), parse_type(stated.target)
         after = layout.replace(axis, target)
-        shapes = [x.local_shape(tensor.shape, self._mesh.axis_sizes) for x in (layout, after)]
-        nbytes = max(prod(shape) for shape in shapes) * tensor.dtype.itemsize
+        sizes = self._mesh.axis_sizes
+        before, behind = (x.local_shape(tensor.shape, sizes) for x in (layout, after))
+        elements = prod(before)
+        # Each rank sends or receives as many slices as there are, all as long as the largest.
+        if target.is_shard and source.is_shard:
+            elements = elements // before[target.dim] * behind[target.dim] * sizes[axis]
+        elif target.is_shard or source.is_shard:
+            elements = prod(behind if target.is_shard else before) * sizes[axis]
         actions = Action(stated.forward), Action(stated.backward)
-        return Step(axis, source, target, nbytes, *actions), after
+        padded = any(t.is_shard and tensor.shape[t.dim] % sizes[axis] for t in (source, target))
+        nbytes = elements * tensor.dtype.itemsize
+        return Step(axis, source, target, nbytes, *actions, padded), after
 
     def _step_findings(
         self, stated: PlannedStep, step: Step, before: Layout, gradient: Gradient

@@ -7,12 +7,13 @@ from types import MappingProxyType
 
 from autoshard.costs import Overlap, Passes, hidden_seconds
 from autoshard.graph import Graph, Node, find_blocks
+from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import Kind, Layout, has_placements, placement_texts
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.checking.conversion_check import TOLERANCE, ConversionCheck
 from autoshard.plan.document import Conversion, InnerStep, Memory, PlacedNode, Plan, Stage, Use
 from autoshard.plan.formulation.legality import share_of, without_invariant
-from autoshard.plan.formulation.pricing import INNER_ACTION, Prices
+from autoshard.plan.formulation.pricing import Prices
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.memory.recompute import checkpoint_spans, recomputed
 from autoshard.plan.memory.timeline import timeline
@@ -81,6 +82,7 @@ class StageCheck:
         self.nodes = {node.name: node for node in graph.nodes}
         self.work: dict[Hashable, _Work] = {}
         self.conversions = ConversionCheck(plan.mesh, self.steering)
+        self.ragged = ragged_values(graph)
         self.made: dict[str, Layout] = {}
         self.by_use = {c.use: c for c in stage.conversions}
         self.used: set[Use] = set()
@@ -243,10 +245,10 @@ class StageCheck:
         return _Work(inputs, outputs, uses, "", share.sizes, seconds, forward, inside)
 
     def _inner_step(self, collective: InnerCollective) -> InnerStep:
-        action = INNER_ACTION.value
+        action = collective.operation.action
         return InnerStep(
             axis=self.mesh.axis_names[collective.axis],
-            action=action,
+            action=action.value,
             operation=collective.operation.value,
             direction="backward" if collective.backward else "forward",
             nbytes=collective.nbytes,
@@ -282,7 +284,9 @@ class StageCheck:
         self.used.add(conversion.use)
         where = f"conversion of {conversion.value} for {conversion.consumer or 'all'}"
         gradient = self._gradient(*conversion.use)
-        found = self.conversions.of(conversion, self.graph.values[conversion.value], gradient)
+        still = RAGGED_DIMS if conversion.value in self.ragged else frozenset[int]()
+        tensor = self.graph.values[conversion.value]
+        found = self.conversions.of(conversion, tensor, gradient, still=still)
         if _as_seen(found.source, gradient) != _as_seen(source, gradient):
             yield f"{where} starts from {found.source}, but the value is made as {source}"
         yield from (f"{where}: {finding}" for finding in found.findings)

@@ -215,6 +215,7 @@ class Assembly:
     def _inner_step(self, collective: InnerCollective) -> InnerStep:
         return InnerStep(
             axis=self._axes.mesh.axis_names[self._axes.axes[collective.axis]],
+            action=collective.operation.action.value,
             operation=collective.operation.value,
             direction="backward" if collective.backward else "forward",
             nbytes=collective.nbytes,

@@ -17,6 +17,7 @@ from math import prod
 import numpy as np
 
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_blocks
+from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import Conversions, I, Kind, Layout, R, has_placements, legal_layouts
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.formulation.ends import Ends, Priced
@@ -115,6 +116,7 @@ class Formulation:
         self._pricer = steering.pricer(axes)
         self.gradients = Gradients(graph, training=prices.training)
         self._chunked = chunked_types(graph)
+        self._ragged = ragged_values(graph)
         self.hiding = Hiding(graph, axes.mesh, prices, self.gradients)
         self.variables: list[Variable] = []
         self.arcs: list[Arc] = []
@@ -210,7 +212,8 @@ class Formulation:
         reader = self._reader(arc)
         share = None if reader is None else self.hiding.share(reader, arc.position)
         # Choices that share their strategies are about tensors of the same shape and type.
-        return (id(source), arc.output, id(target), arc.position, arc.gradient, share)
+        ragged = arc.value in self._ragged
+        return (id(source), arc.output, id(target), arc.position, arc.gradient, share, ragged)
 
     def ends(self, arc: Arc) -> Ends:
         """The ends of an arc, by layout and by the compute beside it."""
@@ -241,7 +244,8 @@ class Formulation:
     def table(self, value: str, gradient: Gradient) -> Conversions:
         """The conversions of a value, shared between values of the same shape and type."""
         tensor = self.graph.values[value]
-        key = (tensor.shape, tensor.dtype.itemsize, tensor.dtype is DType.BOOL, gradient)
+        still = RAGGED_DIMS if value in self._ragged else ()
+        key = (tensor.shape, tensor.dtype.itemsize, tensor.dtype is DType.BOOL, gradient, still)
         if key not in self._tables:
             self._tables[key] = Conversions(
                 tensor.shape,
@@ -251,6 +255,7 @@ class Formulation:
                 partial=tensor.dtype is not DType.BOOL,
                 backward=gradient is Gradient.FLOWS,
                 chunked=self._chunked.get(tensor.shape, ()),
+                still=still,
                 pricer=self._pricer,
             )
         return self._tables[key]

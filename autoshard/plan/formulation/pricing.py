@@ -15,7 +15,7 @@ from autoshard.costs import (
     saved_bytes,
 )
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor
-from autoshard.layouts import Action, AxisType
+from autoshard.layouts import AxisType
 from autoshard.mesh import Mesh
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.formulation.legality import without_invariant
@@ -53,9 +53,6 @@ class OperatorPrices:
     usage: Usage
 
 
-INNER_ACTION = Action.ALL_REDUCE
-"""What every collective inside an operator is."""
-
 _TIE_BREAK = 1e-6
 """Share of the time to read what is held that holding it costs: of layouts that take equal
 time, the one that holds less wins."""
@@ -64,6 +61,7 @@ _HELD_AS = {
     InputKind.PARAMETER: "parameters",
     InputKind.BUFFER: "buffers",
     InputKind.CONSTANT: "buffers",
+    InputKind.PREPARED: "buffers",
     InputKind.USER: "inputs",
 }
 
@@ -180,7 +178,8 @@ class Prices:
 
     def inside(self, collective: InnerCollective) -> float:
         """Seconds of a collective inside an operator."""
-        return self._axes.collective_time(INNER_ACTION, collective.axis, collective.nbytes)
+        action = collective.operation.action
+        return self._axes.collective_time(action, collective.axis, collective.nbytes)
 
     def _inside(self, chosen: Sequence[Strategy], *, backward: bool) -> FloatArray:
         """Seconds of what strategies run inside, forward or both ways, shape [S]."""

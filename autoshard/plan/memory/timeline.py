@@ -21,8 +21,7 @@ fused one, which needs none.
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,23 +32,8 @@ from autoshard.graph import DType, Graph
 from autoshard.plan.document import Stage, Use
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.memory.flow import Flow
-from autoshard.plan.memory.recompute import taken_again
+from autoshard.plan.memory.schedule import Moment, Phase, Schedule
 from autoshard.plan.memory.tape import Tape
-
-
-class Phase(StrEnum):
-    """Part of a step."""
-
-    FORWARD = "forward"
-    TURN = "turn"
-    RECOMPUTE = "recompute"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-
-
-Moment = tuple[Phase, str]
-"""A thing that a rank does in a step: which part of the step, and the name of the node or of
-the value that is converted; empty where it is neither."""
 
 KINDS = (
     "parameters",
@@ -71,11 +55,13 @@ class Timeline:
         nbytes: bytes by kind, each of shape [M].
         idle: conversions that are `again` though backward needs nothing that they make, so
             that none of them would run.
+        reconverted: the moment at which each of the others runs once more.
     """
 
     moments: tuple[Moment, ...]
     nbytes: Mapping[str, NDArray[np.int64]]
     idle: frozenset[Use] = frozenset()
+    reconverted: Mapping[Use, int] = field(default_factory=dict)
 
     @property
     def total(self) -> NDArray[np.int64]:
@@ -119,7 +105,7 @@ def timeline(
     """
     gradients = Gradients(graph, training=training)
     tape = Tape(stage, graph, gradients)
-    lives = _Lives(tape, _Schedule(tape, training=training))
+    lives = _Lives(tape, Schedule(tape, training=training))
     lives.add_inputs(stage, (optimizer or OptimizerSpec()) if training else None)
     if training:
         lives.add_gradients(_entries(tape, graph, gradients))
@@ -138,57 +124,10 @@ def _entries(tape: Tape, graph: Graph, gradients: Gradients) -> list[int]:
     ]
 
 
-class _Schedule:
-    """When each instruction runs.
-
-    Attributes:
-        moments: all of them.
-        recompute: the moment at which an instruction runs once more, by instruction.
-        backward: the moment of each instruction's backward; empty in inference.
-    """
-
-    def __init__(self, tape: Tape, *, training: bool) -> None:
-        self.recompute: dict[int, int] = {}
-        self.backward: list[int] = []
-        names = [instruction.name for instruction in tape.instructions]
-        self.moments = [(Phase.FORWARD, name) for name in names]
-        if not training:
-            # What the caller passes is there even if nothing is done with it.
-            self.moments = self.moments or [(Phase.FORWARD, "")]
-            return
-        self.moments.append((Phase.TURN, ""))
-        self.backward = [0] * len(names)
-        for part in reversed(_parts(tape)):
-            for i in _runs_again(tape, part):
-                self.recompute[i] = len(self.moments)
-                self.moments.append((Phase.RECOMPUTE, names[i]))
-            for i in reversed(part):
-                self.backward[i] = len(self.moments)
-                self.moments.append((Phase.BACKWARD, names[i]))
-        self.moments.append((Phase.OPTIMIZER, ""))
-
-
-def _parts(tape: Tape) -> list[range]:
-    """Checkpoints, and single instructions outside of all."""
-    parts: list[range] = []
-    previous = -1
-    for i, instruction in enumerate(tape.instructions):
-        joins = instruction.checkpoint == previous >= 0
-        parts.append(range(parts.pop().start if joins else i, i + 1))
-        previous = instruction.checkpoint
-    return parts
-
-
-def _runs_again(tape: Tape, part: range) -> range:
-    if tape.instructions[part.start].checkpoint < 0:
-        return range(0)
-    return taken_again(part, lambda i: tape.instructions[i].keeps)[1]
-
-
 class _Lives:
     """Collects what is alive from when to when."""
 
-    def __init__(self, tape: Tape, schedule: _Schedule) -> None:
+    def __init__(self, tape: Tape, schedule: Schedule) -> None:
         self._tape = tape
         self._schedule = schedule
         self._end = len(schedule.moments) - 1
@@ -206,13 +145,20 @@ class _Lives:
         np.subtract.at(changes, (spans[:, 0], spans[:, 2] + 1), spans[:, 3])
         alive = changes.cumsum(axis=1)[:, :-1]
         by_kind = dict(zip(KINDS, alive, strict=True))
-        return Timeline(tuple(self._schedule.moments), by_kind, frozenset(self._idle()))
+        again = {use: self._again.get(storage) for use, storage in self._converted_again()}
+        return Timeline(
+            tuple(self._schedule.moments),
+            by_kind,
+            frozenset(use for use, span in again.items() if span is None),
+            {use: span[0] for use, span in again.items() if span is not None},
+        )
 
-    def _idle(self) -> Iterator[Use]:
+    def _converted_again(self) -> Iterator[tuple[Use, int]]:
+        """What conversions that are `again` are for, and the storage of what they make."""
         for instruction in self._tape.instructions:
-            if instruction.again and self._tape.storages[instruction.targets[0]] not in self._again:
+            if instruction.again:
                 assert instruction.use is not None
-                yield instruction.use
+                yield instruction.use, self._tape.storages[instruction.targets[0]]
 
     def _add(self, kind: str, first: int, last: int, nbytes: int) -> None:
         if nbytes:
@@ -323,5 +269,6 @@ _HELD_AS = {
     "parameter": "parameters",
     "buffer": "buffers",
     "constant": "buffers",
+    "prepared": "buffers",
     "user": "inputs",
 }

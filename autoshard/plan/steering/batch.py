@@ -2,6 +2,7 @@
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, InputKind
+from autoshard.layouts import can_be_cut, largest_share
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.steering.demands import CutDemand, Demand, Dim, can_cut
 from autoshard.plan.steering.origins import Origin, Origins
@@ -18,16 +19,17 @@ def batch_demands(graph: Graph, axes: ActiveAxes, axis: int | None) -> dict[Plac
         axis: number of the active axis; None where it has one rank, so that no axis cuts.
 
     Raises:
-        OptionError: there is no batch, or the axis does not divide it.
+        OptionError: there is no batch, or the axis cannot cut it.
     """
     origins = Origins(graph)
     sizes = axes.sizes
     if origins.batch_size is None:
         raise OptionError("batch_axis is given, but the caller passes no tensor that has dims")
-    if axis is not None and origins.batch_size % sizes[axis]:
+    if axis is not None and not can_be_cut(origins.batch_size, sizes[axis]):
         raise OptionError(
             f"batch_axis {axes.mesh.axis_names[axes.axes[axis]]!r} of {sizes[axis]} ranks does "
-            f"not divide the batch of {origins.batch_size}"
+            f"not divide the batch of {origins.batch_size}, and in slices of "
+            f"{largest_share(origins.batch_size, sizes[axis])} it leaves nothing for the last rank"
         )
     demands: dict[Place, Demand] = {}
     for graph_input in graph.inputs:

@@ -122,7 +122,8 @@ class _Pattern:
         letters = _carried(rule, letters)
         for value, dims in zip(node.outputs, rule.outputs, strict=True):
             for dim, letter in _outermost(rule, dims).items():
-                if letter in letters and rule.sizes[letter] % parts == 0:
+                divides = rule.sizes[letter] % parts == 0
+                if letter in letters and (divides or rule.can_cut(letter, parts)):
                     self._cut.add((value, dim))
         return required
 

@@ -3,9 +3,21 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autoshard.errors import LayoutError, OptionError
-from autoshard.layouts import AxisType, I, Kind, Layout, P, R, S, parse_type
+from autoshard.layouts import (
+    AxisType,
+    I,
+    Kind,
+    Layout,
+    P,
+    R,
+    S,
+    cuts_unevenly,
+    largest_share,
+    parse_type,
+)
 from autoshard.plan.active import ActiveAxes
 
 FREE = "*"
@@ -65,22 +77,38 @@ class LayoutPattern:
 
     def why_impossible(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> str | None:
         """Why no tensor of this shape can lie so, or None where one can."""
-        parts: dict[int, int] = {}
+        cuts: dict[int, list[int]] = {}
+        chunked = set()
         for allowed, size in zip(self.allowed, axis_sizes, strict=True):
             for axis_type in allowed or ():
                 if axis_type.kind is Kind.SHARD:
-                    parts[axis_type.dim] = parts.get(axis_type.dim, 1) * size
-        for dim, number in parts.items():
+                    cuts.setdefault(axis_type.dim, []).append(size)
+                    chunked.update([axis_type.dim] if axis_type.chunks else [])
+        for dim, sizes in cuts.items():
             if dim >= len(shape):
                 return f"it has no dim {dim}"
-            if shape[dim] % number:
-                return f"its dim {dim} of size {shape[dim]} does not divide into {number} slices"
+            if shape[dim] % prod(sizes):
+                why = _why_uneven(shape[dim], sizes, in_chunks=dim in chunked)
+                if why is not None:
+                    return (
+                        f"its dim {dim} of size {shape[dim]} does not divide into "
+                        f"{prod(sizes)} slices, and {why}"
+                    )
         return None
 
     @staticmethod
     def _nests(layout: Layout, order: tuple[int, ...]) -> bool:
         dim = layout.types[order[0]].dim
         return tuple(axis for axis in layout.cutting_axes(dim) if axis in order) == order
+
+
+def _why_uneven(size: int, sizes: Sequence[int], *, in_chunks: bool) -> str | None:
+    """Why axes may not cut a dim into slices of unequal length; None where they may."""
+    if len(sizes) > 1 or in_chunks:
+        return "only an axis that cuts it alone, and as one, may make slices of unequal length"
+    if not cuts_unevenly(size, sizes[0]):
+        return f"slices of {largest_share(size, sizes[0])} leave nothing for the last rank"
+    return None
 
 
 def _read_type(part: str) -> AxisType:

@@ -103,7 +103,7 @@ class Steering:
         key = (id(strategies), id(prices))
         if key not in self._priced:
             runs = [
-                any((Action.ALL_REDUCE, c.axis) in self._forbidden for c in strategy.collectives)
+                any((c.operation.action, c.axis) in self._forbidden for c in strategy.collectives)
                 for strategy in strategies
             ]
             self._priced[key] = strategies, prices, np.where(runs, np.inf, prices)

@@ -6,6 +6,7 @@ communication, and keeps for backward what the whole operator keeps.
 
 from collections.abc import Callable, Mapping
 
+from autoshard.runtime.along.attention import bind_attention
 from autoshard.runtime.along.losses import bind_cross_entropy, bind_labels
 from autoshard.runtime.along.norms import bind_batch_norm, bind_group_norm, bind_last_dims
 from autoshard.runtime.along.reductions import (
@@ -40,6 +41,7 @@ _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
     "var": bind_variance,
     "std": bind_variance,
     "linalg_vector_norm": bind_vector_norm,
+    "scaled_dot_product_attention": bind_attention,
 }
 """By packet of ATen."""
 

@@ -40,7 +40,7 @@ def bind_cross_entropy(local: LocalNode) -> LocalKernel | None:
         dim=dim,
         first=local.start(dim),
         num_classes=num_classes,
-        num_all_classes=num_classes * local.parts((dim,)),
+        num_all_classes=local.count((dim,)),
         reduction=_integer(local.node.argument("reduction", _MEAN)),
         ignored=_integer(local.node.argument("ignore_index", _IGNORED)),
         smoothing=_number(local.node.argument("label_smoothing", 0.0)),

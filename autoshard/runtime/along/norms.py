@@ -68,8 +68,8 @@ def bind_group_norm(local: LocalNode) -> LocalKernel | None:
     statistics = Statistics(local.place.ranks, tuple(sorted((*axes, *local.axes_cutting(spread)))))
     if not statistics.axes:
         return None
-    whole = channels * prod(places) * local.parts((1, *spread))
-    norm = _Norm(dims=(2, 3), count=whole // num_groups, statistics=statistics, eps=_epsilon(local))
+    count = local.count((1, *spread)) // num_groups
+    norm = _Norm(dims=(2, 3), count=count, statistics=statistics, eps=_epsilon(local))
     grouped = (samples, share, channels // share, prod(places))
     scales = (1, share, channels // share, 1)
 
@@ -88,6 +88,7 @@ def bind_group_norm(local: LocalNode) -> LocalKernel | None:
 
 def _groups_of(local: LocalNode, num_groups: int) -> tuple[int, list[int]]:
     """Groups on a rank, and the axes that cut within a group: those inside the cuts of groups."""
+    share = max(num_groups * local.input_shapes[0][1] // local.shapes[0][1], 1)
     within = []
     for axis in local.inputs[0].cutting_axes(1):
         size = local.place.axis_sizes[axis]
@@ -95,7 +96,7 @@ def _groups_of(local: LocalNode, num_groups: int) -> tuple[int, list[int]]:
             num_groups //= size
         elif size > 1:
             within.append(axis)
-    return num_groups, within
+    return share, within
 
 
 def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
@@ -105,7 +106,7 @@ def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
     statistics = Statistics.over(local, others)
     if not local.node.argument("training") or not statistics.axes:
         return None
-    count = samples * prod(places) * local.parts(others)
+    count = local.count(others)
     norm = _Norm(dims=(0, 2), count=count, statistics=statistics, eps=_epsilon(local))
     momentum = local.node.argument("momentum", _MOMENTUM)
     assert isinstance(momentum, (int, float))

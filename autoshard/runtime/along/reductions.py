@@ -1,7 +1,6 @@
 """Reductions whose result is the same on all ranks: extremes, deviations and lengths."""
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def bind_variance(local: LocalNode) -> LocalKernel | None:
     statistics = Statistics.over(local, dims)
     if not statistics.axes:
         return None
-    count = prod(local.input_shapes[0][dim] for dim in dims) * local.parts(dims)
+    count = local.count(dims)
     correction = local.node.argument("correction")
     if correction is None:
         correction = int(bool(local.node.argument("unbiased", True)))

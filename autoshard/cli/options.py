@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 Archive = Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")]
-Topology = Annotated[str | None, typer.Option(help="A topology preset by name.")]
+Topology = Annotated[
+    str | None, typer.Option(help="A preset by name, or a .json file of `autoshard calibrate`.")
+]
 Mode = Annotated[str, typer.Option("--mode", help="training or inference.")]
 Optimizer = Annotated[str, typer.Option(help="Whose state is kept in training.")]
 Memory = Annotated[

@@ -1,17 +1,45 @@
 """Planning options as people type them."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
 from autoshard.costs import parse_bytes
-from autoshard.errors import OptionError
+from autoshard.errors import MeshError, OptionError
+from autoshard.mesh import Topology, topology_from_json
 from autoshard.plan import Algorithm, Mode, PlanOptions
 from autoshard.plan.options import Recomputing, StateDType
 
 _KINDS = {"input": "inputs", "output": "outputs", "parameter": "parameters", "node": "nodes"}
 T = TypeVar("T", bound=str)
+
+
+def read_sizes(text: str) -> tuple[int, ...]:
+    """Size of each axis of a mesh, written as 2,4.
+
+    Raises:
+        OptionError: it is no list of whole numbers.
+    """
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise OptionError(f"--mesh {text!r} is not a list of sizes such as 2,4") from None
+
+
+def read_topology(text: str | None) -> str | Topology | None:
+    """The topology in a file where the text ends in `.json`; otherwise the name of a preset.
+
+    Raises:
+        MeshError: the file does not describe a topology; the message names it.
+    """
+    if text is None or not text.endswith(".json"):
+        return text
+    try:
+        return topology_from_json(Path(text).read_bytes())
+    except MeshError as error:
+        raise MeshError(f"{text}: {error}") from None
 
 
 def read_options(

@@ -1,20 +1,25 @@
-"""The command line: plan, search, show, check, explain, ops, diff, serve, demo."""
+"""The command line: planning and looking at plans here, steps of plans in `runs`."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from autoshard import cli_options
-from autoshard.errors import AutoshardError, OptionError, PlanError
+from autoshard.cli import exports, options, runs
+from autoshard.cli.output import console, errors, read_plan, reported
+from autoshard.cli.programs import as_planned, read_program
+from autoshard.cli.render import (
+    render_candidates,
+    render_coverage,
+    render_difference,
+    render_explanation,
+    render_plan,
+)
+from autoshard.cli.texts import read_options, read_sizes, read_topology
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh, make_mesh
-from autoshard.option_texts import read_options
 from autoshard.plan import (
     Plan,
     check_plan,
@@ -23,14 +28,6 @@ from autoshard.plan import (
     make_plan,
     operator_coverage,
     search_meshes,
-)
-from autoshard.programs import as_planned, read_program
-from autoshard.render import (
-    render_candidates,
-    render_coverage,
-    render_difference,
-    render_explanation,
-    render_plan,
 )
 from autoshard.solve import TableStore
 
@@ -46,23 +43,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plan how a PyTorch model is sharded over a device mesh.",
 )
-_console = Console()
-_errors = Console(stderr=True)
 
 
 def main() -> None:
     """Entry point of the `autoshard` command."""
     app()
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Users see what is wrong with their input, not where we noticed."""
-    try:
-        yield
-    except (AutoshardError, OSError) as error:
-        _errors.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
 
 
 def _version(*, value: bool) -> None:
@@ -83,40 +68,40 @@ def _root(
 
 @app.command()
 def plan(
-    graph: cli_options.Archive,
+    graph: options.Archive,
     *,
     mesh: Annotated[str, typer.Option(help="Size of each axis, outermost first: 2,4.")],
     axes: Annotated[str | None, typer.Option(help="Name of each axis: dp,tp.")] = None,
-    topology: cli_options.Topology = None,
+    topology: options.Topology = None,
     intra_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second inside a node: the last axis.")
     ] = None,
     inter_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second between nodes: the earlier axes.")
     ] = None,
-    mode: cli_options.Mode = "training",
-    optimizer: cli_options.Optimizer = "adamw",
-    master_weights: cli_options.MasterWeights = False,
-    state_dtype: cli_options.StateDType = None,
-    memory: cli_options.Memory = None,
-    reconversion: cli_options.Reconversion = "auto",
-    checkpointing: cli_options.Checkpointing = "auto",
-    overlap: cli_options.Overlap = False,
-    time_limit: cli_options.TimeLimit = 60.0,
-    algo: cli_options.Algo = "optimal",
-    pin: cli_options.Pin = None,
-    forbid: cli_options.Forbid = None,
-    batch_axis: cli_options.BatchAxis = None,
-    skip_fully_replicated: cli_options.SkipReplicated = False,
-    cache: cli_options.Cache = None,
-    no_cache: cli_options.NoCache = False,
-    imports: cli_options.Import = None,
-    no_discover: cli_options.NoDiscover = False,
-    output: cli_options.Output = None,
+    mode: options.Mode = "training",
+    optimizer: options.Optimizer = "adamw",
+    master_weights: options.MasterWeights = False,
+    state_dtype: options.StateDType = None,
+    memory: options.Memory = None,
+    reconversion: options.Reconversion = "auto",
+    checkpointing: options.Checkpointing = "auto",
+    overlap: options.Overlap = False,
+    time_limit: options.TimeLimit = 60.0,
+    algo: options.Algo = "optimal",
+    pin: options.Pin = None,
+    forbid: options.Forbid = None,
+    batch_axis: options.BatchAxis = None,
+    skip_fully_replicated: options.SkipReplicated = False,
+    cache: options.Cache = None,
+    no_cache: options.NoCache = False,
+    imports: options.Import = None,
+    no_discover: options.NoDiscover = False,
+    output: options.Output = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
-    with _reported():
+    with reported():
         found = make_plan(
             _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache),
             _mesh(mesh, axes, topology, intra_bandwidth, inter_bandwidth),
@@ -142,45 +127,45 @@ def plan(
     if json:
         sys.stdout.write(found.to_json() + "\n")
     else:
-        _console.print(render_plan(found))
+        console.print(render_plan(found))
     if not found.found:
         raise typer.Exit(NO_PLAN)
 
 
 @app.command()
 def search(
-    graph: cli_options.Archive,
+    graph: options.Archive,
     *,
     devices: Annotated[int, typer.Option(help="How many devices the mesh has.")],
-    topology: cli_options.Topology = None,
+    topology: options.Topology = None,
     max_axes: Annotated[int, typer.Option(help="Largest number of axes.")] = 3,
     workers: Annotated[int, typer.Option(help="Processes that plan at the same time.")] = 2,
-    mode: cli_options.Mode = "training",
-    optimizer: cli_options.Optimizer = "adamw",
-    master_weights: cli_options.MasterWeights = False,
-    state_dtype: cli_options.StateDType = None,
-    memory: cli_options.Memory = None,
-    reconversion: cli_options.Reconversion = "auto",
-    checkpointing: cli_options.Checkpointing = "auto",
-    overlap: cli_options.Overlap = False,
-    time_limit: cli_options.TimeLimit = 60.0,
-    algo: cli_options.Algo = "optimal",
-    pin: cli_options.Pin = None,
-    forbid: cli_options.Forbid = None,
-    batch_axis: cli_options.BatchAxis = None,
-    skip_fully_replicated: cli_options.SkipReplicated = False,
-    cache: cli_options.Cache = None,
-    no_cache: cli_options.NoCache = False,
-    imports: cli_options.Import = None,
-    no_discover: cli_options.NoDiscover = False,
-    output: cli_options.Output = None,
+    mode: options.Mode = "training",
+    optimizer: options.Optimizer = "adamw",
+    master_weights: options.MasterWeights = False,
+    state_dtype: options.StateDType = None,
+    memory: options.Memory = None,
+    reconversion: options.Reconversion = "auto",
+    checkpointing: options.Checkpointing = "auto",
+    overlap: options.Overlap = False,
+    time_limit: options.TimeLimit = 60.0,
+    algo: options.Algo = "optimal",
+    pin: options.Pin = None,
+    forbid: options.Forbid = None,
+    batch_axis: options.BatchAxis = None,
+    skip_fully_replicated: options.SkipReplicated = False,
+    cache: options.Cache = None,
+    no_cache: options.NoCache = False,
+    imports: options.Import = None,
+    no_discover: options.NoDiscover = False,
+    output: options.Output = None,
 ) -> None:
     """Plan a graph on every mesh of so many devices, and rank the meshes."""
-    with _reported(), _console.status("reading the graph") as status:
+    with reported(), console.status("reading the graph") as status:
         candidates = search_meshes(
             _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache),
             devices,
-            topology=topology,
+            topology=read_topology(topology),
             max_axes=max_axes,
             num_workers=workers,
             on_progress=lambda p: status.update(f"planned {p.done} of {p.total} meshes"),
@@ -205,7 +190,7 @@ def search(
         best = candidates[0].plan
         if best is not None:
             _write(best, output)
-    _console.print(render_candidates(candidates))
+    console.print(render_candidates(candidates))
     if best is None or not best.found:
         raise typer.Exit(NO_PLAN)
 
@@ -215,8 +200,8 @@ def show(
     plan: Annotated[Path, typer.Argument(help="A plan as `autoshard plan -o` wrote it.")],
 ) -> None:
     """Show a plan as tables."""
-    with _reported():
-        _console.print(render_plan(_read(plan)))
+    with reported():
+        console.print(render_plan(read_plan(plan)))
 
 
 @app.command()
@@ -225,14 +210,14 @@ def check(
     plan: Annotated[Path, typer.Argument(help="The plan.")],
 ) -> None:
     """Check a plan against its graph: is it legal, and does it cost what it says?"""
-    with _reported():
-        made = _read(plan)
+    with reported():
+        made = read_plan(plan)
         findings = check_plan(made, as_planned(graph, made))
     for finding in findings:
-        _errors.print(f"[bold red]wrong:[/] {finding}", highlight=False, soft_wrap=True)
+        errors.print(f"[bold red]wrong:[/] {finding}", highlight=False, soft_wrap=True)
     if findings:
         raise typer.Exit(1)
-    _console.print("the plan is legal and costs what it says")
+    console.print("the plan is legal and costs what it says")
 
 
 @app.command("explain")
@@ -250,30 +235,30 @@ def explain_choice(
     ] = 60.0,
 ) -> None:
     """Show every alternative of one choice of a plan, with its price."""
-    with _reported():
-        made = _read(plan)
+    with reported():
+        made = read_plan(plan)
         explanation = explain(
             as_planned(graph, made), made, name, value=value, time_limit=time_limit
         )
-    _console.print(render_explanation(explanation, most=limit))
+    console.print(render_explanation(explanation, most=limit))
 
 
 @app.command()
 def ops(
-    graph: cli_options.Archive,
+    graph: options.Archive,
     plan: Annotated[
         Path | None, typer.Argument(help="A plan of it, for the times on the plan's mesh.")
     ] = None,
     *,
-    cache: cli_options.Cache = None,
-    no_cache: cli_options.NoCache = False,
-    imports: cli_options.Import = None,
-    no_discover: cli_options.NoDiscover = False,
+    cache: options.Cache = None,
+    no_cache: options.NoCache = False,
+    imports: options.Import = None,
+    no_discover: options.NoDiscover = False,
     json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
     """Show which operators a graph uses, which cannot be cut and why, and what that costs."""
-    with _reported():
-        found = None if plan is None else _read(plan)
+    with reported():
+        found = None if plan is None else read_plan(plan)
         if found is None:
             program = _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache)
         else:
@@ -282,7 +267,7 @@ def ops(
     if json:
         sys.stdout.write(coverage.model_dump_json() + "\n")
     else:
-        _console.print(render_coverage(coverage))
+        console.print(render_coverage(coverage))
 
 
 @app.command()
@@ -291,9 +276,17 @@ def diff(
     after: Annotated[Path, typer.Argument(help="Another plan of the same graph.")],
 ) -> None:
     """Show what distinguishes two plans of one graph."""
-    with _reported():
-        difference = compare_plans(_read(before), _read(after))
-    _console.print(render_difference(difference))
+    with reported():
+        difference = compare_plans(read_plan(before), read_plan(after))
+    console.print(render_difference(difference))
+
+
+app.command("export")(exports.export_plan)
+app.add_typer(exports.mase, name="mase")
+app.command("simulate")(runs.simulate_plan)
+app.command("launch", context_settings=runs.PASSED_ON)(runs.launch)
+app.command("calibrate")(runs.calibrate)
+app.command("profile")(runs.profile_plan)
 
 
 @app.command()
@@ -311,10 +304,10 @@ def serve(
 @app.command()
 def demo() -> None:
     """Plan GPT-2 through the service, then run a small one sharded on 4 ranks."""
-    from autoshard.demo import run_demo  # noqa: PLC0415  it needs transformers
+    from autoshard.cli.demo import run_demo  # noqa: PLC0415  it needs transformers
 
-    with _reported():
-        run_demo(_console)
+    with reported():
+        run_demo(console)
 
 
 def _program(
@@ -341,14 +334,10 @@ def _mesh(
     intra_bandwidth: float | None,
     inter_bandwidth: float | None,
 ) -> Mesh:
-    try:
-        sizes = [int(size) for size in shape.split(",")]
-    except ValueError:
-        raise OptionError(f"--mesh {shape!r} is not a list of sizes such as 2,4") from None
     return make_mesh(
-        sizes,
+        read_sizes(shape),
         axes=None if axes is None else axes.split(","),
-        topology=topology,
+        topology=read_topology(topology),
         intra_bandwidth=intra_bandwidth,
         inter_bandwidth=inter_bandwidth,
     )
@@ -363,20 +352,9 @@ def _shelf(folder: Path | None, namespace: str, *, closed: bool) -> TableStore |
 
 
 def _note(text: str) -> None:
-    _errors.print(f"[bold]note:[/] {text}", highlight=False, soft_wrap=True)
+    errors.print(f"[bold]note:[/] {text}", highlight=False, soft_wrap=True)
 
 
 def _write(plan: Plan, path: Path | None) -> None:
     if path is not None:
         path.write_text(plan.to_json(indent=1), encoding="utf-8")
-
-
-def _read(path: Path) -> Plan:
-    try:
-        return Plan.from_json(path.read_bytes())
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -26,12 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
+from autoshard.cli.render import format_bytes, render_plan
 from autoshard.client import Client
 from autoshard.errors import OptionError, ServiceUnavailableError
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import Device, Mesh, Topology, make_mesh
 from autoshard.plan import Plan, PlanOptions, make_plan
-from autoshard.render import format_bytes, render_plan
 from autoshard.runtime import parallelize, record_collectives, summarize
 
 BATCH, SEQUENCE = 8, 1024

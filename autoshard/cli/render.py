@@ -50,20 +50,20 @@ def render_explanation(explanation: Explanation, *, most: int = 20) -> Renderabl
     what = f"{explanation.kind} {explanation.name}"
     if explanation.operator:
         what += f": {explanation.operator} in {explanation.module or 'the root module'}"
-    table = _table(f"{what}; the plan takes {_milliseconds(explanation.objective)}")
+    table = titled_table(f"{what}; the plan takes {milliseconds(explanation.objective)}")
     table.add_column("layouts", style="green", overflow="fold")
     for title in ("own time", "own memory", "regret", "override alone"):
         table.add_column(title, justify="right", no_wrap=True)
     for alternative in explanation.alternatives[:most]:
         regret = "impossible" if alternative.exact else "unknown"
         if alternative.regret is not None:
-            regret = f"{'' if alternative.exact else '<= '}{_milliseconds(alternative.regret)}"
+            regret = f"{'' if alternative.exact else '<= '}{milliseconds(alternative.regret)}"
         table.add_row(
             alternative.layouts,
-            "forbidden" if alternative.time is None else _milliseconds(alternative.time),
+            "forbidden" if alternative.time is None else milliseconds(alternative.time),
             format_bytes(alternative.memory),
             "chosen" if alternative.chosen else "; ".join(alternative.forbidden) or regret,
-            "-" if alternative.override is None else _milliseconds(alternative.override),
+            "-" if alternative.override is None else milliseconds(alternative.override),
             style="bold" if alternative.chosen else None,
         )
     hidden = len(explanation.alternatives) - most
@@ -88,14 +88,14 @@ def render_difference(difference: PlanDifference) -> RenderableType:
     )
     if difference.collectives:
         parts.append(_collective_changes(difference))
-    parts.append(_figures("Predicted time of a step", difference.costs, _milliseconds))
+    parts.append(_figures("Predicted time of a step", difference.costs, milliseconds))
     parts.append(_figures("Memory per device at the peak", difference.memory, format_bytes))
     return Group(*parts)
 
 
 def render_candidates(candidates: Sequence[Candidate]) -> RenderableType:
     """Meshes, best first, with what the plan on each of them takes."""
-    table = _table("Meshes, best first")
+    table = titled_table("Meshes, best first")
     table.add_column("mesh", style="cyan", no_wrap=True)
     kinds = ["total", "compute", "communication"]
     if any(candidate.plan and candidate.plan.options.overlap for candidate in candidates):
@@ -114,7 +114,7 @@ def render_candidates(candidates: Sequence[Candidate]) -> RenderableType:
         proven = "nothing proven" if gap is None else f"gap {gap:.2%}"
         table.add_row(
             mesh,
-            *(_milliseconds(getattr(plan.costs, kind)) for kind in kinds),
+            *(milliseconds(getattr(plan.costs, kind)) for kind in kinds),
             format_bytes(plan.memory.peak),
             f"{plan.certificate.status}, {proven}",
         )
@@ -124,7 +124,7 @@ def render_candidates(candidates: Sequence[Candidate]) -> RenderableType:
 def render_coverage(coverage: Coverage) -> RenderableType:
     """The operators of a graph, those first that run whole, and what that costs."""
     total = coverage.total
-    table = _table(f"{len(coverage.operators)} operators, {coverage.num_calls} calls")
+    table = titled_table(f"{len(coverage.operators)} operators, {coverage.num_calls} calls")
     table.add_column("operator", style="cyan", overflow="fold", min_width=24)
     table.add_column("rule", no_wrap=True)
     titles = (
@@ -152,7 +152,7 @@ def _coverage_text(coverage: Coverage) -> str:
     if coverage.total is None or coverage.share_whole is None or coverage.share_around is None:
         return text
     return (
-        f"{text}: {coverage.share_whole:.2%} of a step of {_milliseconds(coverage.total)}, and "
+        f"{text}: {coverage.share_whole:.2%} of a step of {milliseconds(coverage.total)}, and "
         f"{coverage.share_around:.2%} in conversions around them"
     )
 
@@ -176,7 +176,7 @@ def _header(plan: Plan) -> Text:
 
 def _parameters(plan: Plan) -> Table:
     names = ", ".join(axis.name for axis in plan.mesh.axes)
-    table = _table(
+    table = titled_table(
         "Parameters: I whole, gradient summed; S(d) cut along dim d, S(d)/1+1 in chunks; R whole"
     )
     table.add_column("parameter", style="cyan", overflow="fold")
@@ -191,7 +191,7 @@ def _parameters(plan: Plan) -> Table:
 
 
 def _collectives(plan: Plan) -> Table:
-    table = _table("Collectives per step")
+    table = titled_table("Collectives per step")
     for title in ("collective", "axis", "direction"):
         table.add_column(title)
     for title in ("count", "bytes"):
@@ -204,14 +204,14 @@ def _collectives(plan: Plan) -> Table:
 
 
 def _costs(costs: Costs) -> Table:
-    table = _table("Predicted time of a step")
+    table = titled_table("Predicted time of a step")
     always = ("compute", "communication", "optimizer")
-    figures = {kind: _milliseconds(getattr(costs, kind)) for kind in always}
+    figures = {kind: milliseconds(getattr(costs, kind)) for kind in always}
     if costs.recompute:
-        figures["recompute"] = _milliseconds(costs.recompute)
+        figures["recompute"] = milliseconds(costs.recompute)
     if costs.hidden:
-        figures["hidden"] = f"-{_milliseconds(costs.hidden)}"
-    figures["total"] = _milliseconds(costs.total)
+        figures["hidden"] = f"-{milliseconds(costs.hidden)}"
+    figures["total"] = milliseconds(costs.total)
     for title in figures:
         table.add_column(title, justify="right")
     table.add_row(*figures.values())
@@ -220,7 +220,7 @@ def _costs(costs: Costs) -> Table:
 
 def _memory(memory: Memory) -> Table:
     where = f"{memory.phase} of {memory.at}" if memory.at else memory.phase
-    table = _table(f"Predicted memory per device at the peak ({where})")
+    table = titled_table(f"Predicted memory per device at the peak ({where})")
     table.add_column("kind")
     table.add_column("bytes", justify="right")
     for kind in (*KINDS, "peak"):
@@ -240,7 +240,7 @@ def _recomputing(plan: Plan) -> Iterator[Text]:
         yield Text(
             f"To hold less, backward runs {len(stage.checkpoints)} blocks once more, and converts "
             f"{gathered} parameters and {len(again) - gathered} activations again: "
-            f"{_milliseconds(plan.costs.recompute)}",
+            f"{milliseconds(plan.costs.recompute)}",
             style="bold",
         )
 
@@ -258,7 +258,7 @@ def _certificate(certificate: Certificate) -> Text:
 
 
 def _changes(title: str, changes: Sequence[Change]) -> Table:
-    table = _table(f"{title} that differ: {len(changes)}")
+    table = titled_table(f"{title} that differ: {len(changes)}")
     table.add_column("name", style="cyan", overflow="fold")
     for side in ("before", "after"):
         table.add_column(side, style="green", overflow="fold")
@@ -271,7 +271,7 @@ def _changes(title: str, changes: Sequence[Change]) -> Table:
 
 
 def _collective_changes(difference: PlanDifference) -> Table:
-    table = _table("Collectives per step that differ")
+    table = titled_table("Collectives per step that differ")
     for title in ("collective", "axis", "direction"):
         table.add_column(title)
     for title in ("before", "after", "bytes before", "bytes after"):
@@ -283,7 +283,7 @@ def _collective_changes(difference: PlanDifference) -> Table:
 
 
 def _figures(title: str, figures: Sequence[Figure], text: Callable[[float], str]) -> Table:
-    table = _table(title)
+    table = titled_table(title)
     table.add_column("kind")
     for column in ("before", "after", "difference"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -294,11 +294,13 @@ def _figures(title: str, figures: Sequence[Figure], text: Callable[[float], str]
     return table
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Seconds as text in milliseconds."""
     return f"{seconds * _MILLISECONDS:.3f} ms"
 
 
-def _table(title: str) -> Table:
+def titled_table(title: str) -> Table:
+    """An empty table as all of ours look."""
     return Table(title=title, title_justify="left", title_style="bold", header_style="dim")
 
 

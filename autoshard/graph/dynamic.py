@@ -1,0 +1,281 @@
+"""Sizes that an export left open, and the programs that follow from other numbers for them.
+
+A program is planned at the sizes of its example inputs. What else it could be is found out by
+normalising it at a few other sizes: an integer that changes is a sum of products of open
+sizes, and its coefficients follow from the values at hand. That holds for whatever was computed
+from sizes on the way. One more program, which had no part in this, has to come out right;
+otherwise, or where the programs differ in anything else, no size is open.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice
+from math import prod
+from typing import Any
+
+from autoshard.errors import GraphError, SchemaError
+from autoshard.graph.expressions import evaluate
+from autoshard.graph.fields import member, typed
+from autoshard.graph.plain import check_members, each
+from autoshard.graph.sizes import Dynamic, Path, Symbol, Terms, value_of
+
+MOST_SYMBOLS = 6
+"""Open sizes up to which a program is followed; the number of samples grows with their square."""
+
+MOST_FACTORS = 2
+"""Open sizes that one size may be a product of, such as batch times sequence."""
+
+
+def find_dynamic(
+    model: Mapping[str, Any], planned: Callable[[], object], read: Callable[[], object]
+) -> Dynamic | None:
+    """What is open in a program; None where nothing is, or where it cannot be followed.
+
+    Args:
+        model: model.json as it was parsed. Its hints are changed meanwhile.
+        planned: gives the document of the program at the sizes of the example inputs.
+        read: makes the document anew, with the hints as they are now.
+    """
+    symbols = tuple(_symbols(model))
+    if not 0 < len(symbols) <= MOST_SYMBOLS:
+        return None
+    base = {s.name: s.planned for s in symbols}
+    choices = _other_numbers(symbols)
+    if not all(len(numbers) == _SAMPLES for numbers in choices.values()):
+        return None
+    groups = _subsets(tuple(base), MOST_FACTORS)
+    samples = [base | {name: choices[name][0] for name in group} for group in groups]
+    samples.append({name: numbers[1] for name, numbers in choices.items()})
+    hints = _Hints(model)
+    try:
+        documents = [planned(), *(hints.read_at(sizes, read) for sizes in samples[1:])]
+    except GraphError:
+        return None
+    finally:
+        hints.restore()
+    return _fitted(symbols, groups, samples, documents)
+
+
+def _subsets(names: tuple[str, ...], most: int) -> list[tuple[str, ...]]:
+    return list(
+        chain.from_iterable(combinations(names, n) for n in range(min(most, len(names)) + 1))
+    )
+
+
+def _symbols(model: Mapping[str, Any]) -> Iterator[Symbol]:
+    ranges = model.get("range_constraints")
+    if not isinstance(ranges, dict) or not ranges:
+        return
+    planned: dict[str, int] = {}
+    for expression in _expressions(model):
+        name = _name_of(expression["expr_str"])
+        hint = expression["hint"].get("as_int")
+        if name is not None and type(hint) is int:
+            planned[name] = hint
+    for name, bounds in ranges.items():
+        least, most = (bounds.get(key) if isinstance(bounds, dict) else None for key in _BOUNDS)
+        if name in planned and type(least) is int and (most is None or type(most) is int):
+            yield Symbol(name, planned[name], least, most)
+
+
+def _name_of(text: str) -> str | None:
+    """The symbol that an expression is, if it is nothing else."""
+    if not text.startswith("Symbol('"):
+        return None
+    name = text.removeprefix("Symbol('").partition("'")[0]
+    return name if text.count("(") == 1 else None
+
+
+def _expressions(part: object) -> Iterator[dict[str, Any]]:
+    """Every symbolic size in model.json that has a hint."""
+    waiting = [part]
+    while waiting:
+        current = waiting.pop()
+        if isinstance(current, list):
+            waiting.extend(current)
+        elif isinstance(current, dict):
+            expression = current.get("as_expr")
+            if isinstance(expression, dict) and isinstance(expression.get("hint"), dict):
+                if isinstance(expression.get("expr_str"), str):
+                    yield expression
+            else:
+                waiting.extend(current.values())
+
+
+def _other_numbers(symbols: Sequence[Symbol]) -> Mapping[str, list[int]]:
+    """Two numbers that each size may have beside the planned one.
+
+    All differ, and they are no round numbers: where two sizes agree, two tensors may be one.
+    """
+    used = {symbol.planned for symbol in symbols}
+    chosen: dict[str, list[int]] = {}
+    for symbol in symbols:
+        multiples = (symbol.planned * k + 1 for k in range(2, 2 + _TRIED))
+        near = (symbol.planned + k for k in range(-_TRIED, _TRIED))
+        free = (n for n in (*multiples, *near) if n > 1 and symbol.allows(n) and n not in used)
+        chosen[symbol.name] = list(islice(dict.fromkeys(free), _SAMPLES))
+        used.update(chosen[symbol.name])
+    return chosen
+
+
+class _Hints:
+    """The numbers behind the symbolic sizes of a parsed model.json."""
+
+    def __init__(self, model: Mapping[str, Any]) -> None:
+        self._expressions = list(_expressions(model))
+        self._original = [expression["hint"] for expression in self._expressions]
+
+    def read_at(self, sizes: Mapping[str, int], read: Callable[[], object]) -> object:
+        """What is read while every size is what follows from some sizes of the symbols."""
+        for expression, hint in zip(self._expressions, self._original, strict=True):
+            if "as_int" in hint:
+                expression["hint"] = {"as_int": evaluate(expression["expr_str"], sizes)}
+        return read()
+
+    def restore(self) -> None:
+        for expression, hint in zip(self._expressions, self._original, strict=True):
+            expression["hint"] = hint
+
+
+def _fitted(
+    symbols: tuple[Symbol, ...],
+    groups: Sequence[tuple[str, ...]],
+    samples: Sequence[Mapping[str, int]],
+    documents: Sequence[object],
+) -> Dynamic | None:
+    """The places that differ, if all of them are what the last sample says too."""
+    found: dict[Terms, list[Path]] = {}
+    try:
+        for path, numbers in _differences(documents, ()):
+            terms = _terms(groups, samples, numbers)
+            if value_of(terms, samples[-1]) != numbers[-1]:
+                return None
+            found.setdefault(terms, []).append(path)
+    except _Unlike:
+        return None
+    return Dynamic(symbols, tuple((terms, tuple(places)) for terms, places in found.items()))
+
+
+class _Unlike(Exception):  # noqa: N818  caught where it is raised, and nobody's error
+    """Documents differ in more than integers."""
+
+
+def _differences(documents: Sequence[Any], path: Path) -> Iterator[tuple[Path, Sequence[int]]]:
+    first, *others = documents
+    kind = type(first)
+    if any(type(other) is not kind for other in others):
+        raise _Unlike
+    if kind is dict:
+        if any(other.keys() != first.keys() for other in others):
+            raise _Unlike
+        for key in first:
+            yield from _differences([document[key] for document in documents], (*path, key))
+    elif kind is list:
+        if any(len(other) != len(first) for other in others):
+            raise _Unlike
+        for place in range(len(first)):
+            yield from _differences([document[place] for document in documents], (*path, place))
+    elif any(other != first for other in others):
+        if kind is not int:
+            raise _Unlike
+        yield path, documents
+
+
+def _terms(
+    groups: Sequence[tuple[str, ...]], samples: Sequence[Mapping[str, int]], numbers: Sequence[int]
+) -> Terms:
+    """The sum of products through the numbers of all samples but the last.
+
+    Newton's divided differences: in each symbol there are two numbers, so the sum has degree one
+    in each, and a coefficient of its shifted form is an alternating sum over its subsets.
+
+    Raises:
+        _Unlike: a coefficient is no integer.
+    """
+    base, at = samples[0], dict(zip(groups, numbers, strict=False))
+    # A sample varies the symbols of its group, so those of one symbol have all other numbers.
+    steps = {
+        name: sample[name] - base[name]
+        for group, sample in zip(groups, samples, strict=False)
+        for name in group
+    }
+    plain: dict[tuple[str, ...], int] = {}
+    for group in groups:
+        inside = _subsets(group, len(group))
+        change = sum((-1) ** (len(group) - len(part)) * at[part] for part in inside)
+        slope, rest = divmod(change, prod(steps[name] for name in group))
+        if rest:
+            raise _Unlike
+        # (a - a0)(b - b0) = ab - a0 b - b0 a + a0 b0
+        for part in inside:
+            left = prod(-base[name] for name in group if name not in part)
+            plain[part] = plain.get(part, 0) + slope * left
+    return tuple((factor, names) for names, factor in plain.items() if factor)
+
+
+def dynamic_from_json(part: object, document: object) -> Dynamic:
+    """Read what `dynamic_to_json` wrote.
+
+    Args:
+        part: what it wrote.
+        document: of the program, in which the places are.
+
+    Raises:
+        SchemaError: something is missing or mistyped, or a place holds another number.
+    """
+    check_members(part, {"symbols", "sizes"}, "'dynamic'")
+    dynamic = Dynamic(
+        each(part, "symbols", _symbol_from_json), each(part, "sizes", _sizes_from_json)
+    )
+    planned = dynamic.planned
+    for terms, places in dynamic.sizes:
+        if unknown := {name for _, names in terms for name in names} - planned.keys():
+            raise SchemaError(f"no symbol is called {min(unknown)!r}")
+        number = value_of(terms, planned)
+        for path in places:
+            if _at(document, path) != number:
+                raise SchemaError(f"the size at {'.'.join(map(str, path))} is not {number}")
+    return dynamic
+
+
+def _at(document: Any, path: Path) -> object:
+    try:
+        for key in path:
+            document = document[key]
+    except (LookupError, TypeError):
+        return None
+    return None if isinstance(document, bool) else document
+
+
+def _symbol_from_json(item: object) -> Symbol:
+    check_members(item, {"name", "planned", "least", "most"}, "a symbol")
+    unbounded = typed(item, dict, "a symbol").get("most", 0) is None
+    return Symbol(
+        member(item, "name", str),
+        member(item, "planned", int),
+        member(item, "least", int),
+        None if unbounded else member(item, "most", int),
+    )
+
+
+def _sizes_from_json(item: object) -> tuple[Terms, tuple[Path, ...]]:
+    check_members(item, {"terms", "places"}, "a size")
+    return each(item, "terms", _term_from_json), each(item, "places", _path_from_json)
+
+
+def _term_from_json(item: object) -> tuple[int, tuple[str, ...]]:
+    match item:
+        case [int(factor), list(names)] if all(isinstance(name, str) for name in names):
+            return factor, tuple(names)
+    raise SchemaError("a term must be a pair of a coefficient and a list of symbols")
+
+
+def _path_from_json(item: object) -> Path:
+    match item:
+        case [_, *_] if all(type(key) in (str, int) for key in item):
+            return tuple(key for key in item if isinstance(key, str | int))
+    raise SchemaError("a place must be a list of keys and positions")
+
+
+_BOUNDS = ("min_val", "max_val")
+_SAMPLES = 2
+_TRIED = 8

@@ -1,0 +1,72 @@
+"""The tensor sharding map, which MASE's launcher takes: modules and how their weights are placed.
+
+    {module: {"node": name, "sharding": {attribute: spec}}}
+
+The keys are modules, so the map lives in memory only; a spec is a `DTensorSpec`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from autoshard.errors import PlanError
+from autoshard.layouts import Layout, to_placements
+from autoshard.mase.solution import RESULT, MaseNode, node_name
+from autoshard.plan import Plan
+
+
+def sharding_map(
+    plan: Plan, model: nn.Module, mesh: DeviceMesh | None = None
+) -> dict[nn.Module, dict[str, Any]]:
+    """The map of a plan for a model.
+
+    Args:
+        plan: of the model.
+        model: whose modules are the keys.
+        mesh: the devices; the launcher does without.
+
+    Raises:
+        PlanError: the plan found nothing, or the model lacks one of its parameters.
+    """
+    if not plan.found:
+        raise PlanError(f"the document has no plan to map: {plan.reason}")
+    found: dict[nn.Module, dict[str, Any]] = {}
+    names = ((n, p) for s in plan.stages for p in s.parameters for n in (p.target, *p.aliases))
+    for name, placed in names:
+        path, _, attribute = name.rpartition(".")
+        try:
+            module = model.get_submodule(path)
+            module.get_parameter(attribute)
+        except AttributeError:
+            raise PlanError(f"the model has no parameter {name!r}, which the plan places") from None
+        placements = to_placements(Layout.parse(placed.layout), plan.mesh.axis_sizes)
+        entry = found.setdefault(module, {"node": node_name(name), "sharding": {}})
+        entry["sharding"][attribute] = DTensorSpec(mesh, placements)  # type: ignore[arg-type]
+    return found
+
+
+def solution_of_map(
+    placed: Mapping[nn.Module, Mapping[str, Any]], model: nn.Module
+) -> dict[str, MaseNode]:
+    """The weights of a map that MASE made, as a solution.
+
+    Args:
+        placed: the map.
+        model: whose modules are its keys.
+
+    Raises:
+        PlanError: a key is no module of the model.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    solution = {}
+    for module, entry in placed.items():
+        if module not in paths:
+            raise PlanError(f"{entry.get('node')!r} of the map is no module of the model")
+        for attribute, spec in entry["sharding"].items():
+            name = f"{paths[module]}.{attribute}" if paths[module] else attribute
+            texts = tuple(map(repr, spec.placements))
+            solution[node_name(name)] = MaseNode(results={RESULT: texts})
+    return solution

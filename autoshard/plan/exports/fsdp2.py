@@ -1,0 +1,159 @@
+"""Python for FSDP2: `torch.distributed.fsdp.fully_shard`."""
+
+import re
+from collections.abc import Iterator
+
+from autoshard.errors import PlanError
+from autoshard.layouts import I, Layout
+from autoshard.plan.exports.comments import comment, folded, not_expressed
+from autoshard.plan.exports.outline import Outline, OwnedParameter, at_rest
+
+_BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
+
+_CODE = '''
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+SHARD_AXIS = {shard_axis!r}
+REPLICATE_AXIS = {replicate_axis!r}
+DIMS = {{
+{dims}
+}}
+"""The dim that is cut, by parameter."""
+GROUPS = {{
+{groups}
+}}
+"""Modules whose parameters are gathered together, and whether backward gathers them again."""
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut a model's parameters over the axis that shares out the batch.
+
+    Each rank calls the model with rows of its own; gradients are averaged over the ranks. A
+    parameter without a dim in DIMS stays whole.
+    """
+    parameters = dict(model.named_parameters())
+    names = {{parameter: name for name, parameter in parameters.items()}}
+    whole = {{parameter for name, parameter in parameters.items() if name not in DIMS}}
+    axes = SHARD_AXIS if REPLICATE_AXIS is None else (REPLICATE_AXIS, SHARD_AXIS)
+    for name, again in GROUPS.items():
+        fully_shard(
+            model.get_submodule(name),
+            mesh=mesh[axes],
+            reshard_after_forward=again,
+            shard_placement_fn=lambda parameter: Shard(DIMS[names[parameter]]),
+            ignored_params=whole,
+        )
+    for parameter in whole:
+        for axis in (SHARD_AXIS, REPLICATE_AXIS):
+            if axis is not None:
+                _average_gradient(parameter, mesh[axis])
+    return model
+
+
+def _average_gradient(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    def average(parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        dist.all_reduce(local, group=mesh.get_group())
+        local /= mesh.size()
+
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(average)
+'''
+
+
+def to_fsdp2(outline: Outline) -> str:
+    """A function `shard(model, mesh)` that applies FSDP2 on the axes that share out the batch.
+
+    Raises:
+        PlanError: no axis shares out the batch, or more of them than FSDP2 takes.
+    """
+    axes = outline.data_axes
+    if not axes:
+        raise PlanError(
+            "no axis of the plan cuts the batch of every input, so no ranks can average gradients; "
+            "export to parallelize-module, or plan with a batch axis"
+        )
+    shard = axes[-1] if outline.shard_axis is None else outline.shard_axis
+    others = [axis for axis in axes if axis != shard]
+    if len(others) > 1:
+        raise PlanError(
+            f"the axes {outline.named(axes)} share out the batch; FSDP2 takes at most two, so plan "
+            f"on a mesh with fewer axes"
+        )
+    if others and others[0] > shard:
+        raise PlanError(
+            f"FSDP2 cuts over the inner one of two axes; the plan cuts over {outline.axes[shard]}, "
+            f"which is before {outline.named(others)}: plan on a mesh with these axes the other "
+            f"way round"
+        )
+    cut = {
+        p.name: p.layout.types[shard].dim for p in outline.parameters if _is_cut(outline, p, shard)
+    }
+    code = _CODE.format(
+        shard_axis=outline.axes[shard],
+        replicate_axis=outline.axes[others[0]] if others else None,
+        dims="\n".join(f"    {name!r}: {dim}," for name, dim in cut.items()),
+        groups="\n".join(_groups(outline, cut)),
+    )
+    return comment(_header(outline, shard)) + code
+
+
+def _is_cut(outline: Outline, parameter: OwnedParameter, axis: int) -> bool:
+    """Whether FSDP2 cuts a parameter; it knows no chunks, and uneven shares of dim 0 alone."""
+    cut = parameter.layout.types[axis]
+    if not cut.is_shard or cut.chunks:
+        return False
+    return cut.dim == 0 or parameter.placed.shape[cut.dim] % outline.sizes[axis] == 0
+
+
+def _groups(outline: Outline, cut: dict[str, int]) -> Iterator[str]:
+    """A group for each block with parameters that are cut, and one for all others."""
+    groups: dict[str, bool] = {}
+    for parameter in outline.parameters:
+        if parameter.name in cut:
+            found = _BLOCK.match(parameter.module)
+            name = found[0] if found else ""
+            groups[name] = (
+                groups.get(name, False) or parameter.placed.name in outline.converted_again
+            )
+    for name in sorted(groups, key=lambda name: name == ""):
+        yield f"    {name!r}: {groups[name]},"
+
+
+def expressed_layout(outline: Outline, parameter: OwnedParameter) -> Layout:
+    """How a parameter lies after the exports to parallelize-module and to FSDP2."""
+    axes = outline.data_axes
+    shard = outline.shard_axis if outline.shard_axis is not None else axes[-1]
+    tensor = outline.tensor_axis
+    kept = {shard} if _is_cut(outline, parameter, shard) else set()
+    if tensor is not None and parameter.name not in outline.reached_for:
+        kept.add(tensor)
+    types = [t if axis in kept else I for axis, t in enumerate(at_rest(parameter.layout).types)]
+    return Layout.nested(types, [axis for axis in (tensor, shard) if axis is not None])
+
+
+def _header(outline: Outline, shard: int) -> Iterator[str]:
+    yield f"FSDP2 over {outline.named(outline.data_axes)}, from autoshard's {outline.title}."
+    if outline.tensor_axis is not None:
+        yield "Use: model = shard(parallelize(model, device_mesh), device_mesh)"
+        yield "with `parallelize` of the same plan's export to parallelize-module."
+    else:
+        yield "Use: model = shard(model, device_mesh)"
+    yield ""
+    yield from not_expressed(_missing(outline, shard))
+
+
+def _missing(outline: Outline, shard: int) -> Iterator[str]:
+    for parameter in outline.parameters:
+        found = expressed_layout(outline, parameter)
+        if found != at_rest(parameter.layout):
+            yield f"{parameter.name}: {parameter.layout} in the plan, {found} here"
+    whole = [p.name for p in outline.parameters if not _is_cut(outline, p, shard)]
+    if whole:
+        yield f"a DTensor on {outline.axes[shard]} for what is whole there: {folded(whole)}"
+    yield "layouts of activations: each rank runs the model's own code on its rows"

@@ -1,0 +1,181 @@
+"""What exports need of a plan: which axes share out the batch, and how each axis cuts weights."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from autoshard.errors import PlanError
+from autoshard.graph import Graph, Node, graph_from_json
+from autoshard.layouts import AxisType, I, Layout
+from autoshard.plan.compare import mesh_text
+from autoshard.plan.document import PlacedInput, Plan, Stage
+
+
+@dataclass(frozen=True)
+class OwnedParameter:
+    """A parameter of one module; tied names are one each.
+
+    Attributes:
+        module: dotted path of the module that holds it.
+        attribute: its name there.
+        placed: how it lies.
+        layout: the same, as a layout.
+    """
+
+    module: str
+    attribute: str
+    placed: PlacedInput
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """Dotted name in the state dict."""
+        return f"{self.module}.{self.attribute}" if self.module else self.attribute
+
+
+class Outline:
+    """A plan of one stage, as exports look at it.
+
+    Args:
+        plan: found, with one stage.
+
+    Raises:
+        PlanError: it is not.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        if not plan.found:
+            raise PlanError(f"the document has no plan to export: {plan.reason}")
+        if len(plan.stages) > 1:
+            raise PlanError(f"the plan has {len(plan.stages)} pipeline stages; exports take one")
+        self.plan = plan
+        self.stage: Stage = plan.stages[0]
+        self.axes = tuple(name for name, _ in self.stage.axes)
+        self.sizes = tuple(size for _, size in self.stage.axes)
+
+    @property
+    def title(self) -> str:
+        """Plan and mesh in a few words."""
+        return f"plan {self.plan.id[:12]} on {mesh_text(self.plan.mesh)}"
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The program that was planned."""
+        return graph_from_json(self.stage.program)
+
+    @cached_property
+    def parameters(self) -> tuple[OwnedParameter, ...]:
+        """Every parameter under each of its names, in the order of the program."""
+        return tuple(
+            OwnedParameter(*_split(name), placed=placed, layout=Layout.parse(placed.layout))
+            for placed in self.stage.parameters
+            for name in (placed.target, *placed.aliases)
+        )
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[Node, ...]]:
+        """The operators that take each value."""
+        readers: dict[str, list[Node]] = defaultdict(list)
+        for node in self.graph.nodes:
+            for value in dict.fromkeys(node.inputs):
+                readers[value].append(node)
+        return {value: tuple(nodes) for value, nodes in readers.items()}
+
+    @cached_property
+    def reached_for(self) -> frozenset[str]:
+        """Names of parameters that other code than that of their own modules reads.
+
+        What wraps a module's forward, as frameworks do, does not reach such code.
+        """
+        owners: dict[str, list[str]] = defaultdict(list)
+        for parameter in self.parameters:
+            owners[parameter.placed.name].append(parameter.module)
+        return frozenset(
+            parameter.name
+            for parameter in self.parameters
+            for node in self.readers.get(parameter.placed.name, ())
+            if not any(_is_within(node.module, m) for m in owners[parameter.placed.name])
+        )
+
+    @cached_property
+    def active(self) -> tuple[int, ...]:
+        """Numbers of the axes with more than one rank."""
+        return tuple(axis for axis, size in enumerate(self.sizes) if size > 1)
+
+    @cached_property
+    def data_axes(self) -> tuple[int, ...]:
+        """Axes whose ranks hold rows of their own: they cut dim 0 of all that the caller passes."""
+        given = [i for i in self.stage.inputs if i.kind == "user" and i.shape]
+        layouts = [Layout.parse(i.layout) for i in given]
+        return tuple(
+            axis
+            for axis in self.active
+            if layouts and all(layout.types[axis].dim == 0 for layout in layouts)
+        )
+
+    @cached_property
+    def tensor_axis(self) -> int | None:
+        """The axis that cuts most of the weights among those that share out no rows."""
+        return self._busiest([axis for axis in self.active if axis not in self.data_axes])
+
+    @cached_property
+    def shard_axis(self) -> int | None:
+        """The axis that cuts most of the weights among those that share out rows."""
+        return self._busiest(self.data_axes)
+
+    def _busiest(self, axes: Sequence[int]) -> int | None:
+        """The axis that cuts most elements of parameters, the last of equals; None if none does."""
+        cut = {
+            axis: sum(
+                prod(placed.shape)
+                for placed in self.stage.parameters
+                if Layout.parse(placed.layout).types[axis].is_shard
+            )
+            for axis in axes
+        }
+        best = max(axes, key=lambda axis: (cut[axis], axis), default=None)
+        return best if best is not None and cut[best] else None
+
+    @cached_property
+    def converted_again(self) -> frozenset[str]:
+        """Values that backward converts once more instead of finding what forward converted."""
+        numbers = {node.name: i for i, node in enumerate(self.stage.nodes)}
+        inside = {
+            node.name
+            for checkpoint in self.stage.checkpoints
+            for node in self.stage.nodes[numbers[checkpoint.first] : numbers[checkpoint.last] + 1]
+        }
+        return frozenset(
+            conversion.value
+            for conversion in self.stage.conversions
+            if conversion.again or conversion.consumer in inside
+        )
+
+    def named(self, axes: Sequence[int]) -> str:
+        """Axes by name, such as `dp, tp`."""
+        return ", ".join(self.axes[axis] for axis in axes)
+
+
+def _is_within(module: str, other: str) -> bool:
+    return not other or module == other or module.startswith(f"{other}.")
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, _, attribute = name.rpartition(".")
+    return module, attribute
+
+
+def at_rest(layout: Layout) -> Layout:
+    """A layout with one word for what is whole, since nothing tells I from R at rest."""
+    return Layout(tuple(I if t.is_whole else t for t in layout.types), layout.nesting)
+
+
+def placement_code(axis_type: AxisType) -> str:
+    """The Python that makes DTensor's placement of a type at rest on a mesh of one axis."""
+    if axis_type.is_whole:
+        return "Replicate()"
+    if not axis_type.chunks:
+        return f"Shard({axis_type.dim})"
+    return f"_StridedShard({axis_type.dim}, split_factor={len(axis_type.chunks)})"

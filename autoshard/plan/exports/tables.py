@@ -1,0 +1,57 @@
+"""Plans as tables: JSON with everything that is placed, CSV with what rests."""
+
+import csv
+import json
+from io import StringIO
+from typing import Any
+
+from autoshard.plan.document import PlacedInput
+from autoshard.plan.exports.comments import comment
+from autoshard.plan.exports.outline import Outline
+
+_COLUMNS = ("kind", "name", "aliases", "dtype", "shape", "local_shape", "layout", "placements")
+_LEFT_OUT = (
+    "the program itself, costs, memory and the certificate, which the plan's own document has"
+)
+
+
+def to_json(outline: Outline) -> str:
+    """A JSON object: mesh, tensors at rest, outputs, operators, conversions, checkpoints."""
+    stage = outline.stage
+    dumped: dict[str, Any] = stage.model_dump(
+        mode="json", include={"nodes", "conversions", "outputs", "checkpoints"}
+    )
+    document = {
+        "comment": f"Placements of autoshard's {outline.title}. Not expressed: {_LEFT_OUT}.",
+        "mesh": dict(stage.axes),
+        "tensors": {placed.target: _row(placed) for placed in stage.inputs},
+        **dumped,
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def to_csv(outline: Outline) -> str:
+    """CSV with a header and a row for each parameter, buffer, constant and input."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for placed in outline.stage.inputs:
+        row = {"name": placed.target, **_row(placed)}
+        writer.writerow([_cell(row[column]) for column in _COLUMNS])
+    axes = ", ".join(outline.axes)
+    head = [
+        f"Tensors at rest in autoshard's {outline.title}, one placement per axis: {axes}.",
+        f"Not expressed: operators, conversions and outputs (json has them); {_LEFT_OUT}.",
+    ]
+    return comment(head) + text.getvalue()
+
+
+def _row(placed: PlacedInput) -> dict[str, Any]:
+    return placed.model_dump(mode="json", exclude={"name", "target"})
+
+
+def _cell(value: str | list[Any]) -> str:
+    """A list as one text: sizes `4x8`, names and placements apart by spaces."""
+    if isinstance(value, str):
+        return value
+    return ("x" if value and isinstance(value[0], int) else " ").join(map(str, value))

@@ -1,0 +1,187 @@
+"""How long each part of a stage takes, forward, once more and backward."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from autoshard.costs import Overlap, Passes, hidden_seconds
+from autoshard.errors import PlanError
+from autoshard.graph import Graph, Node
+from autoshard.layouts import Action, Layout, Step, again_price, parse_type
+from autoshard.plan.document import Conversion, PlacedNode, Plan, PlannedStep, Stage
+from autoshard.plan.formulation.legality import share_of
+from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.memory.recompute import recomputed
+from autoshard.rules import call_of, rule_for
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A collective, or a local copy of a conversion, with the copies around it.
+
+    Attributes:
+        name: what runs.
+        axis: name of the mesh axis.
+        seconds: how long it takes.
+        nbytes: size of the larger of a rank's tensor before and after.
+    """
+
+    name: str
+    axis: str
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Pieces that run one after the other.
+
+    Attributes:
+        waited: those that compute waits for.
+        hidden: those that run beside compute, after the others; one piece may be in both.
+    """
+
+    waited: tuple[Piece, ...] = ()
+    hidden: tuple[Piece, ...] = ()
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], hidden: float) -> "Split":
+        """The last so many seconds are hidden."""
+        if hidden <= 0:
+            return cls(tuple(pieces))
+        left = sum(piece.seconds for piece in pieces) - hidden
+        waited, beside = [], []
+        for piece in pieces:
+            seconds = min(max(left, 0.0), piece.seconds)
+            left -= piece.seconds
+            if seconds:
+                waited.append(_lasting(piece, seconds))
+            if piece.seconds > seconds:
+                beside.append(_lasting(piece, piece.seconds - seconds))
+        return cls(tuple(waited), tuple(beside))
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionTiming:
+    """What a conversion runs.
+
+    Attributes:
+        forward: in the forward pass.
+        again: once more in backward, if it does.
+        backward: of its gradient.
+    """
+
+    forward: Split
+    again: Split
+    backward: Split
+
+
+class Timing:
+    """Seconds of the parts of a stage.
+
+    Args:
+        plan: the plan.
+        stage: one of its stages.
+        graph: the stage's program.
+    """
+
+    def __init__(self, plan: Plan, stage: Stage, graph: Graph) -> None:
+        self.prices = Prices(plan.mesh, plan.options)
+        self._mesh = plan.mesh
+        self._graph = graph
+        self._gradients = Gradients(graph, training=self.prices.training)
+        self._placed = {placed.name: placed for placed in stage.nodes}
+        self._again = recomputed(graph, stage).conversions
+        self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
+        self._known: dict[Hashable, Passes[float]] = {}
+
+    def node(self, node: Node) -> Passes[float]:
+        """Compute of an operator; alike ones are looked at once.
+
+        Raises:
+            PlanError: no rule of the operator allows the layouts of the plan.
+        """
+        placed = self._placed[node.name]
+        kind = self._graph.kind(node)
+        key = (kind, placed.inputs, placed.outputs, self._gradients.flows(node), placed.time)
+        if key not in self._known:
+            forward = self._forward(node, placed)
+            self._known[key] = Passes(forward, max(placed.time - forward, 0.0))
+        return self._known[key]
+
+    def _forward(self, node: Node, placed: PlacedNode) -> float:
+        flows = self._gradients.flows(node)
+        uses = (self._gradients.of_use(value, node) for value in node.inputs)
+        gradients = (
+            *(gradient is not Gradient.NONE for gradient in uses),
+            *(self._gradients.exists(value) for value in node.outputs),
+        )
+        layouts = [Layout.parse(text) for text in (*placed.inputs, *placed.outputs)]
+        rule = rule_for(call_of(self._graph, node))
+        share = share_of(rule, layouts, gradients, self._mesh.axis_sizes)
+        if share is None:
+            raise PlanError(
+                f"no rule of {node.operator} allows the layouts of node {node.name!r}; "
+                f"`autoshard check` says what else is wrong with the plan"
+            )
+        return self.prices.strategy(self._graph, node, share.sizes, backward=flows)[1]
+
+    def conversion(self, conversion: Conversion) -> ConversionTiming:
+        """What a conversion runs, and what of it is hidden."""
+        pairs = [self._pieces(step) for step in conversion.steps]
+        forward = [piece for pair in pairs for piece in islice(pair, 1) if piece.seconds]
+        backward = [pair[1] for pair in reversed(pairs) if pair[1].seconds]
+        again = forward if conversion.use in self._again else []
+        early, late = self._hidden(conversion, forward, again, backward)
+        trailing = min(late, _seconds(backward))
+        return ConversionTiming(
+            Split.of(forward, early),
+            Split.of(again, late - trailing),
+            Split.of(backward, trailing),
+        )
+
+    def _pieces(self, step: PlannedStep) -> tuple[Piece, Piece]:
+        """What a step runs forward and backward."""
+        priced = Step(
+            axis=self._mesh.axis_names.index(step.axis),
+            source=parse_type(step.source),
+            target=parse_type(step.target),
+            nbytes=step.nbytes,
+            forward=Action(step.forward),
+            backward=Action(step.backward),
+        )
+        forward = min(again_price(priced, self._mesh), step.time)
+        return (
+            Piece(step.forward, step.axis, forward, step.nbytes),
+            Piece(step.backward, step.axis, step.time - forward, step.nbytes),
+        )
+
+    def _hidden(
+        self,
+        conversion: Conversion,
+        forward: Sequence[Piece],
+        again: Sequence[Piece],
+        backward: Sequence[Piece],
+    ) -> tuple[float, float]:
+        """Seconds that run beside the reader's forward, and beside its backward."""
+        number = self._graph.numbers.get(conversion.consumer or "")
+        if self._overlap is None or number is None:
+            return 0.0, 0.0
+        reader = self._graph.nodes[number]
+        share = self._overlap.share(reader, conversion.position)
+        if share is None:
+            return 0.0, 0.0
+        compute = self.node(reader)
+        early = Passes(_seconds(forward), 0.0), Passes(share * compute.forward, 0.0)
+        late = _seconds(again) + _seconds(backward)
+        both = Passes(0.0, late), Passes(0.0, share * compute.backward)
+        return float(hidden_seconds(*early)), float(hidden_seconds(*both))
+
+
+def _seconds(pieces: Sequence[Piece]) -> float:
+    return sum(piece.seconds for piece in pieces)
+
+
+def _lasting(piece: Piece, seconds: float) -> Piece:
+    return Piece(piece.name, piece.axis, seconds, piece.nbytes)

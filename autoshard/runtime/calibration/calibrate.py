@@ -1,0 +1,212 @@
+"""From measurements on ranks to a topology that plans take."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoshard.errors import MeshError
+from autoshard.mesh import Axis, Device, Link, Mesh, Topology
+from autoshard.mesh.calibration import CollectiveSample, fit_device, fit_links
+from autoshard.runtime.calibration.collectives import measure_collectives
+from autoshard.runtime.calibration.kernels import measure_kernels, measure_launch
+
+SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
+"""Bytes that are measured: 1 KiB to 256 MiB."""
+
+CHECKED = tuple(1 << exponent for exponent in range(21, 29, 2))
+"""Bytes, between the others, at which the fit is compared with measurements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A collective that the fit did not see, and what the topology predicts.
+
+    Attributes:
+        axis: name of the mesh axis.
+        sample: what was measured.
+        predicted: seconds.
+    """
+
+    axis: str
+    sample: CollectiveSample
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.sample.seconds - 1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration found.
+
+    Attributes:
+        topology: for plans.
+        comparisons: with collectives at other sizes.
+    """
+
+    topology: Topology
+    comparisons: tuple[Comparison, ...]
+
+
+def calibrate(
+    shape: Sequence[int] | None = None,
+    *,
+    name: str = "calibrated",
+    sizes: Sequence[int] = SIZES,
+    checked: Sequence[int] = CHECKED,
+    num_passes: int = 3,
+    report: Callable[[str], None] = lambda _: None,
+) -> Calibration:
+    """Measure collectives, matrix products and copies, and fit a topology to them.
+
+    Runs on every rank of a job; torchrun's variables say which it is. The machines are taken
+    to be nodes of LOCAL_WORLD_SIZE ranks with one level of links inside and one between.
+
+    Args:
+        shape: size of each mesh axis to measure; by default nodes by ranks per node. An axis
+            has to lie inside nodes or between them.
+        name: of the topology.
+        sizes: bytes to fit to.
+        checked: other bytes, to compare the fit with.
+        num_passes: how often all sizes are measured; medians count.
+        report: told what is measured next.
+
+    Raises:
+        MeshError: the shape does not fit the ranks, or the measurements no topology.
+    """
+    num_ranks, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    levels = _levels(num_ranks, per_node)
+    device = _device()
+    mesh = _mesh(tuple(shape or (num_ranks // per_node, per_node)), num_ranks, levels, device)
+    axes = _axes(mesh)
+    groups = init_device_mesh(device.type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names)
+
+    samples = []
+    for axis, level in axes.items():
+        report(f"collectives over {axis}, {min(sizes)} to {max(sizes)} bytes")
+        every = sorted({*sizes, *checked})
+        group = groups.get_group(axis)
+        samples += [(axis, s) for s in _sampled(group, level, every, device, num_passes)]
+    fitted = [sample for _, sample in samples if sample.nbytes not in checked]
+    links, overhead = fit_links(fitted, levels)
+    report("matrix products and copies")
+    topology = Topology(
+        name=name,
+        device=_fitted(device, per_node),
+        levels=links,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        collective_overhead=overhead,
+        source=f"measured on {num_ranks} ranks, {per_node} per node, torch {torch.__version__}",
+    )
+    known = Mesh(mesh.axes, topology)
+    comparisons = (
+        Comparison(axis, sample, _predicted(known, axis, sample))
+        for axis, sample in samples
+        if sample.nbytes in checked
+    )
+    return Calibration(topology, tuple(comparisons))
+
+
+def _sampled(
+    group: ProcessGroup,
+    level: int,
+    sizes: Sequence[int],
+    device: torch.device,
+    num_passes: int,
+) -> Iterator[CollectiveSample]:
+    """Samples over one axis: medians of passes over all sizes.
+
+    What else a machine does comes and goes; passes spread it over all sizes alike.
+    """
+    passes = [list(measure_collectives(group, level, sizes, device)) for _ in range(num_passes)]
+    for alike in zip(*passes, strict=True):
+        yield replace(alike[0], seconds=median(sample.seconds for sample in alike))
+
+
+def _predicted(mesh: Mesh, axis: str, sample: CollectiveSample) -> float:
+    return mesh.collective_time(sample.action, mesh.axis_names.index(axis), sample.nbytes)
+
+
+def _levels(num_ranks: int, per_node: int) -> list[tuple[str, int | None]]:
+    if num_ranks == per_node:
+        return [("node", None)]
+    return [("node", per_node), ("network", None)]
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _mesh(
+    shape: tuple[int, ...],
+    num_ranks: int,
+    levels: Sequence[tuple[str, int | None]],
+    device: torch.device,
+) -> Mesh:
+    """The mesh to measure, with figures that nobody looks at."""
+    if prod(shape) != num_ranks:
+        raise MeshError(
+            f"the mesh {shape} has {prod(shape)} devices, but {num_ranks} ranks run; give a shape "
+            f"of as many"
+        )
+    links = tuple(Link(name, size, 1.0) for name, size in levels)
+    unknown = Device("unknown", {"float32": 1.0}, memory_bandwidth=1.0, memory=1)
+    axes = tuple(Axis(f"axis{i}", size) for i, size in enumerate(shape))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return Mesh(axes, Topology("unknown", unknown, links, backend))
+
+
+def _axes(mesh: Mesh) -> dict[str, int]:
+    """The link level that each axis of more than one rank crosses."""
+    found = {}
+    for i, axis in enumerate(mesh.axes):
+        groups = [axis.size, *(span.num_groups for span in mesh.spans(i))]
+        crossed = [level for level in range(len(groups) - 1) if groups[level + 1] < groups[level]]
+        if len(crossed) > 1:
+            raise MeshError(
+                f"axis {i} of {axis.size} ranks lies inside nodes and between them; give a shape "
+                f"whose axes do one of the two"
+            )
+        if crossed:
+            found[axis.name] = crossed[0]
+    missing = [link.name for i, link in enumerate(mesh.topology.levels) if i not in found.values()]
+    if missing:
+        raise MeshError(
+            f"no axis of {mesh.axis_sizes} lies over {' and '.join(missing)} links; calibrate on "
+            f"several ranks, with a shape that has one"
+        )
+    return found
+
+
+def _fitted(device: torch.device, per_node: int) -> Device:
+    if device.type == "cuda":
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+    else:
+        name = f"processor shared by {per_node} ranks"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
+    launch = measure_launch(device)
+    return fit_device(name, measure_kernels(device), launch, memory)
+
+
+@contextmanager
+def process_groups() -> Iterator[bool]:
+    """The default process group of a job; yields whether this rank is the first."""
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,53 @@
+"""Collectives as the runtime runs them, over sizes."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+from spmd_types import redistribute  # type: ignore[attr-defined]  # exported without __all__
+from spmd_types import types as spmd
+from torch.distributed import ProcessGroup
+
+from autoshard.mesh import COLLECTIVES
+from autoshard.mesh.calibration import CollectiveSample
+from autoshard.runtime.calibration.stopwatch import Stopwatch
+
+_TYPES = {
+    "all_gather": (spmd.S(0), spmd.R),
+    "all_reduce": (spmd.P, spmd.R),
+    "all_to_all": (spmd.S(0), spmd.S(1)),
+    "reduce_scatter": (spmd.P, spmd.S(0)),
+}
+"""What a tensor is before and after."""
+
+
+def measure_collectives(
+    group: ProcessGroup,
+    level: int,
+    sizes: Iterable[int],
+    device: torch.device,
+) -> Iterator[CollectiveSample]:
+    """Each collective over the groups of one axis, all of them at the same time.
+
+    Args:
+        group: this rank's group.
+        level: number of the link level that it crosses.
+        sizes: bytes of the larger of a rank's tensor before and after; rounded up to what the
+            ranks can share.
+        device: what a rank runs on.
+    """
+    stopwatch = Stopwatch(device)
+    num_ranks = group.size()
+    unit = num_ranks * num_ranks * torch.float32.itemsize
+    for nbytes in sizes:
+        rows = -(-nbytes // unit) * num_ranks
+        for action in COLLECTIVES:
+            before, after = _TYPES[action]
+            own = rows // num_ranks if action == "all_gather" else rows
+            tensor = torch.ones(own, num_ranks, device=device)
+            convert = partial(redistribute, tensor, group, src=before, dst=after)
+            with torch.no_grad():
+                seconds = stopwatch.measure(convert)
+            yield CollectiveSample(
+                action, level, num_ranks, rows * num_ranks * tensor.itemsize, seconds
+            )

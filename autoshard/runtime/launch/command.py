@@ -1,0 +1,125 @@
+"""The command `autoshard launch`: torchrun with a plan."""
+
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from autoshard.errors import OptionError, PlanError
+from autoshard.plan import Plan, mesh_text
+from autoshard.runtime.launch import worker
+from autoshard.runtime.launch.failures import first_failure
+from autoshard.runtime.launch.launched import PLAN_VARIABLE, TIMING_VARIABLE, check_world
+
+_PER_NODE_VARIABLE = "PET_NPROC_PER_NODE"
+"""What torchrun reads where its option is not given."""
+
+
+def run_command(arguments: Sequence[str]) -> None:
+    """Launch a program on the devices of a plan; returns when all ranks are done.
+
+    Args:
+        arguments: of the command line: own options, those of torchrun, the program and its own
+            arguments.
+
+    Raises:
+        OptionError: options contradict each other.
+        PlanError: the file holds no plan, or one for another number of devices.
+        LaunchError: a rank failed.
+        SystemExit: the arguments cannot be read, or ask for help.
+    """
+    options = _parser().parse_args(list(arguments))
+    path = options.plan.resolve()
+    try:
+        plan = Plan.from_json(path.read_bytes())
+    except PlanError as error:
+        raise PlanError(f"{options.plan}: {error}") from None
+    _set_world(options, plan)
+    if options.no_python or options.run_path:
+        raise OptionError("--no-python and --run-path: the program has to be run by Python")
+    variables = {PLAN_VARIABLE: str(path)}
+    if options.timing:
+        variables[TIMING_VARIABLE] = "1"
+    _run(options, variables)
+
+
+def run_module(module: str, arguments: Sequence[str], *, num_ranks: int) -> None:
+    """Run a Python module on several ranks of this machine; returns when all are done.
+
+    Raises:
+        LaunchError: a rank failed.
+    """
+    start = ["--nproc-per-node", str(num_ranks), "-m", module, *arguments]
+    _run(torchrun.get_args_parser().parse_args(start), {})
+
+
+def _run(options: Namespace, variables: Mapping[str, str]) -> None:
+    """What torchrun does, with ranks that note how they failed."""
+    module = ["-m"] if options.module else []
+    options.training_script_args = [*module, options.training_script, *options.training_script_args]
+    options.training_script, options.module = worker.__name__, True
+    with TemporaryDirectory(prefix="autoshard-launch-") as folder:
+        try:
+            with _environment({**variables, worker.FAILURES_VARIABLE: folder}):
+                torchrun.run(options)  # type: ignore[no-untyped-call]  # torch's own
+        except ChildFailedError as failed:
+            raise first_failure(Path(folder), failed) from None
+
+
+def _parser() -> ArgumentParser:
+    parser: ArgumentParser = torchrun.get_args_parser()
+    parser.prog = "autoshard launch"
+    parser.description = (
+        "Launch a Python program on the devices of a plan. Takes the options of torchrun; by "
+        "default all ranks run on this machine. In the program, autoshard.launched() gives the "
+        "plan and the device mesh."
+    )
+    parser.add_argument("--plan", type=Path, required=True, help="A plan of `autoshard plan -o`.")
+    parser.add_argument(
+        "--nproc", dest="nproc_per_node", help="Processes on this machine, as --nproc-per-node."
+    )
+    parser.add_argument(
+        "--timing", action="store_true", help="Print each step's time beside the predicted one."
+    )
+    if _PER_NODE_VARIABLE not in os.environ:
+        parser.set_defaults(nproc_per_node=None)
+    return parser
+
+
+def _set_world(options: Namespace, plan: Plan) -> None:
+    """Say how many processes a node runs, where that was not asked for, and check it."""
+    least, num_nodes = torchrun.parse_min_max_nnodes(options.nnodes)
+    if least != num_nodes:
+        raise OptionError(
+            f"--nnodes {options.nnodes}: a plan is for a fixed number of devices; give one number"
+        )
+    if options.nproc_per_node is None:
+        num_devices = plan.mesh.num_devices
+        if num_devices % num_nodes:
+            raise PlanError(
+                f"the plan is for {num_devices} devices ({mesh_text(plan.mesh)}), which do not "
+                f"spread evenly over {num_nodes} nodes; give --nproc-per-node on each"
+            )
+        options.nproc_per_node = str(num_devices // num_nodes)
+    per_node = torchrun.determine_local_world_size(options.nproc_per_node)
+    check_world(plan, per_node * num_nodes)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables that the ranks inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

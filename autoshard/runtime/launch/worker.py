@@ -1,0 +1,34 @@
+"""Runs a program as one rank: `python -m autoshard.runtime.launch.worker [-m] PROGRAM ARGS`."""
+
+import faulthandler
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from autoshard.runtime.launch.failures import failures_noted
+from autoshard.runtime.launch.launched import launched
+
+FAILURES_VARIABLE = "AUTOSHARD_FAILURES"
+"""Environment variable with the folder in which ranks note how they failed."""
+
+
+def main() -> None:
+    """Run the program as if Python had been started with it."""
+    faulthandler.enable()
+    arguments = sys.argv[1:]
+    is_module = arguments[0] == "-m"
+    program, *rest = arguments[is_module:]
+    sys.argv = [program, *rest]
+    with failures_noted(Path(os.environ[FAILURES_VARIABLE])):
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(program).resolve().parent)
+            runpy.run_path(program, run_name="__main__")
+        if launched.cache_info().currsize:
+            launched().close()
+
+
+if __name__ == "__main__":
+    main()

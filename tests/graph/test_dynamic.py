@@ -1,0 +1,180 @@
+"""Sizes that an export left open."""
+
+import json
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from support import models
+from torch import nn
+from torch.export import Dim
+from torch.utils._sympy import functions
+
+from autoshard.errors import GraphError, SchemaError, UnsupportedError
+from autoshard.graph import (
+    Graph,
+    export_model,
+    graph_from_json,
+    graph_to_json,
+    load_graph,
+    resized,
+)
+from autoshard.graph.expressions import evaluate
+
+OPEN = {0: Dim("batch", max=64), 1: Dim("sequence", max=64)}
+
+
+def llama(batch: int, sequence: int, *, is_open: bool) -> Graph:
+    torch.manual_seed(0)
+    model, inputs = models.llama(layers=1, batch=batch, sequence=sequence)
+    shapes = {name: OPEN if isinstance(x, torch.Tensor) else None for name, x in inputs.items()}
+    return load_graph(export_model(model, (), inputs, dynamic_shapes=shapes if is_open else None))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return llama(4, 8, is_open=True)
+
+
+def names_of(graph: Graph) -> dict[int, str]:
+    """The open sizes by their number in the example."""
+    assert graph.dynamic is not None
+    return {symbol.planned: symbol.name for symbol in graph.dynamic.symbols}
+
+
+@pytest.mark.parametrize(("batch", "sequence"), [(6, 8), (4, 12), (10, 16), (2, 5)])
+def test_a_resized_program_is_the_one_exported_at_that_size(
+    graph: Graph, batch: int, sequence: int
+) -> None:
+    """Shapes and arguments of all operators, merged dims among them."""
+    names = names_of(graph)
+    made = resized(graph, {names[4]: batch, names[8]: sequence})
+    expected = llama(batch, sequence, is_open=False)
+    assert [node.operator for node in made.nodes] == [node.operator for node in expected.nodes]
+    for one, other in zip(made.nodes, expected.nodes, strict=True):
+        assert made.kind(one) == expected.kind(other), one.name
+
+
+def test_sizes_that_are_open_one_by_one() -> None:
+    """Without names labels may be of another size than ids, as far as the export knows."""
+    model, inputs = models.llama(layers=1)
+    auto = {0: Dim.AUTO, 1: Dim.AUTO}
+    shapes = {name: auto if isinstance(x, torch.Tensor) else None for name, x in inputs.items()}
+    graph = load_graph(export_model(model, (), inputs, dynamic_shapes=shapes))
+    assert graph.dynamic is not None
+    assert len(graph.dynamic.symbols) == 4
+    double = resized(graph, {name: 2 * n for name, n in graph.dynamic.planned.items()})
+    assert double.values["input_ids"].shape == double.values["labels"].shape == (8, 16)
+
+
+def test_sizes_that_agree_by_chance_stay_apart() -> None:
+    graph = llama(8, 8, is_open=True)
+    assert graph.dynamic is not None
+    batch, sequence = (symbol.name for symbol in graph.dynamic.symbols)
+    assert resized(graph, {batch: 4}).values["input_ids"].shape == (4, 8)
+    assert resized(graph, {sequence: 4}).values["input_ids"].shape == (8, 4)
+
+
+def test_an_export_of_fixed_sizes_has_none_open() -> None:
+    assert llama(4, 8, is_open=False).dynamic is None
+
+
+def test_the_document_keeps_them(graph: Graph) -> None:
+    read = graph_from_json(json.loads(json.dumps(graph_to_json(graph))))
+    assert read == graph
+    assert read.dynamic == graph.dynamic
+    again = resized(resized(graph, {names_of(graph)[4]: 6}), {names_of(graph)[4]: 4})
+    assert again == graph
+
+
+def test_unknown_and_impossible_sizes_are_refused(graph: Graph) -> None:
+    with pytest.raises(GraphError, match="no size 'batch' was left open; there are"):
+        resized(graph, {"batch": 4})
+    with pytest.raises(GraphError, match="is 1000000; export again with a wider"):
+        resized(graph, {names_of(graph)[8]: 1_000_000})
+
+
+class Squared(nn.Module):
+    """A size that is no sum of products of different sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum() + x.new_ones(x.shape[0] ** 2)
+
+
+def test_what_cannot_be_followed_stays_as_planned() -> None:
+    archive = export_model(Squared(), (torch.ones(4, 3),), dynamic_shapes=({0: Dim("n", max=64)},))
+    graph = load_graph(archive)
+    assert graph.dynamic is None
+    assert graph.values["x"].shape == (4, 3)
+
+
+def test_a_narrow_range_leaves_nothing_open() -> None:
+    shapes = ({0: Dim("n", min=3, max=4)},)
+    archive = export_model(nn.ReLU(), (torch.ones(4, 3),), dynamic_shapes=shapes)
+    assert load_graph(archive).dynamic is None
+
+
+def altered(graph: Graph, *path: Any, to: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(json.dumps(graph_to_json(graph)))
+    part: Any = document["dynamic"]
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = to
+    return document
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("symbols", 0, "planned"), 5, "is not 5"),
+        (("symbols", 0, "planned"), "4", "must be a JSON integer"),
+        (("symbols", 0, "name"), "other", "no symbol is called"),
+        (("sizes", 0, "terms", 0, 0), 3, "is not"),
+        (("sizes", 0, "terms", 0), [1], "a pair of a coefficient"),
+        (("sizes", 0, "places", 0), [], "a list of keys"),
+        (("sizes", 0, "places", 0), ["nodes", 10**6], "is not"),
+        (("more",), 1, "no member 'more'"),
+    ],
+)
+def test_a_document_that_contradicts_itself_is_refused(
+    graph: Graph, path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    with pytest.raises(SchemaError, match=message):
+        graph_from_json(altered(graph, *path, to=value))
+
+
+def test_expressions_have_sympys_values() -> None:
+    a, b = sympy.symbols("a b", positive=True, integer=True)
+    expressions = [
+        2 * a + 3,
+        a * b - 7,
+        a**3,
+        functions.FloorDiv(a, b),
+        functions.PythonMod(a * 3, b),
+        sympy.Max(a, b, 9),
+        sympy.Min(a, 5),
+        -a,
+    ]
+    for expression in expressions:
+        expected = int(expression.subs({a: 11, b: 4}))
+        assert evaluate(sympy.srepr(expression), {"a": 11, "b": 4}) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("__import__('os').system('true')", UnsupportedError),
+        ("Symbol('c')", UnsupportedError),
+        ("Rational(1, 2)", UnsupportedError),
+        ("Pow(Integer(9), Integer(999999999))", UnsupportedError),
+        ("Integer('1')", UnsupportedError),
+        ("Mul(", SchemaError),
+        ("FloorDiv(Integer(1), Integer(0))", SchemaError),
+        ("FloorDiv(Integer(1))", SchemaError),
+        ("Add(" * 2000 + "Integer(1)" + ")" * 2000, SchemaError),
+    ],
+)
+def test_what_is_no_size_is_refused(text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        evaluate(text, {"a": 1})

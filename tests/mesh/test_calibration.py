@@ -1,0 +1,157 @@
+"""Topologies fitted to measurements that are made up by topologies, and files of them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli.texts import read_topology
+from autoshard.errors import MeshError
+from autoshard.mesh import (
+    COLLECTIVES,
+    Bend,
+    Link,
+    Mesh,
+    Rate,
+    Topology,
+    get_topology,
+    make_mesh,
+    topology_from_json,
+    topology_to_json,
+)
+from autoshard.mesh.calibration import (
+    BENDS,
+    CollectiveSample,
+    DeviceSample,
+    fit_device,
+    fit_links,
+)
+
+SIZES = [1 << exponent for exponent in range(10, 29)]
+NODE = Link(
+    "node",
+    4,
+    2e9,
+    1e-5,
+    {
+        "all_to_all": Rate(5e8, 3e-5, (Bend(BENDS[1], 3e8), Bend(BENDS[3], 1e8))),
+        "all_reduce": Rate(1e9, 2e-5, (Bend(BENDS[0], 9e8),)),
+    },
+)
+NETWORK = Link("network", None, 1e8, 1e-4, {"reduce_scatter": Rate(5e7, 2e-4)})
+LEVELS = [("node", 4), ("network", None)]
+
+
+def topology(*links: Link) -> Topology:
+    device = get_topology("cpu-10gbe").device
+    return Topology("made up", device, links, "gloo", collective_overhead=3e-5)
+
+
+def samples(mesh: Mesh, *levels: int) -> list[CollectiveSample]:
+    return [
+        CollectiveSample(
+            action, level, mesh.axis_sizes[axis], size, mesh.collective_time(action, axis, size)
+        )
+        for axis, level in enumerate(levels)
+        for action in COLLECTIVES
+        for size in SIZES
+    ]
+
+
+def test_a_fit_finds_the_links_that_made_the_measurements() -> None:
+    known = make_mesh((2, 4), topology=topology(NODE, NETWORK))
+    links, overhead = fit_links(samples(known, 1, 0), LEVELS)
+    found = make_mesh((2, 4), topology=replace(topology(*links), collective_overhead=overhead))
+    for action in COLLECTIVES:
+        for axis in (0, 1):
+            for size in (3000, 3_000_000, 100_000_000):
+                expected = known.collective_time(action, axis, size)
+                assert found.collective_time(action, axis, size) == pytest.approx(
+                    expected, rel=1e-4
+                )
+    bends = links[0].collectives["all_to_all"].bends
+    assert [bend.nbytes for bend in bends if bend.bandwidth < 2.9e8] == [BENDS[3]]
+
+
+def test_a_fit_lies_between_measurements_that_scatter() -> None:
+    known = make_mesh((4,), topology=topology(NODE))
+    noisy = [
+        replace(sample, seconds=sample.seconds * (1.1 if i % 2 else 0.9))
+        for i, sample in enumerate(samples(known, 0))
+    ]
+    links, overhead = fit_links(noisy, LEVELS[:1])
+    found = make_mesh((4,), topology=replace(topology(*links), collective_overhead=overhead))
+    for sample in samples(known, 0):
+        predicted = found.collective_time(sample.action, 0, sample.nbytes)
+        assert predicted == pytest.approx(sample.seconds, rel=0.1)
+
+
+def test_without_all_gathers_there_is_no_fit() -> None:
+    known = make_mesh((4,), topology=topology(NODE))
+    others = [sample for sample in samples(known, 0) if sample.action != "all_gather"]
+    with pytest.raises(MeshError, match="no all_gather was measured over link 'node'"):
+        fit_links(others, LEVELS[:1])
+
+
+def test_times_that_do_not_grow_are_no_link() -> None:
+    flat = [CollectiveSample("all_gather", 0, 4, size, 1e3 / size) for size in SIZES]
+    with pytest.raises(MeshError, match="does not grow with its bytes"):
+        fit_links(flat, LEVELS[:1])
+
+
+def test_a_device_is_what_was_measured() -> None:
+    found = fit_device(
+        "made up",
+        [
+            DeviceSample("float32", 1e9, 0.1 + 1e-4),
+            DeviceSample("float32", 3e9, 0.1 + 1e-4),
+            DeviceSample("float32", 2e9, 0.1 + 1e-4),
+            DeviceSample("bfloat16", 5e9, 0.1 + 1e-4),
+            DeviceSample("", 4e9, 1 + 1e-4),
+            DeviceSample("", 1.0, 1e-5),  # shorter than a launch
+        ],
+        launch_overhead=1e-4,
+        memory=1 << 30,
+    )
+    assert found.peak("float32") == pytest.approx(2e10)
+    assert found.peak("bfloat16") == pytest.approx(5e10)
+    assert found.memory_bandwidth == pytest.approx(4e9)
+    with pytest.raises(MeshError, match="no copy takes longer"):
+        fit_device("fast", [DeviceSample("float32", 1e9, 1.0)], 1e-4, 1)
+    with pytest.raises(MeshError, match="float32"):
+        fit_device("odd", [DeviceSample("", 1e9, 1.0)], 1e-4, 1)
+
+
+def test_a_topology_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    path.write_text(topology_to_json(topology(NODE, NETWORK)))
+    assert read_topology(str(path)) == topology(NODE, NETWORK)
+    assert read_topology("h100-sxm") == "h100-sxm"
+    path.write_text(path.read_text().replace('"latency"', '"lateness"', 1))
+    with pytest.raises(MeshError, match=r"links.json: topology.levels.0.lateness"):
+        read_topology(str(path))
+
+
+@pytest.mark.parametrize(
+    "bends", [(Bend(5, 2.0),), (Bend(5, 0.5), Bend(5, 0.4)), (Bend(5, 0.4), Bend(9, 0.5))]
+)
+def test_bends_ascend_and_become_slower(bends: tuple[Bend, ...]) -> None:
+    with pytest.raises(MeshError, match="bends of a collective"):
+        Rate(1.0, 0.0, bends)
+
+
+def test_a_rate_is_of_a_collective() -> None:
+    with pytest.raises(MeshError, match="'gossip' is not a collective"):
+        Link("link", None, 1.0, collectives={"gossip": Rate(1.0)})
+
+
+def test_a_bend_counts_only_what_lies_beyond() -> None:
+    plain = topology(replace(NODE, collectives={}))
+    slower = topology(
+        replace(NODE, collectives={"all_gather": Rate(2e9, 1e-5, (Bend(1000, 1e9),))})
+    )
+    before, after = (make_mesh((4,), topology=links) for links in (plain, slower))
+    times = [after.collective_time("all_gather", 0, n) for n in (1000, 3000)]
+    assert times[0] == before.collective_time("all_gather", 0, 1000)
+    assert times[1] == pytest.approx(before.collective_time("all_gather", 0, 5000))
+    assert topology_from_json(topology_to_json(slower)) == slower

@@ -1,0 +1,273 @@
+"""What exports say, and that they say it from the plan alone; that it runs is shown on ranks."""
+
+import csv
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.meshes import slow_devices
+from support.models import Case, gpt2, graph_of, llama, mlp, small_graph
+from torch import nn
+from torch.nn import functional
+
+from autoshard.errors import OptionError, PlanError
+from autoshard.plan import EXPORT_TARGETS, Plan, PlanOptions, export_plan, make_plan
+
+BATCH = {"inputs": {"*": "S(0),*"}}
+
+
+def planned(build: Any, pins: dict[str, Any] | None = None, **axes: int) -> Plan:
+    options = PlanOptions.model_validate({"pins": pins or {}})
+    plan = make_plan(small_graph(build), slow_devices(**axes), options)
+    assert plan.found, plan.reason
+    return plan
+
+
+@pytest.fixture(scope="module")
+def data_and_tensor() -> Plan:
+    """Llama with its rows over dp, and weights over tp."""
+    options = PlanOptions(algo="megatron")
+    return make_plan(small_graph(llama), slow_devices(dp=2, tp=2), options)
+
+
+@pytest.mark.parametrize("target", EXPORT_TARGETS)
+def test_every_export_starts_with_what_it_leaves_out(data_and_tensor: Plan, target: str) -> None:
+    text = export_plan(data_and_tensor, target)
+    if target == "json":
+        first, comment = next(iter(json.loads(text).items()))
+        assert first == "comment"
+    else:
+        comment = text[: text.index("\n\n") if "\n\n" in text else None]
+        assert text.startswith("# ")
+    assert data_and_tensor.id[:12] in comment
+    assert "Not expressed" in comment or "is expressed" in comment
+
+
+@pytest.mark.parametrize("target", EXPORT_TARGETS)
+def test_a_plan_is_always_exported_alike(data_and_tensor: Plan, target: str) -> None:
+    again = Plan.from_json(data_and_tensor.to_json())
+    assert export_plan(again, target) == export_plan(data_and_tensor, target)
+
+
+def test_exports_need_no_torch(data_and_tensor: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(data_and_tensor.to_json())
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from autoshard.plan import EXPORT_TARGETS, Plan, export_plan\n"
+        f"plan = Plan.from_json(Path({str(path)!r}).read_text())\n"
+        "assert all(export_plan(plan, target) for target in EXPORT_TARGETS)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own program
+
+
+def test_layers_that_are_cut_alike_share_a_line(data_and_tensor: Plan) -> None:
+    text = export_plan(data_and_tensor, "parallelize-module")
+    assert "'model.layers.*.mlp.up_proj': ColwiseParallel(output_layouts=Shard(-1))" in text
+    assert "'model.layers.*.self_attn.q_proj': ColwiseParallel(output_layouts=inner)" in text
+    assert "# - dp, which shares out the batch" in text
+
+
+def test_layers_that_are_cut_otherwise_have_lines_of_their_own() -> None:
+    pins = {"parameters": {"model.layers.1.mlp.*": "I"}, "inputs": {"*": "R"}}
+    plan = planned(llama, pins, tp=4)
+    code = export_plan(plan, "parallelize-module")
+    rules = export_plan(plan, "hf-tp-plan")
+    assert "mlp" not in "".join(line for line in code.splitlines() if "layers.*." in line)
+    assert "model.layers.0.mlp.up_proj" in code
+    assert "'model.layers.*.mlp.up_proj': 'replicate'" in rules
+    assert "model.layers.*.mlp.up_proj.weight" in rules[: rules.index("TP_SIZE =")]
+
+
+def test_rows_and_columns_around_what_slices_cannot_pass_are_gathered() -> None:
+    """Eight ranks cannot share out four key and value heads, so attention is not local."""
+    text = export_plan(planned(llama, {"inputs": {"*": "R"}}, tp=8), "hf-tp-plan")
+    assert "'model.layers.*.mlp.down_proj': 'rowwise'," in text
+    assert "'model.layers.*.self_attn.q_proj': 'colwise'," not in text
+
+
+class Between(nn.Module):
+    """Two linear layers with something between them."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.up(x)
+        match self.between:
+            case "a function":
+                return (self.down(torch.relu(y) * self.scale.detach()),)
+            case "a view":
+                return (self.down(y.view(-1, 8, 16).flatten(1)),)
+            case "a parameter":
+                return (self.down(y * self.scale),)
+            case "an output":
+                return self.down(torch.relu(y)), y
+            case "the second layer":
+                return (self.down(torch.cat([self.down(y)] * 2, -1)),)
+            case _:
+                return (functional.linear(self.down(y), self.up.weight),)
+
+
+@pytest.mark.parametrize(
+    ("between", "kept"),
+    [
+        ("a function", "Shard(-1)"),
+        ("a view", "inner"),
+        ("a parameter", "Replicate()"),
+        ("an output", "Replicate()"),
+        ("the second layer", "Replicate()"),
+    ],
+)
+def test_slices_stay_where_the_model_can_work_on_them(between: str, kept: str) -> None:
+    """Slices of a whole parameter's reader, for one, would leave its gradient partial."""
+    pins = {
+        "inputs": {"*": "R"},
+        "outputs": {"*": "R"},
+        "parameters": {"up.*": "S(0)", "down.weight": "S(1)", "down.bias": "I"},
+        "nodes": {"linear": "R S(0) S(0) -> S(1)"},
+    }
+    graph = graph_of((Between(between), {"x": torch.randn(16, 64)}))
+    plan = make_plan(graph, slow_devices(tp=4), PlanOptions.model_validate({"pins": pins}))
+    assert plan.found, plan.reason
+    text = export_plan(plan, "parallelize-module")
+    assert f"'up': ColwiseParallel(output_layouts={kept})" in text
+    assert f"'down': RowwiseParallel(input_layouts={kept})" in text
+
+
+def test_what_other_modules_read_is_left_alone() -> None:
+    graph = graph_of((Between("nothing"), {"x": torch.randn(16, 64)}))
+    for rows, axis in (("R", "tp"), ("S(0)", "dp")):
+        pins = {"inputs": {"*": rows}, "parameters": {"*.weight": "S(0)"}}
+        options = PlanOptions.model_validate({"pins": pins})
+        plan = make_plan(graph, slow_devices(**{axis: 4}), options)
+        assert plan.found, plan.reason
+        if axis == "dp":
+            with pytest.raises(PlanError, match="code of other modules reads"):
+                export_plan(plan, "parallelize-module")
+        else:
+            comment, code = export_plan(plan, "parallelize-module").split("\n\n", 1)
+            assert "- parameters of up, which code of other modules reads" in comment
+            assert "'up'" not in code
+            assert "'down': " in code
+
+
+def test_fsdp_names_each_parameter_that_it_cuts_otherwise() -> None:
+    pins = {"inputs": {"*": "S(0),R"}, "parameters": {"up.weight": "S(0),S(0)", "*": "S(0),*"}}
+    plan = planned(wide_mlp, pins, dp=2, tp=2)
+    comment, code = export_plan(plan, "fsdp2").split("\n\n", 1)
+    assert "up.weight: S(0),S(0) in the plan, S(0),S(0);1>0 here" in comment
+    assert "SHARD_AXIS = 'dp'" in code
+    assert "'up.weight': 0," in code
+
+
+def wide_mlp() -> Case:
+    return mlp(16, 64, 128, 64)
+
+
+def test_uneven_shares_are_left_out_where_fsdp_has_none() -> None:
+    pins = {
+        "inputs": {"*": "S(0)"},
+        "parameters": {"up.weight": "S(1)", "down.weight": "S(0)", "*.bias": "I"},
+    }
+    plan = planned(lambda: mlp(16, 66, 128, 66), pins, a=4)
+    comment, code = export_plan(plan, "fsdp2").split("\n\n", 1)
+    assert "- up.weight: S(1) in the plan, I here" in comment
+    assert "'up.weight'" not in code
+    assert "'down.weight': 0," in code
+
+
+@pytest.mark.parametrize(
+    ("axes", "pins", "degrees"),
+    [
+        ({"a": 4}, {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}, (1, 4, 1, 1)),
+        ({"a": 4}, {"parameters": {"*": "I"}, "inputs": {"*": "S(0)"}}, (4, 1, 1, 1)),
+        ({"a": 4}, {"inputs": {"*": "R"}}, (1, 1, 4, 1)),
+        ({"a": 4}, {"inputs": {"*": "S(1)"}}, (1, 1, 1, 4)),
+        (
+            {"a": 2, "b": 2},
+            {"parameters": {"*": "I,S(0)"}, "inputs": {"*": "S(0),S(0)"}},
+            (2, 2, 1, 1),
+        ),
+    ],
+)
+def test_torchtitan_gets_the_degrees_of_the_plan(
+    axes: dict[str, int], pins: dict[str, Any], degrees: tuple[int, ...]
+) -> None:
+    settings = tomllib.loads(export_plan(planned(llama, pins, **axes), "torchtitan"))
+    parallelism = settings["parallelism"]
+    names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+    assert tuple(parallelism[f"{n}_degree"] for n in (*names, "context_parallel")) == degrees
+    assert parallelism["pipeline_parallel_degree"] == 1
+    assert settings["activation_checkpoint"] == {"mode": "none"}
+
+
+def test_torchtitan_is_told_what_runs_again() -> None:
+    pins = {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}
+    options = {"pins": pins, "reconversion": "always", "checkpointing": "always"}
+    mesh = slow_devices(a=4)
+    plan = make_plan(small_graph(llama), mesh, PlanOptions.model_validate(options))
+    settings = tomllib.loads(export_plan(plan, "torchtitan"))
+    assert settings["parallelism"]["fsdp_reshard_after_forward"] == "always"
+    assert settings["activation_checkpoint"]["mode"] == "full"
+    assert "'model.layers.0': True," in export_plan(plan, "fsdp2")
+
+
+def test_tables_hold_every_tensor_at_rest() -> None:
+    plan = planned(gpt2, tp=4)
+    placed = {i.target: list(i.placements) for i in plan.stages[0].inputs}
+    document = json.loads(export_plan(plan, "json"))
+    assert {name: row["placements"] for name, row in document["tensors"].items()} == placed
+    assert len(document["nodes"]) == len(plan.stages[0].nodes)
+    lines = [x for x in export_plan(plan, "csv").splitlines() if not x.startswith("#")]
+    rows = list(csv.DictReader(lines))
+    assert {row["name"]: row["placements"] for row in rows} == {
+        name: " ".join(texts) for name, texts in placed.items()
+    }
+    (head,) = (row for row in rows if row["name"] == "lm_head.weight")
+    assert (head["aliases"], head["shape"]) == ("transformer.wte.weight", "64x32")
+
+
+@pytest.mark.parametrize(
+    ("target", "pins", "axes", "complaint"),
+    [
+        ("hf-tp-plan", {"inputs": {"*": "S(0)"}}, {"a": 4}, "leaves the batch whole"),
+        ("fsdp2", {"inputs": {"*": "R"}}, {"a": 4}, "no axis of the plan cuts the batch"),
+        ("fsdp2", {"inputs": {"*": "S(0),S(0),S(0)"}}, {"a": 2, "b": 2, "c": 2}, "at most two"),
+        (
+            "fsdp2",
+            {"inputs": {"*": "S(0),S(0)"}, "parameters": {"*": "S(0),I"}},
+            {"a": 2, "b": 2},
+            "the other way round",
+        ),
+        ("parallelize-module", {"parameters": {"*": "I"}}, {"a": 4}, "cuts no parameter"),
+        ("torchtitan", {"inputs": {"*": "R,R"}}, {"a": 2, "b": 2}, "tensor parallelism"),
+    ],
+)
+def test_what_a_target_cannot_say_at_all_is_an_error(
+    target: str, pins: dict[str, Any], axes: dict[str, int], complaint: str
+) -> None:
+    plan = planned(wide_mlp, pins, **axes)
+    with pytest.raises(PlanError, match=complaint):
+        export_plan(plan, target)
+
+
+def test_an_unknown_target_is_named() -> None:
+    with pytest.raises(OptionError, match="choose one of parallelize-module, fsdp2"):
+        export_plan(planned(wide_mlp, a=2), "pipedream")
+
+
+def test_a_document_without_a_plan_is_no_export() -> None:
+    options = PlanOptions(memory_budget=1000)
+    plan = make_plan(small_graph(wide_mlp), slow_devices(a=2), options)
+    with pytest.raises(PlanError, match="no plan to export"):
+        export_plan(plan, "json")

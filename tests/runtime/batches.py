@@ -1,0 +1,160 @@
+"""What ranks read of the batches of a loader."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime.comparison import close, device_mesh, whole
+from support import models
+from support.meshes import slow_devices
+from support.models import graph_of
+from torch import nn
+from torch.export import Dim
+from torch.utils.data import DataLoader, IterableDataset
+
+from autoshard.errors import PlanError
+from autoshard.graph import Graph, export_model, load_graph
+from autoshard.plan import PlanOptions, make_plan
+from autoshard.runtime import parallelize, shard_loader
+
+ROWS = list(range(10))
+TOKENS = ("input_ids", "labels")
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(ROWS)
+
+
+def planned(inputs: dict[str, str]) -> nn.Module:
+    """A small GPT-2 for batches of four rows on 2x2 ranks."""
+    torch.manual_seed(0)
+    built = models.gpt2(layers=1)
+    options = PlanOptions.model_validate({"pins": {"inputs": inputs}})
+    plan = make_plan(graph_of(built), slow_devices(dp=2, tp=2), options)
+    return parallelize(built[0], plan, device_mesh(plan))
+
+
+def read_by_all(loader: DataLoader[int]) -> list[list[list[int]]]:
+    """The batches of one epoch, of each rank."""
+    mine = [batch.tolist() for batch in loader]
+    everyone: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def check_shuffled_rows() -> None:
+    """Ranks along dp read disjoint rows in one order, ranks along tp the same ones."""
+    torch.manual_seed(dist.get_rank())  # as ranks that nobody has seeded alike
+    model = planned({"*": "S(0),R"})
+    loader = shard_loader(DataLoader(ROWS, batch_size=4, shuffle=True, drop_last=True), model)
+    assert len(loader) == 2
+    epochs = [read_by_all(loader) for _ in range(2)]
+    for first, beside, second, behind in epochs:
+        assert first == beside
+        assert second == behind
+        assert len({row for rank in (first, second) for batch in rank for row in batch}) == 8
+    assert epochs[0] != epochs[1]
+
+
+def check_rows_in_order() -> None:
+    model = planned({"*": "S(0),S(0)"})
+    loader = DataLoader(ROWS, batch_sampler=[[0, 1, 2, 3], [9, 8, 7, 6]])
+    assert read_by_all(shard_loader(loader, model)) == [
+        [[0], [9]],
+        [[1], [8]],
+        [[2], [7]],
+        [[3], [6]],
+    ]
+
+
+def check_inputs_that_differ() -> None:
+    """One is cut and another is not, so all rows are read."""
+    model = planned({"input_ids": "S(0),R", "labels": "R,R"})
+    loader = shard_loader(DataLoader(ROWS[:4], batch_size=4), model)
+    assert read_by_all(loader) == [[ROWS[:4]]] * 4
+
+
+def check_further_dims_are_cut() -> None:
+    """Rows come from the loader, and forward takes this rank's part of each sequence."""
+    cut, uncut = (planned({"*": layouts}) for layouts in ("S(0),S(1)", "R,R"))
+    _, inputs = models.gpt2(layers=1)
+    ids = inputs["input_ids"]
+    expected = uncut(**inputs).loss
+    for batch in shard_loader(DataLoader(ids, batch_size=4), cut):
+        assert batch.shape == (2, 8)
+        loss = cut(input_ids=batch, labels=batch, use_cache=False).loss
+        torch.testing.assert_close(loss, expected)
+
+
+class OtherSizes:
+    """A plan for batches of eight rows runs with others, on gradients as well."""
+
+    def __init__(self) -> None:
+        self._graph: Graph | None = None
+
+    def prepare(self) -> None:
+        model, inputs = models.llama(layers=1, batch=8)
+        shapes = {
+            name: {0: Dim("batch", max=64), 1: Dim("sequence", max=16)} if name in TOKENS else None
+            for name in inputs
+        }
+        self._graph = load_graph(export_model(model, (), inputs, dynamic_shapes=shapes))
+
+    def __call__(self) -> None:
+        assert self._graph is not None
+        torch.manual_seed(0)
+        model, _ = models.llama(layers=1, batch=8)
+        plain = copy.deepcopy(model)
+        options = PlanOptions.model_validate({"pins": {"inputs": {"*": "S(0),S(1)"}}})
+        plan = make_plan(self._graph, slow_devices(dp=2, tp=2), options)
+        parallelize(model, plan, device_mesh(plan))
+        for shape in [(8, 8), (12, 8), (4, 16), (16, 4), (8, 8)]:
+            ids = torch.randint(64, shape)
+            losses = [
+                run(input_ids=ids, labels=ids, use_cache=False).loss for run in (model, plain)
+            ]
+            close(whole(losses[0].detach()), losses[1].detach(), f"loss at {shape}")
+            for loss in losses:
+                loss.backward()
+            for (name, one), other in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
+                close(one.grad.full_tensor(), other.grad, f"gradient of {name} at {shape}")
+        for shape, message in [
+            ((5, 8), "does not divide .*; pad them"),
+            ((128, 8), "was exported for 0 to 64, and is 128"),
+        ]:
+            ids = torch.zeros(shape, dtype=torch.long)
+            with pytest.raises(PlanError, match=message):
+                model(input_ids=ids, labels=ids, use_cache=False)
+        with pytest.raises(PlanError, match="dim 0 of argument 'labels' is 6, where other"):
+            model(
+                input_ids=torch.zeros(12, 8, dtype=torch.long),
+                labels=torch.zeros(6, 8, dtype=torch.long),
+                use_cache=False,
+            )
+
+
+def check_refusals() -> None:
+    model = planned({"*": "S(0),R"})
+    with pytest.raises(PlanError, match="GPT2LMHeadModel does not run as planned"):
+        shard_loader(DataLoader(ROWS, batch_size=4), models.gpt2()[0])
+    with pytest.raises(PlanError, match="cannot be indexed"):
+        shard_loader(DataLoader(Stream(), batch_size=4), model)
+    with pytest.raises(PlanError, match="single rows"):
+        shard_loader(DataLoader(ROWS, batch_size=None), model)
+    with pytest.raises(PlanError, match="has 2 rows; the plan is for 4"):
+        list(shard_loader(DataLoader(ROWS, batch_size=4), model))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "shuffled rows": check_shuffled_rows,
+    "rows in order": check_rows_in_order,
+    "inputs that differ": check_inputs_that_differ,
+    "further dims are cut": check_further_dims_are_cut,
+    "other sizes": OtherSizes(),
+    "what is refused": check_refusals,
+}

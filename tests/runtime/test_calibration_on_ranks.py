@@ -1,0 +1,61 @@
+"""A calibration on real gloo ranks, of few sizes; figures differ from machine to machine."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from autoshard.errors import MeshError
+from autoshard.mesh import COLLECTIVES, make_mesh
+from autoshard.runtime.calibration import calibrate
+
+NUM_RANKS = 4
+SIZES = (1 << 10, 1 << 14, 1 << 22, 1 << 24)
+
+
+def as_torchrun(per_node: int) -> None:
+    os.environ |= {"WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(per_node)}
+
+
+def one_node() -> None:
+    as_torchrun(NUM_RANKS)
+    told: list[str] = []
+    found = calibrate(sizes=SIZES, checked=(1 << 20,), report=told.append)
+    (link,) = found.topology.levels
+    assert link.size is None
+    assert set(link.collectives) == set(COLLECTIVES)
+    assert {(c.sample.action, c.sample.nbytes) for c in found.comparisons} == {
+        (action, 1 << 20) for action in COLLECTIVES
+    }
+    mesh = make_mesh((2, 2), topology=found.topology)
+    for comparison in found.comparisons:
+        sample = comparison.sample
+        assert 0 < sample.seconds < 60
+        assert comparison.predicted > 0
+        assert mesh.collective_time(sample.action, 0, 1 << 28) > comparison.predicted
+    assert found.topology.device.peak("float32") > 1e6
+    assert any("matrix products" in text for text in told)
+
+
+def two_nodes() -> None:
+    """Two nodes of two ranks, as far as torchrun's variables say."""
+    as_torchrun(2)
+    with pytest.raises(MeshError, match="lies inside nodes and between them"):
+        calibrate((4,))
+    with pytest.raises(MeshError, match=r"8 devices, but 4 ranks"):
+        calibrate((2, 4))
+    found = calibrate(sizes=SIZES, checked=(), num_passes=1)
+    assert [(link.name, link.size) for link in found.topology.levels] == [
+        ("node", 2),
+        ("network", None),
+    ]
+    assert found.comparisons == ()
+
+
+CASES: dict[str, Callable[[], None]] = {"one node": one_node, "two nodes": two_nodes}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_on_ranks(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)

@@ -1,0 +1,39 @@
+"""What is the same in every step: each rank holds its slice, in memory of its own."""
+
+import torch
+from support.meshes import slow_devices
+from torch import nn
+
+from autoshard.graph import export_model, load_graph
+from autoshard.layouts import Layout
+from autoshard.plan import PlanOptions, make_plan
+from autoshard.runtime.local_node import Place
+from autoshard.runtime.preparation import prepared_inputs
+
+
+class Masked(nn.Module):
+    """Rows that see the columns before them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(x.shape[0])[:, None]
+        return x.masked_fill(rows < torch.arange(x.shape[1]), 0.0).square().mean()
+
+
+def test_ranks_hold_what_the_plan_counts_and_time_none_of_its_making() -> None:
+    graph = load_graph(export_model(Masked(), (torch.randn(8, 8),), {}))
+    plan = make_plan(graph, slow_devices(a=2, b=2), PlanOptions(mode="inference"))
+    (stage,) = plan.stages
+    (placed,) = [i for i in stage.inputs if i.kind == "prepared"]
+    assert {node.name for node in stage.nodes} == {node.name for node in graph.nodes}
+    assert not any(node.operator.startswith(("aten.arange", "aten.lt")) for node in graph.nodes)
+    assert plan.memory is not None
+    whole = torch.arange(8)[:, None] < torch.arange(8)
+    layout = Layout.parse(placed.layout)
+    assert any(t.is_shard for t in layout.types)
+    for coordinate in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        place = Place((2, 2), coordinate, torch.device("cpu"), 0)
+        (held,) = prepared_inputs(graph, stage, place).values()
+        slices = layout.local_slices(whole.shape, (2, 2), coordinate)
+        (rows,), (columns,) = slices
+        assert torch.equal(held, whole[rows, columns])
+        assert held.untyped_storage().nbytes() == held.nbytes == plan.memory.buffers

@@ -1,0 +1,71 @@
+"""Profiles of small plans on real gloo ranks: all that is predicted is found and measured."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from runtime.comparison import device_mesh
+from support.meshes import slow_devices
+from support.models import gpt2, small_graph
+
+from autoshard.plan import Event, Plan, PlanOptions, chrome_trace, make_plan
+from autoshard.runtime.launch import Launched
+from autoshard.runtime.profiling import profile
+
+NUM_RANKS = 4
+
+PINS = {"inputs": {"*": "S(0),R"}, "parameters": {"*mlp*weight": "S(0),S(1)"}}
+
+
+def keys(events: tuple[Event, ...]) -> set[tuple[str, str, str | None, str]]:
+    """What runs, but for collectives that are measured with their operator."""
+    return {(e.name, e.subject, e.axis, e.phase) for e in events if not e.inside}
+
+
+@dataclass
+class Profiled:
+    """A plan is profiled, and what was measured is what was predicted."""
+
+    options: dict[str, Any]
+    plan: Plan | None = None
+
+    def prepare(self) -> None:
+        mesh = slow_devices(dp=2, tp=2)
+        self.plan = make_plan(small_graph(gpt2), mesh, PlanOptions(**self.options))
+
+    def __call__(self) -> None:
+        made = self.plan
+        assert made is not None
+        mesh = device_mesh(made)
+        found = profile(Launched(made, mesh, torch.device("cpu")), num_steps=1)
+        predicted, measured = keys(found.simulation.events), keys(found.events)
+        # Writing inputs to memory is the caller's.
+        assert predicted - measured <= {("inputs", "inputs", None, "forward")}
+        unpriced = {key for key in measured - predicted if key[2] is not None}
+        assert {name for name, *_ in unpriced} <= {"slice"}
+        assert all(event.seconds > 0 for event in found.events)
+        assert found.seconds > 0
+        rows = found.rows()
+        assert sum(row.measured for row in rows) == pytest.approx(
+            sum(event.seconds for event in found.events)
+        )
+        assert sum(row.predicted for row in rows) == pytest.approx(found.predicted)
+        trace = json.loads(chrome_trace(found.simulation, found.events))
+        assert {record["pid"] for record in trace["traceEvents"]} == {0, 1}
+
+
+CASES: dict[str, Profiled] = {
+    "training": Profiled({"pins": PINS}),
+    "inference": Profiled({"mode": "inference"}),
+    "checkpoints": Profiled({"checkpointing": "always", "optimizer": "sgd"}),
+    "converted again": Profiled({"reconversion": "always", "pins": PINS, "optimizer": "none"}),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_on_ranks(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)

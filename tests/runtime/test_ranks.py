@@ -1,0 +1,49 @@
+"""The program that runs cases on ranks: what fails is named, and the rest still runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+RANKS = Path(__file__).with_name("ranks.py")
+CASES = """
+import os
+import torch
+import torch.distributed as dist
+
+
+def dies():
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def fails():
+    assert dist.get_rank() == 1
+
+
+def sums():
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert ones == 2
+
+
+CASES = {"first": sums, "dies": dies, "second": sums, "fails": fails, "third": sums}
+"""
+
+
+def test_a_rank_that_dies_or_fails_is_named_and_the_other_cases_run(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "b" / "cases.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(CASES)
+    names = ["first", "dies", "second", "fails", "third"]
+    command = [sys.executable, str(RANKS), str(file), str(tmp_path), "--ranks=2"]
+    subprocess.run(  # noqa: S603  our own program
+        [*command, *(f"--case={name}" for name in names)], check=True
+    )
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    assert [list(found) for found in outcomes] == [names, names]
+    assert {n for n in names if any(found[n] for found in outcomes)} == {"dies", "fails"}
+    assert "rank 1 with status 3" in outcomes[1]["dies"]
+    assert "AssertionError" in outcomes[0]["fails"]
+    assert not outcomes[1]["fails"]

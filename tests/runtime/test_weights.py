@@ -1,0 +1,446 @@
+"""Weights from files and into files, on one device."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from autoshard.errors import CheckpointError
+from autoshard.runtime import load_checkpoint, parameters_on_meta, save_checkpoint
+from autoshard.runtime.blocks import Block
+from autoshard.runtime.weights.file_writer import FileWriter
+from autoshard.runtime.weights.opening import open_source
+from autoshard.runtime.weights.source import Entry
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, with buffers of both kinds."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.arange(16.0), persistent=False)
+
+
+def meta_model() -> Tied:
+    with parameters_on_meta():
+        return Tied()
+
+
+def saved(tmp_path: Path, **changed: torch.Tensor | None) -> Path:
+    """A safetensors file of a model, some tensors of which are others or left out."""
+    torch.manual_seed(1)
+    state: dict[str, torch.Tensor | None] = {**Tied().state_dict(), "head.weight": None}
+    state.update({name.replace("__", "."): tensor for name, tensor in changed.items()})
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({n: t for n, t in state.items() if t is not None}, path)
+    return path
+
+
+def sharded(tmp_path: Path) -> Path:
+    """The index of a model in several files."""
+    save_checkpoint(Tied(), tmp_path / "sharded", max_file_bytes=200)
+    return tmp_path / "sharded" / "model.safetensors.index.json"
+
+
+def check_equal(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
+def as_file(folder: Path, model: nn.Module) -> Path:
+    save_checkpoint(model, folder)
+    return folder / "model.safetensors"
+
+
+def as_folder(folder: Path, model: nn.Module) -> Path:
+    save_checkpoint(model, folder, max_file_bytes=200)
+    return folder
+
+
+def as_torch_file(folder: Path, model: nn.Module) -> Path:
+    torch.save(model.state_dict(), folder / "model.pt")
+    return folder / "model.pt"
+
+
+def as_torch_index(folder: Path, model: nn.Module) -> Path:
+    state = model.state_dict()
+    places = {name: f"part{number % 2}.bin" for number, name in enumerate(state)}
+    for file in set(places.values()):
+        torch.save({n: t for n, t in state.items() if places[n] == file}, folder / file)
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    return index
+
+
+def as_dcp(folder: Path, model: nn.Module) -> Path:
+    with pytest.warns(UserWarning, match=r"assuming the intent is to save in a single process"):
+        dcp.save(model.state_dict(), checkpoint_id=folder)
+    return folder
+
+
+@pytest.mark.parametrize("save", [as_file, as_folder, as_torch_file, as_torch_index, as_dcp])
+@pytest.mark.parametrize("build", [Tied, meta_model])
+def test_what_was_saved_is_loaded(
+    save: Callable[[Path, nn.Module], Path], build: Callable[[], Tied], tmp_path: Path
+) -> None:
+    model = Tied()
+    model.norm(torch.randn(8, 16))  # so that its statistics are not those of a new one
+    other = build()
+    report = load_checkpoint(other, save(tmp_path, model))
+    check_equal(other, model.state_dict())
+    assert other.head.weight is other.embedding.weight
+    assert other.embedding.weight.requires_grad
+    assert torch.equal(other.table, model.table)
+    whole = sum(
+        t.nbytes for t in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values()
+    )
+    assert report.num_tensors == 6
+    assert report.bytes_stored == whole
+    assert report.bytes_read >= whole
+    assert "6 tensors" in str(report)
+
+
+def test_names_that_differ(tmp_path: Path) -> None:
+    model = Tied()
+    torch.save({"step": 3, "net": {"body": model.state_dict()}}, tmp_path / "run.pt")
+    other = meta_model()
+    load_checkpoint(other, tmp_path / "run.pt", rename="net.body.".__add__)
+    check_equal(other, model.state_dict())
+    with pytest.raises(CheckpointError, match=r"would rename='net.body.'.__add__ help"):
+        load_checkpoint(other, tmp_path / "run.pt")
+
+
+def test_what_may_be_lacking_stays(tmp_path: Path) -> None:
+    path = saved(tmp_path, norm__weight=None, extra=torch.ones(2))
+    model = Tied()
+    nn.init.constant_(model.norm.weight, 7)
+    load_checkpoint(model, path, optional=["norm.*"], ignored=["extra"])
+    assert (model.norm.weight == 7).all()
+    with pytest.raises(CheckpointError, match=r"'norm.weight', which has no values in the model"):
+        load_checkpoint(meta_model(), path, optional=["norm.*"], ignored=["extra"])
+
+
+def test_dtypes_are_converted_if_asked(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    model = meta_model().to(torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"float32, and torch.bfloat16 in the model \(cast"):
+        load_checkpoint(model, path)
+    assert model.embedding.weight.is_meta
+    load_checkpoint(model, path, cast=True)
+    expected = safetensors.torch.load_file(path)["embedding.weight"].bfloat16()
+    assert torch.equal(model.embedding.weight.detach(), expected)
+
+
+def test_tied_tensors_that_differ(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'embedding.weight' and 'head.weight' are one"):
+        load_checkpoint(Tied(), saved(tmp_path, head__weight=torch.ones(40, 16)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"norm__bias": None}, "it lacks 'norm.bias'"),
+        ({"embedding__weight": None}, "it lacks 'embedding.weight' or 'head.weight'"),
+        ({"foreign": torch.ones(3)}, "the model has no 'foreign'"),
+        ({"norm__bias": torch.ones(17)}, r"'norm.bias' has shape \(17,\), and \(16,\) in the"),
+        ({"norm__bias": torch.ones(16).double()}, "'norm.bias' is torch.float64, and"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit(
+    changed: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    model = Tied()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=complaint):
+        load_checkpoint(model, saved(tmp_path, **changed))
+    check_equal(model, before)
+
+
+def test_many_differences_are_counted(tmp_path: Path) -> None:
+    path = saved(tmp_path, **{f"extra{i}": torch.ones(1) for i in range(30)})
+    with pytest.raises(CheckpointError, match=r"and 20 more differences"):
+        load_checkpoint(Tied(), path)
+
+
+def cut_off(tmp_path: Path) -> Path:
+    path = saved(tmp_path)
+    os.truncate(path, path.stat().st_size - 10)
+    return path
+
+
+def garbage(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\xff" * 100)
+    return path
+
+
+def half_a_byte(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    values = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    safetensors.torch.save_file({"it": values}, path)
+    return path
+
+
+def no_entry(tmp_path: Path) -> Path:
+    return changed_index(tmp_path, lambda places: places.pop("norm.bias"))
+
+
+def wrong_entry(tmp_path: Path) -> Path:
+    def move(places: dict[str, str]) -> None:
+        places["norm.bias"] = places["embedding.weight"]
+
+    return changed_index(tmp_path, move)
+
+
+def no_file(tmp_path: Path) -> Path:
+    path = sharded(tmp_path)
+    (path.parent / "model-00002-of-00003.safetensors").unlink()
+    return path
+
+
+def outside(tmp_path: Path) -> Path:
+    return changed_index(tmp_path, lambda places: places.update(it="../other.safetensors"))
+
+
+def changed_index(tmp_path: Path, change: Callable[[dict[str, str]], Any]) -> Path:
+    path = sharded(tmp_path)
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+    return path
+
+
+def no_index(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{"weights": []}')
+    return path
+
+
+def no_json(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text("weight_map: {}")
+    return path
+
+
+def two_files(tmp_path: Path) -> Path:
+    for name in ("one", "two"):
+        safetensors.torch.save_file({"it": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+def only_torch(tmp_path: Path) -> Path:
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    return tmp_path
+
+
+def nothing(tmp_path: Path) -> Path:
+    return tmp_path / "nothing"
+
+
+def other_suffix(tmp_path: Path) -> Path:
+    (tmp_path / "weights.h5").write_bytes(b"")
+    return tmp_path / "weights.h5"
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def code_in_torch_file(tmp_path: Path) -> Path:
+    torch.save({"it": Evil(tmp_path / "evil")}, tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+def code_in_metadata(tmp_path: Path) -> Path:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "evil")))
+    return tmp_path
+
+
+def other_metadata(tmp_path: Path) -> Path:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({}))
+    return tmp_path
+
+
+def damaged_metadata(tmp_path: Path) -> Path:
+    as_dcp(tmp_path, Tied())
+    path = tmp_path / ".metadata"
+    path.write_bytes(path.read_bytes()[:100])
+    return tmp_path
+
+
+def damaged_chunks(tmp_path: Path) -> Path:
+    as_dcp(tmp_path, Tied())
+    for path in tmp_path.glob("*.distcp"):
+        os.truncate(path, 300)
+    return tmp_path
+
+
+def old_torch_file(tmp_path: Path) -> Path:
+    torch.save(Tied().state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    return tmp_path / "old.pt"
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (cut_off, "not a whole safetensors file"),
+        (garbage, "not a whole safetensors file"),
+        (half_a_byte, "elements of type F4, which torch lacks"),
+        (no_entry, "it lacks 'norm.bias'"),
+        (wrong_entry, "lacks 'norm.bias', which the index says"),
+        (no_file, "names .*model-00002-of-00003.safetensors, which does not exist"),
+        (outside, "'../other.safetensors', which is not beside it"),
+        (no_index, "no index with a weight_map"),
+        (no_json, "no index with a weight_map"),
+        (two_files, "several checkpoints; name one of one.safetensors, two.safetensors"),
+        (only_torch, "pass the path of pytorch_model.bin itself if you trust it"),
+        (nothing, "there is no checkpoint at .*nothing"),
+        (other_suffix, "checkpoints end in .safetensors"),
+        (code_in_torch_file, "not a file of torch.save with tensors alone"),
+        (old_torch_file, "in its format since torch 1.6"),
+        (code_in_metadata, "it names posix.mkdir, which is no metadata"),
+        (other_metadata, "not the metadata of a checkpoint"),
+        (damaged_metadata, "not the metadata of a checkpoint"),
+        (damaged_chunks, "reading 'embedding.weight' failed"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    make: Callable[[Path], Path], complaint: str, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    with pytest.raises(CheckpointError, match=complaint):
+        load_checkpoint(Tied(), path)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_file_that_is_cut_off_later(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    source = open_source(path)
+    os.truncate(path, 100)
+    with pytest.raises(CheckpointError, match=r"reading 'norm.bias' failed: the file ends before"):
+        source.read("norm.bias", torch.empty(16))
+
+
+def test_buffers_that_no_checkpoint_holds(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with torch.device("meta"):
+        model = Tied()
+    with pytest.raises(CheckpointError, match=r"buffer 'table', .* under parameters_on_meta\(\)"):
+        load_checkpoint(model, path)
+    model.table = torch.zeros(16)
+    load_checkpoint(model, path)
+
+
+def test_models_without_memory_for_parameters() -> None:
+    with parameters_on_meta():
+        model = Tied()
+        model.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
+        model.register_parameter("none", None)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {b.device.type for b in model.buffers()} == {"cpu"}
+    assert model.head.weight is model.embedding.weight
+    assert not model.frozen.requires_grad
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def fail_under_parameters_on_meta() -> None:
+    with parameters_on_meta():
+        raise ZeroDivisionError
+
+
+def test_an_error_ends_the_context() -> None:
+    with pytest.raises(ZeroDivisionError):
+        fail_under_parameters_on_meta()
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_saving_divides_by_whole_tensors(tmp_path: Path) -> None:
+    path = sharded(tmp_path)
+    index = json.loads(path.read_text())
+    files = sorted(path.parent.glob("*.safetensors"))
+    held = {n: t for file in files for n, t in safetensors.torch.load_file(file).items()}
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in held.values())
+    assert set(held) == set(Tied().state_dict()) - {"head.weight"}
+    sizes = [sum(t.nbytes for t in safetensors.torch.load_file(f).values()) for f in files]
+    assert len(files) == 3
+    assert max(sizes[1:]) <= 200 < sizes[0]  # the embedding is larger than a file may be
+
+
+def test_saving_leaves_other_files_alone(tmp_path: Path) -> None:
+    folder = sharded(tmp_path).parent
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00003.safetensors already"):
+        save_checkpoint(Tied(), folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_saving_what_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'embedding.weight' is on the meta device"):
+        save_checkpoint(meta_model(), tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"saving failed: .*File exists"):
+        save_checkpoint(Tied(), tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"cannot hold 'weight' of torch.complex128"):
+        save_checkpoint(nn.Linear(2, 2, dtype=torch.complex128), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Files cannot grow beyond 1000 bytes, as if the disk were full."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_on_a_full_disk(folder: Path) -> None:
+    with small_files():
+        save_checkpoint(Tied(), folder)
+
+
+def test_a_full_disk_leaves_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"saving failed: .*File too large"):
+        save_on_a_full_disk(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    tensor = torch.randn(2000)
+    writer = FileWriter(tmp_path / "it", {"it": Entry((2000,), torch.float32)})
+    writer.begin()
+    writer.check()
+    with small_files():
+        writer.write("it", Block((slice(0, 2000),), tensor))
+        writer.write("it", Block((slice(0, 10),), tensor[:10]))  # nothing more happens
+    with pytest.raises(OSError, match="File too large"):
+        writer.check()
+    writer.discard()
+    assert not list(tmp_path.iterdir())

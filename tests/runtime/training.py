@@ -1,0 +1,132 @@
+"""Many steps of training: unsharded, and under two plans one after the other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from runtime.comparison import close, device_mesh, whole
+from runtime.test_checkpoints_on_ranks import shared_folder, state_of
+from support.meshes import slow_devices
+from support.models import Case as Built
+from support.models import graph_of
+from torch import nn
+from torch.utils.data import DataLoader
+
+from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.runtime import checkpointable, parallelize, shard_loader
+
+STEPS = 20
+SAVED_AFTER = 10
+ROWS = 56
+"""Seven batches of eight: the order of rows is drawn three times, and saved within an epoch."""
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of tokens, as labels too."""
+
+    def __init__(self, like: torch.Tensor, vocabulary: int) -> None:
+        draw = torch.Generator().manual_seed(7)
+        self._rows = torch.randint(vocabulary, (ROWS, like.shape[1]), generator=draw)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._rows[index], "labels": self._rows[index]}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Losses of a plan, and of another one that goes on from a checkpoint, as without plans.
+
+    Attributes:
+        build: a model with example inputs; `input_ids` are a batch of rows.
+        plans: shape of the mesh and options of the plan that begins and the one that goes on.
+    """
+
+    build: Callable[[], Built]
+    plans: tuple[tuple[dict[str, int], dict[str, Any]], ...]
+
+    def prepare(self) -> None:
+        assert all(plan.found for plan in self._made)
+        assert len(self._expected) == STEPS
+
+    @cached_property
+    def _made(self) -> list[Plan]:
+        graph = graph_of(self._built())
+        return [
+            make_plan(graph, slow_devices(**axes), PlanOptions.model_validate(options))
+            for axes, options in self.plans
+        ]
+
+    @cached_property
+    def _expected(self) -> list[float]:
+        model, inputs = self._built()
+        return _train(model, inputs, _loader(model, inputs), _optimizer(model), range(STEPS))
+
+    def _built(self) -> Built:
+        torch.manual_seed(0)
+        return self.build()
+
+    def __call__(self) -> None:
+        first, second = self._made
+        with shared_folder() as folder:
+            losses = self._run(first, folder, range(SAVED_AFTER))
+            losses += self._run(second, folder, range(SAVED_AFTER, STEPS))
+        close(torch.tensor(losses), torch.tensor(self._expected), "losses")
+        assert losses[-1] < losses[0]
+
+    def _run(self, plan: Plan, folder: str, steps: range) -> list[float]:
+        model, inputs = self._built()
+        parallelize(model, plan, device_mesh(plan))
+        optimizer = _optimizer(model)
+        if steps.start:
+            _step(model, optimizer, inputs)  # so that there is a state to load into
+            dcp.load(checkpointable(state_of(model, optimizer)), checkpoint_id=folder)
+        loader = shard_loader(_loader(model, inputs), model, seed=5)
+        losses = _train(model, inputs, loader, optimizer, steps)
+        if steps.stop == SAVED_AFTER:
+            dcp.save(checkpointable(state_of(model, optimizer)), checkpoint_id=folder)
+        return losses
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+
+
+def _loader(model: nn.Module, inputs: dict[str, Any]) -> DataLoader[dict[str, torch.Tensor]]:
+    ids = inputs["input_ids"]
+    texts = Texts(ids, model.config.vocab_size)
+    order = torch.Generator().manual_seed(5)
+    return DataLoader(texts, batch_size=len(ids), shuffle=True, generator=order)
+
+
+def _train(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    loader: DataLoader[dict[str, torch.Tensor]],
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+) -> list[float]:
+    """Losses of some steps; those before them are skipped."""
+    losses, step = [], 0
+    while step < steps.stop:
+        for batch in loader:
+            if step in steps:
+                losses.append(_step(model, optimizer, inputs | batch))
+            step += 1
+            if step == steps.stop:
+                break
+    return losses
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> float:
+    loss = model(**inputs).loss
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(whole(loss.detach()))

@@ -1,0 +1,91 @@
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import dill
+import pytest
+from support.models import gpt2, meta
+from torch.distributed.tensor import Replicate, Shard
+from typer.testing import CliRunner, Result
+
+from autoshard.cli import app
+from autoshard.graph import export_model
+from autoshard.plan import EXPORT_TARGETS, Plan, export_plan
+
+
+def autoshard(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, kwargs = meta(gpt2)
+    path = tmp_path_factory.mktemp("exports") / "gpt2.pt2"
+    path.write_bytes(export_model(model, (), kwargs))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan(archive: Path) -> Path:
+    path = archive.with_name("plan.json")
+    options = ["--mesh", "2,2", "--axes", "dp,tp", "--algo", "megatron", "--no-cache"]
+    assert autoshard("plan", archive, *options, "-o", path).exit_code == 0
+    return path
+
+
+@pytest.mark.parametrize("target", EXPORT_TARGETS)
+def test_an_export_is_printed_or_written(plan: Path, tmp_path: Path, target: str) -> None:
+    expected = export_plan(Plan.from_json(plan.read_text()), target)
+    assert autoshard("export", plan, "--to", target).output == expected
+    path = tmp_path / "exported"
+    assert not autoshard("export", plan, "--to", target, "-o", path).output
+    assert path.read_text() == expected
+
+
+def test_an_unknown_target_is_named(plan: Path) -> None:
+    result = autoshard("export", plan, "--to", "abacus")
+    assert result.exit_code == 1
+    assert "'abacus' is no target" in result.output
+
+
+def test_a_solution_of_mase_becomes_options_of_a_plan(archive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ilp_solution.pkl"
+    placed = {"args": {}, "results": {"data_out_0": (Replicate(), Shard(1))}}
+    path.write_bytes(dill.dumps({"transformer_h_0_mlp_c_fc_weight": placed}))
+    refused = autoshard("mase", "pins", path, archive, "--mesh", "2,2")
+    assert refused.exit_code == 1
+    assert "--trust-pickle" in refused.output
+    pins = autoshard("mase", "pins", path, archive, "--mesh", "2,2", "--trust-pickle").output
+    assert pins.splitlines() == [
+        f"--pin=parameter:transformer.h.{layer}.mlp.c_fc.weight=I,S(1)" for layer in (0, 1)
+    ]
+    made = autoshard("plan", archive, "--mesh", "2,2", "--no-cache", "--json", *pins.splitlines())
+    layouts = {p.target: p.layout for p in Plan.from_json(made.output).stages[0].parameters}
+    assert layouts["transformer.h.1.mlp.c_fc.weight"] == "I,S(1)"
+
+
+def test_a_plan_becomes_a_solution_of_mase(plan: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ilp_solution.pkl"
+    assert autoshard("mase", "write", plan, path).exit_code == 0
+    with path.open("rb") as file:
+        solution = dill.load(file)  # noqa: S301  written above
+    assert solution["input_ids"]["results"]["data_out_0"] == (Shard(0), Replicate())
+
+
+def test_what_the_page_on_exports_shows_runs(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parent.parent / "docs" / "exports.md"
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    shown = [line for kind, code in blocks if kind == "console" for line in code.splitlines()]
+    assert all(any(f"--to {target}" in line for line in shown) for target in EXPORT_TARGETS)
+    assert len(shown) == 9
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2.pt2").write_bytes(archive.read_bytes())
+    for line in shown:
+        result = autoshard(*shlex.split(line)[1:])
+        assert result.exit_code == 0, result.output
+    (code,) = (code for kind, code in blocks if kind == "python")
+    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own documentation

@@ -1,0 +1,72 @@
+"""Commands about running plans, as far as they need no ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.models import meta, mlp
+from typer.testing import CliRunner, Result
+
+from autoshard.cli import app
+from autoshard.graph import export_model
+from autoshard.mesh import get_topology, topology_to_json
+from autoshard.plan import Plan
+
+
+def autoshard(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, kwargs = meta(mlp, 64, 512, 512, 512)
+    path = tmp_path_factory.mktemp("cli") / "mlp.pt2"
+    path.write_bytes(export_model(model, (), kwargs))
+    return path
+
+
+def test_simulate_shows_a_step_and_writes_its_trace(archive: Path, tmp_path: Path) -> None:
+    plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    autoshard("plan", archive, "--mesh", "2,4", "--axes", "x,y", "--no-cache", "-o", plan)
+    result = autoshard("simulate", plan, "-o", trace)
+    assert result.exit_code == 0, result.output
+    total = Plan.from_json(plan.read_bytes()).costs
+    assert total is not None
+    for text in (f"takes {total.total * 1e3:.3f} ms", "axis x", "linear.default", "Memory peaks"):
+        assert text in result.output
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_simulate_names_a_file_without_a_plan(archive: Path) -> None:
+    result = autoshard("simulate", archive)
+    assert result.exit_code == 1
+    assert "mlp.pt2" in result.output
+
+
+def test_a_topology_in_a_file_is_planned_on(archive: Path, tmp_path: Path) -> None:
+    path, plan = tmp_path / "mine.json", tmp_path / "plan.json"
+    path.write_text(topology_to_json(get_topology("a100-sxm-80gb")).replace("a100", "mine"))
+    options = ("--topology", path, "--no-cache", "-o", plan)
+    assert autoshard("plan", archive, "--mesh", "2", *options).exit_code == 0
+    assert Plan.from_json(plan.read_bytes()).mesh.topology.name == "mine-sxm-80gb"
+    assert autoshard("search", archive, "--devices", "2", *options).exit_code == 0
+    path.write_text("{}")
+    result = autoshard("plan", archive, "--mesh", "2", *options)
+    assert result.exit_code == 1
+    assert "mine.json: topology.name" in result.output
+
+
+def test_calibrate_says_how_it_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    result = autoshard("calibrate", "-o", tmp_path / "topology.json")
+    assert result.exit_code == 1
+    assert "--nproc" in result.output
+
+
+@pytest.mark.parametrize("command", ["profile", "simulate"])
+def test_without_a_plan_nothing_runs(command: str, archive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    autoshard("plan", archive, "--mesh", "2", "--memory", "1MB", "--no-cache", "-o", path)
+    result = autoshard(command, path)
+    assert result.exit_code == 1
+    assert "no plan to" in result.output
