@@ -138,7 +138,7 @@ def test_halves_of_rows_are_taken_apart_within_rows() -> None:
         {"descending": True},
         {"returned": True},
     ],
-    ids=str,
+    ids=lambda other: next(iter(other)),
 )
 def test_what_is_otherwise_stays_as_it_is(other: dict[str, Any]) -> None:
     found = graph_of(Mixture(**other))

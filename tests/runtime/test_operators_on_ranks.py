@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from autoshard.graph import export_model, load_graph
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Pins, Plan, PlanOptions, make_plan
 
 NUM_RANKS = 4
 
@@ -124,18 +124,21 @@ def weighted_first() -> Built:
 
 @dataclass
 class Case:
-    """A model, a mesh, and how some operators are cut there."""
+    """A model, a mesh, how some operators are cut there, and what is pinned for that."""
 
     build: Callable[[], Built]
     axes: dict[str, int]
     cut: dict[str, str]
+    pinned: dict[str, str] = field(default_factory=dict)
     plan: Plan = field(init=False)
 
     def prepare(self) -> None:
         torch.manual_seed(0)
         model, inputs = self.build()
         graph = load_graph(export_model(model, (), inputs))
-        plan = make_plan(graph, slow_devices(**self.axes), PlanOptions())
+        plan = make_plan(
+            graph, slow_devices(**self.axes), PlanOptions(pins=Pins(nodes=self.pinned))
+        )
         assert plan.found, plan.reason
         layouts = {node.name: node.inputs[0] for node in plan.stages[0].nodes if node.inputs}
         assert {name: layouts[name] for name in self.cut} == self.cut
@@ -149,8 +152,8 @@ class Case:
 
 SDPA = "scaled_dot_product_attention"
 CASES = {
-    "causal 4": Case(causal, {"a": 4}, {SDPA: "S(2)"}),
-    "causal 2x2": Case(causal, {"a": 2, "b": 2}, {SDPA: "S(2),S(1)"}),
+    "causal 4": Case(causal, {"a": 4}, {SDPA: "S(2)"}, pinned={SDPA: "S(2)"}),
+    "causal 2x2": Case(causal, {"a": 2, "b": 2}, {SDPA: "S(2),S(1)"}, pinned={SDPA: "S(2),S(1)"}),
     "patches 4": Case(
         patches,
         {"a": 4},

@@ -270,7 +270,7 @@ def check_what_runs_again(plan: Plan) -> None:
     planned, x, _ = prepared(plan)
     stage = plan.stages[0]
     began: list[str] = []
-    for instruction in planned._planned_forward._program.instructions:
+    for instruction in planned._planned_forward.program.instructions:
         if isinstance(instruction, Recompute):
             for call in instruction.instructions:
                 if isinstance(call, Call):

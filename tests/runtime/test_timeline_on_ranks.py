@@ -35,7 +35,7 @@ TURN, PEAK = 0.015, 0.05
 
 MODELS = {
     "mlp": partial(models.mlp, batch=256),
-    "gpt2": partial(models.gpt2, batch=16, sequence=16),
+    "gpt2": partial(models.gpt2, batch=16, sequence=16, hidden=64),  # ids are little beside it
     "llama": partial(models.llama, batch=16, sequence=16),
 }
 LAYERS = {"gpt2": GPT2_LAYERS, "llama": LLAMA_LAYERS}

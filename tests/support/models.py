@@ -42,11 +42,11 @@ def mlp(batch: int = 16, features: int = 64, hidden: int = 128, outputs: int = 6
     return Mlp(features, hidden, outputs), {"x": torch.randn(batch, features)}
 
 
-def gpt2(*, layers: int = 2, batch: int = 4, sequence: int = 8) -> Case:
+def gpt2(*, layers: int = 2, batch: int = 4, sequence: int = 8, hidden: int = 32) -> Case:
     """A small GPT-2 with labels."""
     config = GPT2Config(
         n_layer=layers,
-        n_embd=32,
+        n_embd=hidden,
         n_head=4,
         n_positions=16,
         vocab_size=64,
