@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from autoshard.graph import export_model
     from autoshard.runtime import (
         checkpointable,
+        gathered,
         load_checkpoint,
         parallelize,
         parameters_on_meta,
@@ -62,6 +63,7 @@ __all__ = [
     "explain",
     "export_model",
     "export_plan",
+    "gathered",
     "get_topology",
     "launch",
     "launched",
@@ -87,6 +89,7 @@ _NEEDS_TORCH = {
     "launch": "autoshard.runtime.launch",
     "launched": "autoshard.runtime.launch",
     "parallelize": "autoshard.runtime",
+    "gathered": "autoshard.runtime",
     "shard_loader": "autoshard.runtime",
     "load_checkpoint": "autoshard.runtime",
     "parameters_on_meta": "autoshard.runtime",

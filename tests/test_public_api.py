@@ -21,6 +21,7 @@ PUBLIC = [
     "explain",
     "export_model",
     "export_plan",
+    "gathered",
     "get_topology",
     "launch",
     "launched",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.plan import Plan
@@ -20,7 +21,8 @@ def reported() -> Iterator[None]:
     try:
         yield
     except (AutoshardError, OSError) as error:
-        errors.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        # Not as markup: what users gave may have brackets in it.
+        errors.print(Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True)
         raise typer.Exit(1) from None
 
 

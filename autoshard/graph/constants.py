@@ -18,6 +18,8 @@ CONSTANTS_FOLDER = "data/constants/"
 CONSTANTS_FILE = f"{CONSTANTS_FOLDER}model_constants_config.json"
 CONSTANT_BYTES = 1 << 16
 """How large a constant may be whose value travels with its graph."""
+CONSTANTS_BYTES = 1 << 24
+"""How large all of them may be together: many constants may share one file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Constant:
 def read_constants(
     config: Mapping[str, Any], read: Callable[[str], bytes | None]
 ) -> dict[str, Constant]:
-    """The small constants whose elements lie in a row, by name.
+    """The small constants whose elements lie in a row, by name, up to `CONSTANTS_BYTES` in all.
 
     Args:
         config: what the archive says of its constants.
@@ -54,14 +56,19 @@ def read_constants(
 def _constants(
     config: Mapping[str, Any], read: Callable[[str], bytes | None]
 ) -> Iterator[tuple[str, Constant]]:
+    left = CONSTANTS_BYTES
     for name, entry in config.items():
         with place(name):
             meta = entry.get("tensor_meta") if isinstance(entry, dict) else None
             if meta is None or member(entry, "use_pickle", bool):
                 continue
             found = _constant(meta, member(entry, "path_name", str), read)
-        if found is not None:
-            yield name, found
+        if found is None:
+            continue
+        left -= len(found.contents)
+        if left < 0:
+            return
+        yield name, found
 
 
 def _constant(

@@ -21,6 +21,9 @@ from autoshard.graph.sizes import Dynamic, Path, Symbol, Terms, value_of
 MOST_SYMBOLS = 6
 """Open sizes up to which a program is followed; the number of samples grows with their square."""
 
+MOST_CALLS = 500_000
+"""Operator calls, in all samples together, up to which a program is followed."""
+
 MOST_FACTORS = 2
 """Open sizes that one size may be a product of, such as batch times sequence."""
 
@@ -265,8 +268,11 @@ def _sizes_from_json(item: object) -> tuple[Terms, tuple[Path, ...]]:
 def _term_from_json(item: object) -> tuple[int, tuple[str, ...]]:
     match item:
         case [int(factor), list(names)] if all(isinstance(name, str) for name in names):
-            return factor, tuple(names)
-    raise SchemaError("a term must be a pair of a coefficient and a list of symbols")
+            if len(names) <= MOST_FACTORS:
+                return factor, tuple(names)
+    raise SchemaError(
+        f"a term must be a pair of a coefficient and a list of at most {MOST_FACTORS} symbols"
+    )
 
 
 def _path_from_json(item: object) -> Path:

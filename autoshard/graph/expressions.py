@@ -1,12 +1,13 @@
 """Sizes as PyTorch writes them down: sympy's `Mul(Integer(2), Symbol('s0', integer=True))`.
 
-They arrive in archives, so they are read and never evaluated as code.
+They arrive in archives, so they are read and never evaluated as code, and neither they nor what
+they amount to may be of any length.
 """
 
 import ast
 import math
 from collections.abc import Callable, Mapping
-from functools import cache, reduce
+from functools import lru_cache, reduce
 from operator import floordiv, mod
 
 from autoshard.errors import GraphError, SchemaError, UnsupportedError
@@ -23,6 +24,9 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
 """All of them are defined for integers."""
 
 _LARGEST_POWER = 8
+_LARGEST = 1 << 63
+_LONGEST = 4000
+"""Characters of an expression; the sizes in a deep stack of convolutions take some hundred."""
 
 
 def evaluate(text: str, sizes: Mapping[str, int]) -> int:
@@ -30,7 +34,8 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
 
     Raises:
         UnsupportedError: it uses something other than integers, symbols, and their sums, products,
-            powers, quotients, remainders, least and greatest.
+            powers, quotients, remainders, least and greatest; or it is too long, or too large a
+            number.
         SchemaError: it is no expression.
     """
     try:
@@ -41,8 +46,10 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
         raise SchemaError(f"the size {text!r:.80} has no value: {error}") from error
 
 
-@cache
+@lru_cache(maxsize=1 << 8)
 def _parsed(text: str) -> ast.expr:
+    if len(text) > _LONGEST:
+        raise UnsupportedError(f"the size {text!r:.80} is too long to be followed")
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
@@ -50,6 +57,13 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _value(part: ast.expr, sizes: Mapping[str, int]) -> int:
+    number = _number(part, sizes)
+    if abs(number) >= _LARGEST:
+        raise UnsupportedError("a size of 64 bits or more cannot be followed")
+    return number
+
+
+def _number(part: ast.expr, sizes: Mapping[str, int]) -> int:
     match part:
         case ast.Call(ast.Name("Symbol"), [ast.Constant(str(name))]) if name in sizes:
             return sizes[name]

@@ -2,6 +2,7 @@
 
 from autoshard.runtime.batches import shard_loader
 from autoshard.runtime.checkpoints import checkpointable
+from autoshard.runtime.gathering import gathered
 from autoshard.runtime.parallelize import parallelize
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.recorder import (
@@ -23,6 +24,7 @@ __all__ = [
     "LoadReport",
     "LocalProgram",
     "checkpointable",
+    "gathered",
     "load_checkpoint",
     "parallelize",
     "parameters_on_meta",

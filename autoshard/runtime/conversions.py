@@ -48,15 +48,25 @@ def bind_steps(
         if step.axis not in sizes:
             raise PlanError(f"a step is on the axis {step.axis!r}; the mesh has {list(sizes)}")
     return tuple(
-        _bind(parse_type(step.source), parse_type(step.target), mesh.get_group(step.axis), shape)
+        bind_step(
+            parse_type(step.source), parse_type(step.target), mesh.get_group(step.axis), shape
+        )
         for step in steps
         if sizes[step.axis] > 1
     )
 
 
-def _bind(
+def bind_step(
     source: AxisType, target: AxisType, group: ProcessGroup, shape: Sequence[int]
 ) -> LocalFunction:
+    """The function that runs one step.
+
+    Args:
+        source: type before.
+        target: type after.
+        group: the ranks of the axis.
+        shape: global shape of what is converted.
+    """
     ends = [
         _Uneven(t.dim, shape[t.dim], group.size(), group.rank())
         for t in (source, target)

@@ -11,13 +11,14 @@ from support import models
 from support.meshes import slow_devices
 from support.models import graph_of
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.export import Dim
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, export_model, load_graph
 from autoshard.plan import PlanOptions, make_plan
-from autoshard.runtime import parallelize, shard_loader
+from autoshard.runtime import gathered, parallelize, shard_loader
 
 ROWS = list(range(10))
 TOKENS = ("input_ids", "labels")
@@ -89,6 +90,36 @@ def check_further_dims_are_cut() -> None:
         torch.testing.assert_close(loss, expected)
 
 
+class Gathered:
+    """Results come back whole, and their gradients reach the parameters.
+
+    Args:
+        pins: how the model and its output are cut on 2x2 ranks.
+        batch: how many rows there are.
+    """
+
+    def __init__(self, pins: dict[str, dict[str, str]], batch: int = 16) -> None:
+        self._options = PlanOptions.model_validate({"pins": pins})
+        self._batch = batch
+
+    def __call__(self) -> None:
+        torch.manual_seed(0)
+        model, inputs = models.mlp(batch=self._batch)
+        plain = copy.deepcopy(model)
+        plan = make_plan(graph_of((model, inputs)), slow_devices(a=2, b=2), self._options)
+        assert plan.found, plan.reason
+        parallelize(model, plan, device_mesh(plan))
+        whole_result = gathered({"made": model(**inputs)})["made"]
+        assert not isinstance(whole_result, DTensor)
+        expected = plain(**inputs)
+        close(whole_result.detach(), expected.detach(), "result")
+        cotangent = torch.randn_like(expected)
+        expected.backward(cotangent)
+        whole_result.backward(cotangent)
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            close(gathered(one.grad), other.grad, f"gradient of {name}")
+
+
 class OtherSizes:
     """A plan for batches of eight rows runs with others, on gradients as well."""
 
@@ -155,6 +186,11 @@ CASES: dict[str, Callable[[], None]] = {
     "rows in order": check_rows_in_order,
     "inputs that differ": check_inputs_that_differ,
     "further dims are cut": check_further_dims_are_cut,
+    "rows are gathered": Gathered({"outputs": {"*": "S(0),R"}}),
+    "both dims are gathered": Gathered({"outputs": {"*": "S(0),S(1)"}}),
+    "nested cuts are gathered": Gathered({"outputs": {"*": "S(1),S(1);1>0"}}),
+    "reversed weights are gathered": Gathered({"parameters": {"*.weight": "S(0),S(0);1>0"}}),
+    "uneven rows are gathered": Gathered({"outputs": {"*": "R,S(0)"}}, batch=15),
     "other sizes": OtherSizes(),
     "what is refused": check_refusals,
 }

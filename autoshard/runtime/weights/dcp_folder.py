@@ -38,6 +38,18 @@ _HARMLESS = {
 """What metadata is made of, beside torch's dtypes."""
 
 
+_BROKEN = (
+    AssertionError,
+    EOFError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+"""What torch raises where the files of a folder are not what its metadata says."""
+
+
 class DcpFolder:
     """Tensors in a folder of `torch.distributed.checkpoint`.
 
@@ -48,7 +60,8 @@ class DcpFolder:
         folder: of the checkpoint.
 
     Raises:
-        CheckpointError: the metadata cannot be read, or names anything but metadata.
+        CheckpointError: the metadata cannot be read, or names anything but metadata and files
+            of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,8 +88,8 @@ class DcpFolder:
         stored = self._metadata.storage_data
         try:
             self._reader.read_data(plan, planner).wait()
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self._folder}: reading {name!r} failed: {error}") from error
+        except _BROKEN as error:
+            raise CheckpointError(f"{self._folder}: reading {name!r} failed: {error!r}") from error
         return sum(stored[item.storage_index].length for item in plan.items)
 
 
@@ -101,4 +114,7 @@ def _read_metadata(path: Path) -> Metadata:
         raise CheckpointError(f"{path} is not the metadata of a checkpoint: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} is not the metadata of a checkpoint")
+    for stored in metadata.storage_data.values():
+        if Path(stored.relative_path).name != stored.relative_path:
+            raise CheckpointError(f"{path} names {stored.relative_path!r}, which is not beside it")
     return metadata
