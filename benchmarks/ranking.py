@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
     options = parser.parse_args()
     topology = topology_from_json(options.topology.read_bytes())
-    head = caption(f"medians of {_ROUNDS} rounds, 4 gloo ranks, {topology.source}")
+    head = caption(f"medians of {_ROUNDS} rounds, 4 gloo ranks, topology {topology.source}")
     plans = plans_on(make_mesh((2, 2), axes=("dp", "tp"), topology=topology), model_graph())
     seconds = launch(measured, plans["optimal"], ([plan.to_json() for plan in plans.values()],))[0]
     text = f"{head}\n\n{table(plans, seconds)}"

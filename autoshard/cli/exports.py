@@ -9,11 +9,9 @@ import typer
 from autoshard.cli import options
 from autoshard.cli.output import console, read_plan, reported
 from autoshard.cli.programs import read_program
-from autoshard.errors import OptionError
+from autoshard.cli.texts import read_sizes
 from autoshard.plan import EXPORT_TARGETS
 from autoshard.plan import export_plan as export
-
-PlanFile = Annotated[Path, typer.Argument(help="A plan as `autoshard plan -o` wrote it.")]
 
 mase = typer.Typer(
     no_args_is_help=True, help="Read and write the ilp_solution.pkl of MASE's auto-sharding."
@@ -21,7 +19,7 @@ mase = typer.Typer(
 
 
 def export_plan(
-    plan: PlanFile,
+    plan: options.PlanFile,
     *,
     to: Annotated[str, typer.Option(help=f"One of {', '.join(EXPORT_TARGETS)}.")],
     output: Annotated[
@@ -39,7 +37,8 @@ def export_plan(
 
 @mase.command("write")
 def write_mase(
-    plan: PlanFile, file: Annotated[Path, typer.Argument(help="Where to write the solution.")]
+    plan: options.PlanFile,
+    file: Annotated[Path, typer.Argument(help="Where to write the solution.")],
 ) -> None:
     """Write where a plan's weights and inputs lie as a solution of MASE."""
     from autoshard.mase import solution_of_plan, write_solution  # noqa: PLC0415  it needs torch
@@ -74,14 +73,8 @@ def mase_pins(
     with reported():
         solution = read_solution(file, trust_pickle=trust_pickle)
         program = read_program(graph, discover=False)
-        pins = pins_of_solution(solution, program, _sizes(mesh), extrapolate=not no_extrapolate)
+        sizes = read_sizes(mesh)
+        pins = pins_of_solution(solution, program, sizes, extrapolate=not no_extrapolate)
     for kind, table in (("parameter", pins.parameters), ("input", pins.inputs)):
         for name, layout in table.items():
             console.out(f"--pin={kind}:{name}={layout}", highlight=False)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise OptionError(f"--mesh {text!r} is not a list of sizes such as 2,4") from None

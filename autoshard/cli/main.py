@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autoshard.cli import exports, options, runs
-from autoshard.cli.output import console, errors, read_plan, reported
+from autoshard.cli.output import console, errors, marked, read_plan, reported
 from autoshard.cli.programs import as_planned, read_program
 from autoshard.cli.render import (
     render_candidates,
@@ -196,9 +196,7 @@ def search(
 
 
 @app.command()
-def show(
-    plan: Annotated[Path, typer.Argument(help="A plan as `autoshard plan -o` wrote it.")],
-) -> None:
+def show(plan: options.PlanFile) -> None:
     """Show a plan as tables."""
     with reported():
         console.print(render_plan(read_plan(plan)))
@@ -214,7 +212,7 @@ def check(
         made = read_plan(plan)
         findings = check_plan(made, as_planned(graph, made))
     for finding in findings:
-        errors.print(f"[bold red]wrong:[/] {finding}", highlight=False, soft_wrap=True)
+        errors.print(marked("wrong:", finding), soft_wrap=True)
     if findings:
         raise typer.Exit(1)
     console.print("the plan is legal and costs what it says")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 Archive = Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan as `autoshard plan -o` wrote it.")]
 Topology = Annotated[
     str | None, typer.Option(help="A preset by name, or a .json file of `autoshard calibrate`.")
 ]

@@ -21,9 +21,13 @@ def reported() -> Iterator[None]:
     try:
         yield
     except (AutoshardError, OSError) as error:
-        # Not as markup: what users gave may have brackets in it.
-        errors.print(Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True)
+        errors.print(marked("error:", error), soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+def marked(word: str, what: object) -> Text:
+    """What is wrong behind a red word; not as markup, since it may have brackets in it."""
+    return Text.assemble((word, "bold red"), f" {what}")
 
 
 def read_plan(path: Path) -> Plan:

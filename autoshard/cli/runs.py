@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from autoshard.cli import options
 from autoshard.cli.output import console, errors, read_plan, reported
 from autoshard.cli.render_runs import render_calibration, render_profile, render_simulation
 from autoshard.cli.texts import read_sizes
@@ -16,11 +17,9 @@ from autoshard.errors import LaunchError, OptionError
 from autoshard.mesh import topology_to_json
 from autoshard.plan.simulation import chrome_trace, simulate
 
-PlanFile = Annotated[Path, typer.Argument(help="A plan as `autoshard plan -o` wrote it.")]
-
 
 def simulate_plan(
-    plan: PlanFile,
+    plan: options.PlanFile,
     *,
     output: Annotated[
         Path | None,
@@ -96,7 +95,7 @@ def calibrate(
 
 
 def profile_plan(
-    plan: PlanFile,
+    plan: options.PlanFile,
     *,
     output: Annotated[
         Path | None,

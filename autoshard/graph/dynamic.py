@@ -29,7 +29,9 @@ MOST_FACTORS = 2
 
 
 def find_dynamic(
-    model: Mapping[str, Any], planned: Callable[[], object], read: Callable[[], object]
+    model: Mapping[str, Any],
+    planned: Callable[[], Mapping[str, Any]],
+    read: Callable[[], object],
 ) -> Dynamic | None:
     """What is open in a program; None where nothing is, or where it cannot be followed.
 
@@ -48,14 +50,21 @@ def find_dynamic(
     groups = _subsets(tuple(base), MOST_FACTORS)
     samples = [base | {name: choices[name][0] for name in group} for group in groups]
     samples.append({name: numbers[1] for name, numbers in choices.items()})
+    document = planned()
+    if _num_calls(document) * len(samples) > MOST_CALLS:
+        return None
     hints = _Hints(model)
     try:
-        documents = [planned(), *(hints.read_at(sizes, read) for sizes in samples[1:])]
+        documents = [document, *(hints.read_at(sizes, read) for sizes in samples[1:])]
     except GraphError:
         return None
     finally:
         hints.restore()
     return _fitted(symbols, groups, samples, documents)
+
+
+def _num_calls(document: Mapping[str, Any]) -> int:
+    return len(document["nodes"]) + len(document.get("preparation", {}).get("nodes", ()))
 
 
 def _subsets(names: tuple[str, ...], most: int) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""MASE's `ilp_solution.pkl`. The only place of this project that reads a pickle.
+"""MASE's `ilp_solution.pkl`, which is a pickle.
 
 A pickle is a program: whoever wrote it decides which functions run when it is read. Never read
 one that somebody else sent, and never one from the network or a shared folder. It is read here

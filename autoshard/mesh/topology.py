@@ -13,6 +13,9 @@ from autoshard.mesh.checks import check_name, check_not_negative, check_positive
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 """Names of the collectives that have a price."""
 
+MAX_BENDS = 64
+"""Of a collective; all of them count in each of its prices."""
+
 BACKENDS = ("nccl", "gloo")
 """Names of `torch.distributed` backends that a topology may ask for."""
 
@@ -93,6 +96,10 @@ class Rate:
     def __post_init__(self) -> None:
         check_positive(self.bandwidth, "bandwidth of a collective")
         check_not_negative(self.latency, "latency of a collective")
+        if len(self.bends) > MAX_BENDS:
+            raise MeshError(
+                f"a collective has {len(self.bends)} bends; {MAX_BENDS} describe any measurements"
+            )
         for before, after in pairwise((Bend(1, self.bandwidth), *self.bends)):
             if after.nbytes <= before.nbytes or after.bandwidth > before.bandwidth:
                 raise MeshError(

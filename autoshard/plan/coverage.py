@@ -8,7 +8,7 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_digest
 from autoshard.plan.document import Conversion, Document, Plan, Seconds
 from autoshard.rules import Call, OperatorRule, axis_rules, call_of, has_rule, rule_for
-from autoshard.rules.examples import UNCUT
+from autoshard.rules.uncut import UNCUT
 
 _SCALAR = "Tensors of at most one element: there is nothing to cut."
 _UNCUT = {name: reason for names, reason in UNCUT.items() for name in names.split()}

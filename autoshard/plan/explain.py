@@ -15,8 +15,9 @@ from autoshard.plan.active import ActiveAxes
 from autoshard.plan.budget.planning import Planning
 from autoshard.plan.document import Plan
 from autoshard.plan.formulation.decisions import Decisions, decisions_of
-from autoshard.plan.formulation.formulation import Formulation, Role, Variable
+from autoshard.plan.formulation.formulation import Formulation
 from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan.formulation.variables import Role, Variable
 from autoshard.plan.steering.restriction import Restriction, Steering
 from autoshard.rules import Strategy
 from autoshard.solve import BoolArray, FloatArray, IntArray, Marginals, Status

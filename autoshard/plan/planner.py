@@ -25,8 +25,9 @@ from autoshard.plan.document import (
     RepeatedBlock,
     Stage,
 )
-from autoshard.plan.formulation.formulation import Formulation, Role
+from autoshard.plan.formulation.formulation import Formulation
 from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan.formulation.variables import Role
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.memory.recompute import count_collectives
 from autoshard.plan.options import PlanOptions

@@ -3,6 +3,7 @@
 from autoshard.rules.aliasing import Strides, made_strides, passes_gradient, view_strides
 from autoshard.rules.call import Call, call_of
 from autoshard.rules.fused import chunked_types, weights_of
+from autoshard.rules.kept import Extra, Saved
 from autoshard.rules.local_kernels import Kernel, LocalKernel, kernel_for
 from autoshard.rules.reduction import InnerCollective, Operation, Reduction, Reductions
 from autoshard.rules.registry import has_rule, is_view, rule_for, with_rules
@@ -15,7 +16,7 @@ from autoshard.rules.rule import (
     axis_rules,
     strategies,
 )
-from autoshard.rules.saved import Extra, Saved, has_saved_row, saved_by
+from autoshard.rules.saved import has_saved_row, saved_by
 from autoshard.rules.working import backward_working
 
 __all__ = [

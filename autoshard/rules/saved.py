@@ -13,53 +13,15 @@ neither are the ids that `Kernel.VOCABULARY` lowers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from math import prod
 
 from autoshard.graph import DType
 from autoshard.graph.experts import COMBINE, DISPATCH, EXPERT_BIAS, GROUPED_MM
 from autoshard.rules.call import Call
+from autoshard.rules.kept import NOTHING, Extra, Saved, like, statistic
 from autoshard.rules.random import FILLING_AT_RANDOM, SIZED_AT_RANDOM
 from autoshard.rules.views import VIEWS
-
-
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """A tensor that only autograd sees, with dims of the call's own tensors.
-
-    Attributes:
-        dims: (tensor, dim) pairs whose sizes multiply; tensors count the call's inputs, then
-            its outputs.
-        itemsize: bytes of an element.
-        times: a factor beside the sizes.
-    """
-
-    dims: tuple[tuple[int, int], ...]
-    itemsize: int
-    times: int = 1
-
-    def nbytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Bytes, given the (local) shapes of the call's inputs, then of its outputs."""
-        return self.times * self.itemsize * prod(shapes[tensor][dim] for tensor, dim in self.dims)
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What a call keeps for backward.
-
-    Attributes:
-        inputs: positions in `Call.inputs` of the inputs that are kept.
-        outputs: positions of the outputs that are kept.
-        extras: what is kept beside them.
-    """
-
-    inputs: frozenset[int] = frozenset()
-    outputs: frozenset[int] = frozenset()
-    extras: tuple[Extra, ...] = ()
-
-
-NOTHING = Saved()
 
 
 def saved_by(call: Call, gradients: Sequence[bool]) -> Saved:
@@ -116,22 +78,10 @@ def _kept(row: str, call: Call, gradients: Sequence[bool], *extras: Extra) -> Sa
     return Saved(frozenset(inputs), frozenset(outputs), extras)
 
 
-def _statistic(call: Call, dims: Sequence[int], *, times: int = 1) -> Extra:
-    """A mean, a deviation or a sum of exponentials over the other dims of the first input."""
-    itemsize = max(call.inputs[0].dtype.itemsize, DType.FLOAT32.itemsize)
-    return Extra(tuple((0, dim) for dim in dims), itemsize, times)
-
-
-def like(call: Call, tensor: int, itemsize: int) -> Extra:
-    """A tensor of the shape of one of the call's, counted over inputs, then outputs."""
-    rank = len((*call.inputs, *call.outputs)[tensor].shape)
-    return Extra(tuple((tensor, dim) for dim in range(rank)), itemsize)
-
-
 def _attention(call: Call, gradients: Sequence[bool]) -> Saved:
     """A sum per query; a mask of flags is turned into numbers to add, call by call."""
     rank = len(call.inputs[0].shape)
-    extras = [_statistic(call, range(rank - 1))]
+    extras = [statistic(call, range(rank - 1))]
     row = "query key value out"
     mask = call.tensor("attn_mask")
     if mask is not None and mask.dtype.is_differentiable:
@@ -143,22 +93,22 @@ def _attention(call: Call, gradients: Sequence[bool]) -> Saved:
 
 def _layer_norm(call: Call, gradients: Sequence[bool]) -> Saved:
     dims = range(len(call.inputs[0].shape) - len(call.integers("normalized_shape")))
-    return _kept("input weight bias", call, gradients, _statistic(call, dims, times=2))
+    return _kept("input weight bias", call, gradients, statistic(call, dims, times=2))
 
 
 def _rms_norm(call: Call, gradients: Sequence[bool]) -> Saved:
     dims = range(len(call.inputs[0].shape) - len(call.integers("normalized_shape")))
-    return _kept("input weight", call, gradients, _statistic(call, dims))
+    return _kept("input weight", call, gradients, statistic(call, dims))
 
 
 def _group_norm(call: Call, gradients: Sequence[bool]) -> Saved:
     groups = call.integer("num_groups", 1)
-    return _kept("input weight", call, gradients, _statistic(call, [0], times=2 * groups))
+    return _kept("input weight", call, gradients, statistic(call, [0], times=2 * groups))
 
 
 def _weight_norm(call: Call, gradients: Sequence[bool]) -> Saved:
     kept = call.integer("dim", 0) % len(call.inputs[0].shape)
-    return _kept("v g", call, gradients, _statistic(call, [kept]))
+    return _kept("v g", call, gradients, statistic(call, [kept]))
 
 
 def _recurrent(call: Call, gradients: Sequence[bool]) -> Saved:
@@ -175,7 +125,7 @@ def _recurrent(call: Call, gradients: Sequence[bool]) -> Saved:
 
 
 def _batch_norm(call: Call, gradients: Sequence[bool]) -> Saved:
-    extras = [_statistic(call, [1], times=2)] if call.flag("training") else []
+    extras = [statistic(call, [1], times=2)] if call.flag("training") else []
     return _kept("input weight running_mean running_var", call, gradients, *extras)
 
 

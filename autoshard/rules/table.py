@@ -10,12 +10,14 @@ from pathlib import Path
 from autoshard.graph import Argument, DType, Ref, Tensor
 from autoshard.layouts import P
 from autoshard.rules.call import Call
-from autoshard.rules.examples import EXAMPLES, GONE, SIZES, UNCUT, ExampleCall
+from autoshard.rules.examples import EXAMPLES, SIZES, ExampleCall
+from autoshard.rules.kept import Extra
 from autoshard.rules.local_kernels import Kernel, kernel_for
 from autoshard.rules.registry import FAMILIES, rule_for
 from autoshard.rules.rule import AxisRule, OperatorRule, axis_rules
-from autoshard.rules.saved import Extra, saved_by
+from autoshard.rules.saved import saved_by
 from autoshard.rules.space import replicated
+from autoshard.rules.uncut import GONE, UNCUT
 
 _HEAD = """# Operators
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from autoshard.graph import DType
 from autoshard.graph.experts import COMBINE
 from autoshard.rules.call import Call
-from autoshard.rules.saved import Extra, like
+from autoshard.rules.kept import Extra, like
 
 
 def backward_working(call: Call, gradients: Sequence[bool]) -> tuple[Extra, ...]:

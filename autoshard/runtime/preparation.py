@@ -2,6 +2,7 @@
 
 import torch
 
+from autoshard.errors import PlanError
 from autoshard.graph import Graph
 from autoshard.layouts import Layout
 from autoshard.plan import Stage
@@ -16,12 +17,19 @@ def prepared_inputs(graph: Graph, stage: Stage, place: Place) -> dict[str, torch
     Every rank makes them whole, from nothing, so no rank waits for another one.
 
     Raises:
-        PlanError: a plan may not call what they are made with.
+        PlanError: a plan may not call what they are made with, or something else comes out.
         LayoutError: axes may not cut them as the plan says.
     """
     if graph.preparation is None:
         return {}
     whole = _run(graph.preparation, place.device)
+    for name, made in whole.items():
+        known = graph.values[name]
+        if tuple(made.shape) != known.shape or made.dtype is not getattr(torch, known.dtype):
+            raise PlanError(
+                f"what is prepared as {name!r} is {made.dtype} {list(made.shape)}, and the plan "
+                f"says {known.dtype} {list(known.shape)}"
+            )
     return {
         placed.name: _own(whole[placed.name], Layout.parse(placed.layout), place)
         for placed in stage.inputs

@@ -72,7 +72,8 @@ class Arguments:
             return {}
         leaves = self._leaves(args, kwargs)
         given = {i.name: x for i, x in zip(self._inputs, leaves, strict=True)}
-        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+        tensors = {name: given[name] for name in self._tensors}
+        tensors = {name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
         if all(self._tensors[name].fits(x.shape) for name, x in tensors.items()):
             return {}
         sizes: dict[str, int] = {}

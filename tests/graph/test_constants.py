@@ -12,7 +12,7 @@ from torch import nn
 
 from autoshard.errors import SchemaError
 from autoshard.graph import Graph, export_model, graph_from_json, graph_to_json, load_graph
-from autoshard.graph.constants import CONSTANT_BYTES
+from autoshard.graph.constants import CONSTANT_BYTES, CONSTANTS_BYTES, read_constants
 from autoshard.runtime.constants import constant_value
 
 CPU = torch.device("cpu")
@@ -145,6 +145,22 @@ def test_what_an_archive_says_of_a_constant_is_checked(archive: bytes, message: 
 def test_what_cannot_be_read_plainly_is_not_read(change: Callable[[dict[str, Any]], Any]) -> None:
     assert values(load_graph(tampered(unchanged))) == [torch.tensor(0.5)]
     assert values(load_graph(tampered(change))) == [None]
+
+
+def test_constants_that_share_a_file_have_values_up_to_a_limit_of_them_all() -> None:
+    size = {"as_int": CONSTANT_BYTES}
+    meta = {
+        "dtype": 1,
+        "layout": 7,
+        "device": {"type": "cpu"},
+        "sizes": [size],
+        "strides": [ONE],
+        "storage_offset": {"as_int": 0},
+    }
+    entry = {"use_pickle": False, "path_name": "tensor_0", "tensor_meta": meta}
+    config = {"config": dict.fromkeys(map(str, range(1000)), entry)}
+    found = read_constants(config, lambda _: bytes(CONSTANT_BYTES))
+    assert len(found) == CONSTANTS_BYTES // CONSTANT_BYTES < 1000
 
 
 def test_a_constant_may_begin_inside_its_storage() -> None:

@@ -133,11 +133,21 @@ def test_a_topology_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "bends", [(Bend(5, 2.0),), (Bend(5, 0.5), Bend(5, 0.4)), (Bend(5, 0.4), Bend(9, 0.5))]
+    "bends",
+    [
+        (Bend(5, 2.0),),
+        (Bend(5, 0.5), Bend(5, 0.4)),
+        (Bend(5, 0.4), Bend(9, 0.5)),
+    ],
 )
 def test_bends_ascend_and_become_slower(bends: tuple[Bend, ...]) -> None:
     with pytest.raises(MeshError, match="bends of a collective"):
         Rate(1.0, 0.0, bends)
+
+
+def test_bends_are_few() -> None:
+    with pytest.raises(MeshError, match="65 bends; 64"):
+        Rate(1.0, 0.0, tuple(Bend(nbytes, 0.5) for nbytes in range(2, 67)))
 
 
 def test_a_rate_is_of_a_collective() -> None:

@@ -21,8 +21,9 @@ from autoshard.plan.budget.memory_problem import MemoryProblem
 from autoshard.plan.budget.moments import Backward
 from autoshard.plan.formulation.assemble import Assembly
 from autoshard.plan.formulation.decisions import Decisions, use_of
-from autoshard.plan.formulation.formulation import Formulation, Role
+from autoshard.plan.formulation.formulation import Formulation
 from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan.formulation.variables import Role
 from autoshard.plan.memory.retention import Retention
 from autoshard.plan.memory.timeline import timeline
 from autoshard.plan.steering.restriction import Steering

@@ -10,8 +10,9 @@ import torch
 from autoshard.graph import Argument, Node, Ref, Tensor, Token
 from autoshard.graph.normalise.inplace import OVERWRITES, is_inplace, plain_form
 from autoshard.rules import has_rule, has_saved_row
-from autoshard.rules.examples import EXAMPLES, GONE, UNCUT, ExampleCall
+from autoshard.rules.examples import EXAMPLES, ExampleCall
 from autoshard.rules.table import call_of_example, page
+from autoshard.rules.uncut import GONE, UNCUT
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 CALLS = [example for family in EXAMPLES.values() for example in family]

@@ -1,10 +1,12 @@
 """What is the same in every step: each rank holds its slice, in memory of its own."""
 
+import pytest
 import torch
 from support.meshes import slow_devices
 from torch import nn
 
-from autoshard.graph import export_model, load_graph
+from autoshard.errors import PlanError
+from autoshard.graph import export_model, graph_from_json, graph_to_json, load_graph
 from autoshard.layouts import Layout
 from autoshard.plan import PlanOptions, make_plan
 from autoshard.runtime.local_node import Place
@@ -37,3 +39,16 @@ def test_ranks_hold_what_the_plan_counts_and_time_none_of_its_making() -> None:
         (rows,), (columns,) = slices
         assert torch.equal(held, whole[rows, columns])
         assert held.untyped_storage().nbytes() == held.nbytes == plan.memory.buffers
+
+
+def test_what_is_prepared_must_be_what_the_plan_says() -> None:
+    graph = load_graph(export_model(Masked(), (torch.randn(8, 8),), {}))
+    plan = make_plan(graph, slow_devices(a=2), PlanOptions(mode="inference"))
+    document = graph_to_json(graph)
+    for node in document["preparation"]["nodes"]:
+        for argument in node["arguments"]:
+            if argument == ["end", 8]:
+                argument[1] = 9
+    place = Place((2,), (0,), torch.device("cpu"), 0)
+    with pytest.raises(PlanError, match=r"is torch.bool \[9, 9\], and the plan says bool \[8, 8\]"):
+        prepared_inputs(graph_from_json(document), plan.stages[0], place)

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from autoshard.errors import CheckpointError
 from autoshard.runtime import load_checkpoint, parameters_on_meta, save_checkpoint
@@ -298,6 +299,23 @@ def damaged_chunks(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def chunks_elsewhere(tmp_path: Path) -> Path:
+    as_dcp(tmp_path, Tied())
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    for stored in metadata.storage_data.values():
+        stored.relative_path = "/etc/hostname"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return tmp_path
+
+
+def lost_chunks(tmp_path: Path) -> Path:
+    as_dcp(tmp_path, Tied())
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    metadata.storage_data.clear()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return tmp_path
+
+
 def old_torch_file(tmp_path: Path) -> Path:
     torch.save(Tied().state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     return tmp_path / "old.pt"
@@ -325,6 +343,8 @@ def old_torch_file(tmp_path: Path) -> Path:
         (other_metadata, "not the metadata of a checkpoint"),
         (damaged_metadata, "not the metadata of a checkpoint"),
         (damaged_chunks, "reading 'embedding.weight' failed"),
+        (lost_chunks, "reading 'embedding.weight' failed"),
+        (chunks_elsewhere, "'/etc/hostname', which is not beside it"),
     ],
 )
 def test_files_that_cannot_be_read(

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.plan.formulation.formulation import Formulation, Role
+from autoshard.plan.formulation.formulation import Formulation
+from autoshard.plan.formulation.variables import Role
 from autoshard.plan.memory.retention import Retention
 from autoshard.solve import BoolArray, FloatArray, Node, Problem, Trail
 

@@ -18,7 +18,8 @@ from autoshard.plan.budget.links import ArcPrices, End, joined
 from autoshard.plan.budget.moments import Backward, Moments
 from autoshard.plan.budget.states import Price, State, Use
 from autoshard.plan.formulation.decisions import Decisions
-from autoshard.plan.formulation.formulation import Arc, Formulation, Role, Variable
+from autoshard.plan.formulation.formulation import Formulation
+from autoshard.plan.formulation.variables import Arc, Role, Variable
 from autoshard.plan.memory.retention import Retention, Span
 from autoshard.plan.options import Recomputing
 from autoshard.solve import BoolArray, Edge, FloatArray, IntArray, Problem

@@ -15,7 +15,8 @@ import numpy as np
 
 from autoshard.costs import saved_bytes
 from autoshard.layouts import Action, Layout, Step
-from autoshard.plan.formulation.formulation import Formulation, Role
+from autoshard.plan.formulation.formulation import Formulation
+from autoshard.plan.formulation.variables import Role
 from autoshard.plan.gradients import Gradient
 from autoshard.plan.memory.retention import Retention
 from autoshard.plan.memory.tape import step_working

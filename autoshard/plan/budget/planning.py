@@ -23,7 +23,8 @@ from autoshard.plan.budget.moments import Backward
 from autoshard.plan.budget.rounds import Counted, Draft, Rounds, without_plan
 from autoshard.plan.formulation.assemble import Assembly
 from autoshard.plan.formulation.decisions import Decisions, use_of
-from autoshard.plan.formulation.formulation import Formulation, Role
+from autoshard.plan.formulation.formulation import Formulation
+from autoshard.plan.formulation.variables import Role
 from autoshard.plan.memory.timeline import timeline
 from autoshard.plan.options import PlanOptions, Recomputing
 from autoshard.solve import (

@@ -19,7 +19,8 @@ from autoshard.plan.document import (
     Stage,
 )
 from autoshard.plan.formulation.decisions import Decisions, use_of
-from autoshard.plan.formulation.formulation import Arc, Formulation, Role
+from autoshard.plan.formulation.formulation import Formulation
+from autoshard.plan.formulation.variables import Arc, Role
 from autoshard.plan.gradients import Gradient
 from autoshard.plan.memory.recompute import recomputed
 from autoshard.plan.memory.timeline import Timeline

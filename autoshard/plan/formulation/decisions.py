@@ -7,7 +7,8 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout
 from autoshard.plan.document import Stage, Use
-from autoshard.plan.formulation.formulation import Arc, Formulation, Role
+from autoshard.plan.formulation.formulation import Formulation
+from autoshard.plan.formulation.variables import Arc, Role
 from autoshard.plan.memory.recompute import checkpoint_spans
 from autoshard.solve import IntArray
 

@@ -8,8 +8,7 @@ conversion between the layout it is made in and the layout it is wanted in.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import prod
@@ -24,54 +23,13 @@ from autoshard.plan.formulation.ends import Ends, Priced
 from autoshard.plan.formulation.hiding import Hiding
 from autoshard.plan.formulation.legality import without_invariant
 from autoshard.plan.formulation.pricing import OperatorPrices, Prices, Usage
+from autoshard.plan.formulation.variables import Arc, Role, Variable
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.memory.lifetimes import input_interval, output_interval
 from autoshard.plan.steering.restriction import UNSTEERED, Steering
 from autoshard.rules import Strategy, chunked_types
 from autoshard.solve import Closure, Edge, FloatArray, Problem, Repeat
 from autoshard.solve import Node as ProblemNode
-
-
-class Role(StrEnum):
-    """What a choice decides."""
-
-    INPUT = "input"
-    OPERATOR = "operator"
-    SHARED = "shared"
-    OUTPUT = "output"
-
-
-@dataclass(frozen=True)
-class Variable:
-    """One choice.
-
-    Attributes:
-        role: what it decides.
-        name: the value (input, shared), the node (operator) or the position (output).
-        strategies: what there is to choose from; an input has only outputs, and so on.
-        time: seconds of each strategy, shape [S].
-        usage: bytes per device of each strategy by kind, each of shape [S].
-        interval: when its memory is held in inference, half-open.
-    """
-
-    role: Role
-    name: str
-    strategies: tuple[Strategy, ...]
-    time: FloatArray
-    usage: Usage = field(default_factory=dict)
-    interval: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Arc:
-    """One use of a value: from output `output` of a choice to input `position` of another."""
-
-    value: str
-    source: int
-    output: int
-    target: int
-    position: int
-    gradient: Gradient
 
 
 @dataclass(frozen=True, slots=True)
