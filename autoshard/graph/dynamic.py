@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from autoshard.errors import GraphError, SchemaError
-from autoshard.graph.expressions import evaluate
+from autoshard.graph.expressions import LARGEST, evaluate
 from autoshard.graph.fields import member, typed
 from autoshard.graph.plain import check_members, each
 from autoshard.graph.sizes import Dynamic, Path, Symbol, Terms, value_of
@@ -263,10 +263,16 @@ def _symbol_from_json(item: object) -> Symbol:
     unbounded = typed(item, dict, "a symbol").get("most", 0) is None
     return Symbol(
         member(item, "name", str),
-        member(item, "planned", int),
+        _size(member(item, "planned", int)),
         member(item, "least", int),
         None if unbounded else member(item, "most", int),
     )
+
+
+def _size(number: int) -> int:
+    if abs(number) >= LARGEST:
+        raise SchemaError("a size has at most 63 bits")
+    return number
 
 
 def _sizes_from_json(item: object) -> tuple[Terms, tuple[Path, ...]]:
@@ -278,7 +284,7 @@ def _term_from_json(item: object) -> tuple[int, tuple[str, ...]]:
     match item:
         case [int(factor), list(names)] if all(isinstance(name, str) for name in names):
             if len(names) <= MOST_FACTORS:
-                return factor, tuple(names)
+                return _size(factor), tuple(names)
     raise SchemaError(
         f"a term must be a pair of a coefficient and a list of at most {MOST_FACTORS} symbols"
     )

@@ -24,7 +24,9 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
 """All of them are defined for integers."""
 
 _LARGEST_POWER = 8
-_LARGEST = 1 << 63
+LARGEST = 1 << 63
+"""No size is as large."""
+
 _LONGEST = 4000
 """Characters of an expression; the sizes in a deep stack of convolutions take some hundred."""
 
@@ -58,7 +60,7 @@ def _parsed(text: str) -> ast.expr:
 
 def _value(part: ast.expr, sizes: Mapping[str, int]) -> int:
     number = _number(part, sizes)
-    if abs(number) >= _LARGEST:
+    if abs(number) >= LARGEST:
         raise UnsupportedError("a size of 64 bits or more cannot be followed")
     return number
 

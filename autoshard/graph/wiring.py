@@ -4,6 +4,7 @@ from collections import Counter
 
 from autoshard.errors import SchemaError
 from autoshard.graph.ir import Graph, InputKind
+from autoshard.graph.preparable import may_prepare
 
 
 def check_wiring(graph: Graph) -> None:
@@ -63,6 +64,12 @@ def _check_preparation(graph: Graph) -> None:
             f"the preparation must take nothing and make {taken}; it makes {made} of "
             f"{[i.name for i in graph.preparation.inputs]}"
         )
+    for node in graph.preparation.nodes:
+        if not may_prepare(node):
+            raise SchemaError(
+                f"node {node.name!r} ({node.operator}) of the preparation may be another in each "
+                f"step, or on each rank"
+            )
     check_wiring(graph.preparation)
     for name in taken:
         if graph.values[name] != graph.preparation.values[name]:

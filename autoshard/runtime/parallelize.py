@@ -21,7 +21,7 @@ from autoshard.runtime.signature import Arguments, Results
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_KEPT = 32
+_KEPT = 8
 """Programs for other sizes than the planned ones that are kept compiled."""
 
 

@@ -146,3 +146,12 @@ def test_a_preparation_takes_nothing(graph: Graph) -> None:
     with pytest.raises(SchemaError, match="must take nothing"):
         graph_from_json(graph_to_json(replace(graph, preparation=taking)))
     assert Output(user.name) not in graph.preparation.outputs
+
+
+def test_a_preparation_draws_no_random_numbers(graph: Graph) -> None:
+    assert graph.preparation is not None
+    first, *rest = graph.preparation.nodes
+    drawn = replace(first, operator="aten.rand.default", arguments=(("size", (4,)),))
+    broken = replace(graph, preparation=replace(graph.preparation, nodes=(drawn, *rest)))
+    with pytest.raises(SchemaError, match=r"aten\.rand\.default\) of the preparation may be"):
+        graph_from_json(graph_to_json(broken))

@@ -12,27 +12,7 @@ from dataclasses import replace
 from autoshard.graph.ir import Graph, Input, InputKind, Node, Output, Ref, Tensor
 from autoshard.graph.normalise.memory import may_share, views_of
 from autoshard.graph.normalise.names import rewire
-
-_FILLING = frozenset({"full", "ones", "scalar_tensor", "zeros"})
-_MAKING = _FILLING | {"arange", "eye", "linspace", "logspace", "tril_indices", "triu_indices"}
-"""Packets that make a tensor of nothing but their arguments."""
-
-_FOLLOWING = frozenset(
-    """
-    __and__ __or__ __xor__ abs add all amax amin any argmax argmin bitwise_and bitwise_not
-    bitwise_or bitwise_xor broadcast_tensors broadcast_to bucketize cat ceil chunk clamp clamp_max
-    clamp_min constant_pad_nd cos cumprod cumsum detach diagonal diff div einsum eq exp expand
-    fill flip floor floor_divide fmod full_like gather ge gt index index_put index_select isin
-    isinf isnan le log log10 log1p log2 logical_and logical_not logical_or logical_xor lt
-    masked_fill max maximum mean meshgrid min minimum movedim mul narrow ne neg new_full new_ones
-    new_zeros one_hot ones_like pad permute pow reciprocal remainder repeat repeat_interleave
-    reshape roll round rsqrt rsub scatter select select_scatter sign sin slice slice_scatter split
-    split_with_sizes sqrt squeeze stack sub sum t tanh to transpose tril triu trunc unbind unfold
-    unsqueeze where zeros_like
-    """.split()  # noqa: SIM905  a table of words
-)
-"""Packets that make the same of the same tensors; what is not here stays in the step."""
-
+from autoshard.graph.preparable import FILLING, may_prepare
 
 _MOST_BYTES = 1 << 30
 """Of a tensor that is prepared: the mask of 8 sequences of 8192 tokens takes half of this."""
@@ -83,10 +63,8 @@ def _fixed(graph: Graph) -> Collection[str]:
     returned = {output.name for output in graph.outputs}
     fixed: set[str] = set()
     for node in graph.nodes:
-        namespace, packet = node.operator.split(".")[:2]
-        known = packet in (_FOLLOWING if node.inputs else _MAKING) and namespace == "aten"
         if (
-            known
+            may_prepare(node)
             and fixed.issuperset(node.inputs)
             and returned.isdisjoint(node.outputs)
             and all(_may_be_held(graph.values[name]) for name in node.outputs)
@@ -129,7 +107,7 @@ def _divided(graph: Graph, fixed: Collection[str]) -> tuple[list[Node], Mapping[
 
 def _is_light(node: Node, values: Mapping[str, Tensor]) -> bool:
     """Whether a call is better made in every step than its result held."""
-    if node.operator.split(".")[1] in _FILLING:
+    if node.operator.split(".")[1] in FILLING:
         return values[node.outputs[0]].numel > 1
     return may_share(node) or bool(views_of(node, values))
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autoshard.errors import MeshError
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology
 from autoshard.mesh.calibration import CollectiveSample, fit_device, fit_links
-from autoshard.runtime.calibration.collectives import measure_collectives
+from autoshard.runtime.calibration.collectives import measure_collectives, shared_size
 from autoshard.runtime.calibration.kernels import measure_kernels, measure_launch
 
 SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
@@ -97,7 +97,7 @@ def calibrate(
         every = sorted({*sizes, *checked})
         group = groups.get_group(axis)
         samples += [(axis, s) for s in _sampled(group, level, every, device, num_passes)]
-    fitted = [sample for _, sample in samples if sample.nbytes not in checked]
+    fitted = [sample for _, sample in samples if not is_checked(sample, checked)]
     links, overhead = fit_links(fitted, levels)
     report("matrix products and copies")
     topology = Topology(
@@ -112,7 +112,7 @@ def calibrate(
     comparisons = (
         Comparison(axis, sample, _predicted(known, axis, sample))
         for axis, sample in samples
-        if sample.nbytes in checked
+        if is_checked(sample, checked)
     )
     return Calibration(topology, tuple(comparisons))
 
@@ -131,6 +131,11 @@ def _sampled(
     passes = [list(measure_collectives(group, level, sizes, device)) for _ in range(num_passes)]
     for alike in zip(*passes, strict=True):
         yield replace(alike[0], seconds=median(sample.seconds for sample in alike))
+
+
+def is_checked(sample: CollectiveSample, checked: Sequence[int]) -> bool:
+    """Whether a sample is of a size that is compared with the fit; sizes were rounded up."""
+    return sample.nbytes in {shared_size(nbytes, sample.num_ranks) for nbytes in checked}
 
 
 def _predicted(mesh: Mesh, axis: str, sample: CollectiveSample) -> float:

@@ -38,9 +38,9 @@ def measure_collectives(
     """
     stopwatch = Stopwatch(device)
     num_ranks = group.size()
-    unit = num_ranks * num_ranks * torch.float32.itemsize
     for nbytes in sizes:
-        rows = -(-nbytes // unit) * num_ranks
+        measured = shared_size(nbytes, num_ranks)
+        rows = measured // (num_ranks * torch.float32.itemsize)
         for action in COLLECTIVES:
             before, after = _TYPES[action]
             own = rows // num_ranks if action == "all_gather" else rows
@@ -48,6 +48,10 @@ def measure_collectives(
             convert = partial(redistribute, tensor, group, src=before, dst=after)
             with torch.no_grad():
                 seconds = stopwatch.measure(convert)
-            yield CollectiveSample(
-                action, level, num_ranks, rows * num_ranks * tensor.itemsize, seconds
-            )
+            yield CollectiveSample(action, level, num_ranks, measured, seconds)
+
+
+def shared_size(nbytes: int, num_ranks: int) -> int:
+    """Bytes, rounded up to a matrix whose rows and columns so many ranks can share."""
+    unit = num_ranks * num_ranks * torch.float32.itemsize
+    return -(-nbytes // unit) * unit

@@ -63,7 +63,8 @@ def first_failure(folder: Path, failed: ChildFailedError) -> LaunchError:
     """
     for rank, failure in failed.failures.items():
         if failure.exitcode < 0 and failure.exitcode != -SIGTERM:
-            name = Signals(-failure.exitcode).name
+            number = -failure.exitcode
+            name = Signals(number).name if number in set(Signals) else f"signal {number}"
             return LaunchError(f"rank {rank} was ended by {name}", rank=rank)
     notes = [json.loads(path.read_bytes()) for path in folder.glob("*.json")]
     if notes:

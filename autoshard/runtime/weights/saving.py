@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CheckpointError
 from autoshard.runtime.weights.file_writer import FileWriter, unfinished
-from autoshard.runtime.weights.gathering import Gathering, own_rank
 from autoshard.runtime.weights.opening import INDEX, MODEL, SAFETENSORS
+from autoshard.runtime.weights.sending import Gathering, own_rank
 from autoshard.runtime.weights.slots import local_of, slots_of
 from autoshard.runtime.weights.source import Entry
 
@@ -42,7 +42,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: the folder holds such files already, a tensor has no values, or a file
-            cannot be written, be it by another rank. There is no new checkpoint then.
+            cannot be written, be it by another rank. What is left then is no whole checkpoint.
     """
     folder = Path(folder)
     tensors = {slot.names[0]: slot.tensor.detach() for slot in slots_of(model)}
