@@ -225,7 +225,7 @@ def _terms(
 
 
 def dynamic_from_json(part: object, document: object) -> Dynamic:
-    """Read what `dynamic_to_json` wrote.
+    """Read what `Dynamic.to_json` wrote.
 
     Args:
         part: what it wrote.

@@ -239,9 +239,10 @@ class PlannedForward:
             )
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
             # Slices that were copied to the device are held by nobody but the program.
-            sizes = self.arguments.sizes(args, kwargs)
+            leaves = self.arguments.flatten(args, kwargs)
+            sizes = self.arguments.sizes(leaves)
             call = self._resized(tuple(sizes.items())) if sizes else self._planned
-            given = call.arguments.flatten(args, kwargs)
+            given = call.arguments.localize(leaves)
             inputs = (self._input(placed, given, call) for placed in self._stage.inputs)
             outputs = call.program(inputs, step=self._step)
             self._step += 1

@@ -1,6 +1,6 @@
 """A model's parameters as the plan stores them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,12 +55,15 @@ def check_parameters(model: nn.Module, stage: Stage, *, frozen: frozenset[str]) 
     """
     differences = list(_differences(model, stage, frozen))
     if differences:
-        shown = "; ".join(differences[:NUM_DIFFERENCES])
-        more = len(differences) - NUM_DIFFERENCES
-        raise PlanError(
-            f"the plan was made for another model: {shown}"
-            + (f"; and {more} more differences" if more > 0 else "")
-        )
+        shown = first_of(differences, NUM_DIFFERENCES)
+        raise PlanError(f"the plan was made for another model: {shown}")
+
+
+def first_of(differences: Sequence[str], most: int) -> str:
+    """The first differences as a text, and how many more there are."""
+    more = len(differences) - most
+    rest = [f"and {more} more differences"] if more > 0 else []
+    return "; ".join([*differences[:most], *rest])
 
 
 def _differences(model: nn.Module, stage: Stage, frozen: frozenset[str]) -> Iterator[str]:

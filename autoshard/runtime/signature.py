@@ -40,14 +40,15 @@ class Arguments:
         }
         self._symbols = {n: graph.dynamic.symbols_of(n) for n in placed} if graph.dynamic else {}
 
-    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def localize(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
         """This rank's tensors by the names of their values.
 
+        Args:
+            leaves: what was passed, as `flatten` gives it.
+
         Raises:
-            PlanError: the arguments nest otherwise than the exported ones, a literal has
-                another value, or a tensor is of another shape or dtype.
+            PlanError: a literal has another value, or a tensor is of another shape or dtype.
         """
-        leaves = self._leaves(args, kwargs)
         tensors = {}
         for graph_input, leaf in zip(self._inputs, leaves, strict=True):
             if graph_input.kind is InputKind.USER:
@@ -59,18 +60,20 @@ class Arguments:
                 )
         return tensors
 
-    def sizes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+    def sizes(self, leaves: Sequence[Any]) -> dict[str, int]:
         """Numbers of the open sizes, where they are others than the planned ones; else nothing.
 
         Tensors of other sizes are whole, or DTensors.
 
+        Args:
+            leaves: what was passed, as `flatten` gives it.
+
         Raises:
-            PlanError: the arguments nest otherwise than the exported ones, or two tensors say
+            PlanError: something else than a tensor is passed for one, or two tensors say
                 different things.
         """
         if not self._symbols:
             return {}
-        leaves = self._leaves(args, kwargs)
         given = {i.name: x for i, x in zip(self._inputs, leaves, strict=True)}
         tensors = {name: given[name] for name in self._tensors}
         tensors = {name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
@@ -105,7 +108,12 @@ class Arguments:
             )
         return taken[0] if all(rows == taken[0] for rows in taken) else slice(0, size)
 
-    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """What was passed, one after the other, in the order of the program's inputs.
+
+        Raises:
+            PlanError: the arguments nest otherwise than the exported ones.
+        """
         if self._spec is not None:
             order = self._spec.child(1).context
             if set(order) == set(kwargs):

@@ -4,8 +4,9 @@ They pin down what a runtime must do without a planner in between, and contain w
 seldom picks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from torch import nn
 
@@ -230,3 +231,24 @@ class _Stage:
 def cpu_mesh(**axes: int) -> Mesh:
     """A mesh of CPU hosts with these axes."""
     return make_mesh(tuple(axes.values()), axes=tuple(axes), backend="gloo")
+
+
+@cache
+def built(make: Callable[[], HandPlan]) -> tuple[HandPlan, Plan]:
+    """A hand-written plan in the making and made, once for all that is checked of it."""
+    hand = make()
+    return hand, hand.build()
+
+
+@dataclass
+class Checked:
+    """A hand-written plan, and what is checked of it."""
+
+    make: Callable[[], HandPlan]
+    check: Callable[[HandPlan, Plan], None]
+
+    def prepare(self) -> None:
+        built(self.make)
+
+    def __call__(self) -> None:
+        self.check(*built(self.make))

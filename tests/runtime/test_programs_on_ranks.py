@@ -1,13 +1,11 @@
 """What surrounds the operators: buffers, constants, frozen and tied parameters, randomness."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
 from runtime.comparison import check_inference, check_training, device_mesh, whole
-from runtime.hand_plans import HandPlan, cpu_mesh
+from runtime.hand_plans import Checked, HandPlan, cpu_mesh
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -113,24 +111,6 @@ PLANS: dict[str, Callable[[], HandPlan]] = {
     "tied": tied,
     "noisy": noisy,
 }
-
-
-@cache
-def built(name: str) -> tuple[HandPlan, Plan]:
-    hand = PLANS[name]()
-    return hand, hand.build()
-
-
-@dataclass
-class Case:
-    plan: str
-    check: Callable[[HandPlan, Plan], None]
-
-    def prepare(self) -> None:
-        built(self.plan)
-
-    def __call__(self) -> None:
-        self.check(*built(self.plan))
 
 
 def check_scaled_training(hand: HandPlan, plan: Plan) -> None:
@@ -254,19 +234,21 @@ def check_contradictions_are_found(_hand: HandPlan, plan: Plan) -> None:
             LocalProgram(stage.model_copy(update=update), mesh)
 
 
-CASES: dict[str, Case] = {
-    "buffers, constants, frozen parameters": Case("scaled training", check_scaled_training),
-    "in inference": Case("scaled inference", check_scaled_inference),
-    "constants are wanted": Case("scaled training", check_constants_are_wanted),
-    "literals are fixed": Case("scaled training", check_literals_are_fixed),
-    "frozen stays frozen": Case("scaled training", check_frozen_parameters_stay_frozen),
-    "applied once": Case("scaled training", check_a_plan_is_applied_once),
-    "tied parameters": Case("tied", check_tied),
-    "untied parameters": Case("tied", check_untied),
-    "noise": Case("noisy", check_noise),
-    "noise is not recomputed": Case("noisy", check_noise_is_not_recomputed),
-    "registers are freed": Case("scaled training", check_registers_are_freed),
-    "contradictions are found": Case("scaled training", check_contradictions_are_found),
+CASES: dict[str, Checked] = {
+    "buffers, constants, frozen parameters": Checked(
+        PLANS["scaled training"], check_scaled_training
+    ),
+    "in inference": Checked(PLANS["scaled inference"], check_scaled_inference),
+    "constants are wanted": Checked(PLANS["scaled training"], check_constants_are_wanted),
+    "literals are fixed": Checked(PLANS["scaled training"], check_literals_are_fixed),
+    "frozen stays frozen": Checked(PLANS["scaled training"], check_frozen_parameters_stay_frozen),
+    "applied once": Checked(PLANS["scaled training"], check_a_plan_is_applied_once),
+    "tied parameters": Checked(PLANS["tied"], check_tied),
+    "untied parameters": Checked(PLANS["tied"], check_untied),
+    "noise": Checked(PLANS["noisy"], check_noise),
+    "noise is not recomputed": Checked(PLANS["noisy"], check_noise_is_not_recomputed),
+    "registers are freed": Checked(PLANS["scaled training"], check_registers_are_freed),
+    "contradictions are found": Checked(PLANS["scaled training"], check_contradictions_are_found),
 }
 
 

@@ -6,7 +6,7 @@ In double precision, so that nothing but the order of sums may differ from the w
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runtime.comparison import check_training, close, device_mesh, whole
-from runtime.hand_plans import HandPlan, cpu_mesh
+from runtime.hand_plans import Checked, HandPlan, cpu_mesh
 from runtime.recomputation import edited
 from support import models
 from support.meshes import slow_devices
@@ -268,26 +268,6 @@ HAND = {
     "even features, uneven batch": partial(megatron, 5, 18),
     "uneven features, uneven batch": partial(megatron, 5, 17),
 }
-
-
-@cache
-def built(name: str) -> tuple[HandPlan, Plan]:
-    hand = HAND[name]()
-    return hand, hand.build()
-
-
-@dataclass
-class Hand:
-    """A hand-written plan, and what is checked of it."""
-
-    plan: str
-    check: Callable[[HandPlan, Plan], None]
-
-    def prepare(self) -> None:
-        built(self.plan)
-
-    def __call__(self) -> None:
-        self.check(*built(self.plan))
 
 
 def check_hand_plan(hand: HandPlan, plan: Plan) -> None:
@@ -565,10 +545,10 @@ CUTTING = [pair for pair in PAIRS if "S" in "".join(pair)]
 CASES: dict[str, Callable[[], None]] = {
     **{f"{s}->{t}": partial(check_step, s, t) for s, t in CUTTING},
     **{f"flags {s}->{t}": partial(check_flags, s, t) for s, t in CUTTING if s != "P"},
-    **{f"by hand, {name}": Hand(name, check_hand_plan) for name in HAND},
-    "gathered again": Hand("fully sharded", check_gathered_again),
-    "at rest": Hand("fully sharded", check_rests),
-    "arguments": Hand("data parallel", check_arguments),
+    **{f"by hand, {name}": Checked(make, check_hand_plan) for name, make in HAND.items()},
+    "gathered again": Checked(HAND["fully sharded"], check_gathered_again),
+    "at rest": Checked(HAND["fully sharded"], check_rests),
+    "arguments": Checked(HAND["data parallel"], check_arguments),
     **PLANNED,
     "a checkpoint": Saved({"a": 4}, {"*.weight": "S(0)"}, {"*.weight": "I"}),
     "another checkpoint": Saved({"a": 4}, {"*": "I"}, {TIED: "S(0)"}),

@@ -78,7 +78,7 @@ def to_fsdp2(outline: Outline) -> str:
             "no axis of the plan cuts the batch of every input, so no ranks can average gradients; "
             "export to parallelize-module, or plan with a batch axis"
         )
-    shard = axes[-1] if outline.shard_axis is None else outline.shard_axis
+    shard = _shard_axis(outline)
     others = [axis for axis in axes if axis != shard]
     if len(others) > 1:
         raise PlanError(
@@ -125,10 +125,14 @@ def _groups(outline: Outline, cut: dict[str, int]) -> Iterator[str]:
         yield f"    {name!r}: {groups[name]},"
 
 
+def _shard_axis(outline: Outline) -> int:
+    """The axis that FSDP2 shards over; it takes one even where all parameters are whole."""
+    return outline.data_axes[-1] if outline.shard_axis is None else outline.shard_axis
+
+
 def expressed_layout(outline: Outline, parameter: OwnedParameter) -> Layout:
     """How a parameter lies after the exports to parallelize-module and to FSDP2."""
-    axes = outline.data_axes
-    shard = outline.shard_axis if outline.shard_axis is not None else axes[-1]
+    shard = _shard_axis(outline)
     tensor = outline.tensor_axis
     kept = {shard} if _is_cut(outline, parameter, shard) else set()
     if tensor is not None and parameter.name not in outline.reached_for:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from autoshard.errors import CheckpointError
+from autoshard.runtime.parameters import first_of
 from autoshard.runtime.weights.slots import Slot
 from autoshard.runtime.weights.source import Entry
 
@@ -53,12 +54,9 @@ class Matching:
             *self._unexpected(slots, entries),
         ]
         if differences:
-            shown = "; ".join(differences[:NUM_DIFFERENCES])
-            more = len(differences) - NUM_DIFFERENCES
+            shown = first_of(differences, NUM_DIFFERENCES)
             raise CheckpointError(
-                f"the checkpoint does not fit the model: {shown}"
-                + (f"; and {more} more differences" if more > 0 else "")
-                + _hint(slots, entries)
+                f"the checkpoint does not fit the model: {shown}{_hint(slots, entries)}"
             )
         return [match for match in found if match.names]
 
