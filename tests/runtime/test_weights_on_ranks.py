@@ -34,6 +34,7 @@ from autoshard.runtime import (
     parameters_on_meta,
     save_checkpoint,
 )
+from autoshard.runtime.weights.file_writer import FileWriter
 from autoshard.runtime.weights.safetensors_files import PIECE
 
 NUM_RANKS = 4
@@ -293,8 +294,18 @@ class FailedSave:
             complaint = "is not the same folder on all ranks"
             with pytest.raises(CheckpointError, match=complaint):
                 save_checkpoint(model, place, max_file_bytes=500_000)
+            complaint = "out of memory" if dist.get_rank() == 0 else "failed on another rank"
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == 0:
+                    patch.setattr(FileWriter, "begin", run_out_of_memory)
+                with pytest.raises(CheckpointError, match=complaint):
+                    save_checkpoint(model, Path(folder, "full"))
             dist.barrier()
             assert not list(Path(folder).rglob("*.safetensors*"))
+
+
+def run_out_of_memory(_writer: FileWriter) -> None:
+    raise torch.OutOfMemoryError("out of memory")
 
 
 def unequal_slices() -> None:

@@ -120,10 +120,10 @@ def _together(mesh: DeviceMesh | None, step: Callable[[], None]) -> None:
     Raises:
         CheckpointError: it failed.
     """
-    failure: OSError | CheckpointError | None = None
+    failure: Exception | None = None
     try:
         step()
-    except (OSError, CheckpointError) as error:
+    except Exception as error:  # noqa: BLE001  the other ranks must not wait, whatever it was
         failure = error
     anywhere = failure is not None
     if mesh is not None:

@@ -4,20 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from support.models import meta, mlp
-from typer.testing import CliRunner, Result
+from support.command_line import autoshard
+from typer.testing import Result
 
-from autoshard.cli import NO_PLAN, app
-from autoshard.graph import export_model
+from autoshard.cli import NO_PLAN
 from autoshard.plan import Plan, PlanOptions
-
-
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, kwargs = meta(mlp, 64, 512, 512, 512)
-    path = tmp_path_factory.mktemp("cli") / "mlp.pt2"
-    path.write_bytes(export_model(model, (), kwargs))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +20,6 @@ def plans(archive: Path) -> tuple[Path, Path]:
     pinned = autoshard("plan", archive, "--mesh", "2,4", "--pin", pin, "-o", paths[1])
     assert (free.exit_code, pinned.exit_code) == (0, 0)
     return paths
-
-
-def autoshard(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def words(result: Result) -> str:

@@ -4,25 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from support.models import meta, mlp
-from typer.testing import CliRunner, Result
+from support.command_line import autoshard
 
-from autoshard.cli import app
-from autoshard.graph import export_model
 from autoshard.mesh import get_topology, topology_to_json
 from autoshard.plan import Plan
-
-
-def autoshard(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, kwargs = meta(mlp, 64, 512, 512, 512)
-    path = tmp_path_factory.mktemp("cli") / "mlp.pt2"
-    path.write_bytes(export_model(model, (), kwargs))
-    return path
 
 
 def test_simulate_shows_a_step_and_writes_its_trace(archive: Path, tmp_path: Path) -> None:

@@ -6,17 +6,12 @@ from pathlib import Path
 
 import dill
 import pytest
+from support.command_line import autoshard
 from support.models import gpt2, meta
 from torch.distributed.tensor import Replicate, Shard
-from typer.testing import CliRunner, Result
 
-from autoshard.cli import app
 from autoshard.graph import export_model
 from autoshard.plan import EXPORT_TARGETS, Plan, export_plan
-
-
-def autoshard(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +72,7 @@ def test_a_plan_becomes_a_solution_of_mase(plan: Path, tmp_path: Path) -> None:
 def test_what_the_page_on_exports_shows_runs(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = Path(__file__).parent.parent / "docs" / "exports.md"
+    page = Path(__file__).parents[2] / "docs" / "exports.md"
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     shown = [line for kind, code in blocks if kind == "console" for line in code.splitlines()]
     assert all(any(f"--to {target}" in line for line in shown) for target in EXPORT_TARGETS)

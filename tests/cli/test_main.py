@@ -3,24 +3,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from support.models import llama, meta, mlp
-from typer.testing import CliRunner, Result
+from support.command_line import autoshard
+from support.models import llama, meta
 
-from autoshard.cli import NO_PLAN, app
+from autoshard.cli import NO_PLAN
 from autoshard.graph import export_model
 from autoshard.plan import Plan
-
-
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, kwargs = meta(mlp, 64, 512, 512, 512)
-    path = tmp_path_factory.mktemp("cli") / "mlp.pt2"
-    path.write_bytes(export_model(model, (), kwargs))
-    return path
-
-
-def autoshard(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def test_version() -> None:
