@@ -1,7 +1,7 @@
 """A planned model against the same model on one device."""
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.graph import graph_from_json
 from autoshard.graph.experts import ragged_values
+from autoshard.layouts import Layout
 from autoshard.plan import CollectiveCount, Plan
 from autoshard.runtime import parallelize, record_collectives, summarize
 
@@ -38,12 +39,12 @@ def check_training(
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
     tolerance: float = TOLERANCE,
-    shares_differ: bool = False,
 ) -> None:
     """One step: outputs, every gradient, and the collectives are what they should be.
 
-    Gradients enter at the first output: the loss, or a tensor if there is none. Where shares
-    differ, the plan counts the bytes of the largest, which the first rank has.
+    Gradients enter at the first output: the loss, or a tensor if there is none. Where a dim is
+    cut unevenly on one of several axes, a rank with fewer rows sums fewer numbers with those
+    that have as many: the plan counts the bytes of the largest, which the first rank has.
     """
     kwargs = kwargs or {}
     reference = copy.deepcopy(model)
@@ -76,12 +77,33 @@ def check_training(
     found = summarize(recorder.records)
     if orders_rows(plan):
         found = mean_over_ranks(found)
-    if shares_differ and any(mesh.get_coordinate() or ()):
+    if any(mesh.get_coordinate() or ()) and mesh.ndim > 1 and cuts_unevenly(plan):
         for one, planned_one in zip(found, plan.collectives, strict=True):
             assert one.nbytes <= planned_one.nbytes
             assert one.model_copy(update={"nbytes": planned_one.nbytes}) == planned_one
     else:
         assert found == plan.collectives
+
+
+def cuts_unevenly(plan: Plan) -> bool:
+    """Whether some rank has less of a tensor than another."""
+    return any(
+        size % layout.num_parts(dim, plan.mesh.axis_sizes) != 0
+        for shape, layout in _layouts(plan)
+        for dim, size in enumerate(shape)
+    )
+
+
+def _layouts(plan: Plan) -> Iterator[tuple[Sequence[int], Layout]]:
+    """Shape and layout of all that is made and of all that is converted."""
+    for stage in plan.stages:
+        graph = graph_from_json(stage.program)
+        for node, placed in zip(graph.nodes, stage.nodes, strict=True):
+            for name, text in zip(node.outputs, placed.outputs, strict=True):
+                yield graph.values[name].shape, Layout.parse(text)
+        for conversion in stage.conversions:
+            yield graph.values[conversion.value].shape, Layout.parse(conversion.source)
+            yield graph.values[conversion.value].shape, Layout.parse(conversion.target)
 
 
 def orders_rows(plan: Plan) -> bool:

@@ -271,10 +271,8 @@ HAND = {
 
 
 def check_hand_plan(hand: HandPlan, plan: Plan) -> None:
-    # A rank with fewer rows sums fewer numbers with those that have as many.
-    shares_differ = len(plan.mesh.axes) > 1
     model = copy.deepcopy(hand.model)
-    check_training(model, plan, hand.args, tolerance=EXACT, shares_differ=shares_differ)
+    check_training(model, plan, hand.args, tolerance=EXACT)
 
 
 def check_gathered_again(hand: HandPlan, plan: Plan) -> None:
@@ -432,9 +430,7 @@ class Planned:
 
     def __call__(self) -> None:
         model, inputs = model_of(self.model)
-        check_training(
-            model, self.plan, kwargs=inputs, tolerance=EXACT, shares_differ=len(self.axes) > 1
-        )
+        check_training(model, self.plan, kwargs=inputs, tolerance=EXACT)
 
 
 LOSS = "cross_entropy_loss_cross_entropy_loss"
