@@ -3,7 +3,6 @@
 In double precision, so that nothing but the order of sums may differ from the whole model.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,309 +14,30 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from runtime import uneven_steps
 from runtime.comparison import check_training, close, device_mesh, whole
-from runtime.hand_plans import Checked, HandPlan, cpu_mesh
-from runtime.recomputation import edited
+from runtime.hand_plans import Checked
+from runtime.uneven_plans import (
+    HAND,
+    check_arguments,
+    check_gathered_again,
+    check_hand_plan,
+    check_rests,
+)
+from runtime.uneven_steps import EXACT, SHAPE, check_flags, check_step
 from support import models
 from support.meshes import slow_devices
 from support.models import graph_of
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autoshard.errors import PlanError
-from autoshard.layouts import STEPS, Conversions, Kind, Layout, Step, parse_type
-from autoshard.plan import Plan, PlannedStep, PlanOptions, check_plan, make_plan
+from autoshard.layouts import STEPS, Kind, Layout
+from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
 from autoshard.runtime import checkpointable, parallelize
-from autoshard.runtime.conversions import bind_steps
-from autoshard.runtime.recorder import CollectiveRecord, record_collectives
 
-NUM_RANKS = 4
-EXACT = 1e-10
-SHAPE = (10, 8, 7)
-"""Four ranks hold 3, 3, 3 and 1 of dim 0, two each of dim 1, and 2, 2, 2 and 1 of dim 2."""
-GRADIENT = {"I": "I", "R": "P", "P": "I"}
-"""Type of the gradient of a value of each type, a gradient seen as a value."""
-COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
-
-
-class _Free:
-    """One step is cheaper than two."""
-
-    def collective_time(self, _action: str, _axis: int, _nbytes: int) -> float:
-        return 1.0
-
-    def copy_time(self, _nbytes: int) -> float:
-        return 0.0
-
-
-def planned_step(source: str, target: str) -> Step:
-    """The step as the planner has it."""
-    table = Conversions(SHAPE, 8, (NUM_RANKS,), differentiable=True, pricer=_Free())
-    actions = STEPS[Kind(source[0]), Kind(target[0])]
-    (found,) = (
-        table._step(i)
-        for i in range(len(table._moves.axes))
-        if (
-            str(table.layouts[table._moves.sources[i]]),
-            str(table.layouts[table._moves.targets[i]]),
-        )
-        == (source, target)
-    )
-    assert (found.forward, found.backward) == actions
-    return found
-
-
-def filled(source: str, target: str) -> int:
-    """Elements of the larger tensor of a step, with slices as long as the largest."""
-    sizes = list(SHAPE)
-    cut = [parse_type(text).dim for text in (source, target) if text.startswith("S")]
-    for dim in cut:
-        sizes[dim] = NUM_RANKS * -(-SHAPE[dim] // NUM_RANKS)
-    elements = sizes[0] * sizes[1] * sizes[2]
-    return elements // NUM_RANKS if len(cut) > 1 else elements
-
-
-def cut(value: torch.Tensor, kind: str, rank: int) -> torch.Tensor:
-    """A rank's part of a logical value."""
-    if kind in "IR":
-        return value.clone()
-    if kind == "P":
-        weights = torch.arange(1, NUM_RANKS + 1)
-        weights[-1] -= weights.sum() - 1
-        return value * weights[rank]
-    return value.chunk(NUM_RANKS, parse_type(kind).dim)[rank].clone()
-
-
-def merge(part: torch.Tensor, kind: str) -> torch.Tensor:
-    """The logical value that the ranks' parts make up."""
-    parts: list[Any] = [None] * NUM_RANKS
-    dist.all_gather_object(parts, part)
-    if kind in "IR":
-        for other in parts:
-            torch.testing.assert_close(other, parts[0], rtol=0, atol=0)
-        return parts[0]
-    if kind == "P":
-        return torch.stack(parts).sum(0)
-    return torch.cat(parts, parse_type(kind).dim)
-
-
-def check_step(source: str, target: str) -> None:
-    """The logical value survives the step, and so does the logical gradient."""
-    mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("a",))
-    found = planned_step(source, target)
-    assert found.nbytes == 8 * filled(source, target)
-    (run,) = bind_steps([_as_planned(found)], mesh, SHAPE)
-    value, cotangent = (torch.randn(SHAPE, dtype=torch.float64) for _ in range(2))
-    before = cut(value, source, mesh.get_local_rank()).requires_grad_()
-    with record_collectives(mesh) as recorder:
-        after = run(before)
-        after.backward(cut(cotangent, GRADIENT.get(target, target), mesh.get_local_rank()))
-    assert before.grad is not None
-    assert before.grad.shape == before.shape
-    torch.testing.assert_close(merge(after.detach(), target), value)
-    torch.testing.assert_close(merge(before.grad, GRADIENT.get(source, source)), cotangent)
-    assert recorder.records == [
-        CollectiveRecord(str(action), "a", found.nbytes, direction)
-        for action, direction in ((found.forward, "forward"), (found.backward, "backward"))
-        if action in COLLECTIVES
-    ]
-
-
-def check_flags(source: str, target: str) -> None:
-    """Masks have no gradient, and are filled up like numbers."""
-    mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("a",))
-    (run,) = bind_steps([_as_planned(planned_step(source, target))], mesh, SHAPE)
-    value = torch.rand(SHAPE) < 0.5
-    after = run(cut(value, source, mesh.get_local_rank()))
-    assert torch.equal(merge(after, target), value)
-
-
-def _as_planned(step: Step) -> PlannedStep:
-    return PlannedStep(
-        axis="a",
-        source=str(step.source),
-        target=str(step.target),
-        forward=step.forward,
-        backward=step.backward,
-        nbytes=step.nbytes,
-        time=0.0,
-    )
-
-
-class Net(nn.Module):
-    """Two linear layers and a loss: linear, relu, linear, pow, mean. Hidden are 18, or 17."""
-
-    def __init__(self, hidden: int = 18) -> None:
-        super().__init__()
-        self.up = nn.Linear(7, hidden)
-        self.down = nn.Linear(hidden, 7)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.down(torch.relu(self.up(x)))
-        return y.pow(2).mean(), y
-
-
-UP, RELU, DOWN, POW, MEAN = range(5)
-
-
-def net(batch: int = 10, length: int = 10, hidden: int = 18) -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(1)
-    return Net(hidden).double(), torch.randn(batch, length, 7, dtype=torch.float64)
-
-
-def data_parallel(at_rest: dict[str, str] | None = None) -> HandPlan:
-    """A batch of 10 on 4 ranks: R -> S, and gradients reduced over ranks with other shares."""
-    model, x = net()
-    return HandPlan(
-        model,
-        (x,),
-        cpu_mesh(dp=4),
-        at_rest={"x": "S(0)", **(at_rest or {})},
-        nodes={
-            UP: (["S(0)", "R", "R"], ["S(0)"]),
-            RELU: (["S(0)"], ["S(0)"]),
-            DOWN: (["S(0)", "R", "R"], ["S(0)"]),
-            POW: (["S(0)"], ["S(0)"]),
-            MEAN: (["S(0)"], ["P"]),
-        },
-        outputs={1: "S(0)"},
-    )
-
-
-def fully_sharded() -> HandPlan:
-    """S -> R: 18 and 7 rows, 18 columns at rest on 4 ranks."""
-    at_rest = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)", "down.bias": "S(0)"}
-    return data_parallel(at_rest)
-
-
-def whole_batch() -> HandPlan:
-    """R -> S: every rank reads the whole batch."""
-    return data_parallel({"x": "R"})
-
-
-def moved_shards() -> HandPlan:
-    """S(a) -> S(b), both uneven, and one of them even."""
-    plan = data_parallel({"x": "S(2)"})
-    plan.nodes = {**plan.nodes, RELU: (["S(1)"], ["S(1)"])}
-    return plan
-
-
-def sequence_parallel() -> HandPlan:
-    """S -> R and P -> S of a length of 10 around 18 hidden features."""
-    model, x = net()
-    return HandPlan(
-        model,
-        (x,),
-        cpu_mesh(tp=4),
-        at_rest={"x": "S(1)", "up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
-        nodes={
-            UP: (["R", "S(0)", "S(0)"], ["S(2)"]),
-            RELU: (["S(2)"], ["S(2)"]),
-            DOWN: (["S(2)", "S(1)", "P"], ["P"]),
-            POW: (["S(1)"], ["S(1)"]),
-            MEAN: (["S(1)"], ["P"]),
-        },
-        shared={"linear_1": "S(1)"},
-        outputs={1: "S(1)"},
-    )
-
-
-def whole_at_rest() -> HandPlan:
-    """I -> S: weights of which a rank uses its rows."""
-    plan = sequence_parallel()
-    plan.at_rest = {"x": "S(1)"}
-    return plan
-
-
-def megatron(batch: int, hidden: int) -> HandPlan:
-    """Column- then row-parallel over tp, batch over dp."""
-    model, x = net(batch, hidden=hidden)
-    return HandPlan(
-        model,
-        (x,),
-        cpu_mesh(dp=2, tp=2),
-        at_rest={
-            "x": "S(0),R",
-            "up.weight": "I,S(0)",
-            "up.bias": "I,S(0)",
-            "down.weight": "S(0),S(1)",
-        },
-        nodes={
-            UP: (["S(0),R", "R,S(0)", "R,S(0)"], ["S(0),S(2)"]),
-            RELU: (["S(0),S(2)"], ["S(0),S(2)"]),
-            DOWN: (["S(0),S(2)", "R,S(1)", "R,P"], ["S(0),P"]),
-            POW: (["S(0),I"], ["S(0),I"]),
-            MEAN: (["S(0),I"], ["P,I"]),
-        },
-        shared={"linear_1": "S(0),I"},
-        outputs={1: "S(0),I"},
-    )
-
-
-HAND = {
-    "data parallel": data_parallel,
-    "fully sharded": fully_sharded,
-    "whole batch": whole_batch,
-    "moved shards": moved_shards,
-    "sequence parallel": sequence_parallel,
-    "whole at rest": whole_at_rest,
-    "uneven features, even batch": partial(megatron, 4, 17),
-    "even features, uneven batch": partial(megatron, 5, 18),
-    "uneven features, uneven batch": partial(megatron, 5, 17),
-}
-
-
-def check_hand_plan(hand: HandPlan, plan: Plan) -> None:
-    model = copy.deepcopy(hand.model)
-    check_training(model, plan, hand.args, tolerance=EXACT)
-
-
-def check_gathered_again(hand: HandPlan, plan: Plan) -> None:
-    """Backward gathers 18 columns once more instead of finding them held."""
-    (stage,) = plan.stages
-    (weight,) = (p.name for p in stage.parameters if p.target == "down.weight")
-    conversions = (c.model_copy(update={"again": c.value == weight}) for c in stage.conversions)
-    again = edited(plan, conversions=tuple(conversions))
-    assert again.collectives != plan.collectives
-    check_training(copy.deepcopy(hand.model), again, hand.args, tolerance=EXACT)
-
-
-def check_rests(_hand: HandPlan, plan: Plan) -> None:
-    """Parameters are what DTensor itself makes of them, in shards and in state dicts."""
-    reference, _ = net()
-    model, _ = net()
-    mesh = device_mesh(plan)
-    state = parallelize(model, plan, mesh).state_dict()
-    for name, parameter in reference.named_parameters():
-        distributed = distribute_tensor(parameter.detach(), mesh, state[name].placements)
-        assert torch.equal(state[name].to_local(), distributed.to_local()), name
-        assert torch.equal(whole(state[name]), parameter), name
-    mine = [5, 5, 5, 3][mesh.get_local_rank()]
-    assert state["up.weight"].to_local().shape == (mine, 7)
-    assert state["down.weight"].to_local().shape == (7, mine)
-
-
-def check_arguments(_hand: HandPlan, plan: Plan) -> None:
-    """The whole batch, a rank's own rows and a DTensor are the same input."""
-    model, x = net()
-    mesh = device_mesh(plan)
-    planned = parallelize(model, plan, mesh)
-    rank = mesh.get_local_rank()
-    mine = x.chunk(NUM_RANKS)[rank]
-    distributed = distribute_tensor(x, mesh, planned(x)[1].placements)
-    for given in (mine, distributed):
-        loss, y = planned(given)
-        assert loss == planned(x)[0]
-        assert isinstance(y, DTensor)
-        assert y.shape == x.shape
-        assert y.to_local().shape == mine.shape
-        close(whole(y.detach()), Net.forward(net()[0], x)[1].detach(), "output", EXACT)
-    other = x[:3] if rank == NUM_RANKS - 1 else x[:1]
-    with pytest.raises(PlanError, match=rf"\(10, 10, 7\), or \({len(mine)}, 10, 7\)"):
-        planned(other)
+NUM_RANKS = uneven_steps.NUM_RANKS
 
 
 class Gpt2(nn.Module):

@@ -1,0 +1,190 @@
+"""Plans by hand for a net whose sizes the axes do not divide, and what is checked of them."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from runtime.comparison import check_training, close, device_mesh, whole
+from runtime.hand_plans import HandPlan, cpu_mesh
+from runtime.recomputation import edited
+from runtime.uneven_steps import EXACT, NUM_RANKS
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autoshard.errors import PlanError
+from autoshard.plan import Plan
+from autoshard.runtime import parallelize
+
+
+class Net(nn.Module):
+    """Two linear layers and a loss: linear, relu, linear, pow, mean. Hidden are 18, or 17."""
+
+    def __init__(self, hidden: int = 18) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, hidden)
+        self.down = nn.Linear(hidden, 7)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.down(torch.relu(self.up(x)))
+        return y.pow(2).mean(), y
+
+
+UP, RELU, DOWN, POW, MEAN = range(5)
+
+
+def net(batch: int = 10, length: int = 10, hidden: int = 18) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(1)
+    return Net(hidden).double(), torch.randn(batch, length, 7, dtype=torch.float64)
+
+
+def data_parallel(at_rest: dict[str, str] | None = None) -> HandPlan:
+    """A batch of 10 on 4 ranks: R -> S, and gradients reduced over ranks with other shares."""
+    model, x = net()
+    return HandPlan(
+        model,
+        (x,),
+        cpu_mesh(dp=4),
+        at_rest={"x": "S(0)", **(at_rest or {})},
+        nodes={
+            UP: (["S(0)", "R", "R"], ["S(0)"]),
+            RELU: (["S(0)"], ["S(0)"]),
+            DOWN: (["S(0)", "R", "R"], ["S(0)"]),
+            POW: (["S(0)"], ["S(0)"]),
+            MEAN: (["S(0)"], ["P"]),
+        },
+        outputs={1: "S(0)"},
+    )
+
+
+def fully_sharded() -> HandPlan:
+    """S -> R: 18 and 7 rows, 18 columns at rest on 4 ranks."""
+    at_rest = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)", "down.bias": "S(0)"}
+    return data_parallel(at_rest)
+
+
+def whole_batch() -> HandPlan:
+    """R -> S: every rank reads the whole batch."""
+    return data_parallel({"x": "R"})
+
+
+def moved_shards() -> HandPlan:
+    """S(a) -> S(b), both uneven, and one of them even."""
+    plan = data_parallel({"x": "S(2)"})
+    plan.nodes = {**plan.nodes, RELU: (["S(1)"], ["S(1)"])}
+    return plan
+
+
+def sequence_parallel() -> HandPlan:
+    """S -> R and P -> S of a length of 10 around 18 hidden features."""
+    model, x = net()
+    return HandPlan(
+        model,
+        (x,),
+        cpu_mesh(tp=4),
+        at_rest={"x": "S(1)", "up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
+        nodes={
+            UP: (["R", "S(0)", "S(0)"], ["S(2)"]),
+            RELU: (["S(2)"], ["S(2)"]),
+            DOWN: (["S(2)", "S(1)", "P"], ["P"]),
+            POW: (["S(1)"], ["S(1)"]),
+            MEAN: (["S(1)"], ["P"]),
+        },
+        shared={"linear_1": "S(1)"},
+        outputs={1: "S(1)"},
+    )
+
+
+def whole_at_rest() -> HandPlan:
+    """I -> S: weights of which a rank uses its rows."""
+    plan = sequence_parallel()
+    plan.at_rest = {"x": "S(1)"}
+    return plan
+
+
+def megatron(batch: int, hidden: int) -> HandPlan:
+    """Column- then row-parallel over tp, batch over dp."""
+    model, x = net(batch, hidden=hidden)
+    return HandPlan(
+        model,
+        (x,),
+        cpu_mesh(dp=2, tp=2),
+        at_rest={
+            "x": "S(0),R",
+            "up.weight": "I,S(0)",
+            "up.bias": "I,S(0)",
+            "down.weight": "S(0),S(1)",
+        },
+        nodes={
+            UP: (["S(0),R", "R,S(0)", "R,S(0)"], ["S(0),S(2)"]),
+            RELU: (["S(0),S(2)"], ["S(0),S(2)"]),
+            DOWN: (["S(0),S(2)", "R,S(1)", "R,P"], ["S(0),P"]),
+            POW: (["S(0),I"], ["S(0),I"]),
+            MEAN: (["S(0),I"], ["P,I"]),
+        },
+        shared={"linear_1": "S(0),I"},
+        outputs={1: "S(0),I"},
+    )
+
+
+HAND = {
+    "data parallel": data_parallel,
+    "fully sharded": fully_sharded,
+    "whole batch": whole_batch,
+    "moved shards": moved_shards,
+    "sequence parallel": sequence_parallel,
+    "whole at rest": whole_at_rest,
+    "uneven features, even batch": partial(megatron, 4, 17),
+    "even features, uneven batch": partial(megatron, 5, 18),
+    "uneven features, uneven batch": partial(megatron, 5, 17),
+}
+
+
+def check_hand_plan(hand: HandPlan, plan: Plan) -> None:
+    model = copy.deepcopy(hand.model)
+    check_training(model, plan, hand.args, tolerance=EXACT)
+
+
+def check_gathered_again(hand: HandPlan, plan: Plan) -> None:
+    """Backward gathers 18 columns once more instead of finding them held."""
+    (stage,) = plan.stages
+    (weight,) = (p.name for p in stage.parameters if p.target == "down.weight")
+    conversions = (c.model_copy(update={"again": c.value == weight}) for c in stage.conversions)
+    again = edited(plan, conversions=tuple(conversions))
+    assert again.collectives != plan.collectives
+    check_training(copy.deepcopy(hand.model), again, hand.args, tolerance=EXACT)
+
+
+def check_rests(_hand: HandPlan, plan: Plan) -> None:
+    """Parameters are what DTensor itself makes of them, in shards and in state dicts."""
+    reference, _ = net()
+    model, _ = net()
+    mesh = device_mesh(plan)
+    state = parallelize(model, plan, mesh).state_dict()
+    for name, parameter in reference.named_parameters():
+        distributed = distribute_tensor(parameter.detach(), mesh, state[name].placements)
+        assert torch.equal(state[name].to_local(), distributed.to_local()), name
+        assert torch.equal(whole(state[name]), parameter), name
+    mine = [5, 5, 5, 3][mesh.get_local_rank()]
+    assert state["up.weight"].to_local().shape == (mine, 7)
+    assert state["down.weight"].to_local().shape == (7, mine)
+
+
+def check_arguments(_hand: HandPlan, plan: Plan) -> None:
+    """The whole batch, a rank's own rows and a DTensor are the same input."""
+    model, x = net()
+    mesh = device_mesh(plan)
+    planned = parallelize(model, plan, mesh)
+    rank = mesh.get_local_rank()
+    mine = x.chunk(NUM_RANKS)[rank]
+    distributed = distribute_tensor(x, mesh, planned(x)[1].placements)
+    for given in (mine, distributed):
+        loss, y = planned(given)
+        assert loss == planned(x)[0]
+        assert isinstance(y, DTensor)
+        assert y.shape == x.shape
+        assert y.to_local().shape == mine.shape
+        close(whole(y.detach()), Net.forward(net()[0], x)[1].detach(), "output", EXACT)
+    other = x[:3] if rank == NUM_RANKS - 1 else x[:1]
+    with pytest.raises(PlanError, match=rf"\(10, 10, 7\), or \({len(mine)}, 10, 7\)"):
+        planned(other)
