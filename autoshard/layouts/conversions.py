@@ -36,6 +36,8 @@ class Action(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
+    HALO_EXCHANGE = "halo_exchange"
+    """Each rank gives the edges of its slice to the ranks next to it. No step does; operators do."""
 
     @property
     def is_collective(self) -> bool:
@@ -43,9 +45,7 @@ class Action(StrEnum):
         return self in _COLLECTIVES
 
 
-_COLLECTIVES = frozenset(
-    {Action.ALL_REDUCE, Action.ALL_GATHER, Action.REDUCE_SCATTER, Action.ALL_TO_ALL}
-)
+_COLLECTIVES = frozenset(Action) - {Action.NOTHING, Action.SLICE, Action.PAD, Action.MASK}
 
 _I, _R, _S, _P = Kind.INVARIANT, Kind.REPLICATE, Kind.SHARD, Kind.PARTIAL
 

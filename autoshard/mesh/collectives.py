@@ -16,8 +16,10 @@ All-gather and reduce-scatter take the faster of two algorithms, as NCCL does:
 
 All-reduce is a reduce-scatter and an all-gather: both twice. All-to-all exchanges B/n with
 each peer in turn; what leaves a group goes over the sender's own link, all levels at once:
-sum_l (r_l - r_{l-1}) lat_l + max_l (1 - r_{l-1}/n) B / bw_l. Every collective also pays the
-topology's overhead once, which is the floor for small messages. A link may have figures of its own
+sum_l (r_l - r_{l-1}) lat_l + max_l (1 - r_{l-1}/n) B / bw_l. A halo exchange sends B to the two
+ranks next to a rank, both at once, as if over the slowest link that any of them crosses, however
+many ranks there are: max_l lat_l + max_l B / bw_l. Every collective also pays the topology's
+overhead once, which is the floor for small messages. A link may have figures of its own
 for a collective, where one was measured that the common ones do not describe; and it may be
 slower for the bytes of a message beyond some size, which is then the case of the whole price.
 
@@ -107,7 +109,8 @@ class AlphaBeta:
         """Price of a collective over one axis of more than one rank.
 
         The published all-to-all counts the whole group's bytes, (n-1)/n^2 of them, with a
-        penalty of n/2; a rank's tensor is one n-th of that.
+        penalty of n/2; a rank's tensor is one n-th of that. Alpa has no halo exchange: it is
+        taken as a message of these bytes.
         """
         check_collective(action)
         n = num_ranks
@@ -116,6 +119,7 @@ class AlphaBeta:
             "all_gather": (0.1, (n - 1) / n),
             "reduce_scatter": (0.001, (n - 1) / n),
             "all_to_all": (0.001, (n - 1) / 2),
+            "halo_exchange": (0.001, 1.0),
         }[action]
         return Line(self.alpha[axis] + constant, self.beta[axis] * volume)
 
@@ -133,6 +137,8 @@ def lines(action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Li
     crossings = list(_crossings(action, num_ranks, spans, links))
     if action == "all_to_all":
         return [_exchange(num_ranks, crossings)]
+    if action == "halo_exchange":
+        return [_neighbours(crossings)]
     passes = 2 if action == "all_reduce" else 1
     ring, stages = _ring(num_ranks, crossings), _stages(crossings)
     stages = stages._replace(slope=max(ring.slope, stages.slope))
@@ -189,6 +195,11 @@ def _exchange(num_ranks: int, crossings: Sequence[_Crossing]) -> Line:
         max(slopes),
         _bends(slopes, crossings),
     )
+
+
+def _neighbours(crossings: Sequence[_Crossing]) -> Line:
+    slopes = [1 / c.link.bandwidth for c in crossings]
+    return Line(max(c.link.latency for c in crossings), max(slopes), _bends(slopes, crossings))
 
 
 def _bends(

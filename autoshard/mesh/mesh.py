@@ -91,9 +91,10 @@ class Mesh:
         """Seconds that a collective over one axis takes, all its groups at the same time.
 
         Args:
-            action: all_gather, all_reduce, all_to_all or reduce_scatter.
+            action: all_gather, all_reduce, all_to_all, halo_exchange or reduce_scatter.
             axis: index of the axis.
-            nbytes: size of the larger of a rank's tensor before and after.
+            nbytes: size of the larger of a rank's tensor before and after; of a halo exchange, of
+                the rank that sends or receives most.
 
         Raises:
             MeshError: the collective or the axis does not exist.

@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from autoshard.errors import MeshError
 from autoshard.mesh.checks import check_name, check_not_negative, check_positive, check_unique
 
-COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter")
 """Names of the collectives that have a price."""
 
 MAX_BENDS = 64

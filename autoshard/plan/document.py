@@ -82,15 +82,17 @@ class InnerStep(Document):
     """A collective that ranks run inside an operator, because a dim that it works along is cut."""
 
     axis: str
-    action: Literal["all_reduce", "all_to_all"] = "all_reduce"
-    operation: Literal["sum", "max", "move"] = Field(
-        description="how the ranks' numbers come together; rows move to the ranks they are for"
+    action: Literal["all_reduce", "all_to_all", "halo_exchange"] = "all_reduce"
+    operation: Literal["sum", "max", "move", "halo"] = Field(
+        description="how the ranks' numbers come together; rows move to the ranks they are for, "
+        "and halos are edges of neighbours' slices"
     )
     direction: Direction = Field(description="the pass of the operator that it belongs to")
     nbytes: Bytes = Field(
-        description="a rank's numbers; how many rows a rank moves is data, and this the mean"
+        description="a rank's numbers; how many rows a rank moves is data, and this the mean; "
+        "of halos, what the rank sends or receives that does most"
     )
-    time: Seconds
+    time: Seconds = Field(description="with the copies that a halo needs beside it")
 
 
 class PlacedNode(Document):

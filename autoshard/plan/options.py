@@ -9,7 +9,9 @@ Mode = Literal["training", "inference"]
 Algorithm = Literal["optimal", "megatron"]
 Recomputing = Literal["auto", "never", "always"]
 StateDType = Literal["float32", "float16", "bfloat16"]
-CollectiveKind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+CollectiveKind = Literal[
+    "all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter"
+]
 
 _Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 _LayoutText = Annotated[str, Field(max_length=1024)]

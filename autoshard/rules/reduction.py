@@ -7,7 +7,8 @@ ranks put them together. Statistics are small: one number per row, not per eleme
 A rule says what runs in a text such as `max sum*2 | sum`: forward a maximum and two sums per
 row, the sums together in one all-reduce, backward one sum.
 
-Operators on rows ordered by expert move the rows themselves, with an all-to-all (`move`).
+Operators on rows ordered by expert move the rows themselves, with an all-to-all (`move`). Windows
+that overlap need the edges of the neighbours' slices (`halo`, `autoshard.rules.windows`).
 """
 
 import re
@@ -31,11 +32,16 @@ class Operation(StrEnum):
     """Everybody gets the largest."""
     MOVE = "move"
     """Each row goes to the rank that it is for."""
+    HALO = "halo"
+    """Everybody gets the edges of the slices next to its own."""
 
     @property
     def action(self) -> Action:
         """The collective."""
-        return Action.ALL_TO_ALL if self is Operation.MOVE else Action.ALL_REDUCE
+        return _ACTIONS.get(self, Action.ALL_REDUCE)
+
+
+_ACTIONS = {Operation.MOVE: Action.ALL_TO_ALL, Operation.HALO: Action.HALO_EXCHANGE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +79,17 @@ class InnerCollective:
     Attributes:
         axis: the mesh axis.
         operation: what becomes of what the ranks have.
-        nbytes: bytes of a rank's statistics; of rows that move, on average over the ranks.
+        nbytes: bytes of a rank's statistics; of rows that move, on average over the ranks; of
+            halos, of the rank that sends or receives most.
         backward: whether it runs in the backward pass.
+        copied: bytes that copies beside it make on the rank.
     """
 
     axis: int
     operation: Operation
     nbytes: int
     backward: bool
+    copied: int = 0
 
 
 @dataclass(frozen=True, slots=True)

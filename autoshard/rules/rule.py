@@ -29,6 +29,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from autoshard.layouts import AxisType, I, Layout, P, R, S, cuts_unevenly, largest_share, reduced
+from autoshard.rules.halo import NO_HALO, Halo
 from autoshard.rules.reduction import NO_REDUCTIONS, InnerCollective, Reductions
 
 Dims = tuple[tuple[str, ...], ...]
@@ -58,6 +59,8 @@ class OperatorRule:
         addends: inputs that are added to a contraction, and so must enter its sum once.
         unaffected: outputs that come out whole from a cut of a letter that they lack.
         reduced: what ranks put together inside the operator where a letter is cut.
+        halo: what they need of their neighbours' slices where a letter is cut; one axis may
+            cut such a letter, since an axis knows its own neighbours only.
         pieces: of letters that others follow each other in; only their chunks may be cut.
         ordered: letters along which a rank must know where its elements are in the whole, so
             that they must lie in one row.
@@ -77,6 +80,7 @@ class OperatorRule:
     addends: frozenset[int] = frozenset()
     unaffected: frozenset[int] = frozenset()
     reduced: Reductions = NO_REDUCTIONS
+    halo: Halo = NO_HALO
     pieces: Mapping[str, Pieces] = field(default_factory=dict)
     ordered: frozenset[str] = frozenset()
     causal: tuple[str, str] | None = None
@@ -91,6 +95,8 @@ class OperatorRule:
             return False
         if any(self.sizes[other] % parts for other in self.follows.get(letter, ())):
             return False
+        if not self.halo.allows(letter, self.sizes, parts):
+            return False
         return size % parts == 0 or (letter in self.uneven and cuts_unevenly(size, parts))
 
     def cut(self, letter: str, parts: int) -> "OperatorRule":
@@ -102,13 +108,33 @@ class OperatorRule:
         pieces = (piece for _, piece in self.pieces.get(letter, ()) if piece)
         cut = (letter, *pieces, *self.follows.get(letter, ()))
         left = frozenset(x for x, others in self.follows.items() if letter in others)
-        is_even = self.sizes[letter] % parts == 0
+        again = self.sizes[letter] % parts == 0 and letter not in self.halo.edges
         return replace(
             self,
             sizes={**self.sizes, **{x: largest_share(self.sizes[x], parts) for x in cut}},
-            whole=self.whole | left if is_even else self.whole | left | {letter},
+            whole=self.whole | left if again else self.whole | left | {letter},
             uneven=self.uneven - {letter},
         )
+
+    def collectives(
+        self, cuts: Iterable[tuple[int, str | None]], sizes: Mapping[str, int]
+    ) -> tuple[InnerCollective, ...]:
+        """What ranks run inside the operator, in order.
+
+        Args:
+            cuts: axes, and the letter that each of them cuts; None for none.
+            sizes: letter sizes on a rank, after all cuts.
+        """
+        cuts = tuple(cuts)
+        return (
+            *self.reduced.collectives(cuts, sizes),
+            *self.halo.collectives(cuts, self.sizes, sizes),
+        )
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks run something inside the operator where some letter is cut."""
+        return bool(self.reduced.listed or self.halo.edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +335,7 @@ def strategies(
         inputs = _layouts([option.inputs for option in options], len(rule.inputs), order)
         outputs = _layouts([option.outputs for option in options], len(rule.outputs), order)
         cuts = ((axis, option.letter) for axis, option in sequence)
-        collectives = rule.reduced.collectives(cuts, local.sizes)
+        collectives = rule.collectives(cuts, local.sizes)
         found.setdefault(Strategy(inputs, outputs, local.sizes, collectives))
     return tuple(found)
 

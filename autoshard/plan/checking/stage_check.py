@@ -13,7 +13,7 @@ from autoshard.plan.active import ActiveAxes
 from autoshard.plan.checking.conversion_check import TOLERANCE, ConversionCheck
 from autoshard.plan.document import Conversion, InnerStep, Memory, PlacedNode, Plan, Stage, Use
 from autoshard.plan.formulation.legality import share_of, without_invariant
-from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan.formulation.pricing import Prices, inner_time
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.memory.recompute import checkpoint_spans, recomputed
 from autoshard.plan.memory.timeline import timeline
@@ -245,14 +245,13 @@ class StageCheck:
         return _Work(inputs, outputs, uses, "", share.sizes, seconds, forward, inside)
 
     def _inner_step(self, collective: InnerCollective) -> InnerStep:
-        action = collective.operation.action
         return InnerStep(
             axis=self.mesh.axis_names[collective.axis],
-            action=action.value,
+            action=collective.operation.action.value,
             operation=collective.operation.value,
             direction="backward" if collective.backward else "forward",
             nbytes=collective.nbytes,
-            time=self.mesh.collective_time(action, collective.axis, collective.nbytes),
+            time=inner_time(collective, self.mesh),
         )
 
     def _use(

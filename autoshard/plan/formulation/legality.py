@@ -51,7 +51,7 @@ def share_of(
             found = _walk(rule, order, axis_sizes, seen, gradients)
             if found is not None:
                 sizes, cuts = found
-                return Share(sizes, rule.reduced.collectives(cuts, sizes))
+                return Share(sizes, rule.collectives(cuts, sizes))
     return None
 
 

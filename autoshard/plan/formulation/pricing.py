@@ -15,7 +15,7 @@ from autoshard.costs import (
     saved_bytes,
 )
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor
-from autoshard.layouts import AxisType
+from autoshard.layouts import AxisType, Pricer
 from autoshard.mesh import Mesh
 from autoshard.plan.active import ActiveAxes
 from autoshard.plan.formulation.legality import without_invariant
@@ -32,6 +32,14 @@ from autoshard.rules import (
     strategies,
 )
 from autoshard.solve import FloatArray
+
+def inner_time(collective: InnerCollective, pricer: Pricer) -> float:
+    """Seconds of a collective inside an operator, with the copies beside it."""
+    seconds = pricer.collective_time(
+        collective.operation.action, collective.axis, collective.nbytes
+    )
+    return seconds + (pricer.copy_time(collective.copied) if collective.copied else 0.0)
+
 
 Usage = Mapping[str, FloatArray]
 """Bytes per device of each strategy, by kind."""
@@ -177,9 +185,8 @@ class Prices:
         return compute + self._inside(chosen, backward=False)
 
     def inside(self, collective: InnerCollective) -> float:
-        """Seconds of a collective inside an operator."""
-        action = collective.operation.action
-        return self._axes.collective_time(action, collective.axis, collective.nbytes)
+        """Seconds of a collective inside an operator, over an axis of more than one rank."""
+        return inner_time(collective, self._axes)
 
     def _inside(self, chosen: Sequence[Strategy], *, backward: bool) -> FloatArray:
         """Seconds of what strategies run inside, forward or both ways, shape [S]."""
@@ -205,7 +212,7 @@ class Prices:
         every = strategies(rule, axis_sizes, partial=partial, chunked=chunked)
         seen = [_without_gradient(s, gradients, backward=backward) for s in every]
         times = self._times(graph, node, rule, every, backward=backward)
-        if rule.reduced.listed:
+        if rule.communicates:
             times = times + self._inside(seen, backward=backward)
         cheapest: dict[Strategy, int] = {}
         for i, strategy in enumerate(seen):
