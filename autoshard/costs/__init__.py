@@ -2,9 +2,11 @@
 
 from autoshard.costs.compute import Category, categorise, operator_times
 from autoshard.costs.memory import (
+    BorderBytes,
     ParameterBytes,
     SavedBytes,
     activation_bytes,
+    border_bytes,
     parameter_bytes,
     parse_bytes,
     saved_bytes,
@@ -13,6 +15,7 @@ from autoshard.costs.optimizer import Optimizer, OptimizerSpec, optimizer_time
 from autoshard.costs.overlap import Overlap, Passes, hidden_seconds
 
 __all__ = [
+    "BorderBytes",
     "Category",
     "Optimizer",
     "OptimizerSpec",
@@ -21,6 +24,7 @@ __all__ = [
     "Passes",
     "SavedBytes",
     "activation_bytes",
+    "border_bytes",
     "categorise",
     "hidden_seconds",
     "operator_times",

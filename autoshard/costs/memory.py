@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
+from typing import NamedTuple
+
+import numpy as np
 
 from autoshard.costs.local import FloatArray, LocalSizes
 from autoshard.costs.optimizer import OptimizerSpec
@@ -93,6 +96,18 @@ class SavedBytes:
     extra: FloatArray
 
 
+class BorderBytes(NamedTuple):
+    """Bytes that edges of neighbours' slices take on one rank, each of shape [S].
+
+    Attributes:
+        kept: until backward.
+        working_backward: while backward runs.
+    """
+
+    kept: FloatArray
+    working_backward: FloatArray
+
+
 def saved_bytes(
     rule: OperatorRule,
     strategies: Sequence[Strategy],
@@ -119,6 +134,23 @@ def saved_bytes(
         {i: sizes.nbytes(inputs[i], rule.inputs[i]) for i in sorted(saved.inputs)},
         {i: sizes.nbytes(outputs[i], rule.outputs[i]) for i in sorted(saved.outputs)},
         extra,
+    )
+
+
+def border_bytes(rule: OperatorRule, strategies: Sequence[Strategy]) -> BorderBytes:
+    """Bytes that the edges of neighbours' slices take on one rank.
+
+    Args:
+        rule: the operator's rule.
+        strategies: strategies of that rule; S of them.
+    """
+    if not rule.halo.edges:
+        nothing = np.zeros(len(strategies))
+        return BorderBytes(nothing, nothing)
+    every = [rule.halo.borders_of(rule.sizes, strategy.sizes) for strategy in strategies]
+    return BorderBytes(
+        np.array([borders.kept for borders in every], dtype=float),
+        np.array([borders.working_backward for borders in every], dtype=float),
     )
 
 

@@ -37,7 +37,7 @@ class Action(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     HALO_EXCHANGE = "halo_exchange"
-    """Each rank gives the edges of its slice to the ranks next to it. No step does; operators do."""
+    """Ranks give the edges of their slices to those next to them: no step, but operators do."""
 
     @property
     def is_collective(self) -> bool:

@@ -182,6 +182,11 @@ EXAMPLES: Mapping[str, Sequence[ExampleCall]] = {
             "max_pool2d.default", "self[b,c,(x 2),(y 2)] -> [b,c,x,y]", {"kernel_size": (2, 2)}
         ),
         ExampleCall(
+            "max_pool2d.default",
+            "self[b,c,(x 2),(y 2)] -> [b,c,x,y]",
+            {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1)},
+        ),
+        ExampleCall(
             "avg_pool2d.default", "self[b,c,(x 2),(y 2)] -> [b,c,x,y]", {"kernel_size": (2, 2)}
         ),
         ExampleCall("adaptive_avg_pool1d.default", "self[b,c,x] -> [b,c,1]", {"output_size": (1,)}),

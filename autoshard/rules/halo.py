@@ -37,19 +37,19 @@ class Borders(NamedTuple):
     Attributes:
         exchanged: by dim of the first input, in the order of the exchanges; of the rank that
             sends or receives most.
-        extended: of the slice with all edges.
+        extended: of the slice with all edges, which forward works on.
+        kept: of the edges that are kept for backward.
+        working_backward: that backward works on: the extended gradient, and perhaps the extended
+            slice once more.
     """
 
     exchanged: Mapping[int, int]
     extended: int
-
-    @property
-    def received(self) -> int:
-        """Edges that a rank holds."""
-        return sum(self.exchanged.values())
+    kept: int
+    working_backward: int
 
 
-NO_BORDERS = Borders({}, 0)
+NO_BORDERS = Borders({}, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,19 @@ class Halo:
             width = max(before, after) if two else before + after
             exchanged[dim] = width * self.itemsize * prod((*shape[:dim], *shape[dim + 1 :]))
             shape[dim] += before + after
-        return Borders(exchanged, self.itemsize * prod(shape)) if exchanged else NO_BORDERS
+        if not exchanged:
+            return NO_BORDERS
+        extended = self.itemsize * prod(shape)
+        return Borders(
+            exchanged,
+            extended,
+            sum(exchanged.values()) if self.rebuilds else 0,
+            extended * (2 if self.rebuilds else 1),
+        )
+
+    def borders_of(self, whole: Mapping[str, int], sizes: Mapping[str, int]) -> Borders:
+        """What a rank does about edges, given the letter sizes before and after all cuts."""
+        return self.borders(_shape(self.image, whole), _shape(self.image, sizes))
 
     def collectives(
         self,
@@ -107,7 +119,7 @@ class Halo:
         axes = {self.edges[x].dim: axis for axis, x in cuts if x is not None and x in self.edges}
         if not axes:
             return ()
-        borders = self.borders(_shape(self.image, whole), _shape(self.image, sizes))
+        borders = self.borders_of(whole, sizes)
         trimmed = self.itemsize * prod(_shape(self.trimmed, sizes)) if self.trimmed else 0
         own = self.itemsize * prod(_shape(self.image, sizes))
         forward = [

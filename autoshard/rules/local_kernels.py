@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from autoshard.graph.experts import EXPERT_OPERATORS
 from autoshard.rules.random import DRAWING, FILLING_AT_RANDOM, SIZED_AT_RANDOM
+from autoshard.rules.windows import RANKS
 
 
 class Kernel(StrEnum):
@@ -67,8 +68,8 @@ class Kernel(StrEnum):
     the default); otherwise plain."""
     ALONG = "along"
     """Where the dims that the operator works along are cut, ranks put their statistics together
-    as `OperatorRule.reduced` says. Otherwise plain, or `GROUPS` where `LocalKernel.argument`
-    names an argument."""
+    as `OperatorRule.reduced` says, or exchange edges as `OperatorRule.halo` does. Otherwise plain,
+    or `GROUPS` where `LocalKernel.argument` names an argument."""
     CLASSES = "classes"
     """As `ALONG` where the classes of a loss are cut, and as `SCALED` besides."""
 
@@ -96,7 +97,7 @@ _PLAIN = LocalKernel()
 _RESHAPE = LocalKernel(Kernel.RESHAPE)
 _RESIZE = LocalKernel(Kernel.RESIZE, "size")
 _SPLIT = LocalKernel(Kernel.SPLIT)
-_GROUPS = LocalKernel(Kernel.GROUPS, "groups")
+_CONVOLUTION = LocalKernel(Kernel.ALONG, "groups")
 _ROUTED = LocalKernel(Kernel.ROUTED)
 _EXPERTS = LocalKernel(Kernel.EXPERTS, "offs")
 _MEAN = LocalKernel(Kernel.SCALED)
@@ -132,11 +133,12 @@ KERNELS: Mapping[str, LocalKernel] = {
     "aten.soft_margin_loss.default": _MEAN_LOSS,
     "aten.binary_cross_entropy.default": _MEAN_LOSS,
     "aten.binary_cross_entropy_with_logits.default": _MEAN_LOSS,
-    **{f"aten.adaptive_avg_pool{rank}d.default": _MEAN for rank in (1, 2, 3)},
-    **{f"aten.conv{rank}d": _GROUPS for rank in (1, 2, 3)},
-    "aten.conv_transpose1d.default": _GROUPS,
-    "aten.conv_transpose2d.input": _GROUPS,
-    "aten.conv_transpose3d.input": _GROUPS,
+    **{f"aten.adaptive_avg_pool{rank}d.default": _MEAN for rank in RANKS},
+    **{f"aten.{kind}_pool{rank}d.default": _ALONG for kind in ("max", "avg") for rank in RANKS},
+    **{f"aten.conv{rank}d": _CONVOLUTION for rank in RANKS},
+    "aten.conv_transpose1d.default": _CONVOLUTION,
+    "aten.conv_transpose2d.input": _CONVOLUTION,
+    "aten.conv_transpose3d.input": _CONVOLUTION,
     "aten.group_norm.default": LocalKernel(Kernel.ALONG, "num_groups"),
     **{
         f"aten.{operator}": _ALONG

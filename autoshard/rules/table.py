@@ -28,8 +28,9 @@ is made from the rules by `python -m autoshard.rules.table`.
   same on all ranks, and their gradients are summed.
 * **summed**: dims that may be cut, after which the output is to be summed over the ranks.
 * **inside**: dims of those that may be cut where ranks then run all-reduces inside the operator,
-  with the numbers per row that each puts together, forward | backward; or where an all-to-all
-  brings rows to the ranks of their experts (`move`).
+  with the numbers per row that each puts together, forward | backward; where an all-to-all
+  brings rows to the ranks of their experts (`move`); or where ranks exchange the edges of their
+  slices with those next to them, so many elements from before and behind (`halo 1+1`).
 * **sums**: inputs that may be such sums themselves, as the output then is; `a + b` at once.
 * **kept**: what is kept for backward if every input has a gradient.
 * **on a rank**: what a rank does otherwise than the whole program (`Kernel`, `draws` random
@@ -143,7 +144,7 @@ def _listed(items: Iterable[str]) -> str:
 
 def _inside(rule: OperatorRule, dims: list[list[list[str]]]) -> str:
     """What runs inside, by the names of the dims that it is for."""
-    if not rule.reduced.listed:
+    if not rule.communicates:
         return "-"
     # Letters are handed out one per factor.
     names = {
@@ -153,6 +154,11 @@ def _inside(rule: OperatorRule, dims: list[list[list[str]]]) -> str:
         if len(letters) == len(factors)
         for letter, name in zip(letters, factors, strict=True)
     }
+    if rule.halo.edges:
+        return _listed(
+            f"{names[letter]}: `halo {edges.before}+{edges.after}`"
+            for letter, edges in rule.halo.edges.items()
+        )
     over = _listed(names[letter] for letter in rule.sizes if letter in rule.reduced.over)
     return f"{over}: `{rule.reduced}`".replace("|", "\\|")
 

@@ -14,8 +14,10 @@ UNCUT: Mapping[str, str] = {
     "cross_entropy_loss.default": "Positions under a mean over labels, which divides by what they "
     "count. Such a loss is therefore planned as a sum divided by a count.",
     "scaled_dot_product_attention.default": "Keys where some are dropped at random.",
-    "conv1d conv2d conv3d max_pool2d.default avg_pool2d.default": "Places whose windows overlap: "
-    "slices would need their neighbours' edges.",
+    "conv1d conv2d conv3d max_pool2d.default avg_pool2d.default": "Places where a slice would lack "
+    "more than the slices next to it have, where strides do not divide the image into as many "
+    "places as there are windows (no padding, odd sizes), and, where windows overlap, slices of "
+    "unequal length and of two axes.",
     "upsample_linear1d.vec upsample_bilinear2d.vec": "Places: each is made of its neighbours.",
     "masked_scatter.default": "Which element comes next depends on all of the mask before.",
     "embedding_bag": "Rows and bags: bags are as long as the data says, and the tables of "

@@ -86,8 +86,7 @@ def pooling_windows(call: Arguments, rank: int) -> tuple[Window, ...]:
     paddings = per_dim(call, "padding", (0,) * rank)
     extents = [1 + d * (k - 1) for k, d in zip(kernel, dilations, strict=True)]
     return tuple(
-        Window(*each)
-        for each in zip(strides, dilations, extents, paddings, paddings, strict=True)
+        Window(*each) for each in zip(strides, dilations, extents, paddings, paddings, strict=True)
     )
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.graph import Node, references
 from autoshard.layouts import Layout
 from autoshard.rules import Operation
+from autoshard.runtime.exchange import Received, exchange_edges
 
 LocalKernel = Callable[[Sequence[torch.Tensor], int], tuple[torch.Tensor, ...]]
 """Takes the local inputs and the number of the step; gives the local outputs."""
@@ -40,6 +41,16 @@ class Ranks(Protocol):
         """
         ...
 
+    def exchange(self, to_before: torch.Tensor, to_after: torch.Tensor, axis: int) -> Received:
+        """Send edges to the two ranks next to this one on a mesh axis, and take theirs.
+
+        Args:
+            to_before: for the rank before, contiguous.
+            to_after: for the rank behind, contiguous.
+            axis: the mesh axis.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class MeshRanks:
@@ -59,6 +70,10 @@ class MeshRanks:
         group = self.mesh.get_group(axis)
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group)
         return arrived
+
+    def exchange(self, to_before: torch.Tensor, to_after: torch.Tensor, axis: int) -> Received:
+        """Run the exchange on the axis's process group."""
+        return exchange_edges(to_before, to_after, self.mesh.get_group(axis))
 
 
 _OPERATIONS = {Operation.SUM: dist.ReduceOp.SUM, Operation.MAX: dist.ReduceOp.MAX}
@@ -86,6 +101,15 @@ class NoRanks:
         """
         counts = f"sending {sent} of {len(rows)} rows and taking {received}"
         raise RuntimeError(f"{counts} over axis {axis} needs the axis's ranks")
+
+    def exchange(self, to_before: torch.Tensor, to_after: torch.Tensor, axis: int) -> Received:
+        """Refuse.
+
+        Raises:
+            RuntimeError: always.
+        """
+        shapes = f"{tuple(to_before.shape)} and {tuple(to_after.shape)}"
+        raise RuntimeError(f"an exchange of {shapes} over axis {axis} needs the axis's ranks")
 
 
 @dataclass(frozen=True, slots=True)

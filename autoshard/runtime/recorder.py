@@ -33,6 +33,8 @@ _KINDS = {
     "c10d::scatter_": "scatter",
     "c10d::reduce_": "reduce",
 }
+_HALO_EXCHANGE = "halo_exchange"
+_SENDS, _RECEIVES = "c10d::send", "c10d::recv_"
 _NAMESPACES = ("_c10d_functional::", "c10d::")
 _SILENT = frozenset({"c10d::barrier", "c10d::monitored_barrier_"})
 
@@ -42,11 +44,13 @@ class CollectiveRecord:
     """A collective that ran on this rank.
 
     Attributes:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all; anything else that
-            ran goes by the name of its operator.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, or halo_exchange for messages
+            to and from single ranks that were started one right after the other; anything else
+            that ran goes by the name of its operator.
         axis: name of the mesh axis whose ranks took part; `"?"` where no axis has the group.
         nbytes: size of the larger of the rank's tensor before and after; of an all-to-all what
-            is sent, since what comes may be more or less.
+            is sent, since what comes may be more or less; of a halo exchange the larger of all
+            that is sent and all that comes.
         direction: backward where autograd was running.
     """
 
@@ -66,6 +70,8 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.records: list[CollectiveRecord] = []
+        self._messages: dict[str, int] = {}  # bytes sent and received since another operator ran
+        self._correspondents = ""  # the group of these messages
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         self._axis_of_group: dict[str, str] = {
             mesh.get_group(i).group_name: name for i, name in enumerate(names)
@@ -82,6 +88,10 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         schema = func._schema  # noqa: SLF001  torch has no public way to an operator's schema
+        if schema.name in (_SENDS, _RECEIVES):
+            self._record_message(schema.name, tensors=args[0], group=args[1])
+            return result
+        self._messages.clear()
         if schema.name.startswith(_NAMESPACES) and schema.name not in _SILENT:
             given = dict(zip((a.name for a in schema.arguments), args, strict=False))
             given.update(kwargs)
@@ -92,18 +102,29 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return result
 
     def _record(self, name: str, group: Any, given: Mapping[str, Any], result: Any) -> None:
-        # While autograd runs, the thread belongs to a graph task.
-        backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         kind = _KINDS.get(name, name)
         sent = given.get("input") if kind == "all_to_all" else None
         values = (*given.values(), result) if sent is None else (sent,)
-        self.records.append(
-            CollectiveRecord(
-                kind=kind,
-                axis=self._axis_of_group.get(_group_name(group), "?"),
-                nbytes=max(_nbytes(value) for value in values),
-                direction="backward" if backward else "forward",
-            )
+        self.records.append(self._made(kind, group, max(_nbytes(value) for value in values)))
+
+    def _record_message(self, name: str, tensors: Any, group: Any) -> None:
+        """One more message of an exchange; the messages of one follow each other directly."""
+        if self._correspondents != _group_name(group):
+            self._messages.clear()
+            self._correspondents = _group_name(group)
+        if self._messages:
+            self.records.pop()
+        self._messages[name] = self._messages.get(name, 0) + _nbytes(tensors)
+        self.records.append(self._made(_HALO_EXCHANGE, group, max(self._messages.values())))
+
+    def _made(self, kind: str, group: Any, nbytes: int) -> CollectiveRecord:
+        # While autograd runs, the thread belongs to a graph task.
+        backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        return CollectiveRecord(
+            kind=kind,
+            axis=self._axis_of_group.get(_group_name(group), "?"),
+            nbytes=nbytes,
+            direction="backward" if backward else "forward",
         )
 
 

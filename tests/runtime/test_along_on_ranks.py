@@ -115,6 +115,37 @@ class Images(nn.Module):
         return x.square().mean()
 
 
+class Segments(nn.Module):
+    """A small U-Net with overlapping windows all over, for the class of every place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 7, stride=2, padding=3)
+        self.first = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(
+            nn.Conv2d(8, 16, 5, padding=4, dilation=2, groups=2, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+        )
+        self.up = nn.ConvTranspose2d(16, 8, 4, stride=2, padding=1)
+        self.third = nn.Conv2d(16, 8, 3, padding="same")
+        self.head = nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1, output_padding=1)
+        self.double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h = self.first(self.stem(x))
+        low = functional.max_pool2d(h, 3, stride=2, padding=1)
+        low = self.second(low + functional.avg_pool2d(low, 3, 1, 1, count_include_pad=False))
+        scores = self.head(self.third(torch.cat([self.up(low), h], 1)))
+        return functional.cross_entropy(scores, labels)
+
+
+def image(side: int) -> dict[str, torch.Tensor]:
+    """One image, so that there is no batch to cut."""
+    x = torch.randn(1, 3, side, side, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(0, 4, (1, side, side))}
+
+
 class Next(nn.Module):
     """The likeliest token."""
 
@@ -276,6 +307,29 @@ CASES = {
         checkpointing="always",
         tolerance=1e-10,
     ),
+    **{
+        f"an image, {name}": Case(
+            lambda: (Segments(), image(64)),
+            axes,
+            pins,
+            dict.fromkeys(nodes.split(), ran) | {"conv2d": ran.partition(" |")[0]},
+            tolerance=1e-10,
+        )
+        for name, axes, nodes, pins, ran in [
+            ("freely", {"a": 4}, "conv2d_1 conv2d_2 conv_transpose2d", {}, "halo@a | halo@a"),
+            (
+                "rows and columns",
+                {"a": 2, "b": 2},
+                "conv2d_1 conv2d_2 conv_transpose2d avg_pool2d",
+                {
+                    "conv2d_2": "S(2),S(3) * -> *",
+                    "conv_transpose2d": "S(2),S(3) * * -> *",
+                    **dict.fromkeys(("max_pool2d", "avg_pool2d"), "S(2),S(3) -> *"),
+                },
+                "halo@a halo@b | halo@b halo@a",
+            ),
+        ]
+    },
     "the next token": Case(
         lambda: (Next(), {"ids": torch.randint(0, 32, (4, 8))}),
         {"a": 4},

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autoshard.costs import saved_bytes
+from autoshard.costs import border_bytes, saved_bytes
 from autoshard.layouts import Action, Layout, Step
 from autoshard.plan.formulation.formulation import Formulation
 from autoshard.plan.formulation.variables import Role
@@ -105,9 +105,11 @@ class Moments:
         made = {i for i, flag in enumerate(flags) if flag and not passes_gradient(call, i)}
         given = {i for i, v in enumerate(node.outputs) if self._has_full_gradient(v)}
         counted = Saved(frozenset(made), frozenset(given), tuple(backward_working(call, flags)))
-        nbytes = saved_bytes(rule_for(call), chosen.strategies, inputs, outputs, counted)
+        rule = rule_for(call)
+        nbytes = saved_bytes(rule, chosen.strategies, inputs, outputs, counted)
         largest = np.max([np.zeros(len(chosen.strategies)), *nbytes.outputs.values()], axis=0)
-        return sum(nbytes.inputs.values(), nbytes.extra + largest)
+        working = nbytes.extra + border_bytes(rule, chosen.strategies).working_backward
+        return sum(nbytes.inputs.values(), working + largest)
 
     def conversion_bytes(
         self, arc: int, sources: Sequence[Layout], targets: Sequence[Layout]

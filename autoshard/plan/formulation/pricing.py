@@ -9,6 +9,7 @@ from autoshard.costs import (
     OptimizerSpec,
     Passes,
     activation_bytes,
+    border_bytes,
     operator_times,
     optimizer_time,
     parameter_bytes,
@@ -32,6 +33,7 @@ from autoshard.rules import (
     strategies,
 )
 from autoshard.solve import FloatArray
+
 
 def inner_time(collective: InnerCollective, pricer: Pricer) -> float:
     """Seconds of a collective inside an operator, with the copies beside it."""
@@ -239,7 +241,7 @@ class Prices:
         inputs = [graph.values[v] for v in node.inputs]
         saved = saved_by(call_of(graph, node), gradients)
         held = saved_bytes(rule, chosen, inputs, outputs, saved)
-        return sum(held.outputs.values(), held.extra)
+        return sum(held.outputs.values(), held.extra + border_bytes(rule, chosen).kept)
 
     def _times(
         self,

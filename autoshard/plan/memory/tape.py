@@ -19,9 +19,11 @@ from autoshard.rules import (
     call_of,
     made_strides,
     passes_gradient,
+    rule_for,
     saved_by,
     view_strides,
 )
+from autoshard.rules.halo import NO_BORDERS
 
 Shape = tuple[int, ...]
 
@@ -211,7 +213,9 @@ class Tape:
         needed = [form.gradient or not flows for form in inputs]
         saved = saved_by(call, needed)
         local = [*(form.shape for form in inputs), *shapes]
-        extra_bytes = sum(extra.nbytes(local) for extra in saved.extras)
+        halo = rule_for(call).halo
+        borders = halo.borders(call.inputs[0].shape, local[0]) if halo.edges else NO_BORDERS
+        extra_bytes = sum(extra.nbytes(local) for extra in saved.extras) + borders.kept
         backward = sum(extra.nbytes(local) for extra in backward_working(call, needed))
         forms = [
             Form(_nbytes(shape, tensor), self._gradients.exists(value), shape, stride)
@@ -225,8 +229,8 @@ class Tape:
             tuple(sorted(saved.inputs)) if flows else (),
             tuple(sorted(saved.outputs)) if flows else (),
             extra_bytes if flows else 0,
-            0 if flows else extra_bytes,
-            backward if flows else 0,
+            borders.extended + (0 if flows else extra_bytes),
+            backward + borders.working_backward if flows else 0,
             tuple(passes_gradient(call, i) for i in range(len(inputs))),
         )
 

@@ -1,11 +1,12 @@
-"""Operators along dims that are cut: `OperatorRule.reduced` in code.
+"""Operators along dims that are cut: `OperatorRule.reduced` and `OperatorRule.halo` in code.
 
-Each is run as one function of autograd, with the statistics that its rule lists and no other
-communication, and keeps for backward what the whole operator keeps.
+Each is run as one function of autograd, with the statistics or the edges that its rule lists and
+no other communication, and keeps for backward what the whole operator keeps.
 """
 
 from collections.abc import Callable, Mapping
 
+from autoshard.rules.windows import RANKS
 from autoshard.runtime.along.attention import bind_attention
 from autoshard.runtime.along.losses import bind_cross_entropy, bind_labels
 from autoshard.runtime.along.norms import bind_batch_norm, bind_group_norm, bind_last_dims
@@ -16,6 +17,7 @@ from autoshard.runtime.along.reductions import (
     bind_vector_norm,
 )
 from autoshard.runtime.along.softmax import bind_logsumexp, bind_softmax
+from autoshard.runtime.along.windows import bind_avg_pool, bind_convolution, bind_max_pool
 from autoshard.runtime.local_node import LocalKernel, LocalNode
 
 __all__ = ["bind_along"]
@@ -42,6 +44,10 @@ _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
     "std": bind_variance,
     "linalg_vector_norm": bind_vector_norm,
     "scaled_dot_product_attention": bind_attention,
+    **{f"conv{rank}d": bind_convolution for rank in RANKS},
+    **{f"conv_transpose{rank}d": bind_convolution for rank in RANKS},
+    **{f"max_pool{rank}d": bind_max_pool for rank in RANKS},
+    **{f"avg_pool{rank}d": bind_avg_pool for rank in RANKS},
 }
 """By packet of ATen."""
 

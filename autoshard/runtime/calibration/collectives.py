@@ -1,6 +1,6 @@
 """Collectives as the runtime runs them, over sizes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from autoshard.mesh import COLLECTIVES
 from autoshard.mesh.calibration import CollectiveSample
 from autoshard.runtime.calibration.stopwatch import Stopwatch
+from autoshard.runtime.exchange import exchange_edges
 
 _TYPES = {
     "all_gather": (spmd.S(0), spmd.R),
@@ -18,7 +19,7 @@ _TYPES = {
     "all_to_all": (spmd.S(0), spmd.S(1)),
     "reduce_scatter": (spmd.P, spmd.S(0)),
 }
-"""What a tensor is before and after."""
+"""What a tensor is before and after; edges are exchanged with no type changed."""
 
 
 def measure_collectives(
@@ -42,13 +43,22 @@ def measure_collectives(
         measured = shared_size(nbytes, num_ranks)
         rows = measured // (num_ranks * torch.float32.itemsize)
         for action in COLLECTIVES:
-            before, after = _TYPES[action]
             own = rows // num_ranks if action == "all_gather" else rows
             tensor = torch.ones(own, num_ranks, device=device)
-            convert = partial(redistribute, tensor, group, src=before, dst=after)
             with torch.no_grad():
-                seconds = stopwatch.measure(convert)
+                seconds = stopwatch.measure(_run(action, tensor, group))
             yield CollectiveSample(action, level, num_ranks, measured, seconds)
+
+
+def _run(action: str, tensor: torch.Tensor, group: ProcessGroup) -> Callable[[], object]:
+    """What runs a collective; in a halo exchange a rank sends a half to either side."""
+    if action in _TYPES:
+        before, after = _TYPES[action]
+        return partial(redistribute, tensor, group, src=before, dst=after)
+    if group.size() == 2:  # noqa: PLR2004  each rank has one neighbour
+        return partial(exchange_edges, tensor, tensor, group)
+    to_before, to_after = torch.tensor_split(tensor, 2)
+    return partial(exchange_edges, to_before, to_after, group)
 
 
 def shared_size(nbytes: int, num_ranks: int) -> int:
