@@ -9,9 +9,12 @@ from autoshard.graph import Graph, Node, Output
 from autoshard.graph.experts import ragged_values
 from autoshard.layouts import Layout
 from autoshard.plan import Conversion, PlacedNode, Stage
-from autoshard.plan.memory.recompute import checkpoint_spans
+from autoshard.plan.buckets import Bucket, buckets_of
+from autoshard.plan.document import Use
+from autoshard.plan.memory.spans import checkpoint_spans
+from autoshard.runtime.buckets import BucketSteps
 from autoshard.runtime.conversions import bind_steps
-from autoshard.runtime.instructions import Call, Convert, Instruction, Recompute
+from autoshard.runtime.instructions import Begin, Call, Convert, End, Instruction, Recompute
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, Place
 from autoshard.runtime.slices import own_shape
@@ -20,9 +23,9 @@ from autoshard.runtime.slices import own_shape
 class Compiler:
     """Turns a stage into instructions.
 
-    A conversion runs right before its first reader, so that a parameter is gathered when it
-    is needed and not before; one that is shared with nodes outside a checkpoint runs before
-    the checkpoint.
+    A conversion runs right before its first reader; one that is shared with nodes outside a
+    checkpoint runs before the checkpoint. Those of a bucket begin where the bucket does, and
+    end before the first reader of any of them.
 
     Args:
         stage: of a plan.
@@ -30,6 +33,7 @@ class Compiler:
         mesh: the stage's devices.
         place: where on the mesh this rank is.
         custom: names of operators that may be called though they are not of ATen.
+        bucketed: whether conversions of parameters share collectives, as the plan counts them.
 
     Attributes:
         instructions: what runs, in order.
@@ -44,6 +48,7 @@ class Compiler:
         place: Place,
         *,
         custom: frozenset[str] = frozenset(),
+        bucketed: bool = True,
     ) -> None:
         self._stage = stage
         self._custom = custom
@@ -57,6 +62,9 @@ class Compiler:
         self._slots = {placed.name: self._new_slot() for placed in stage.inputs}
         self._placed = {placed.name: placed for placed in stage.nodes}
         self._conversions = {c.use: c for c in stage.conversions}
+        self._waiting = list(buckets_of(stage, graph)) if bucketed else []
+        self._begun: dict[Use, tuple[Bucket, int]] = {}
+        self._converted: dict[Use, int] = {}
 
     def compile(self) -> None:
         """Fill `instructions` and `output_slots`.
@@ -70,9 +78,11 @@ class Compiler:
         start = 0
         for span in checkpoint_spans(self._graph, self._stage):
             self._add_calls(self._graph.nodes[start : span.start])
+            self._begin_buckets(span.start)
             self._add_checkpoint(self._graph.nodes[span.start : span.stop])
             start = span.stop
         self._add_calls(self._graph.nodes[start:])
+        self._begin_buckets(len(self._graph.nodes))
         for position, output in enumerate(self._graph.outputs):
             self.output_slots.append(self._output_slot(output, position))
         if self._conversions:
@@ -103,14 +113,16 @@ class Compiler:
             if value in self._slots:
                 self._share(value)
         outside, self.instructions = self.instructions, []
-        self._add_calls(nodes)
+        self._add_calls(nodes, inside=True)
         outside.append(Recompute.of(self.instructions))
         self.instructions = outside
 
-    def _add_calls(self, nodes: Sequence[Node]) -> None:
+    def _add_calls(self, nodes: Sequence[Node], *, inside: bool = False) -> None:
         for node in nodes:
             if node.name not in self._placed:
                 raise PlanError(f"stage {self._stage.name!r} has no layouts for node {node.name!r}")
+            if not inside:
+                self._begin_buckets(self._graph.numbers[node.name])
             self._add_call(node, self._placed[node.name])
 
     def _add_call(self, node: Node, placed: PlacedNode) -> None:
@@ -182,7 +194,29 @@ class Compiler:
         if shared is not None:
             self._slots[value] = self._add_conversion(shared)
 
+    def _begin_buckets(self, number: int) -> None:
+        """Begin what begins before a node."""
+        begins = [bucket for bucket in self._waiting if bucket.begins <= number]
+        self._waiting = [bucket for bucket in self._waiting if bucket.begins > number]
+        for bucket in begins:
+            crossing = self._new_slot()
+            sources = tuple(self._slots[conversion.value] for conversion in bucket.conversions)
+            steps = BucketSteps(bucket, self._mesh)
+            self.instructions.append(Begin(reads=sources, targets=(crossing,), steps=steps))
+            self._begun.update((use, (bucket, crossing)) for use in bucket.uses)
+
+    def _end_bucket(self, bucket: Bucket, crossing: int) -> None:
+        for use in bucket.uses:
+            self._converted[use] = self._new_slot()
+        targets = tuple(self._converted[use] for use in bucket.uses)
+        self.instructions.append(End(reads=(crossing,), targets=targets, again=bucket.again))
+
     def _add_conversion(self, conversion: Conversion) -> int:
+        use = conversion.use
+        if use in self._begun and use not in self._converted:
+            self._end_bucket(*self._begun[use])
+        if use in self._converted:
+            return self._converted[use]
         source = self._slots[conversion.value]
         shape = self._graph.values[conversion.value].shape
         steps = bind_steps(conversion.steps, self._mesh, shape)

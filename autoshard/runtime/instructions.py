@@ -4,18 +4,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.plan.document import Use
+from autoshard.runtime.buckets import BucketSteps, Crossing
 from autoshard.runtime.conversions import LocalFunction
 from autoshard.runtime.local_node import LocalKernel
 from autoshard.runtime.reconversion import Reconversions
 
-Registers = dict[int, torch.Tensor]
-"""The tensors that are alive, by slot."""
+Registers = dict[int, Any]
+"""The tensors that are alive, and the buckets that are under way, by slot."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,9 +38,7 @@ class Instruction(ABC):
     writes: tuple[int, ...] = ()
 
     @abstractmethod
-    def run(
-        self, tensors: list[torch.Tensor], step: int, again: Reconversions
-    ) -> Sequence[torch.Tensor]:
+    def run(self, tensors: list[Any], step: int, again: Reconversions) -> Sequence[Any]:
         """Make `targets` of `reads`.
 
         Args:
@@ -71,12 +70,65 @@ class Convert(Instruction):
     ) -> Sequence[torch.Tensor]:
         """Run the steps."""
         tensor = tensors.pop()
-        source = tensor if self.again else None
+        sources = (tensor,) if self.again else ()
         for convert in self.steps:
             tensor = convert(tensor)
-        if source is not None:
-            again.add(source, tensor, self.steps)
+        if sources:
+            again.add(sources, (tensor,), self._convert)
         return (tensor,)
+
+    def _convert(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        (tensor,) = tensors
+        for convert in self.steps:
+            tensor = convert(tensor)
+        return (tensor,)
+
+
+@dataclass(slots=True, kw_only=True)
+class Begin(Instruction):
+    """Begin the conversions of a bucket.
+
+    Attributes:
+        steps: that all of them run.
+    """
+
+    steps: BucketSteps
+
+    def run(
+        self,
+        tensors: list[Any],
+        step: int,  # noqa: ARG002  the base's signature
+        again: Reconversions,  # noqa: ARG002  likewise
+    ) -> Sequence[Any]:
+        """Start the first collective."""
+        crossing = Crossing(self.steps)
+        crossing.begin(tensors)
+        return (crossing,)
+
+
+@dataclass(slots=True, kw_only=True)
+class End(Instruction):
+    """Wait for the conversions of a bucket.
+
+    Attributes:
+        again: whether backward converts once more.
+    """
+
+    again: bool
+
+    def run(
+        self,
+        tensors: list[Any],
+        step: int,  # noqa: ARG002  the base's signature
+        again: Reconversions,
+    ) -> Sequence[Any]:
+        """Wait for the first collective, and run the others."""
+        (crossing,) = tensors
+        assert isinstance(crossing, Crossing)
+        converted = crossing.end()
+        if self.again:
+            again.add(crossing.sources, converted, crossing.convert)
+        return converted
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,6 +24,8 @@ class LocalProgram:
         seed: of random operators such as dropout; must be the same on all ranks.
         custom_operators: `namespace::name`, or a namespace, of operators that the program may
             call though they are not of ATen.
+        bucketed: whether conversions of parameters share collectives and run beside other work,
+            as the plan counts them; if not, each runs by itself where it is first read.
 
     Raises:
         PlanError: the mesh is not the stage's, the stage contradicts itself, or it calls
@@ -43,6 +45,7 @@ class LocalProgram:
         *,
         seed: int = 0,
         custom_operators: Collection[str] = (),
+        bucketed: bool = True,
     ) -> None:
         self.graph = graph_from_json(stage.program)
         self.is_random = any(draws_random_numbers(node) for node in self.graph.nodes)
@@ -50,7 +53,7 @@ class LocalProgram:
         custom = frozenset(
             node.operator for node in self.graph.nodes if _may_call(node.operator, custom_operators)
         )
-        compiler = Compiler(stage, self.graph, mesh, self.place, custom=custom)
+        compiler = Compiler(stage, self.graph, mesh, self.place, custom=custom, bucketed=bucketed)
         compiler.compile()
         self.instructions = tuple(compiler.instructions)
         self._outputs = tuple(compiler.output_slots)

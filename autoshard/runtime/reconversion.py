@@ -5,17 +5,18 @@ that of a tensor converted `again`, a reader is saved in its place: the source o
 conversion, and how the view lies in what the conversion makes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import PlanError
-from autoshard.runtime.conversions import LocalFunction
+
+Convert = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Reconversions:
@@ -26,19 +27,27 @@ class Reconversions:
         self._alive: dict[StorageWeakRef, _Reconversion] = {}
 
     def add(
-        self, source: torch.Tensor, converted: torch.Tensor, steps: Sequence[LocalFunction]
+        self,
+        sources: Sequence[torch.Tensor],
+        converted: Sequence[torch.Tensor],
+        convert: Convert,
     ) -> None:
-        """Let backward make `converted` from its source.
+        """Let backward make tensors from their sources, all of them when the first is needed.
 
         Args:
-            source: held for backward in its place; may itself be converted again.
-            converted: what the steps made of it.
-            steps: of the conversion.
+            sources: held for backward in their place; may themselves be converted again.
+            converted: what was made of each.
+            convert: makes them once more.
         """
-        storage = _storage(converted)
-        # A conversion may end in a view of its source, which then is all there is to hold.
-        if torch.is_grad_enabled() and storage != _storage(source):
-            self._alive[storage] = _Reconversion(self._pack(source), steps)
+        if not torch.is_grad_enabled():
+            return
+        together = _Together([self._pack(source) for source in sources], convert)
+        pairs = zip(sources, converted, strict=True)
+        for place, (source, tensor) in enumerate(pairs):
+            storage = _storage(tensor)
+            # A conversion may end in a view of its source, which then is all there is to hold.
+            if storage != _storage(source):
+                self._alive[storage] = together.member(place)
 
     def saving(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
         """A context for an operator that reads these tensors."""
@@ -100,16 +109,42 @@ class _Reader:
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
 
 
+class _Together:
+    """Conversions that run once more at one time.
+
+    Args:
+        sources: what they convert.
+        convert: runs them.
+    """
+
+    def __init__(self, sources: Sequence["_Packed"], convert: Convert) -> None:
+        self._sources = sources
+        self._convert = convert
+        # Readers hold the members; one without readers is not needed.
+        self._members: WeakValueDictionary[int, _Reconversion] = WeakValueDictionary()
+
+    def member(self, place: int) -> "_Reconversion":
+        """The conversion of one of the sources."""
+        made = self._members[place] = _Reconversion(self)
+        return made
+
+    def run(self, backward_pass: int) -> None:
+        """Give each member its tensor."""
+        with torch.no_grad():
+            converted = self._convert([source.unpack() for source in self._sources])
+        for place, member in self._members.items():
+            member.take(converted[place], backward_pass)
+
+
 class _Reconversion:
     """One conversion that runs once more in a backward pass.
 
-    What it makes is held from the first reader's turn to the last one's. Another pass over
-    the same graph converts anew.
+    What it makes is held from the turn of the first reader, of it or of another one that runs
+    together with it, to that of its last one. Another pass over the same graph converts anew.
     """
 
-    def __init__(self, source: _Packed, steps: Sequence[LocalFunction]) -> None:
-        self._source = source
-        self._steps = steps
+    def __init__(self, together: _Together) -> None:
+        self._together = together
         # Autograd holds the readers, and drops those of a part of the graph that it drops.
         self._readers: WeakSet[_Reader] = WeakSet()
         self._waiting: WeakSet[_Reader] = WeakSet()
@@ -122,25 +157,23 @@ class _Reconversion:
         self._readers.add(reader)
         return reader
 
+    def take(self, converted: torch.Tensor, backward_pass: int) -> None:
+        """Hold the converted tensor, if anybody is to read it."""
+        self._backward_pass = backward_pass
+        self._waiting = WeakSet(self._readers)
+        self._converted = converted if self._waiting else None
+
     def storage(self, reader: _Reader) -> torch.UntypedStorage:
         """The memory of the converted tensor; a reader's turn."""
         backward_pass = torch._C._current_graph_task_id()  # noqa: SLF001  as in the recorder
+        if self._converted is None or backward_pass != self._backward_pass:
+            self._together.run(backward_pass)
         converted = self._converted
-        if converted is None or backward_pass != self._backward_pass:
-            converted = self._converted = self._convert()
-            self._backward_pass = backward_pass
-            self._waiting = WeakSet(self._readers)
+        assert converted is not None
         self._waiting.discard(reader)
         if not self._waiting:
             self._converted = None
         return converted.untyped_storage()
-
-    def _convert(self) -> torch.Tensor:
-        with torch.no_grad():
-            tensor = self._source.unpack()
-            for convert in self._steps:
-                tensor = convert(tensor)
-        return tensor
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:

@@ -15,7 +15,8 @@ from autoshard.plan.document import Conversion, InnerStep, Memory, PlacedNode, P
 from autoshard.plan.formulation.legality import share_of, without_invariant
 from autoshard.plan.formulation.pricing import Prices, inner_time
 from autoshard.plan.gradients import Gradient, Gradients
-from autoshard.plan.memory.recompute import checkpoint_spans, recomputed
+from autoshard.plan.memory.recompute import recomputed
+from autoshard.plan.memory.spans import checkpoint_spans
 from autoshard.plan.memory.timeline import timeline
 from autoshard.plan.steering.restriction import Steering
 from autoshard.rules import InnerCollective, Saved, Strategy, call_of, rule_for, saved_by

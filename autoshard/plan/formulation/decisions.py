@@ -9,7 +9,7 @@ from autoshard.layouts import Layout
 from autoshard.plan.document import Stage, Use
 from autoshard.plan.formulation.formulation import Formulation
 from autoshard.plan.formulation.variables import Arc, Role
-from autoshard.plan.memory.recompute import checkpoint_spans
+from autoshard.plan.memory.spans import checkpoint_spans
 from autoshard.solve import IntArray
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node
 from autoshard.layouts import Action
-from autoshard.plan.document import CollectiveCount, Direction, Stage, Use
+from autoshard.plan.buckets import buckets_of
+from autoshard.plan.document import CollectiveCount, Direction, PlannedStep, Stage, Use
+from autoshard.plan.memory.spans import checkpoint_spans, readers_inside
 from autoshard.rules import Saved, call_of, saved_by
 
 
@@ -84,7 +85,7 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
         taking, running = taken_again(span, lambda i: Keeps.of(_saved(graph, graph.nodes[i])))
         entered.update(taking)
         nodes.update(graph.nodes[i].name for i in running)
-    insides = _readers_inside(graph, stage, spans)
+    insides = readers_inside(graph, stage, spans)
     return Recomputed(
         frozenset(nodes),
         frozenset(
@@ -93,40 +94,6 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
             if conversion.again or reader in entered
         ),
     )
-
-
-def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
-    """Which nodes each checkpoint of a stage has, as indices in program order.
-
-    Raises:
-        PlanError: a checkpoint names no node, is empty, or overlaps another one; or a
-            conversion inside one is `again`.
-    """
-    index = graph.numbers
-    spans: list[range] = []
-    free = 0
-    for checkpoint in stage.checkpoints:
-        where = f"the checkpoint from {checkpoint.first!r} to {checkpoint.last!r}"
-        if checkpoint.first not in index or checkpoint.last not in index:
-            raise PlanError(f"{where} is not between nodes of stage {stage.name!r}")
-        span = range(index[checkpoint.first], index[checkpoint.last] + 1)
-        if not span:
-            raise PlanError(f"{where} ends before it begins")
-        if span.start < free:
-            raise PlanError(
-                f"{where} does not begin behind the one that is listed before it; checkpoints "
-                f"come in program order and share no node"
-            )
-        spans.append(span)
-        free = span.stop
-    insides = _readers_inside(graph, stage, spans)
-    for conversion, reader in zip(stage.conversions, insides, strict=True):
-        if conversion.again and reader is not None:
-            raise PlanError(
-                f"the conversion of {conversion.value!r} for {conversion.consumer or 'all'} is "
-                f"`again` inside a checkpoint, whose conversions run again anyway"
-            )
-    return tuple(spans)
 
 
 def count_collectives(
@@ -144,7 +111,7 @@ def count_collectives(
     count: Counter[tuple[str, str, Direction]] = Counter()
     nbytes: Counter[tuple[str, str, Direction]] = Counter()
     for stage, graph in zip(stages, graphs, strict=True):
-        for kind, axis, direction, size in _collectives(stage, recomputed(graph, stage)):
+        for kind, axis, direction, size in _collectives(stage, graph):
             count[kind, axis, direction] += 1
             nbytes[kind, axis, direction] += size
     return tuple(
@@ -155,40 +122,37 @@ def count_collectives(
     )
 
 
-def _collectives(stage: Stage, again: Recomputed) -> Iterator[tuple[str, str, Direction, int]]:
-    names = {action.value for action in Action if action.is_collective}
+def _collectives(stage: Stage, graph: Graph) -> Iterator[tuple[str, str, Direction, int]]:
+    again = recomputed(graph, stage)
     for node in stage.nodes:
         for inner in node.inside:
             yield inner.action, inner.axis, inner.direction, inner.nbytes
             if inner.direction == "forward" and node.name in again.nodes:
                 yield inner.action, inner.axis, "backward", inner.nbytes
+    together: set[Use] = set()
+    for bucket in buckets_of(stage, graph):
+        together.update(bucket.uses)
+        for step, nbytes in bucket.steps:
+            yield from _step(step, nbytes, again=bucket.again)
     for conversion in stage.conversions:
-        runs_again = conversion.use in again.conversions
-        for step in conversion.steps:
-            if step.forward in names:
-                yield step.forward, step.axis, "forward", step.nbytes
-                if runs_again:
-                    yield step.forward, step.axis, "backward", step.nbytes
-            if step.backward in names:
-                yield step.backward, step.axis, "backward", step.nbytes
+        if conversion.use not in together:
+            for step in conversion.steps:
+                yield from _step(step, step.nbytes, again=conversion.use in again.conversions)
 
 
-def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Iterator[int | None]:
-    """For each conversion inside a checkpoint the first node that reads its result, else None."""
-    if not spans:
-        yield from (None for _ in stage.conversions)
-        return
-    span_of = {i: span for span in spans for i in span}
-    for conversion in stage.conversions:
-        if conversion.consumer is not None:
-            reader = graph.numbers.get(conversion.consumer, -1)
-            yield reader if reader in span_of else None
-            continue
-        # Readers come behind the maker, so if one of them is in its checkpoint the first is.
-        reader = min((i for i, _ in graph.consumers.get(conversion.value, ())), default=-1)
-        inside = reader in span_of and graph.makers.get(conversion.value) in span_of[reader]
-        yield reader if inside else None
+def _step(
+    step: PlannedStep, nbytes: int, *, again: bool
+) -> Iterator[tuple[str, str, Direction, int]]:
+    if step.forward in _COLLECTIVES:
+        yield step.forward, step.axis, "forward", nbytes
+        if again:
+            yield step.forward, step.axis, "backward", nbytes
+    if step.backward in _COLLECTIVES:
+        yield step.backward, step.axis, "backward", nbytes
 
 
 def _saved(graph: Graph, node: Node) -> Saved:
     return saved_by(call_of(graph, node), [graph.values[v].requires_grad for v in node.inputs])
+
+
+_COLLECTIVES = frozenset(action.value for action in Action if action.is_collective)

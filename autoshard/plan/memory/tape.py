@@ -1,7 +1,8 @@
 """What a rank runs for a stage, in order, and the memory in which each tensor lies.
 
 Mirrors the runtime: a conversion runs right before its first reader, one that nodes of a
-checkpoint share with others before the checkpoint, and steps on axes of one rank are left out.
+checkpoint share with others before the checkpoint, those of a bucket where the bucket begins,
+and steps on axes of one rank are left out.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from autoshard.graph import Graph, Tensor
 from autoshard.layouts import Action, Layout, parse_type
+from autoshard.plan.buckets import buckets_of
 from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage, Use
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.memory.recompute import Keeps
@@ -59,6 +61,7 @@ class Instruction(NamedTuple):
         use: what a conversion is for; None of an operator.
         again: whether backward converts once more.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
+        bucket: number of the bucket whose collectives it shares; -1 for none.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Instruction(NamedTuple):
     use: Use | None = None
     again: bool = False
     checkpoint: int = -1
+    bucket: int = -1
 
     @property
     def is_conversion(self) -> bool:
@@ -121,6 +125,8 @@ class Tape:
         self._converted = {conversion.value for conversion in stage.conversions}
         self._current: dict[str, int] = {}
         self._checkpoint = -1
+        self._buckets = buckets_of(stage, graph)
+        self._begun: dict[Use, int] = {}  # slot of what a bucket has made
         for placed in stage.inputs:
             nbytes = prod(placed.local_shape) * graph.values[placed.name].dtype.itemsize
             form = Form(nbytes, gradients.exists(placed.name), placed.local_shape, None)
@@ -129,6 +135,7 @@ class Tape:
             )
         self.num_inputs = len(self.forms)
         self._add_nodes(stage)
+        self._begin_buckets(len(graph.nodes))
         self.outputs = tuple(
             self._read(output.name, "output", position)
             for position, output in enumerate(graph.outputs)
@@ -140,6 +147,8 @@ class Tape:
         ends = {checkpoint.last for checkpoint in stage.checkpoints}
         layouts = {placed.name: placed.outputs for placed in stage.nodes}
         for i, node in enumerate(self._graph.nodes):
+            if self._checkpoint < 0:
+                self._begin_buckets(i)
             number = starts.get(node.name)
             if number is not None:
                 self._share_what_enters(i, stage.checkpoints[number])
@@ -147,6 +156,15 @@ class Tape:
             self._add_node(i, layouts[node.name])
             if node.name in ends:
                 self._checkpoint = -1
+
+    def _begin_buckets(self, number: int) -> None:
+        """Run the conversions of the buckets that begin before a node."""
+        for order, bucket in enumerate(self._buckets):
+            if bucket.begins <= number and bucket.uses[0] not in self._begun:
+                several = len(bucket.conversions) > 1
+                for conversion in bucket.conversions:
+                    slot = self._convert(conversion, bucket=order, copied=several)
+                    self._begun[conversion.use] = slot
 
     def _share_what_enters(self, start: int, checkpoint: Checkpoint) -> None:
         for node in self._graph.nodes[start:]:
@@ -247,7 +265,9 @@ class Tape:
         if shared is not None:
             self._current[value] = self._convert(shared)
 
-    def _convert(self, conversion: Conversion) -> int:
+    def _convert(self, conversion: Conversion, *, bucket: int = -1, copied: bool = False) -> int:
+        if conversion.use in self._begun:
+            return self._begun[conversion.use]
         source = self._current[conversion.value]
         steps = [step for step in conversion.steps if self._sizes[step.axis] > 1]
         if not steps:
@@ -263,6 +283,8 @@ class Tape:
             self.storages[source] if moves.in_place else self._new_storage(len(self.instructions))
         )
         form = Form(moves.nbytes, before.gradient, moves.shape, None)
+        # Into the bucket, and out of it.
+        apart = moves.nbytes if copied else 0
         target = self._new_slot(storage, form, self._number(form))
         self.instructions.append(
             Instruction(
@@ -271,12 +293,13 @@ class Tape:
                 (target,),
                 (),
                 0,
-                moves.working,
-                moves.working_backward,
+                moves.working + (0 if moves.in_place else apart),
+                moves.working_backward + apart,
                 (moves.passes_gradient,),
                 use=conversion.use,
                 again=conversion.again and not moves.in_place,
                 checkpoint=self._checkpoint,
+                bucket=bucket,
             )
         )
         return target

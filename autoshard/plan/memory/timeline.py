@@ -209,7 +209,21 @@ class _Lives:
                 self._add("temporaries", again, again, instruction.working)
             kind = "activations" if again is None else "temporaries"
             self._add(kind, kept_from, until, instruction.kept_bytes)
+        self._gather_together()
         self._add_made_once_more()
+
+    def _gather_together(self) -> None:
+        """The conversions of a bucket run once more when the first of them is needed."""
+        firsts: dict[int, int] = {}
+        members: dict[int, int] = {}
+        for instruction in self._tape.instructions:
+            storage = self._tape.storages[instruction.targets[0]] if instruction.again else -1
+            if instruction.bucket >= 0 and storage in self._again:
+                members[storage] = instruction.bucket
+                first = self._again[storage][0]
+                firsts[instruction.bucket] = min(firsts.get(instruction.bucket, first), first)
+        for storage, bucket in members.items():
+            self._again[storage] = firsts[bucket], self._again[storage][1]
 
     def _hold(self, storage: int, until: int, checkpoint: int) -> None:
         """Keep a storage for a reader in backward, or what it is made of once more."""

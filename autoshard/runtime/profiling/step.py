@@ -23,14 +23,15 @@ class MadeUpStep:
     Args:
         plan: carries its program.
         mesh: with the axes of the plan.
+        bucketed: as `LocalProgram` takes it.
 
     Attributes:
         program: what runs.
     """
 
-    def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
+    def __init__(self, plan: Plan, mesh: DeviceMesh, *, bucketed: bool = True) -> None:
         (stage,) = plan.stages
-        self.program = LocalProgram(stage, mesh)
+        self.program = LocalProgram(stage, mesh, bucketed=bucketed)
         self._training = plan.options.mode == "training"
         graph = self.program.graph
         self._inputs = [self._made_up(placed, graph) for placed in stage.inputs]

@@ -1,0 +1,259 @@
+"""Running the conversions of a bucket: one collective for all of them, beside other work.
+
+Autograd runs backward in the reverse of the order in which forward made its nodes, as far as
+gradients are there. A bucket makes two: one where it begins, and one where it is first read.
+What gathers is in flight between the two in forward. In backward the later node starts the
+reduction of the gradients, and the earlier one waits for it, which autograd runs only when
+everything is done that forward did in between. Hooks, accumulation and a second pass over the
+same graph see whole gradients, as without buckets.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.layouts import AxisType, parse_type
+from autoshard.plan.buckets import Bucket
+from autoshard.runtime.conversions import by_chunk, by_rank
+
+Tensors = Sequence[torch.Tensor]
+Shapes = Sequence[torch.Size]
+Start = Callable[[Tensors], torch.Tensor | None]
+"""Starts a collective of some tensors; None where nothing moves."""
+
+Finish = Callable[[Shapes, torch.Tensor], list[torch.Tensor]]
+"""Takes what has arrived apart, given the shapes of what was sent."""
+
+_OPS: Any = torch.ops._c10d_functional  # noqa: SLF001  as torch.distributed's functions call them
+
+
+class Flight:
+    """Collectives one after the other, of which the first is under way.
+
+    Args:
+        parts: of each collective.
+        tensors: what the first one takes; held only where nothing moves.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Start, Finish]], tensors: Tensors) -> None:
+        self._rest = list(parts)
+        self._tensors = list(tensors)
+        self._shapes: Shapes = ()
+        self._moved: torch.Tensor | None = None
+        self._finish: Finish | None = None
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._rest and self._moved is None:
+            start, self._finish = self._rest.pop(0)
+            self._moved = start(self._tensors)
+        if self._moved is not None:
+            self._shapes = [tensor.shape for tensor in self._tensors]
+            self._tensors = []
+
+    def land(self) -> list[torch.Tensor]:
+        """Wait for the first collective, run the others, and give what comes out."""
+        while self._moved is not None:
+            assert self._finish is not None
+            self._tensors = self._finish(self._shapes, _OPS.wait_tensor(self._moved))
+            self._moved = None
+            self._advance()
+        return self._tensors
+
+
+class BucketSteps:
+    """The collectives of a bucket.
+
+    Args:
+        bucket: of a stage.
+        mesh: carries the process group of each axis by name.
+    """
+
+    def __init__(self, bucket: Bucket, mesh: DeviceMesh) -> None:
+        self._steps: list[_Reduce | _Gather] = []
+        for steps in zip(*(conversion.steps for conversion in bucket.conversions), strict=True):
+            group = mesh.get_group(steps[0].axis)
+            sources = [parse_type(step.source) for step in steps]
+            is_cut = sources[0].is_shard
+            self._steps.append(_Gather(sources, group) if is_cut else _Reduce(group))
+
+    def forward(self, tensors: Tensors) -> Flight:
+        """Start to make tensors whole, outside of autograd."""
+        return Flight([(step.start, step.finish) for step in self._steps], tensors)
+
+    def backward(self, gradients: Tensors) -> Flight:
+        """Start to reduce gradients."""
+        back = [(step.start_backward, step.finish_backward) for step in reversed(self._steps)]
+        return Flight(back, gradients)
+
+
+class _Reduce:
+    """I -> R: nothing, and backward an all-reduce."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def start(self, _: Tensors) -> None:
+        return None
+
+    def finish(self, _shapes: Shapes, _moved: torch.Tensor) -> list[torch.Tensor]:
+        raise AssertionError("nothing moves forward")
+
+    def start_backward(self, gradients: Tensors) -> torch.Tensor:
+        # A gradient by itself is copied too: others may look at the one that autograd hands over.
+        if len(gradients) == 1:
+            moved = _OPS.all_reduce(gradients[0].contiguous(), "sum", self._group.group_name)
+        else:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            moved = _OPS.all_reduce_(flat, "sum", self._group.group_name)
+        assert isinstance(moved, torch.Tensor)
+        return moved
+
+    def finish_backward(self, shapes: Shapes, moved: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(moved.reshape(-1), [shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class _Gather:
+    """S -> R: an all-gather, and backward a reduce-scatter."""
+
+    def __init__(self, sources: Sequence[AxisType], group: ProcessGroup) -> None:
+        self._sources = sources
+        self._group = group
+        self._num_ranks = group.size()
+
+    def start(self, tensors: Tensors) -> torch.Tensor:
+        flat = _joined([tensor.reshape(-1) for tensor in tensors])
+        moved = _OPS.all_gather_into_tensor(flat, self._num_ranks, self._group.group_name)
+        assert isinstance(moved, torch.Tensor)
+        return moved
+
+    def finish(self, shapes: Shapes, moved: torch.Tensor) -> list[torch.Tensor]:
+        ranks = moved.view(self._num_ranks, -1)
+        parts = torch.split(ranks, [shape.numel() for shape in shapes], dim=1)
+        return [
+            self._whole(part, shape, source)
+            for part, shape, source in zip(parts, shapes, self._sources, strict=True)
+        ]
+
+    def _whole(self, part: torch.Tensor, shape: torch.Size, source: AxisType) -> torch.Tensor:
+        slices = part.reshape(self._num_ranks, *shape)
+        whole = slices.movedim(0, source.dim).flatten(source.dim, source.dim + 1).contiguous()
+        return by_chunk(whole, source, self._num_ranks) if source.chunks else whole
+
+    def start_backward(self, gradients: Tensors) -> torch.Tensor:
+        rows = [
+            self._by_rank(gradient, source)
+            for gradient, source in zip(gradients, self._sources, strict=True)
+        ]
+        flat = _joined(rows)
+        name = self._group.group_name
+        moved = _OPS.reduce_scatter_tensor(flat.flatten(), "sum", self._num_ranks, name)
+        assert isinstance(moved, torch.Tensor)
+        return moved
+
+    def _by_rank(self, gradient: torch.Tensor, source: AxisType) -> torch.Tensor:
+        if source.chunks:
+            gradient = by_rank(gradient, source, self._num_ranks)
+        slices = torch.unflatten(gradient, source.dim, (self._num_ranks, -1)).movedim(source.dim, 0)
+        return slices.reshape(self._num_ranks, -1)
+
+    def finish_backward(self, shapes: Shapes, moved: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for shape, source in zip(shapes, self._sources, strict=True):
+            cut = list(shape)
+            cut[source.dim] //= self._num_ranks
+            found.append(torch.Size(cut))
+        parts = torch.split(moved, [shape.numel() for shape in found])
+        return [part.view(shape) for part, shape in zip(parts, found, strict=True)]
+
+
+def _joined(tensors: Tensors) -> torch.Tensor:
+    """Behind one another along the last dim; a single tensor as it is."""
+    return torch.cat(list(tensors), -1) if len(tensors) > 1 else tensors[0].contiguous()
+
+
+class Crossing:
+    """A bucket in one run of a program, and in the backward passes through it.
+
+    Args:
+        steps: of the bucket.
+    """
+
+    def __init__(self, steps: BucketSteps) -> None:
+        self._steps = steps
+        self._forward: Flight | None = None
+        self._backward: Flight | None = None
+        self._token: torch.Tensor | None = None
+        self.sources: tuple[torch.Tensor, ...] = ()
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Start what moves forward."""
+        self.sources = tuple(tensors)
+        self._token = _Begin.apply(self, *tensors)  # type: ignore[no-untyped-call]  # torch
+
+    def end(self) -> tuple[torch.Tensor, ...]:
+        """Wait for it, and give the whole tensors."""
+        token, self._token = self._token, None
+        whole: tuple[torch.Tensor, ...] = _End.apply(self, token)  # type: ignore[no-untyped-call]
+        return whole
+
+    def convert(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Run all of forward at once, outside of autograd."""
+        return self._steps.forward(tensors).land()
+
+    def start(self, tensors: Tensors) -> None:
+        """Start the collectives of forward."""
+        self._forward = self._steps.forward(tensors)
+
+    def land(self) -> list[torch.Tensor]:
+        """Wait for the collectives of forward."""
+        assert self._forward is not None
+        flight, self._forward = self._forward, None
+        return flight.land()
+
+    def start_backward(self, gradients: Tensors) -> None:
+        """Start the collectives of backward."""
+        self._backward = self._steps.backward(gradients)
+
+    def land_backward(self) -> list[torch.Tensor]:
+        """Wait for the collectives of backward."""
+        assert self._backward is not None
+        flight, self._backward = self._backward, None
+        return flight.land()
+
+
+class _Begin(torch.autograd.Function):
+    """Begins forward, and ends backward."""
+
+    @staticmethod
+    def forward(ctx: Any, crossing: Crossing, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.crossing = crossing
+        crossing.start(tensors)
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.crossing.land_backward()
+
+
+class _End(torch.autograd.Function):
+    """Ends forward, and begins backward."""
+
+    @staticmethod
+    def forward(ctx: Any, crossing: Crossing, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.crossing = crossing
+        ctx.like = token
+        # Where nothing moves these are the parameters themselves, which have other nodes.
+        return tuple(tensor.detach() for tensor in crossing.land())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.crossing.start_backward(gradients)
+        return None, ctx.like.new_empty(0)
