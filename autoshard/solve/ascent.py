@@ -14,6 +14,7 @@ import numpy as np
 
 from autoshard.solve.descent import Descent
 from autoshard.solve.flat import Arms, Flat, Level
+from autoshard.solve.network import Link, Matrix, Network, Variable
 from autoshard.solve.problem import FloatArray, IntArray
 from autoshard.solve.stage import Stage
 
@@ -74,6 +75,32 @@ class Ascent:
         finally:
             least = self._proven(self._best)
         return least
+
+    def remaining(self) -> tuple[Network, float]:
+        """What messages and prices leave of the problem, as a problem of its own.
+
+        Returns:
+            a network without usage in which no allowed choice costs more than it does in the
+            problem, and how much rounding may add to that.
+        """
+        flat, best, network = self._flat, self._best, self._stage.network
+        messages = best.messages
+        paid = float(best.prices @ flat.capacity)
+        given = messages[flat.messages]
+        total = flat.priced(best.prices) + np.bincount(flat.seen, given, len(flat.cost))
+        left = Network()
+        left.constant = flat.constant - paid
+        for v, cost in zip(flat.variables, np.split(total, flat.starts[1:-1]), strict=True):
+            left.variables[v] = Variable(np.arange(len(cost)), cost)
+            left.links[v], left.changes[v] = {}, 0
+        for u, v, row, col in flat.joined:
+            link = network.links[u][v]
+            rows, cols = link.matrix.values.shape
+            values = link.matrix.values - messages[row : row + rows, None]
+            values = values - messages[col : col + cols]
+            left.put(u, v, Link(Matrix(values), link.rows, link.cols))
+        volume = abs(flat.constant) + paid + float(np.abs(given).sum() + np.abs(flat.cost).sum())
+        return left, _EPSILON * volume
 
     def _climb(self, end: float) -> None:
         flat, search = self._flat, self._search

@@ -119,6 +119,7 @@ class Elimination:
         most_work: float = MOST_WORK,
         keep: Collection[int] = (),
         extra: Sequence[Table] = (),
+        order: Sequence[int] | None = None,
         check: Callable[[], None],
     ) -> "Elimination | None":
         """Find an order and its tables; None where they would be too large.
@@ -128,23 +129,37 @@ class Elimination:
             most_work: largest number of additions of one evaluation.
             keep: variables that are not eliminated; `joint_table` is over them.
             extra: prices beside the network's own.
+            order: the variables in the order of their elimination; by default the one that is
+                cheapest to eliminate comes next.
             check: called now and then; raises to stop.
         """
         plan = cls(network, extra)
-        return plan if plan._order(most_work, frozenset(keep), check) else None
+        return plan if plan._order(most_work, frozenset(keep), order, check) else None
 
-    def _order(self, most_work: float, keep: frozenset[int], check: Callable[[], None]) -> bool:
+    def _order(
+        self,
+        most_work: float,
+        keep: frozenset[int],
+        order: Sequence[int] | None,
+        check: Callable[[], None],
+    ) -> bool:
         member: dict[int, set[int]] = {v: set() for v in self._sizes if v not in keep}
         for f, factor in enumerate(self._factors):
             for v in factor.scope:
                 if v not in keep:
                     member[v].add(f)
-        heap = [(self._estimate(v, member[v]), v) for v in member]
-        heapq.heapify(heap)
+        heap: list[tuple[float, int]] = []
+        if order is None:
+            heap = [(self._estimate(v, member[v]), v) for v in member]
+            heapq.heapify(heap)
+        given = iter(order or ())
         while member:
-            estimate, v = heapq.heappop(heap)
-            if v not in member or estimate != self._estimate(v, member[v]):
-                continue
+            if order is None:
+                estimate, v = heapq.heappop(heap)
+                if v not in member or estimate != self._estimate(v, member[v]):
+                    continue
+            else:
+                v = next(given)
             check()
             inputs = member.pop(v)
             if len({w for f in inputs for w in self._factors[f].scope}) > _MOST_AXES:
@@ -161,7 +176,8 @@ class Elimination:
                     continue
                 member[w] -= inputs
                 member[w].add(bucket.output)
-                heapq.heappush(heap, (self._estimate(w, member[w]), w))
+                if order is None:
+                    heapq.heappush(heap, (self._estimate(w, member[w]), w))
         return True
 
     def _estimate(self, v: int, inputs: set[int]) -> float:

@@ -21,6 +21,7 @@ from autoshard.solve.search import CancelToken, Interrupted, Progress, Search
 from autoshard.solve.solution import Solution, Status
 from autoshard.solve.stage import Stage
 from autoshard.solve.tables import TableStore
+from autoshard.solve.thinning import thin
 from autoshard.solve.trail import Trail
 from autoshard.solve.usage import minimum_usage
 
@@ -239,6 +240,7 @@ def _hand_over(stage: Stage, solver: str) -> bool:
 
 def _unlimited(stage: Stage, *, seconds: float = float("inf")) -> bool:
     """Solve what the reductions leave of a problem without a usage limit."""
+    thin(stage)
     return _meet_size(stage) or _branch(stage, seconds=seconds)
 
 

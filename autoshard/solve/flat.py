@@ -87,6 +87,7 @@ class Flat:
         capacity: room at each checkpoint, shape [T].
         constant: price that nobody can avoid.
         num_messages: length of an array of messages.
+        joined: each link's two variables, and where its messages to each of them start.
         seen: strategy that sees each of `messages`, shape [E].
         messages: the message, shape [E].
         levels: all variables by colour.
@@ -121,6 +122,7 @@ class Flat:
         ends: list[_End] = []
         values: list[FloatArray] = []
         first = 0
+        self.joined: list[tuple[int, int, int, int]] = []
         for u in self.variables:
             taken = {int(colour[place[v]]) for v in network.links[u] if v < u}
             colour[place[u]] = next(c for c in range(len(taken) + 1) if c not in taken)
@@ -130,6 +132,7 @@ class Flat:
                 depth[place[v]] = max(depth[place[v]], depth[place[u]] + 1)
                 values.append(_padded(link.matrix.values))
                 rows, cols = values[-1].shape
+                self.joined.append((u, v, first, first + rows))
                 ends.append(_End(place[u], first, rows, link.rows))
                 ends.append(_End(place[v], first + rows, cols, link.cols))
                 first += rows + cols
