@@ -14,7 +14,14 @@ from autoshard.rules.call import Call, Rule
 from autoshard.rules.halo import Edges, Halo
 from autoshard.rules.rule import Dims, OperatorRule
 from autoshard.rules.space import Shape, Space
-from autoshard.rules.windows import RANKS, Window, convolution_windows, pooling_windows
+from autoshard.rules.windows import (
+    INTERPOLATIONS,
+    RANKS,
+    Window,
+    convolution_windows,
+    interpolation_reach,
+    pooling_windows,
+)
 
 
 def _convolution(call: Call, *, transposed: bool = False) -> OperatorRule:
@@ -121,22 +128,41 @@ class _Places:
             scattered: whether the first input is the small image.
             rebuilds: whether backward needs the first input.
         """
-        image = call.inputs[0]
+        rank = len(call.inputs[0].shape)
         edges = {
-            letter: Edges(
-                len(image.shape) + dim, *(window.scattered() if scattered else window.gathered())
-            )
+            letter: Edges(rank + dim, *(window.scattered() if scattered else window.gathered()))
             for dim, letter, window in self._windows
         }
-        halo = Halo(
-            edges=edges,
-            image=rule.inputs[0],
-            itemsize=image.dtype.itemsize,
-            trimmed=rule.outputs[0] if scattered else (),
-            rebuilds=rebuilds,
-        )
-        uneven = rule.uneven - edges.keys()
-        return replace(rule, halo=halo, uneven=uneven) if edges else rule
+        return _with_halo(rule, call, edges, trims=scattered, rebuilds=rebuilds)
+
+
+def _with_halo(
+    rule: OperatorRule,
+    call: Call,
+    edges: Mapping[str, Edges],
+    *,
+    trims: bool = False,
+    rebuilds: bool = False,
+) -> OperatorRule:
+    """The rule with the edges that letters need, which are cut evenly.
+
+    Args:
+        rule: the rule.
+        call: its call.
+        edges: of each letter.
+        trims: whether more is made of an extended slice than is the rank's.
+        rebuilds: whether backward needs the first input.
+    """
+    if not edges:
+        return rule
+    halo = Halo(
+        edges=edges,
+        image=rule.inputs[0],
+        itemsize=call.inputs[0].dtype.itemsize,
+        trimmed=rule.outputs[0] if trims else (),
+        rebuilds=rebuilds,
+    )
+    return replace(rule, halo=halo, uneven=rule.uneven - edges.keys())
 
 
 def _pool(call: Call, *, rank: int, linear: bool) -> OperatorRule:
@@ -172,18 +198,30 @@ def _adaptive_pool(call: Call, *, rank: int) -> OperatorRule:
     )
 
 
-def _upsample(call: Call, *, rank: int, nearest: bool = False) -> OperatorRule:
-    """Interpolates between places; the nearest place is repeated, if a whole number of times."""
+def _upsample(call: Call, *, rank: int, reach: int = 0) -> OperatorRule:
+    """Each place becomes a whole number of places, made of so many neighbours to either side."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     space = Space(call)
     kept = space.free_dims(before[:-rank])
-    small, large = [], []
-    for few, many in zip(before[-rank:], after[-rank:], strict=True):
-        apart = nearest and not call.integers("output_size") and many % few == 0
+    aligned = bool(reach) and call.flag("align_corners")
+    factors = call.argument("scale_factors")
+    small, large, edges = [], [], {}
+    for dim, (few, many) in enumerate(zip(before[-rank:], after[-rank:], strict=True)):
+        apart = (
+            not aligned
+            and not call.integers("output_size")
+            and isinstance(factors, tuple)
+            and many % few == 0
+            and factors[dim] == many // few
+        )
         small.append(space.free(few) if apart else space.fixed(few))
         rest = space.fixed(many // few if apart else many)
         large.append((*small[-1], *rest) if apart else rest)
-    return space.rule([(*kept, *small)], [(*kept, *large)], linear=[{0}])
+        if apart and reach and small[-1] and many > few:
+            (letter,) = space.in_order(small[-1])
+            edges[letter] = Edges(len(kept) + dim, reach, reach)
+    rule = space.rule([(*kept, *small)], [(*kept, *large)], linear=[{0}])
+    return _with_halo(rule, call, edges, trims=True)
 
 
 def _grid_sampler(call: Call) -> OperatorRule:
@@ -209,10 +247,12 @@ RULES: Mapping[str, Rule] = {
     **{f"aten.max_pool{r}d.default": partial(_pool, rank=r, linear=False) for r in RANKS},
     **{f"aten.avg_pool{r}d.default": partial(_pool, rank=r, linear=True) for r in RANKS},
     **{f"aten.adaptive_avg_pool{r}d.default": partial(_adaptive_pool, rank=r) for r in RANKS},
-    "aten.upsample_linear1d.vec": partial(_upsample, rank=1),
-    "aten.upsample_bilinear2d.vec": partial(_upsample, rank=2),
-    "aten.upsample_bicubic2d.vec": partial(_upsample, rank=2),
-    "aten.upsample_trilinear3d.vec": partial(_upsample, rank=3),
-    **{f"aten.upsample_nearest{r}d.vec": partial(_upsample, rank=r, nearest=True) for r in RANKS},
+    **{
+        f"aten.upsample_{name}.vec": partial(
+            _upsample, rank=int(name[-2]), reach=interpolation_reach(name)
+        )
+        for name in INTERPOLATIONS
+    },
+    **{f"aten.upsample_nearest{r}d.vec": partial(_upsample, rank=r) for r in RANKS},
     "aten.grid_sampler.default": _grid_sampler,
 }

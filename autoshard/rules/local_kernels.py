@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from autoshard.graph.experts import EXPERT_OPERATORS
 from autoshard.rules.random import DRAWING, FILLING_AT_RANDOM, SIZED_AT_RANDOM
-from autoshard.rules.windows import RANKS
+from autoshard.rules.windows import INTERPOLATIONS, RANKS
 
 
 class Kernel(StrEnum):
@@ -135,6 +135,7 @@ KERNELS: Mapping[str, LocalKernel] = {
     "aten.binary_cross_entropy_with_logits.default": _MEAN_LOSS,
     **{f"aten.adaptive_avg_pool{rank}d.default": _MEAN for rank in RANKS},
     **{f"aten.{kind}_pool{rank}d.default": _ALONG for kind in ("max", "avg") for rank in RANKS},
+    **{f"aten.upsample_{name}.vec": _ALONG for name in INTERPOLATIONS},
     **{f"aten.conv{rank}d": _CONVOLUTION for rank in RANKS},
     "aten.conv_transpose1d.default": _CONVOLUTION,
     "aten.conv_transpose2d.input": _CONVOLUTION,

@@ -18,7 +18,8 @@ UNCUT: Mapping[str, str] = {
     "more than the slices next to it have, where strides do not divide the image into as many "
     "places as there are windows (no padding, odd sizes), and, where windows overlap, slices of "
     "unequal length and of two axes.",
-    "upsample_linear1d.vec upsample_bilinear2d.vec": "Places: each is made of its neighbours.",
+    "upsample_linear1d.vec upsample_bilinear2d.vec": "Places where an output size is given, or "
+    "corners are aligned: scales are then no whole numbers.",
     "masked_scatter.default": "Which element comes next depends on all of the mask before.",
     "embedding_bag": "Rows and bags: bags are as long as the data says, and the tables of "
     "integers that come with a sum over rows are no sums.",

@@ -15,6 +15,9 @@ from autoshard.graph import Argument
 RANKS = (1, 2, 3)
 """Dims that windows may have."""
 
+INTERPOLATIONS = ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+"""Operators that make places of their neighbours."""
+
 
 class Arguments(Protocol):
     """What has the arguments of a call."""
@@ -88,6 +91,15 @@ def pooling_windows(call: Arguments, rank: int) -> tuple[Window, ...]:
     return tuple(
         Window(*each) for each in zip(strides, dilations, extents, paddings, paddings, strict=True)
     )
+
+
+def interpolation_reach(packet: str) -> int:
+    """How many places to either side of its own a place of an interpolated image is made of.
+
+    Args:
+        packet: of ATen, as in `upsample_bicubic2d`.
+    """
+    return 2 if "cubic" in packet else 1
 
 
 def per_dim(call: Arguments, name: str, default: Sequence[int]) -> tuple[int, ...]:

@@ -42,6 +42,8 @@ def two_level(*shape: int) -> Mesh:
         ("all_reduce", 10e-6 + 2 * (3e-6 + 7e-3)),
         # 7 messages of 1e8 bytes.
         ("all_to_all", 10e-6 + 7e-6 + 7e-3),
+        # All bytes go to the two neighbours, at once.
+        ("halo_exchange", 10e-6 + 1e-6 + 8e-3),
     ],
 )
 def test_prices_on_one_level(action: str, seconds: float) -> None:
@@ -60,6 +62,10 @@ def test_prices_on_one_level(action: str, seconds: float) -> None:
         ((2, 8), 1, "all_gather", 10e-6 + 3e-6 + 14e-3),
         # Half of every rank's bytes leaves the node over its own NIC; 7 peers inside, 8 outside.
         ((16,), 0, "all_to_all", 10e-6 + 7e-6 + 40e-6 + 80e-3),
+        # Some neighbours are on another node, or all of them.
+        ((16,), 0, "halo_exchange", 10e-6 + 5e-6 + 160e-3),
+        ((2, 8), 0, "halo_exchange", 10e-6 + 5e-6 + 160e-3),
+        ((2, 8), 1, "halo_exchange", 10e-6 + 1e-6 + 16e-3),
         # 2 of the 4 ranks of the middle axis share a node and so two NICs: 3/4 / 2 of 160 ms.
         ((2, 4, 4), 1, "all_gather", 10e-6 + 6e-6 + 60e-3),
     ],
@@ -108,13 +114,18 @@ def test_all_reduce_costs_more_than_all_gather_which_equals_reduce_scatter(
         assert mesh.collective_time("reduce_scatter", 0, nbytes) == all_gather
 
 
-@pytest.mark.parametrize("action", COLLECTIVES)
+@pytest.mark.parametrize("action", [a for a in COLLECTIVES if a != "halo_exchange"])
 @pytest.mark.parametrize("nbytes", ONE_BYTE_TO_8_GB[::3])
 def test_prices_grow_with_ranks_and_sublinearly_with_nodes(action: str, nbytes: int) -> None:
     inside = [make_mesh((n,)).collective_time(action, 0, nbytes) for n in (2, 4, 8)]
     assert all(a < b for a, b in pairwise(inside))
     across = [make_mesh((n, 8)).collective_time(action, 0, nbytes) for n in (2, 4, 8, 16, 32)]
     assert all(a < b <= 2 * a for a, b in pairwise(across))
+
+
+def test_neighbours_are_as_far_however_many_ranks_there_are() -> None:
+    prices = {make_mesh((n,)).collective_time("halo_exchange", 0, 1 << 20) for n in (2, 4, 8)}
+    assert len(prices) == 1
 
 
 @pytest.mark.parametrize("num_nodes", [2, 4, 8, 16, 32])

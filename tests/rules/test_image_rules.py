@@ -156,6 +156,8 @@ def test_groups_of_channels_are_cut(example: MakeExample, prove: Prove) -> None:
         "R R -> R",
         "S(0) R -> S(0)",
         "S(1) S(0) -> S(1)",
+        "S(2) R -> S(2)",
+        "S(3) R -> S(3)",
         "P R -> P",
         "R P -> P",
     }
@@ -169,7 +171,7 @@ def test_channels_of_one_group_are_cut_as_those_of_a_product(
     assert "R S(0) S(0) -> S(1)" in found
 
 
-def test_patches_are_cut_and_overlapping_windows_are_not(
+def test_patches_are_cut_and_windows_that_leave_places_over_are_not(
     example: MakeExample, prove: Prove
 ) -> None:
     image = real(1, 2, 8, 8)

@@ -6,7 +6,7 @@ no other communication, and keeps for backward what the whole operator keeps.
 
 from collections.abc import Callable, Mapping
 
-from autoshard.rules.windows import RANKS
+from autoshard.rules.windows import INTERPOLATIONS, RANKS
 from autoshard.runtime.along.attention import bind_attention
 from autoshard.runtime.along.losses import bind_cross_entropy, bind_labels
 from autoshard.runtime.along.norms import bind_batch_norm, bind_group_norm, bind_last_dims
@@ -16,6 +16,7 @@ from autoshard.runtime.along.reductions import (
     bind_variance,
     bind_vector_norm,
 )
+from autoshard.runtime.along.resampling import bind_interpolation
 from autoshard.runtime.along.softmax import bind_logsumexp, bind_softmax
 from autoshard.runtime.along.windows import bind_avg_pool, bind_convolution, bind_max_pool
 from autoshard.runtime.local_node import LocalKernel, LocalNode
@@ -48,6 +49,7 @@ _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
     **{f"conv_transpose{rank}d": bind_convolution for rank in RANKS},
     **{f"max_pool{rank}d": bind_max_pool for rank in RANKS},
     **{f"avg_pool{rank}d": bind_avg_pool for rank in RANKS},
+    **{f"upsample_{name}": bind_interpolation for name in INTERPOLATIONS},
 }
 """By packet of ATen."""
 

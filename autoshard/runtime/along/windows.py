@@ -263,6 +263,7 @@ class _MaxPooled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: torch.Tensor, pool: _Pool) -> torch.Tensor:
         extended, _ = pool.borders.extend(image)
+        made: torch.Tensor
         made, places = pool.operators[0](extended, *pool.settings)
         ctx.save_for_backward(places)
         ctx.pool, ctx.shape = pool, extended.shape
