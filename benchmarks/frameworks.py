@@ -57,15 +57,30 @@ _TOLERANCE = 1e-3
 Step = Callable[[], torch.Tensor]
 """Forward, backward and the optimizer of one step; gives the loss, a mean over ranks' rows."""
 
-PATTERNS: Mapping[str, Mapping[str, Any]] = {
-    "DistributedDataParallel": {
-        "pins": {"inputs": {"*": "S(0)"}, "parameters": {"*": "I"}},
-    },
-    "fully_shard": {
-        "pins": {"inputs": {"*": "S(0)"}, "parameters": {"*": "S(0)"}},
-        "reconversion": "always",
-    },
-    "parallelize_module": {"algo": "megatron", "pins": {"inputs": {"*": "R"}}},
+_ROWS = {
+    "GPT-2": ("*.attn", "*.mlp", "*.c_*", "*.ln_*", "lm_head"),
+    "Llama": ("*.self_attn", "*.mlp", "*_proj", "*norm", "lm_head"),
+}
+"""The modules of each model, all of which work on a rank's own rows in some patterns."""
+
+Pattern = Callable[[str], dict[str, Any]]
+
+
+def _by_rows(parameters: str, **options: str) -> Pattern:
+    """Options for a model, by name: ranks have own rows, and parameters rest in a layout."""
+
+    def of(name: str) -> dict[str, Any]:
+        nodes = dict.fromkeys(_ROWS[name], "S(0)")
+        pins = {"inputs": {"*": "S(0)"}, "parameters": {"*": parameters}, "nodes": nodes}
+        return {"pins": pins, **options}
+
+    return of
+
+
+PATTERNS: Mapping[str, Pattern] = {
+    "DistributedDataParallel": _by_rows("I"),
+    "fully_shard": _by_rows("S(0)", reconversion="always"),
+    "parallelize_module": lambda _: {"algo": "megatron", "pins": {"inputs": {"*": "R"}}},
 }
 """What of a plan is fixed to be like each of them."""
 
@@ -75,8 +90,9 @@ CHOSEN = "the optimizer's plan"
 def build(name: str) -> nn.Module:
     """A small model with the same weights on every rank."""
     torch.manual_seed(0)
+    model: nn.Module
     if name == "Llama":
-        return LlamaForCausalLM(
+        model = LlamaForCausalLM(
             LlamaConfig(
                 num_hidden_layers=4,
                 hidden_size=256,
@@ -87,6 +103,7 @@ def build(name: str) -> nn.Module:
                 max_position_embeddings=_SEQUENCE,
             )
         )
+        return model
     model = GPT2LMHeadModel(
         GPT2Config(
             n_layer=4,
@@ -99,14 +116,16 @@ def build(name: str) -> nn.Module:
             attn_pdrop=0.0,
         )
     )
-    for block in model.transformer.h:
+    for block in _blocks(model):
         # parallelize_module knows nn.Linear alone.
-        block.mlp.c_fc = _linear(block.mlp.c_fc)
-        block.mlp.c_proj = _linear(block.mlp.c_proj)
+        mlp = block.get_submodule("mlp")
+        for part in ("c_fc", "c_proj"):
+            setattr(mlp, part, _linear(mlp.get_submodule(part)))
     return model
 
 
-def _linear(conv: Conv1D) -> nn.Linear:
+def _linear(conv: nn.Module) -> nn.Linear:
+    assert isinstance(conv, Conv1D)
     inputs, outputs = conv.weight.shape
     linear = nn.Linear(inputs, outputs)
     with torch.no_grad():
@@ -129,8 +148,8 @@ def plans_of(name: str, mesh: Mesh) -> dict[str, Plan]:
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in batch().items()}
     graph = load_graph(export_model(model, (), inputs))
     plans = {
-        pattern: make_plan(graph, mesh, PlanOptions.model_validate(options))
-        for pattern, options in (*PATTERNS.items(), (CHOSEN, {}))
+        pattern: make_plan(graph, mesh, PlanOptions.model_validate(options(name)))
+        for pattern, options in (*PATTERNS.items(), (CHOSEN, lambda _: {}))
     }
     for pattern, plan in plans.items():
         if not plan.found:
@@ -161,7 +180,7 @@ def _step(model: nn.Module, inputs: Mapping[str, Any], *, mean: bool) -> Step:
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(**inputs).loss
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -218,7 +237,8 @@ def by_columns_and_rows(name: str, mesh: DeviceMesh) -> Step:
 
 
 def _blocks(model: nn.Module) -> Sequence[nn.Module]:
-    return model.model.layers if isinstance(model, LlamaForCausalLM) else model.transformer.h
+    name = "model.layers" if isinstance(model, LlamaForCausalLM) else "transformer.h"
+    return list(model.get_submodule(name).children())
 
 
 BY_HAND: Mapping[str, Callable[[str, DeviceMesh], Step]] = {

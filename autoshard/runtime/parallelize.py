@@ -277,7 +277,12 @@ def _local_getter(holder: Holder) -> Callable[[], torch.Tensor]:
                 f"parameter {holder.name!r} of {type(holder.module).__name__} was replaced by a "
                 f"plain tensor after the plan was applied; load weights into the DTensor instead"
             )
-        return parameter.to_local()
+        local: torch.Tensor = parameter.to_local()
+        if local.requires_grad and not torch.compiler.is_compiling():
+            # A DTensor says that its gradient is contiguous whatever the local one is, and
+            # fused optimizers believe it.
+            local.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]  # torch
+        return local
 
     return get
 

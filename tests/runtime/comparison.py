@@ -73,6 +73,8 @@ def check_training(
             continue
         assert isinstance(parameter.grad, DTensor), name
         assert parameter.grad.placements == parameter.placements, name
+        # Fused optimizers look at memory, not at strides.
+        assert parameter.grad.to_local().is_contiguous(), name
         close(parameter.grad.full_tensor(), names[name].grad, f"gradient of {name}", tolerance)
     found = summarize(recorder.records)
     if orders_rows(plan):

@@ -74,7 +74,7 @@ class Case:
                 loss = outputs.sum() if isinstance(outputs, torch.Tensor) else outputs["loss"]
                 loss.backward()
                 torch.testing.assert_close(made[time.turn], turn, rtol=TURN, atol=0)
-        assert made.max() == pytest.approx(memory.peak, rel=PEAK)
+        assert made.max() == pytest.approx(memory.peak, rel=PEAK), (made.max(), memory.peak)
 
 
 CASES = {

@@ -1,8 +1,8 @@
 """What a rank runs for a stage, in order, and the memory in which each tensor lies.
 
 Mirrors the runtime: a conversion runs right before its first reader, one that nodes of a
-checkpoint share with others before the checkpoint, those of a bucket where the bucket begins,
-and steps on axes of one rank are left out.
+checkpoint share with others before the checkpoint, those of a bucket begin where the bucket does
+and end before the first reader of any of them, and steps on axes of one rank are left out.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from autoshard.graph import Graph, Tensor
-from autoshard.layouts import Action, Layout, parse_type
+from autoshard.layouts import Action, Layout, S, parse_type
 from autoshard.plan.buckets import buckets_of
 from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage, Use
 from autoshard.plan.gradients import Gradients
@@ -58,7 +58,8 @@ class Instruction(NamedTuple):
         working: bytes beside what it reads and makes while it runs forward.
         working_backward: bytes beside gradients while its backward runs.
         passes_gradient: for each read whether its gradient is that of the target.
-        use: what a conversion is for; None of an operator.
+        use: what a conversion is for; None of an operator, and of the end of a bucket.
+        uses: what it makes its first targets for, if it is a conversion.
         again: whether backward converts once more.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
         bucket: number of the bucket whose collectives it shares; -1 for none.
@@ -73,6 +74,7 @@ class Instruction(NamedTuple):
     working_backward: int
     passes_gradient: tuple[bool, ...]
     use: Use | None = None
+    uses: tuple[Use, ...] = ()
     again: bool = False
     checkpoint: int = -1
     bucket: int = -1
@@ -80,7 +82,7 @@ class Instruction(NamedTuple):
     @property
     def is_conversion(self) -> bool:
         """Whether it is one."""
-        return self.use is not None
+        return bool(self.uses)
 
     @property
     def keeps(self) -> Keeps:
@@ -126,7 +128,9 @@ class Tape:
         self._current: dict[str, int] = {}
         self._checkpoint = -1
         self._buckets = buckets_of(stage, graph)
-        self._begun: dict[Use, int] = {}  # slot of what a bucket has made
+        self._under_way: dict[int, list[_UnderWay]] = {}
+        self._bucket_of: dict[Use, int] = {}
+        self._ended: dict[Use, int] = {}  # slot of what has come out of a bucket
         for placed in stage.inputs:
             nbytes = prod(placed.local_shape) * graph.values[placed.name].dtype.itemsize
             form = Form(nbytes, gradients.exists(placed.name), placed.local_shape, None)
@@ -158,13 +162,82 @@ class Tape:
                 self._checkpoint = -1
 
     def _begin_buckets(self, number: int) -> None:
-        """Run the conversions of the buckets that begin before a node."""
+        """Start the collectives of the buckets that begin before a node."""
         for order, bucket in enumerate(self._buckets):
-            if bucket.begins <= number and bucket.uses[0] not in self._begun:
-                several = len(bucket.conversions) > 1
-                for conversion in bucket.conversions:
-                    slot = self._convert(conversion, bucket=order, copied=several)
-                    self._begun[conversion.use] = slot
+            if bucket.begins <= number and order not in self._under_way:
+                self._under_way[order] = [self._begin(c, order) for c in bucket.conversions]
+                self._bucket_of.update(dict.fromkeys(bucket.uses, order))
+
+    def _begin(self, conversion: Conversion, bucket: int) -> "_UnderWay":
+        """Two slots: what is in flight, if anything is, and through which the gradient comes."""
+        source = self._current[conversion.value]
+        before = self.forms[source]
+        moves = self._moves_for(conversion, before)
+        several = len(self._buckets[bucket].conversions) > 1
+        is_view = moves.is_view and not several
+        form = Form(moves.nbytes, before.gradient, moves.shape, None)
+        moved = None
+        if not moves.in_place:
+            sent = before.nbytes if several else 0
+            flat = Form(moves.nbytes + sent, False, moves.shape, None)
+            storage = self._new_storage(len(self.instructions))
+            moved = self._new_slot(storage, flat, self._number(flat))
+        way = Form(moves.in_flight_backward, before.gradient, before.shape, None)
+        gradient = self._new_slot(self.storages[source], way, self._number(way))
+        self.instructions.append(
+            Instruction(
+                conversion.value,
+                (source,),
+                (gradient,) if moved is None else (moved, gradient),
+                (),
+                0,
+                0,
+                0,
+                (moves.reduces_once,),
+                use=conversion.use,
+                uses=(conversion.use,),
+                again=conversion.again and is_view,
+                bucket=bucket,
+            )
+        )
+        return _UnderWay(conversion, moved, gradient, form, moves, is_view)
+
+    def _end(self, bucket: int) -> None:
+        """Wait for a bucket, and take it apart."""
+        members = self._under_way[bucket]
+        several = len(members) > 1
+        working = backward = 0
+        targets = []
+        for way in members:
+            if way.moved is None:
+                storage = self.storages[way.gradient]
+            elif way.is_view:
+                storage = self.storages[way.moved]
+            else:
+                storage = self._new_storage(len(self.instructions))
+            targets.append(self._new_slot(storage, way.form, self._number(way.form)))
+            self._ended[way.conversion.use] = targets[-1]
+            rest = len(way.conversion.steps) > 1
+            working = max(working, way.moves.working if rest else 0)
+            # Gradients are laid out rank by rank, or behind one another.
+            laid_out = several and way.moved is not None
+            backward += way.moves.nbytes if laid_out else way.moves.working_backward
+        moved = tuple(way.moved for way in members if way.moved is not None)
+        self.instructions.append(
+            Instruction(
+                members[0].conversion.value,
+                (*(way.gradient for way in members), *moved),
+                tuple(targets),
+                (),
+                0,
+                working,
+                backward,
+                (False,) * (len(members) + len(moved)),
+                uses=tuple(way.conversion.use for way in members),
+                again=members[0].conversion.again and not members[0].is_view and bool(moved),
+                bucket=bucket,
+            )
+        )
 
     def _share_what_enters(self, start: int, checkpoint: Checkpoint) -> None:
         for node in self._graph.nodes[start:]:
@@ -265,26 +338,21 @@ class Tape:
         if shared is not None:
             self._current[value] = self._convert(shared)
 
-    def _convert(self, conversion: Conversion, *, bucket: int = -1, copied: bool = False) -> int:
-        if conversion.use in self._begun:
-            return self._begun[conversion.use]
+    def _convert(self, conversion: Conversion) -> int:
+        bucket = self._bucket_of.get(conversion.use)
+        if bucket is not None:
+            if conversion.use not in self._ended:
+                self._end(bucket)
+            return self._ended[conversion.use]
         source = self._current[conversion.value]
-        steps = [step for step in conversion.steps if self._sizes[step.axis] > 1]
-        if not steps:
+        if not self._active(conversion):
             return source
         before = self.forms[source]
-        tensor = self._graph.values[conversion.value]
-        chain = [(s.axis, s.source, s.target, s.forward, s.backward) for s in steps]
-        key = (before.shape, before.strides, tensor.dtype, *chain)
-        moves = self._moves.get(key)
-        if moves is None:
-            moves = self._moves[key] = self._moves_of(before, tensor.dtype.itemsize, steps)
+        moves = self._moves_for(conversion, before)
         storage = (
             self.storages[source] if moves.in_place else self._new_storage(len(self.instructions))
         )
         form = Form(moves.nbytes, before.gradient, moves.shape, None)
-        # Into the bucket, and out of it.
-        apart = moves.nbytes if copied else 0
         target = self._new_slot(storage, form, self._number(form))
         self.instructions.append(
             Instruction(
@@ -293,16 +361,30 @@ class Tape:
                 (target,),
                 (),
                 0,
-                moves.working + (0 if moves.in_place else apart),
-                moves.working_backward + apart,
+                moves.working,
+                moves.working_backward,
                 (moves.passes_gradient,),
                 use=conversion.use,
+                uses=(conversion.use,),
                 again=conversion.again and not moves.in_place,
                 checkpoint=self._checkpoint,
-                bucket=bucket,
             )
         )
         return target
+
+    def _active(self, conversion: Conversion) -> list[PlannedStep]:
+        return [step for step in conversion.steps if self._sizes[step.axis] > 1]
+
+    def _moves_for(self, conversion: Conversion, before: Form) -> "_Moves":
+        """What the steps of a conversion do to a tensor; looked at once for those alike."""
+        steps = self._active(conversion)
+        tensor = self._graph.values[conversion.value]
+        chain = [(s.axis, s.source, s.target, s.forward, s.backward) for s in steps]
+        key = (before.shape, before.strides, tensor.dtype, *chain)
+        moves = self._moves.get(key)
+        if moves is None:
+            moves = self._moves[key] = self._moves_of(before, tensor.dtype.itemsize, steps)
+        return moves
 
     def _moves_of(self, before: Form, itemsize: int, steps: Sequence[PlannedStep]) -> "_Moves":
         shape = list(before.shape)
@@ -336,6 +418,9 @@ class Tape:
             max(map(sum, zip(forward, around, strict=True))),
             max(map(sum, zip(backward, around, strict=True))),
             all(step.backward == Action.NOTHING for step in steps),
+            sizes[-2],
+            len(steps) == 1,
+            len(steps) == 1 and parse_type(steps[0].source) == S(0),
         )
 
     def _new_slot(self, storage: int, form: Form, number: int) -> int:
@@ -374,6 +459,29 @@ class _Moves(NamedTuple):
     working: int
     working_backward: int
     passes_gradient: bool
+    in_flight_backward: int  # bytes of what the first reduction of backward makes
+    reduces_once: bool
+    is_view: bool  # whether what arrives from all ranks is the tensor as it is
+
+
+class _UnderWay(NamedTuple):
+    """A conversion of a bucket that has begun.
+
+    Attributes:
+        conversion: which one.
+        moved: slot of what is in flight; None where nothing moves forward.
+        gradient: slot through which the gradient comes.
+        form: of what comes out.
+        moves: what the steps do.
+        is_view: whether what comes out lies in the memory of what is in flight.
+    """
+
+    conversion: Conversion
+    moved: int | None
+    gradient: int
+    form: Form
+    moves: _Moves
+    is_view: bool
 
 
 def _nbytes(shape: Shape, tensor: Tensor) -> int:

@@ -157,8 +157,8 @@ class _Lives:
         """What conversions that are `again` are for, and the storage of what they make."""
         for instruction in self._tape.instructions:
             if instruction.again:
-                assert instruction.use is not None
-                yield instruction.use, self._tape.storages[instruction.targets[0]]
+                for use, slot in zip(instruction.uses, instruction.targets, strict=False):
+                    yield use, self._tape.storages[slot]
 
     def _add(self, kind: str, first: int, last: int, nbytes: int) -> None:
         if nbytes:
@@ -214,16 +214,16 @@ class _Lives:
 
     def _gather_together(self) -> None:
         """The conversions of a bucket run once more when the first of them is needed."""
-        firsts: dict[int, int] = {}
-        members: dict[int, int] = {}
         for instruction in self._tape.instructions:
-            storage = self._tape.storages[instruction.targets[0]] if instruction.again else -1
-            if instruction.bucket >= 0 and storage in self._again:
-                members[storage] = instruction.bucket
-                first = self._again[storage][0]
-                firsts[instruction.bucket] = min(firsts.get(instruction.bucket, first), first)
-        for storage, bucket in members.items():
-            self._again[storage] = firsts[bucket], self._again[storage][1]
+            if instruction.again and instruction.bucket >= 0:
+                storages = {self._tape.storages[slot] for slot in instruction.targets}
+                needed = [storage for storage in storages if storage in self._again]
+                first = min((self._again[storage][0] for storage in needed), default=0)
+                for storage in needed:
+                    self._again[storage] = first, self._again[storage][1]
+                    if len(instruction.uses) > 1:
+                        # What has arrived is taken apart.
+                        self._add("temporaries", first, first, self._nbytes[storage])
 
     def _hold(self, storage: int, until: int, checkpoint: int) -> None:
         """Keep a storage for a reader in backward, or what it is made of once more."""

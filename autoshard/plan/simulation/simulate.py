@@ -110,6 +110,8 @@ class _Simulator:
         return loading, update
 
     def _advance(self, instruction: Instruction, phase: Phase) -> None:
+        if instruction.use is None and instruction.is_conversion:
+            return
         if instruction.use is None:
             self._call(self._graph.nodes[self._graph.numbers[instruction.name]], phase)
         else:
