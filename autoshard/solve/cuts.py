@@ -58,3 +58,31 @@ def best_mixture(values: FloatArray) -> FloatArray:
         return np.full(num_places, 1.0 / num_places)
     shares = np.maximum(answer.x[:-1], 0.0)
     return np.asarray(shares / shares.sum())
+
+
+def cheapest_mixture(price: FloatArray, excess: FloatArray) -> FloatArray:
+    """Shares of choices, shape [C], that add up to one and whose mean excess is nowhere positive.
+
+    Args:
+        price: of each choice, shape [C].
+        excess: of each choice at each place, shape [C, T].
+
+    Returns:
+        the cheapest shares; zeros where there are none.
+    """
+    known = np.isfinite(price)
+    shift, unit = float(price[known].min()), max(float(np.ptp(price[known])), 1e-300)
+    scale = np.maximum(np.abs(excess[known]).max(axis=0), 1e-300)
+    answer = linprog(
+        (price[known] - shift) / unit,
+        A_ub=(excess[known] / scale).T,
+        b_ub=np.zeros(excess.shape[1]),
+        A_eq=np.ones((1, int(known.sum()))),
+        b_eq=np.ones(1),
+        bounds=(0.0, 1.0),
+        method="highs",
+    )
+    shares = np.zeros(len(price))
+    if answer.x is not None:
+        shares[known] = np.maximum(answer.x, 0.0)
+    return shares

@@ -42,7 +42,7 @@ def drawn(seed: int) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
 def test_free_walks(seed: int, length: int) -> None:
     matrix, _, ends = drawn(seed)
     wanted = {pair: every_walk(matrix, length, *pair) for pair in ends}
-    check(Steps.free(matrix[None], length), wanted)
+    check(Steps.free([(matrix[None], length)]), wanted)
 
 
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 4))
@@ -56,7 +56,7 @@ def test_walks_that_leave_a_set(seed: int, length: int) -> None:
         }
         for pair in ends
     }
-    check(Steps.leaving(matrix[None], length, inside), wanted)
+    check(Steps.leaving([(matrix[None], length)], inside), wanted)
 
 
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 4), data=st.data())
@@ -73,4 +73,4 @@ def test_walks_that_change_over(seed: int, length: int, data: st.DataObject) -> 
         for pair in ends
     }
     parts = ((inside, num_first), (~inside, length - num_first))
-    check(Steps.changing(matrix[None], parts), wanted)
+    check(Steps.changing([(matrix[None], sum(num for _, num in parts))], parts), wanted)

@@ -28,6 +28,9 @@ _LEAST_WORK = 3e7
 Course = Leaving | Changing
 """Which walks over the groups of a run count."""
 
+_Tables = tuple[tuple[GroupTable, int], ...]
+"""Tables of a run's groups in order, and of how many groups in a row each is."""
+
 
 @dataclass(frozen=True, eq=False)
 class Answer:
@@ -52,15 +55,19 @@ class _AtCosts:
         costs: shape [S] for each node of the problem.
         rest: what stays when runs are condensed, reduced, and the way back.
         tables: of each run by its number, and by what was open to it.
+        alike: for each run, groups that stand for others, and for how many in a row.
     """
 
     costs: Sequence[FloatArray]
     rest: tuple[Network, Inverse] | None = None
-    tables: dict[tuple[int, bytes], GroupTable | None] = field(default_factory=dict)
+    tables: dict[tuple[int, bytes], "_Tables | None"] = field(default_factory=dict)
+    alike: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
 class Condensed:
     """The exact minimum of a problem with runs, by elimination.
+
+    The nodes of a place must be priced alike, but for those of a run's last group.
 
     Args:
         problem: the problem; its usage limit is not looked at.
@@ -190,23 +197,41 @@ class Condensed:
         still_open: Open,
         most_work: float,
         mode: int | None = None,
-    ) -> list[GroupTable] | None:
-        made = self._known_at(costs).tables
-        tables: list[GroupTable] = []
+    ) -> list[_Tables] | None:
+        known = self._known_at(costs)
+        found: list[_Tables] = []
         for i, block in enumerate(self._blocks):
             template = Template(
                 self._problem, block, still_open, self._known, mode=mode, check=self._check
             )
             view = template.view(most_work)
-            if (i, view) not in made:
-                own = {v: costs[v] for v in block.run.instances[1]}
-                made[i, view] = new = template.evaluate(own, most_work=most_work)
-                self.work += 0.0 if new is None else new.work
-            table = made[i, view]
+            if i not in known.alike:
+                known.alike[i] = _alike(block.run, costs)
+            if (i, view) not in known.tables:
+                known.tables[i, view] = self._evaluated(template, known.alike[i], costs, most_work)
+            tables = known.tables[i, view]
+            if tables is None:
+                return None
+            found.append(tables)
+        return found
+
+    def _evaluated(
+        self,
+        template: Template,
+        alike: Sequence[tuple[int, int]],
+        costs: Sequence[FloatArray],
+        most_work: float,
+    ) -> _Tables | None:
+        """A table for each of some groups, with the number that comes with it."""
+        groups, tables = template.run.instances, []
+        for k, number in alike:
+            own = {v: costs[w] for v, w in zip(groups[1], groups[k], strict=True)}
+            table = template.evaluate(own, most_work=most_work)
             if table is None:
                 return None
-            tables.append(table)
-        return tables
+            self.work += table.work
+            tables.append((table, number))
+        return tuple(tables)
 
     def _known_at(self, costs: Sequence[FloatArray]) -> "_AtCosts":
         if self._at is None or self._at.costs is not costs:
@@ -216,7 +241,7 @@ class Condensed:
     def _join(
         self,
         rest: tuple[Network, Inverse],
-        tables: Sequence[GroupTable],
+        tables: Sequence[_Tables],
         bounds_of: Sequence[int],
         courses: Sequence[Course],
     ) -> Answer | None:
@@ -286,10 +311,21 @@ class Condensed:
         return network, reduce_around(network, seen, self._known, check=self._check)
 
 
-def _steps(table: GroupTable, courses: Sequence[Course]) -> Steps:
+def _alike(run: Run, costs: Sequence[FloatArray]) -> tuple[tuple[int, int], ...]:
+    """Groups that stand for others priced alike, and for how many in a row."""
+    groups = run.instances
+    inner, last = groups[min(1, len(groups) - 2)], groups[-1]
+    if all(np.array_equal(costs[v], costs[w]) for v, w in zip(inner, last, strict=True)):
+        return ((1, len(groups)),)
+    return (min(1, len(groups) - 2), len(groups) - 1), (len(groups) - 1, 1)
+
+
+def _steps(tables: _Tables, courses: Sequence[Course]) -> Steps:
     """The steps of a walk over a run's groups."""
+    table = tables[0][0]
     run = table.template.run
-    matrices, num_steps = table.as_batch(len(run.ports)), len(run.instances)
+    num_steps = len(run.instances)
+    stretches = [(part.as_batch(len(run.ports)), number) for part, number in tables]
     for course in courses:
         if course.run is not run:
             continue
@@ -298,22 +334,24 @@ def _steps(table: GroupTable, courses: Sequence[Course]) -> Steps:
             inside = np.logical_and.outer(inside, mask[table.template.port_labels(axis)])
         inside = inside.ravel()
         if isinstance(course, Leaving):
-            return Steps.leaving(matrices, num_steps, inside)
+            return Steps.leaving(stretches, inside)
         first = inside if course.inside_first else ~inside
         rest = num_steps - course.num_first
-        return Steps.changing(matrices, ((first, course.num_first), (~first, rest)))
-    return Steps.free(matrices, num_steps)
+        return Steps.changing(stretches, ((first, course.num_first), (~first, rest)))
+    return Steps.free(stretches)
 
 
-def _joined(table: GroupTable, steps: Steps) -> Table:
+def _joined(tables: _Tables, steps: Steps) -> Table:
     """The price of all groups of a run together, by what is at its ends."""
+    table = tables[0][0]
     run = table.template.run
     values = np.moveaxis(steps.joined(), 0, 2).reshape(table.values.shape)
     return Table((*run.before, *run.last_ports, *table.template.kept_hubs), values)
 
 
-def _expand(table: GroupTable, steps: Steps, result: Evaluation, choice: IntArray) -> None:
+def _expand(tables: _Tables, steps: Steps, result: Evaluation, choice: IntArray) -> None:
     """Write the choices of every group of a run, given those at its ends."""
+    table = tables[0][0]
     run = table.template.run
     shape = table.values.shape[: len(run.ports)]
     state = 0
@@ -325,32 +363,35 @@ def _expand(table: GroupTable, steps: Steps, result: Evaluation, choice: IntArra
         int(np.ravel_multi_index([result.picks[v] for v in nodes], shape))
         for nodes in (run.before, run.last_ports)
     )
-    groups: dict[tuple[int, int], list[int]] = {}
+    of_group = [part for part, (_, number) in enumerate(tables) for _ in range(number)]
+    groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
     for k, step in enumerate(pairwise(steps.cheapest(state, first, last))):
-        groups.setdefault(step, []).append(k)
-    for step, numbers in groups.items():
+        groups.setdefault((of_group[k], step), []).append(k)
+    for (part, step), numbers in groups.items():
         seen = [int(i) for flat in step for i in np.unravel_index(flat, shape)]
-        choice[run.places[numbers]] = table.interior((*seen, *hub_picks))
+        choice[run.places[numbers]] = tables[part][0].interior((*seen, *hub_picks))
 
 
-def _port_bounds(run: Run, table: GroupTable, outside: FloatArray) -> dict[int, FloatArray]:
+def _port_bounds(run: Run, tables: _Tables, outside: FloatArray) -> dict[int, FloatArray]:
     """Least price of everything by strategy of each port, whichever group it is of.
 
     Args:
         run: the run.
-        table: of one of its groups, hubs relaxed.
+        tables: of its groups, hubs relaxed.
         outside: price of everything else by the states at the two ends of the run.
     """
+    table = tables[0][0]
     shape = table.values.shape[: len(run.ports)]
-    (matrix,) = table.as_batch(len(run.ports))
-    ends = outside.reshape(matrix.shape)
+    matrices = [m for part, number in tables for m in [*part.as_batch(len(run.ports))] * number]
+    ends = outside.reshape(matrices[0].shape)
     # What is outside joins the two ends; a part for each end is a lower bound of it.
     head = ends[:, int(ends.min(axis=0).argmin())]
     with np.errstate(invalid="ignore"):
         tail = np.nan_to_num(ends - head[:, None], nan=np.inf, posinf=np.inf).min(axis=0)
     forward, backward = [head], [tail]
-    for _ in run.instances:
+    for matrix in matrices:
         forward.append((forward[-1][:, None] + matrix).min(axis=0))
+    for matrix in reversed(matrices):
         backward.append((matrix + backward[-1][None, :]).min(axis=1))
     pairs = zip(forward, reversed(backward), strict=True)
     least = np.min([f + b for f, b in pairs], axis=0).reshape(shape)

@@ -18,6 +18,7 @@ import numpy as np
 
 from autoshard.solve.cuts import best_mixture
 from autoshard.solve.problem import USAGE_TOLERANCE, FloatArray, Problem
+from autoshard.solve.repeats.branching import Branching
 from autoshard.solve.repeats.filling import Filling
 from autoshard.solve.repeats.pricing import SAME, Point, Pricing
 from autoshard.solve.repeats.runs import Run
@@ -35,6 +36,7 @@ _ACCURACY = 1e-5
 """Of a least usage, relative."""
 _MOST_MIXED = 6
 _MOST_SWEPT = 7
+_MOST_MET = 3
 _STEEPER = 8.0
 _CHEAPER = 0.8
 
@@ -89,6 +91,7 @@ class PricedUsage:
         self._fill(prices, order)
         if ports:
             self._split(prices, ports)
+        self._branch(prices)
 
     def _is_possible(self) -> bool:
         """Look for a choice that keeps the limit; False if it is proven that none does.
@@ -139,10 +142,7 @@ class PricedUsage:
 
     def _nearest(self, prices: FloatArray) -> list[Point]:
         """Choices seen that are best or nearly best at some prices."""
-        points = self._pricing.points
-        excess = self._pricing.excesses(self._problem.usage_limit)[:, : len(prices)]
-        paid = excess @ prices + [point.cost for point in points]
-        return [points[i] for i in np.argsort(paid, kind="stable")[:_MOST_MIXED]]
+        return self._pricing.nearest(prices)[:_MOST_MIXED]
 
     def _switch(self, points: Sequence[Point]) -> None:
         """Offer choices between the best one and others."""
@@ -240,6 +240,21 @@ class PricedUsage:
                 )
                 fits = choice is not None and search.offer(choice)
                 low, high = (middle, high) if fits else (low, middle)
+
+    def _branch(self, prices: FloatArray) -> None:
+        """Tell apart how many groups are what."""
+        search = self._search
+        if search.closed or search.choice is None:
+            return
+        search.enter("count repeated groups")
+        branching = Branching(
+            search,
+            self._solver.runs,
+            self._watch,
+            self._solver.minimise,
+            lambda points: self._switch(points[:_MOST_MET]),
+        )
+        branching.run(self._pricing.bound, self._pricing.points, prices)
 
     def _split(self, prices: FloatArray, ports: Ports) -> None:
         """Raise the bound to the least of those of all cases."""

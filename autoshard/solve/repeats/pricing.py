@@ -5,6 +5,7 @@ limited, which gives a lower bound for every price. The best prices are found by
 planes, taken half way from the best point so far so that they do not swing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,32 @@ class Point:
     uses: FloatArray
 
 
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """A limit of how many nodes pick a strategy; nodes of one place of a run.
+
+    Attributes:
+        nodes: the nodes, shape [G].
+        strategy: which strategy.
+        number: how many of them pick it at most.
+        at_least: whether they are so many at least instead.
+    """
+
+    nodes: IntArray
+    strategy: int
+    number: int
+    at_least: bool
+
+    @property
+    def sign(self) -> float:
+        """1 for a limit from above, -1 for one from below."""
+        return -1.0 if self.at_least else 1.0
+
+    def excess(self, choice: IntArray) -> float:
+        """How far a choice is beyond the limit, negative within it."""
+        return self.sign * (int((choice[self.nodes] == self.strategy).sum()) - self.number)
+
+
 class Pricing:
     """Choices that were best at some prices, and the best bound that prices have proven.
 
@@ -43,6 +70,8 @@ class Pricing:
         search: of the problem; its limit is finite. It is offered all choices.
         watch: weights to price usage by; grows with the choices that are seen.
         minimise: solves the problem, or a case of it, for other costs, its limit aside.
+        counts: limits of counts beside that of usage. Each has a price, before those of weights,
+            of as much usage as a group takes if all of it is shared out evenly.
 
     Attributes:
         watch: as given.
@@ -50,13 +79,23 @@ class Pricing:
         bound: of all choices that `minimise` is about and that keep the limit.
     """
 
-    def __init__(self, search: Search, watch: Watch, minimise: Minimise) -> None:
+    def __init__(
+        self,
+        search: Search,
+        watch: Watch,
+        minimise: Minimise,
+        *,
+        counts: Sequence[Counted] = (),
+    ) -> None:
         self.watch = watch
         self.points: list[Point] = []
         self.bound = -float("inf")
         self._search = search
         self._problem = search.problem
         self._minimise = minimise
+        self._counts = counts
+        limit = max(self._problem.usage_limit, SAME)
+        self._units = np.array([limit / len(counted.nodes) for counted in counts])
 
     def point(self, choice: IntArray) -> Point:
         """A choice with what it costs and uses, offered to the search."""
@@ -73,19 +112,35 @@ class Pricing:
         return point
 
     def excesses(self, limit: float) -> FloatArray:
-        """Weighted usage beyond a limit, by point and weights, shape [C, D]."""
+        """Counts and weighted usage beyond limits, by point and price, shape [C, D]."""
         uses = np.array([point.uses for point in self.points])
-        return uses @ self.watch.matrix.T - limit
+        over = [[counted.excess(point.choice) for counted in self._counts] for point in self.points]
+        beyond = np.array(over).reshape(len(self.points), len(self._counts)) * self._units
+        return np.hstack((beyond, uses @ self.watch.matrix.T - limit))
+
+    def nearest(self, prices: FloatArray) -> list[Point]:
+        """The choices seen, those that are best at some prices first."""
+        excess = self.excesses(self._problem.usage_limit)[:, : len(prices)]
+        paid = excess @ prices + [point.cost for point in self.points]
+        return [self.points[i] for i in np.argsort(paid, kind="stable")]
 
     def priced(self, prices: FloatArray, *, nudge: float = 0.0) -> list[FloatArray]:
         """Costs with a price for each of the weights, by node; `nudge` is one at all times."""
-        weights = prices @ self.watch.matrix[: len(prices)]
+        num_counts = len(self._counts)
+        on_usage = prices[num_counts:]
+        weights = on_usage @ self.watch.matrix[: len(on_usage)]
         if nudge:
             weights = weights + nudge * self.watch.everywhere
         given = zip(self._problem.nodes, weights.tolist(), self.watch.usage, strict=True)
-        return [
+        costs = [
             node.cost + weight * usage if weight > 0 else node.cost for node, weight, usage in given
         ]
+        for counted, price in zip(self._counts, prices[:num_counts] * self._units, strict=True):
+            paid = np.zeros(len(costs[int(counted.nodes[0])]))
+            paid[counted.strategy] = price * counted.sign
+            for v in counted.nodes.tolist():
+                costs[v] = costs[v] + paid
+        return costs
 
     def ask(self, prices: FloatArray, *, slack: float, nudge: float = 0.0) -> float | None:
         """What a price for each of the weights proves; its best choice becomes a point.
@@ -110,8 +165,12 @@ class Pricing:
 
     def proven(self, total: float, prices: FloatArray, *, nudge: float = 0.0) -> float:
         """What is proven by a lower bound of the total at some prices."""
-        paid = (float(prices.sum()) + nudge) * self._problem.usage_limit
-        return total - paid - _ROUNDING * (abs(total) + paid)
+        num_counts = len(self._counts)
+        paid = (float(prices[num_counts:].sum()) + nudge) * self._problem.usage_limit
+        allowed = np.array([counted.sign * counted.number for counted in self._counts])
+        counted = prices[:num_counts] * self._units * allowed
+        rounding = _ROUNDING * (abs(total) + paid + float(np.abs(counted).sum()))
+        return total - paid - float(counted.sum()) - rounding
 
     def best_prices(self, limit: float) -> FloatArray:
         """The prices at which the choices seen promise the best bound."""
@@ -146,7 +205,8 @@ class Pricing:
             bound = self.ask(prices, slack=_SHARE_OF_GAP * self._search.gap)
             if bound is None or np.isinf(bound):
                 break
-            value = bound + float(prices.sum()) * (self._problem.usage_limit - limit)
+            on_usage = float(prices[len(self._counts) :].sum())
+            value = bound + on_usage * (self._problem.usage_limit - limit)
             gain = value - reached
             stalled = 0 if gain > _SHARE_OF_GAP * self._search.gap * abs(value) else stalled + 1
             if gain > 0:
@@ -154,7 +214,8 @@ class Pricing:
         return self._padded(best)
 
     def _padded(self, prices: FloatArray) -> FloatArray:
-        return np.append(prices, np.zeros(len(self.watch.weights) - len(prices)))
+        known = len(self._counts) + len(self.watch.weights)
+        return np.append(prices, np.zeros(known - len(prices)))
 
     def _target(self, limit: float, most: float) -> tuple[FloatArray, float]:
         """The prices at which the choices seen promise the best bound, and that bound.

@@ -81,6 +81,11 @@ class GroupSolver:
         return self._narrowed(costs, relaxed, best, slack)
 
     @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs that are condensed."""
+        return self._condensed.runs
+
+    @property
     def modes(self) -> tuple[int | None, ...]:
         """Each mode of groups; None where there is only one."""
         num_modes = self._condensed.num_modes

@@ -45,6 +45,10 @@ class Changing:
     inside_first: bool
 
 
+Stretch = tuple[FloatArray, int]
+"""Prices from state to state, per state of the hubs, shape [M, N, N], and for how many steps."""
+
+
 @dataclass(frozen=True, eq=False)
 class Steps:
     """Prices of steps, in a space of places that the states at borders correspond to.
@@ -63,48 +67,61 @@ class Steps:
     states: IntArray
 
     @classmethod
-    def free(cls, matrices: FloatArray, num_steps: int) -> "Steps":
-        """Any walk; matrices of shape [M, N, N]."""
-        every = np.arange(matrices.shape[1])
-        return cls(((matrices, num_steps),), every, every, every)
+    def free(cls, stretches: Sequence[Stretch]) -> "Steps":
+        """Any walk."""
+        every = np.arange(stretches[0][0].shape[1])
+        return cls(tuple(stretches), every, every, every)
 
     @classmethod
-    def leaving(cls, matrices: FloatArray, num_steps: int, inside: BoolArray) -> "Steps":
+    def leaving(cls, stretches: Sequence[Stretch], inside: BoolArray) -> "Steps":
         """Walks that are outside of a set of states at least once.
 
         There are two places for a state of the set, one for walks that have not left it yet
         and one for those that have.
 
         Args:
-            matrices: shape [M, N, N].
-            num_steps: length of the walks.
+            stretches: all steps.
             inside: whether each state is in the set, shape [N].
         """
         home = np.flatnonzero(inside)
         num_home, num_states = len(home), len(inside)
         size = num_home + num_states
-        prices = np.full((len(matrices), size, size), np.inf)
-        prices[:, :num_home, :num_home] = matrices[:, home[:, None], home]
         out = np.flatnonzero(~inside)
-        prices[:, :num_home, num_home + out] = matrices[:, home[:, None], out]
-        prices[:, num_home:, num_home:] = matrices
+        parts = []
+        for matrices, num_steps in stretches:
+            prices = np.full((len(matrices), size, size), np.inf)
+            prices[:, :num_home, :num_home] = matrices[:, home[:, None], home]
+            prices[:, :num_home, num_home + out] = matrices[:, home[:, None], out]
+            prices[:, num_home:, num_home:] = matrices
+            parts.append((prices, num_steps))
         ends = num_home + np.arange(num_states)
         starts = ends.copy()
         starts[home] = np.arange(num_home)
         states = np.concatenate([home, np.arange(num_states)])
-        return cls(((prices, num_steps),), starts, ends, states)
+        return cls(tuple(parts), starts, ends, states)
 
     @classmethod
-    def changing(cls, matrices: FloatArray, parts: Sequence[tuple[BoolArray, int]]) -> "Steps":
+    def changing(
+        cls, stretches: Sequence[Stretch], parts: Sequence[tuple[BoolArray, int]]
+    ) -> "Steps":
         """Walks whose steps lead to states of one set first, then of another.
 
         Args:
-            matrices: shape [M, N, N].
-            parts: whether each state is in the set, shape [N], and for how many steps.
+            stretches: all steps.
+            parts: whether each state is in the set, shape [N], and for how many steps; as many
+                as the stretches have.
         """
-        free = cls.free(matrices, 0)
-        allowed = ((np.where(inside, matrices, np.inf), num) for inside, num in parts if num)
-        return replace(free, parts=tuple(allowed))
+        allowed, begin = [], 0
+        for matrices, num_steps in stretches:
+            done, first = begin, 0
+            for inside, num in parts:
+                both = min(begin + num_steps, first + num) - max(done, first)
+                first += num
+                if both > 0:
+                    allowed.append((np.where(inside, matrices, np.inf), both))
+                    done += both
+            begin += num_steps
+        return replace(cls.free(stretches), parts=tuple(allowed))
 
     @property
     def work(self) -> float:

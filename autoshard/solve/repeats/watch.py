@@ -16,7 +16,8 @@ class Watch:
     Weights are prices of usage per node. A price at some times adds up to a weight of each
     node, the part of the times at which it is alive. The groups of a run must stay alike, so
     each place gets the least weight that it has in any group: the weighted usage of a choice
-    is then at most its peak, whatever the choice.
+    is then at most its peak, whatever the choice. The last group keeps its own, as
+    much of it is gone sooner than what corresponds to it.
 
     Args:
         problem: the problem; its limit is finite.
@@ -107,5 +108,5 @@ class Watch:
         paid = np.concatenate([[0.0], np.cumsum(shares)])
         weights: FloatArray = paid[self._last] - paid[self._first]
         for places in self._places:
-            weights[places] = weights[places].min(axis=0)
+            weights[places[:-1]] = weights[places[:-1]].min(axis=0)
         return np.maximum(weights, 0.0)
