@@ -71,7 +71,9 @@ class Moments:
         return (number + 1, number + 2)
 
     def until(self, reader: int) -> Interval:
-        """From the turn until the backward of a node is done."""
+        """From the turn until the backward of a node is done; of -1, to the end."""
+        if reader < 0:
+            return self.always
         return (0, 1 + bisect_right(self._places, -reader))
 
     def after(self, reader: int) -> Interval:

@@ -99,7 +99,7 @@ class Retention:
     def needed_until(self, node: int, position: int) -> int:
         """The node in whose backward what a node reads is needed for sure, and perhaps longer.
 
-        Of several nodes, the one whose backward is the first.
+        Of several nodes, the one whose backward is the first; -1 for the end of the step.
         """
         outputs = self._graph.nodes[node].outputs
         if position in self.saved[node].inputs or not self.looks[node]:
@@ -107,13 +107,19 @@ class Retention:
         return max(self.value_needed_until(value) for value in outputs)
 
     def value_needed_until(self, value: str) -> int:
-        """Likewise of what is held of a value; behind all nodes if nothing is."""
+        """Likewise of what is held of a value.
+
+        Returns:
+            a number behind all nodes if nothing is held, and one before them if it is held for
+            no node but because it leaves the program.
+        """
         readers = [
             self.needed_until(i, position)
             for i, position in self._graph.consumers[value]
             if self.needs(i, position) or self._enters(i, value)
         ]
-        return max(readers, default=len(self._graph.nodes))
+        leaves = any(output.name == value for output in self._graph.outputs)
+        return max(readers, default=-1 if leaves else len(self._graph.nodes))
 
     def _enters(self, node: int, value: str) -> bool:
         """Whether a value enters the span of a node that takes it."""
