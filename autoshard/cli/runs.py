@@ -66,6 +66,13 @@ def calibrate(
         int | None,
         typer.Option(help="Start so many ranks here. Without it, run the command under torchrun."),
     ] = None,
+    busy: Annotated[
+        bool,
+        typer.Option(
+            "--busy",
+            help="The machine has other work: count the processor time that collectives take.",
+        ),
+    ] = False,
 ) -> None:
     """Measure links and devices on the ranks, and write a topology for --topology."""
     from autoshard.runtime import calibration  # noqa: PLC0415  it needs torch
@@ -74,7 +81,8 @@ def calibrate(
         from autoshard.runtime.launch.command import run_module  # noqa: PLC0415  as above
 
         shape = ["--mesh", mesh] if mesh else []
-        arguments = ["calibrate", "--output", str(output), "--name", name, *shape]
+        counted = ["--busy"] if busy else []
+        arguments = ["calibrate", "--output", str(output), "--name", name, *shape, *counted]
         with _ranks_reported():
             run_module("autoshard.cli", arguments, num_ranks=nproc)
         return
@@ -88,7 +96,7 @@ def calibrate(
         sizes = None if mesh is None else read_sizes(mesh)
         with calibration.process_groups() as is_first:
             report = console.print if is_first else (lambda _: None)
-            found = calibration.calibrate(sizes, name=name, report=report)
+            found = calibration.calibrate(sizes, name=name, busy=busy, report=report)
         if is_first:
             output.write_text(topology_to_json(found.topology), encoding="utf-8")
             console.print(render_calibration(found))

@@ -1,6 +1,6 @@
 """What operators and parameters cost on one rank: seconds and bytes."""
 
-from autoshard.costs.compute import Category, categorise, operator_times
+from autoshard.costs.compute import Category, categorise, operator_times, pace_name
 from autoshard.costs.memory import (
     BorderBytes,
     ParameterBytes,
@@ -29,6 +29,7 @@ __all__ = [
     "hidden_seconds",
     "operator_times",
     "optimizer_time",
+    "pace_name",
     "parameter_bytes",
     "parse_bytes",
     "saved_bytes",

@@ -9,7 +9,10 @@
 |             | bytes / bandwidth)                  | output gradients, writes input         |
 |             |                                     | gradients                              |
 
-and a kernel launch for each forward and each gradient. A contraction is a matrix product
+and a kernel launch for each forward and each gradient, views excepted. Where the device says
+how long an operator takes (`Device.operators`), that counts instead: its own overhead, and a
+multiple of the table's seconds; a view then takes a multiple of what copying it would, forward
+and backward like a stream's. A contraction is a matrix product
 in the widest sense: convolutions and attention are among them. The gradient of a product
 of two factors with respect to either is a product over the same index space, so it has
 the forward's flops and bytes. (Attention has three factors; three times forward stands for
@@ -24,27 +27,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from autoshard.costs.local import FloatArray, LocalSizes, letters_of
 from autoshard.graph import DType, Tensor
-from autoshard.mesh import Device
-from autoshard.rules import OperatorRule, Strategy
-
-MATMUL_EFFICIENCY = 0.8
-"""Share of the dense peak that large matrix products reach.
-
-Published sweeps over shapes find a little over 0.8 on A100 and H100 (Bekman, "Machine
-Learning Engineering", maximum achievable matmul FLOPS).
-"""
-
-TILE = 32
-"""Extent at which a product loses half of its efficiency.
-
-Kernels pad every extent to tiles. The figure leaves matrix-vector products bound by memory,
-as they are in practice, and cuts of one extent down to a few tiles visibly dearer.
-"""
+from autoshard.mesh import Device, Pace
+from autoshard.mesh.topology import MATMUL_EFFICIENCY
+from autoshard.rules import Call, OperatorRule, Strategy, kernel_for
 
 
 class Category(StrEnum):
@@ -63,6 +54,7 @@ def operator_times(
     device: Device,
     *,
     training: bool,
+    name: str = "",
     is_view: bool = False,
 ) -> FloatArray:
     """Seconds of one operator on one rank, forward and in training also backward.
@@ -75,6 +67,7 @@ def operator_times(
         outputs: global shapes of the outputs.
         device: what a rank runs on.
         training: whether backward counts.
+        name: of the operator, by which the device may know how long it takes.
         is_view: whether the outputs only alias the inputs.
 
     Returns:
@@ -82,11 +75,46 @@ def operator_times(
     """
     operator = _Operator(rule, LocalSizes(rule, strategies), inputs, outputs, device)
     kind = categorise(rule, inputs, is_view=is_view)
+    paces = device.operators.get(name) or device.operators.get(kind)
     forward, backward = _FORMULAS[kind]
-    seconds = forward(operator)
+    seconds = _seconds(forward(operator), paces.forward if paces else None, kind, device)
     if training and operator.needed:
-        seconds = seconds + backward(operator)
+        work = backward(operator)
+        seconds = seconds + _seconds(work, paces.backward if paces else None, kind, device)
     return seconds
+
+
+def pace_name(call: Call) -> str:
+    """The name under which a device knows how long an operator takes.
+
+    What takes an operator to another kernel is part of it: that attention is causal, and that
+    it draws random numbers beside, as dropout does.
+    """
+    draws = kernel_for(call.operator).draws
+    words = [call.operator]
+    words += ["causal"] * call.flag("is_causal")
+    words += ["drawing"] * bool(draws and call.argument(draws))
+    return " ".join(words)
+
+
+class _Work(NamedTuple):
+    """What an operator does in one direction.
+
+    Attributes:
+        seconds: by the roofline, without overheads, shape [S].
+        num_kernels: that are launched.
+    """
+
+    seconds: FloatArray
+    num_kernels: int
+
+
+def _seconds(work: _Work, pace: Pace | None, kind: Category, device: Device) -> FloatArray:
+    if pace is not None:
+        return pace.overhead + pace.times * work.seconds
+    if kind is Category.VIEW:
+        return 0.0 * work.seconds
+    return work.seconds + work.num_kernels * device.launch_overhead
 
 
 def categorise(rule: OperatorRule, inputs: Sequence[Tensor], *, is_view: bool) -> Category:
@@ -133,7 +161,7 @@ class _Contraction:
                 groups.setdefault(owners, set()).add(letter)
         return cls(factors, kept, tuple(frozenset(group) for group in groups.values()))
 
-    def efficiency(self, sizes: LocalSizes, flops: FloatArray) -> FloatArray:
+    def efficiency(self, sizes: LocalSizes, flops: FloatArray, tile: float) -> FloatArray:
         """Share of the peak that a product of these local extents reaches, shape [S].
 
         How many terms a sum has is half the operations of an element that is made. Letters do
@@ -142,12 +170,13 @@ class _Contraction:
         Args:
             sizes: local sizes of letters.
             flops: of all points, those that are left out included, shape [S].
+            tile: extent at which half of the efficiency is lost.
         """
         result = MATMUL_EFFICIENCY * sizes.product(())
         terms = flops / (2 * np.maximum(sizes.product(self.made), 1.0))
         for length in (terms, *map(sizes.product, self.free)):
             extent = np.maximum(length, 1.0)
-            result *= extent / (extent + TILE)
+            result *= extent / (extent + tile)
         return result
 
 
@@ -183,9 +212,9 @@ class _Operator:
     def roofline(
         self, flops: FloatArray, peak: FloatArray | float, nbytes: FloatArray
     ) -> FloatArray:
-        """Seconds of one kernel."""
+        """Seconds of one kernel, without its launch."""
         seconds: FloatArray = np.maximum(flops / peak, nbytes / self.device.memory_bandwidth)
-        return seconds + self.device.launch_overhead
+        return seconds
 
 
 def _computed(rule: OperatorRule, sizes: LocalSizes) -> FloatArray | float:
@@ -236,40 +265,39 @@ def _is_gathered(rule: OperatorRule, inputs: Sequence[Tensor], position: int) ->
     return bool(picked) and any(letters & kept - held[position] for letters in indices)
 
 
-def _free(operator: _Operator) -> FloatArray:
-    return operator.zero
-
-
-def _contraction_forward(operator: _Operator) -> FloatArray:
-    efficiency = operator.contraction.efficiency(operator.sizes, operator.all_flops)
+def _contraction_forward(operator: _Operator) -> _Work:
+    tile = operator.device.tile
+    efficiency = operator.contraction.efficiency(operator.sizes, operator.all_flops, tile)
     peak = operator.peak * efficiency
-    return operator.roofline(operator.flops, peak, operator.read + operator.written)
+    return _Work(operator.roofline(operator.flops, peak, operator.read + operator.written), 1)
 
 
-def _contraction_backward(operator: _Operator) -> FloatArray:
+def _contraction_backward(operator: _Operator) -> _Work:
     factors = set(operator.contraction.factors) & set(operator.needed)
-    seconds = len(factors) * _contraction_forward(operator)
+    seconds = len(factors) * _contraction_forward(operator).seconds
     for addend in set(operator.needed) - factors:
         nbytes = operator.written + operator.slices[addend]
         seconds = seconds + operator.roofline(operator.zero, operator.peak, nbytes)
-    return seconds
+    return _Work(seconds, len(operator.needed))
 
 
-def _stream_forward(operator: _Operator) -> FloatArray:
+def _stream_forward(operator: _Operator) -> _Work:
     nbytes = operator.read + operator.written
-    return operator.roofline(operator.flops, operator.device.peak(DType.FLOAT32), nbytes)
+    peak = operator.device.peak(DType.FLOAT32)
+    return _Work(operator.roofline(operator.flops, peak, nbytes), 1)
 
 
-def _stream_backward(operator: _Operator) -> FloatArray:
+def _stream_backward(operator: _Operator) -> _Work:
     gradients = sum((operator.slices[i] for i in operator.needed), operator.zero)
     nbytes = operator.read + operator.written + gradients
-    return operator.roofline(2 * operator.flops, operator.device.peak(DType.FLOAT32), nbytes)
+    peak = operator.device.peak(DType.FLOAT32)
+    return _Work(operator.roofline(2 * operator.flops, peak, nbytes), 1)
 
 
-_Formula = Callable[[_Operator], FloatArray]
+_Formula = Callable[[_Operator], _Work]
 
 _FORMULAS: Mapping[Category, tuple[_Formula, _Formula]] = {
-    Category.VIEW: (_free, _free),
+    Category.VIEW: (_stream_forward, _stream_backward),
     Category.CONTRACTION: (_contraction_forward, _contraction_backward),
     Category.STREAM: (_stream_forward, _stream_backward),
 }

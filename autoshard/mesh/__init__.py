@@ -10,7 +10,7 @@ from autoshard.mesh.document import (
 from autoshard.mesh.mesh import Axis, Mesh
 from autoshard.mesh.presets import DEFAULT_TOPOLOGY, get_topology, topology_names
 from autoshard.mesh.shorthand import make_mesh
-from autoshard.mesh.topology import COLLECTIVES, Bend, Device, Link, Rate, Topology
+from autoshard.mesh.topology import COLLECTIVES, Bend, Device, Link, Pace, Paces, Rate, Topology
 
 __all__ = [
     "COLLECTIVES",
@@ -21,6 +21,8 @@ __all__ = [
     "Device",
     "Link",
     "Mesh",
+    "Pace",
+    "Paces",
     "Rate",
     "Span",
     "Topology",

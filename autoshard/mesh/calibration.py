@@ -8,17 +8,16 @@ the relative errors (Lawson and Hanson, "Solving Least Squares Problems", 1974),
 messages count as much as long ones.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
 
 import numpy as np
 from scipy.optimize import nnls
 
 from autoshard.errors import MeshError
 from autoshard.mesh.collectives import Line, Span, lines
-from autoshard.mesh.topology import Bend, Device, Link, Rate
+from autoshard.mesh.topology import Bend, Link, Rate
 
 REFERENCE = "all_gather"
 """The collective whose figures a link has for all that were not measured."""
@@ -48,22 +47,6 @@ class CollectiveSample:
     level: int
     num_ranks: int
     nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSample:
-    """A measured kernel.
-
-    Attributes:
-        dtype: of a matrix product; empty of a copy.
-        amount: operations of a product, over the share of the peak that the cost model expects
-            of one of this size; bytes that a copy reads and writes.
-        seconds: the median of several runs.
-    """
-
-    dtype: str
-    amount: float
     seconds: float
 
 
@@ -135,34 +118,3 @@ def unit_line(action: str, num_ranks: int) -> Line:
     """Price of a collective over one link of latency 1 and bandwidth 1."""
     found = lines(action, num_ranks, [Span(1, num_ranks)], [Link("unit", None, 1.0, 1.0)])
     return min(found)
-
-
-def fit_device(
-    name: str, samples: Iterable[DeviceSample], launch_overhead: float, memory: int
-) -> Device:
-    """A device whose roofline goes through what was measured.
-
-    Args:
-        name: for people.
-        samples: copies, and matrix products in float32 and in other dtypes.
-        launch_overhead: seconds that the smallest kernel takes.
-        memory: bytes.
-
-    Raises:
-        MeshError: no copy, or no product in float32, takes longer than a launch.
-    """
-    rates: dict[str, list[float]] = {}
-    for sample in samples:
-        working = sample.seconds - launch_overhead
-        if working > 0:
-            rates.setdefault(sample.dtype, []).append(sample.amount / working)
-    copies = rates.pop("", None)
-    if not copies:
-        raise MeshError("no copy takes longer than a launch; measure larger tensors")
-    return Device(
-        name=name,
-        peak_flops={dtype: median(found) for dtype, found in sorted(rates.items())},
-        memory_bandwidth=median(copies),
-        memory=memory,
-        launch_overhead=launch_overhead,
-    )

@@ -20,6 +20,53 @@ BACKENDS = ("nccl", "gloo")
 """Names of `torch.distributed` backends that a topology may ask for."""
 
 
+MATMUL_EFFICIENCY = 0.8
+"""Share of the dense peak that large matrix products reach.
+
+Published sweeps over shapes find a little over 0.8 on A100 and H100 (Bekman, "Machine
+Learning Engineering", maximum achievable matmul FLOPS).
+"""
+
+TILE = 32.0
+"""Extent at which a product loses half of its efficiency, where nothing else is known.
+
+Kernels pad every extent to tiles. The figure leaves matrix-vector products bound by memory,
+as they are in practice, and cuts of one extent down to a few tiles visibly dearer.
+"""
+
+MAX_PACES = 4096
+"""Of a device; there are fewer operators."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long an operator takes in one direction: `overhead + times * roofline`.
+
+    Attributes:
+        overhead: seconds, all its kernels together.
+        times: multiple of what its operations and bytes take at the device's rates.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    overhead: float
+    times: float
+
+    def __post_init__(self) -> None:
+        check_not_negative(self.overhead, "overhead of an operator")
+        check_not_negative(self.times, "times of an operator")
+
+
+@dataclass(frozen=True)
+class Paces:
+    """How long an operator takes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    forward: Pace
+    backward: Pace
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or one CPU host that runs one rank.
@@ -30,6 +77,12 @@ class Device:
         memory_bandwidth: bytes per second, reads and writes together.
         memory: bytes.
         launch_overhead: seconds that an operator takes even when it has nothing to do.
+        tile: extent at which a matrix product loses half of its efficiency.
+        operators: how long operators take that were measured, by name, and others by category
+            (`view`, `contraction`, `stream`). One that is in neither takes the launch overhead
+            for each kernel and what the roofline says; a view takes nothing.
+        accumulation: multiple of the roofline that adding up the gradients of a value takes
+            which several operators read.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -39,6 +92,9 @@ class Device:
     memory_bandwidth: float
     memory: int
     launch_overhead: float = 0.0
+    tile: float = TILE
+    operators: Mapping[str, Paces] = field(default_factory=dict, hash=False)
+    accumulation: float = 0.0
 
     def __post_init__(self) -> None:
         check_name(self.name, "device")
@@ -52,6 +108,13 @@ class Device:
         check_positive(self.memory_bandwidth, f"memory_bandwidth of device {self.name!r}")
         check_positive(self.memory, f"memory of device {self.name!r}")
         check_not_negative(self.launch_overhead, f"launch_overhead of device {self.name!r}")
+        check_not_negative(self.tile, f"tile of device {self.name!r}")
+        check_not_negative(self.accumulation, f"accumulation of device {self.name!r}")
+        if len(self.operators) > MAX_PACES:
+            raise MeshError(
+                f"device {self.name!r} has paces of {len(self.operators)} operators; "
+                f"{MAX_PACES} are enough for all there are"
+            )
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s in a dtype; float32's where the dtype is not listed."""

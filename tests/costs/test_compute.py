@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.costs import Category, categorise, operator_times
-from autoshard.costs.compute import MATMUL_EFFICIENCY, TILE
-from autoshard.graph import DType, Tensor
-from autoshard.mesh import Device
-from autoshard.rules import Dims, OperatorRule, Strategy, strategies
+from autoshard.costs import Category, categorise, operator_times, pace_name
+from autoshard.graph import Argument, DType, Tensor
+from autoshard.mesh import Device, Pace, Paces
+from autoshard.mesh.topology import MATMUL_EFFICIENCY, TILE
+from autoshard.rules import Call, Dims, OperatorRule, Strategy, strategies
 from autoshard.rules.reduction import Reductions
 
 DEVICE = Device(
@@ -314,3 +314,65 @@ def test_no_strategy_costs_more_than_the_whole_operator(
     assert np.ptp(replicated) <= 1e-9 * replicated[0]
     assert (times <= replicated[0] * (1 + 1e-9)).all()
     assert (times > 0).all()
+
+
+PACED = replace(
+    DEVICE,
+    operators={
+        "aten.add.Tensor": Paces(Pace(0.25, 2.0), Pace(0.125, 0.0)),
+        "stream": Paces(Pace(3.0, 1.0), Pace(4.0, 1.0)),
+        "contraction": Paces(Pace(0.5, 3.0), Pace(0.25, 1.5)),
+        "view": Paces(Pace(0.0625, 0.0), Pace(0.5, 2.0)),
+    },
+)
+
+
+def paced(name: str, *, training: bool = True, is_view: bool = False) -> float:
+    """Seconds of an addition of two tensors on the device with paces."""
+    inputs, outputs = [tensor(ADD, "ij", grad=True)] * 2, [tensor(ADD, "ij")]
+    found = operator_times(
+        ADD, whole(ADD), inputs, outputs, PACED, training=training, name=name, is_view=is_view
+    )
+    return float(found[0])
+
+
+def test_an_operator_that_was_measured_takes_its_own_time() -> None:
+    forward = 3 * 40_000 / 1e6
+    assert paced("aten.add.Tensor", training=False) == pytest.approx(0.25 + 2 * forward)
+    assert paced("aten.add.Tensor") == pytest.approx(0.25 + 2 * forward + 0.125)
+
+
+def test_others_take_what_their_category_does() -> None:
+    forward, backward = 3 * 40_000 / 1e6, 5 * 40_000 / 1e6
+    assert paced("aten.sub.Tensor") == pytest.approx(3 + forward + 4 + backward)
+    assert paced("aten.view.default", is_view=True) == pytest.approx(0.0625 + 0.5 + 2 * backward)
+
+
+def test_a_contraction_takes_a_multiple_of_its_roofline() -> None:
+    inputs = [tensor(LINEAR, "bsk", grad=True), tensor(LINEAR, "nk", grad=True)]
+    outputs = [tensor(LINEAR, "bsn")]
+    device = replace(PACED, memory_bandwidth=1e30, tile=8.0)
+    found = operator_times(LINEAR, whole(LINEAR), inputs, outputs, device, training=True)
+    share = MATMUL_EFFICIENCY * float(np.prod([e / (e + 8) for e in (96, 128, 160)]))
+    once = FLOPS / (1e9 * share)
+    assert found[0] == pytest.approx(0.5 + 3 * once + 0.25 + 1.5 * 2 * once)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({}, "aten.scaled_dot_product_attention.default"),
+        ({"dropout_p": 0.0}, "aten.scaled_dot_product_attention.default"),
+        ({"is_causal": True}, "aten.scaled_dot_product_attention.default causal"),
+        (
+            {"dropout_p": 0.1, "is_causal": True},
+            "aten.scaled_dot_product_attention.default causal drawing",
+        ),
+    ],
+    ids=["plain", "no dropout", "causal", "causal with dropout"],
+)
+def test_attention_goes_by_the_kernel_that_it_takes(
+    arguments: dict[str, Argument], name: str
+) -> None:
+    call = Call("aten.scaled_dot_product_attention.default", tuple(arguments.items()), (), ())
+    assert pace_name(call) == name

@@ -22,8 +22,6 @@ from autoshard.mesh import (
 from autoshard.mesh.calibration import (
     BENDS,
     CollectiveSample,
-    DeviceSample,
-    fit_device,
     fit_links,
 )
 
@@ -97,29 +95,6 @@ def test_times_that_do_not_grow_are_no_link() -> None:
     flat = [CollectiveSample("all_gather", 0, 4, size, 1e3 / size) for size in SIZES]
     with pytest.raises(MeshError, match="does not grow with its bytes"):
         fit_links(flat, LEVELS[:1])
-
-
-def test_a_device_is_what_was_measured() -> None:
-    found = fit_device(
-        "made up",
-        [
-            DeviceSample("float32", 1e9, 0.1 + 1e-4),
-            DeviceSample("float32", 3e9, 0.1 + 1e-4),
-            DeviceSample("float32", 2e9, 0.1 + 1e-4),
-            DeviceSample("bfloat16", 5e9, 0.1 + 1e-4),
-            DeviceSample("", 4e9, 1 + 1e-4),
-            DeviceSample("", 1.0, 1e-5),  # shorter than a launch
-        ],
-        launch_overhead=1e-4,
-        memory=1 << 30,
-    )
-    assert found.peak("float32") == pytest.approx(2e10)
-    assert found.peak("bfloat16") == pytest.approx(5e10)
-    assert found.memory_bandwidth == pytest.approx(4e9)
-    with pytest.raises(MeshError, match="no copy takes longer"):
-        fit_device("fast", [DeviceSample("float32", 1e9, 1.0)], 1e-4, 1)
-    with pytest.raises(MeshError, match="float32"):
-        fit_device("odd", [DeviceSample("", 1e9, 1.0)], 1e-4, 1)
 
 
 def test_a_topology_survives_its_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from autoshard.costs import (
     border_bytes,
     operator_times,
     optimizer_time,
+    pace_name,
     parameter_bytes,
     saved_bytes,
 )
@@ -259,6 +260,7 @@ class Prices:
             outputs=[graph.values[v] for v in node.outputs],
             device=self._device,
             training=backward,
+            name=pace_name(call_of(graph, node)),
             is_view=is_view(node.operator),
         )
 

@@ -14,9 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.errors import MeshError
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology
-from autoshard.mesh.calibration import CollectiveSample, fit_device, fit_links
+from autoshard.mesh.calibration import CollectiveSample, fit_links
+from autoshard.mesh.device_calibration import fit_device, fit_paces
 from autoshard.runtime.calibration.collectives import measure_collectives, shared_size
-from autoshard.runtime.calibration.kernels import measure_kernels, measure_launch
+from autoshard.runtime.calibration.kernels import measure_copies, measure_launch, measure_products
+from autoshard.runtime.calibration.operators import measure_operators
+from autoshard.runtime.calibration.stopwatch import KernelClock, Stopwatch
 
 SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
 """Bytes that are measured: 1 KiB to 256 MiB."""
@@ -65,6 +68,7 @@ def calibrate(
     sizes: Sequence[int] = SIZES,
     checked: Sequence[int] = CHECKED,
     num_passes: int = 3,
+    busy: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
     """Measure collectives, matrix products and copies, and fit a topology to them.
@@ -79,6 +83,8 @@ def calibrate(
         sizes: bytes to fit to.
         checked: other bytes, to compare the fit with.
         num_passes: how often all sizes are measured; medians count.
+        busy: whether collectives count by the processor time they take, since the machine has
+            other work; on processors operators always do.
         report: told what is measured next.
 
     Raises:
@@ -92,14 +98,15 @@ def calibrate(
     groups = init_device_mesh(device.type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names)
 
     samples = []
+    stopwatch = Stopwatch(device, busy=busy)
     for axis, level in axes.items():
         report(f"collectives over {axis}, {min(sizes)} to {max(sizes)} bytes")
         every = sorted({*sizes, *checked})
         group = groups.get_group(axis)
-        samples += [(axis, s) for s in _sampled(group, level, every, device, num_passes)]
+        samples += [(axis, s) for s in _sampled(group, level, every, stopwatch, num_passes)]
     fitted = [sample for _, sample in samples if not is_checked(sample, checked)]
     links, overhead = fit_links(fitted, levels)
-    report("matrix products and copies")
+    report("matrix products, copies and operators")
     topology = Topology(
         name=name,
         device=_fitted(device, per_node),
@@ -121,14 +128,14 @@ def _sampled(
     group: ProcessGroup,
     level: int,
     sizes: Sequence[int],
-    device: torch.device,
+    stopwatch: Stopwatch,
     num_passes: int,
 ) -> Iterator[CollectiveSample]:
     """Samples over one axis: medians of passes over all sizes.
 
     What else a machine does comes and goes; passes spread it over all sizes alike.
     """
-    passes = [list(measure_collectives(group, level, sizes, device)) for _ in range(num_passes)]
+    passes = [list(measure_collectives(group, level, sizes, stopwatch)) for _ in range(num_passes)]
     for alike in zip(*passes, strict=True):
         yield replace(alike[0], seconds=median(sample.seconds for sample in alike))
 
@@ -203,8 +210,10 @@ def _fitted(device: torch.device, per_node: int) -> Device:
     else:
         name = f"processor shared by {per_node} ranks"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
-    launch = measure_launch(device)
-    return fit_device(name, measure_kernels(device), launch, memory)
+    clock = KernelClock(device, per_node)
+    copies, products = measure_copies(device, clock), measure_products(device, clock)
+    found = fit_device(name, copies, products, measure_launch(device, clock), memory)
+    return fit_paces(found, measure_operators(device, found, clock))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def measure_collectives(
     group: ProcessGroup,
     level: int,
     sizes: Iterable[int],
-    device: torch.device,
+    stopwatch: Stopwatch,
 ) -> Iterator[CollectiveSample]:
     """Each collective over the groups of one axis, all of them at the same time.
 
@@ -35,16 +35,15 @@ def measure_collectives(
         level: number of the link level that it crosses.
         sizes: bytes of the larger of a rank's tensor before and after; rounded up to what the
             ranks can share.
-        device: what a rank runs on.
+        stopwatch: measures, on the device that a rank runs on.
     """
-    stopwatch = Stopwatch(device)
     num_ranks = group.size()
     for nbytes in sizes:
         measured = shared_size(nbytes, num_ranks)
         rows = measured // (num_ranks * torch.float32.itemsize)
         for action in COLLECTIVES:
             own = rows // num_ranks if action == "all_gather" else rows
-            tensor = torch.ones(own, num_ranks, device=device)
+            tensor = torch.ones(own, num_ranks, device=stopwatch.device)
             with torch.no_grad():
                 seconds = stopwatch.measure(_run(action, tensor, group))
             yield CollectiveSample(action, level, num_ranks, measured, seconds)
