@@ -99,6 +99,11 @@ class Step:
         return bool(self.source.chunks or self.target.chunks)
 
     @property
+    def is_inner(self) -> bool:
+        """Whether a dim is cut that is not the first, so that slices do not lie in one piece."""
+        return self.source.dim > 0 or self.target.dim > 0
+
+    @property
     def copies(self) -> bool:
         """Whether a copy stands next to each collective."""
         return self.reorders or self.padded
@@ -107,8 +112,10 @@ class Step:
 class Pricer(Protocol):
     """Prices in seconds; a mesh is one."""
 
-    def collective_time(self, action: Action, axis: int, nbytes: int) -> float:
-        """Seconds that a collective over one axis takes, with `Step.nbytes`."""
+    def collective_time(
+        self, action: Action, axis: int, nbytes: int, *, inner: bool = False
+    ) -> float:
+        """Seconds that a collective over one axis takes, with `Step.nbytes` and `is_inner`."""
         ...
 
     def copy_time(self, nbytes: int) -> float:
@@ -145,7 +152,7 @@ def _action_price(action: Action, step: Step, pricer: Pricer) -> float:
         return reordered
     if action.is_collective:
         beside = pricer.copy_time(step.nbytes) if step.copies else 0.0
-        return beside + pricer.collective_time(action, step.axis, step.nbytes)
+        return beside + pricer.collective_time(action, step.axis, step.nbytes, inner=step.is_inner)
     return reordered + pricer.copy_time(step.nbytes)
 
 

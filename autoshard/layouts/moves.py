@@ -32,7 +32,8 @@ class Moves:
         padding: bit i is set where the i-th of the uneven cuts is there before or after, shape
             [A].
         classes: equal where the axis, the kinds of both types, whether slices of chunks are
-            put in order, the parts and the padding are, shape [A]; counted from 0.
+            put in order, whether the first dim is cut or another, the parts and the padding are,
+            shape [A]; counted from 0.
         examples: a move of each class, shape [K].
     """
 
@@ -107,7 +108,8 @@ def moves_between(
     for bit, (axis, dim) in enumerate(uneven):
         before = dims[held[sources, axis]] == dim
         padding |= (before | ((axes == axis) & (dims[new] == dim))).astype(np.intp) << bit
-    classes, examples = _classes(types, axes, old, new, (parts, padding))
+    inner = ((dims[old] > 0) | (dims[new] > 0)).astype(np.intp)
+    classes, examples = _classes(types, axes, old, new, (parts, padding, inner))
     return Moves(types, sources, targets, axes, old, new, parts, padding, classes, examples)
 
 

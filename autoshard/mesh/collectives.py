@@ -40,7 +40,7 @@ from pydantic import ConfigDict
 
 from autoshard.errors import MeshError
 from autoshard.mesh.checks import check_not_negative
-from autoshard.mesh.topology import Link, Rate, check_collective
+from autoshard.mesh.topology import INNER, Link, Rate, check_collective
 
 
 class Line(NamedTuple):
@@ -128,12 +128,12 @@ def lines(action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Li
     """Price of a collective by each algorithm; the lowest line at a size is what it takes.
 
     Args:
-        action: name of the collective.
+        action: name of the collective, by which links have figures (`MEASURABLE`).
         num_ranks: ranks that take part; more than one.
         spans: how they lie over each link level, innermost first.
         links: the levels.
     """
-    check_collective(action)
+    check_collective(action.removesuffix(INNER))
     crossings = list(_crossings(action, num_ranks, spans, links))
     if action == "all_to_all":
         return [_exchange(num_ranks, crossings)]

@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 from autoshard.errors import MeshError
 from autoshard.mesh.checks import check_name, check_unique
 from autoshard.mesh.collectives import AlphaBeta, Line, Span, lines
-from autoshard.mesh.topology import COLLECTIVES, Topology, check_collective
+from autoshard.mesh.topology import COLLECTIVES, INNER, Topology, check_collective
 
 MAX_DEVICES = 1 << 20
 """No cluster is larger; the limit keeps absurd requests from exhausting memory."""
@@ -87,7 +87,7 @@ class Mesh:
         """How many devices the mesh has."""
         return prod(self.axis_sizes)
 
-    def collective_time(self, action: str, axis: int, nbytes: int) -> float:
+    def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
         """Seconds that a collective over one axis takes, all its groups at the same time.
 
         Args:
@@ -95,11 +95,12 @@ class Mesh:
             axis: index of the axis.
             nbytes: size of the larger of a rank's tensor before and after; of a halo exchange, of
                 the rank that sends or receives most.
+            inner: whether slices of a dim are moved that is not the first.
 
         Raises:
             MeshError: the collective or the axis does not exist.
         """
-        candidates = self._lines.get((action, axis))
+        candidates = self._lines.get((action, axis, inner))
         if candidates is None:
             check_collective(action)
             self._check_axis(axis)
@@ -140,20 +141,23 @@ class Mesh:
         return tuple(spans)
 
     @cached_property
-    def _lines(self) -> dict[tuple[str, int], tuple[Line, ...]]:
+    def _lines(self) -> dict[tuple[str, int, bool], tuple[Line, ...]]:
         return {
-            (action, axis): self._axis_lines(action, axis)
+            (action, axis, inner): self._axis_lines(action, axis, inner=inner)
             for action in COLLECTIVES
+            for inner in (False, True)
             for axis, num_ranks in enumerate(self.axis_sizes)
             if num_ranks > 1
         }
 
-    def _axis_lines(self, action: str, axis: int) -> tuple[Line, ...]:
+    def _axis_lines(self, action: str, axis: int, *, inner: bool) -> tuple[Line, ...]:
         num_ranks = self.axis_sizes[axis]
         if self.collectives is not None:
             return (self.collectives.line(action, axis, num_ranks),)
         overhead = self.topology.collective_overhead
-        found = lines(action, num_ranks, self._spans[axis], self.topology.levels)
+        # Only these two move slices that lie apart; an exchange always does.
+        name = action + INNER * (inner and action in {"all_gather", "reduce_scatter"})
+        found = lines(name, num_ranks, self._spans[axis], self.topology.levels)
         return tuple(line._replace(fixed=overhead + line.fixed) for line in found)
 
 

@@ -13,6 +13,13 @@ from autoshard.mesh.checks import check_name, check_not_negative, check_positive
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter")
 """Names of the collectives that have a price."""
 
+INNER = " of inner dims"
+"""Behind the name of an all-gather or a reduce-scatter: of any dim but the first, where slices
+are put in order by a copy."""
+
+MEASURABLE = (*COLLECTIVES, f"all_gather{INNER}", f"reduce_scatter{INNER}")
+"""Names of the collectives that a link may have figures for."""
+
 MAX_BENDS = 64
 """Of a collective; all of them count in each of its prices."""
 
@@ -179,7 +186,8 @@ class Link:
         size: devices in a group at this level; None where the level has no limit.
         bandwidth: bytes per second that one device can send, while it receives as much.
         latency: seconds per step of a collective.
-        collectives: the figures of collectives that were found to have their own, by name.
+        collectives: the figures of collectives that were found to have their own, by name
+            (`MEASURABLE`).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -193,7 +201,10 @@ class Link:
     def __post_init__(self) -> None:
         check_name(self.name, "link")
         for action in self.collectives:
-            check_collective(action)
+            if action not in MEASURABLE:
+                raise MeshError(
+                    f"{action!r} is not a collective; choose one of {', '.join(MEASURABLE)}"
+                )
         if self.size is not None and self.size < 1:
             raise MeshError(f"link {self.name!r} has size {self.size}; a group has 1 or more")
         check_positive(self.bandwidth, f"bandwidth of link {self.name!r}")
@@ -201,7 +212,8 @@ class Link:
 
     def rate(self, action: str) -> Rate:
         """How fast a collective moves over the link."""
-        return self.collectives.get(action) or Rate(self.bandwidth, self.latency)
+        found = self.collectives.get(action) or self.collectives.get(action.removesuffix(INNER))
+        return found or Rate(self.bandwidth, self.latency)
 
 
 @dataclass(frozen=True)

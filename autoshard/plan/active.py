@@ -33,9 +33,9 @@ class ActiveAxes:
         """Size of each active axis."""
         return tuple(self.mesh.axis_sizes[axis] for axis in self.axes)
 
-    def collective_time(self, action: str, axis: int, nbytes: int) -> float:
+    def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
         """Seconds of a collective over an active axis."""
-        return self.mesh.collective_time(action, self.axes[axis], nbytes)
+        return self.mesh.collective_time(action, self.axes[axis], nbytes, inner=inner)
 
     def copy_time(self, nbytes: int) -> float:
         """Seconds of a local copy."""

@@ -95,7 +95,14 @@ class HandPlan:
 class _Flat:
     """Prices by which the shortest conversion of the fewest bytes wins."""
 
-    def collective_time(self, _action: str, _axis: int, nbytes: int) -> float:
+    def collective_time(
+        self,
+        _action: str,
+        _axis: int,
+        nbytes: int,
+        *,
+        inner: bool = False,  # noqa: ARG002  the protocol's
+    ) -> float:
         return 1.0 + nbytes
 
     def copy_time(self, _nbytes: int) -> float:

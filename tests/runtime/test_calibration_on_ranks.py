@@ -5,14 +5,17 @@ from collections.abc import Callable
 
 import pytest
 
+from autoshard.costs import Category
 from autoshard.errors import MeshError
-from autoshard.mesh import COLLECTIVES, make_mesh
+from autoshard.mesh import make_mesh
 from autoshard.mesh.calibration import CollectiveSample
+from autoshard.mesh.topology import INNER, MEASURABLE
 from autoshard.runtime.calibration import calibrate
 from autoshard.runtime.calibration.calibrate import is_checked
 from autoshard.runtime.calibration.collectives import shared_size
 
 NUM_RANKS = 4
+ELEMENTS = (1 << 14, 1 << 16)
 SIZES = (1 << 10, 1 << 14, 1 << 22, 1 << 24)
 
 
@@ -23,20 +26,31 @@ def as_torchrun(per_node: int) -> None:
 def one_node() -> None:
     as_torchrun(NUM_RANKS)
     told: list[str] = []
-    found = calibrate(sizes=SIZES, checked=(1 << 20,), report=told.append)
+    found = calibrate(
+        sizes=SIZES, checked=(1 << 20,), elements=ELEMENTS, num_passes=2, report=told.append
+    )
     (link,) = found.topology.levels
     assert link.size is None
-    assert set(link.collectives) == set(COLLECTIVES)
+    assert set(link.collectives) == set(MEASURABLE)
     assert {(c.sample.action, c.sample.nbytes) for c in found.comparisons} == {
-        (action, 1 << 20) for action in COLLECTIVES
+        (action, 1 << 20) for action in MEASURABLE
     }
     mesh = make_mesh((2, 2), topology=found.topology)
     for comparison in found.comparisons:
         sample = comparison.sample
         assert 0 < sample.seconds < 60
         assert comparison.predicted > 0
-        assert mesh.collective_time(sample.action, 0, 1 << 28) > comparison.predicted
-    assert found.topology.device.peak("float32") > 1e6
+        action = sample.action.removesuffix(INNER)
+        inner = action != sample.action
+        assert mesh.collective_time(action, 0, 1 << 28, inner=inner) > comparison.predicted
+    device = found.topology.device
+    assert device.peak("float32") > 1e6
+    assert set(Category) <= set(device.operators)
+    assert all(p.forward.overhead or p.forward.times for p in device.operators.values())
+    # A transposition moves nothing, forward or backward; an exponential reads and writes all.
+    assert device.operators["aten.transpose.int"].forward.times < 0.5
+    assert device.operators["aten.exp.default"].forward.times > 0.2
+    assert device.operators["aten.exp.default"].backward.times > 0.2
     assert any("matrix products" in text for text in told)
 
 
@@ -47,7 +61,7 @@ def two_nodes() -> None:
         calibrate((4,))
     with pytest.raises(MeshError, match=r"8 devices, but 4 ranks"):
         calibrate((2, 4))
-    found = calibrate(sizes=SIZES, checked=(), num_passes=1)
+    found = calibrate(sizes=SIZES, checked=(), elements=ELEMENTS, num_passes=1, busy=True)
     assert [(link.name, link.size) for link in found.topology.levels] == [
         ("node", 2),
         ("network", None),

@@ -142,10 +142,12 @@ class _SteeredPricer:
     axes: ActiveAxes
     forbidden: frozenset[tuple[str, int]]
 
-    def collective_time(self, action: Action, axis: int, nbytes: int) -> float:
+    def collective_time(
+        self, action: Action, axis: int, nbytes: int, *, inner: bool = False
+    ) -> float:
         if (action, axis) in self.forbidden:
             return float("inf")
-        return self.axes.collective_time(action, axis, nbytes)
+        return self.axes.collective_time(action, axis, nbytes, inner=inner)
 
     def copy_time(self, nbytes: int) -> float:
         return self.axes.copy_time(nbytes)

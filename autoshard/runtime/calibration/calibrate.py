@@ -16,6 +16,7 @@ from autoshard.errors import MeshError
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology
 from autoshard.mesh.calibration import CollectiveSample, fit_links
 from autoshard.mesh.device_calibration import fit_device, fit_paces
+from autoshard.mesh.topology import INNER
 from autoshard.runtime.calibration.collectives import measure_collectives, shared_size
 from autoshard.runtime.calibration.kernels import measure_copies, measure_launch, measure_products
 from autoshard.runtime.calibration.operators import measure_operators
@@ -67,6 +68,7 @@ def calibrate(
     name: str = "calibrated",
     sizes: Sequence[int] = SIZES,
     checked: Sequence[int] = CHECKED,
+    elements: Sequence[int] | None = None,
     num_passes: int = 3,
     busy: bool = False,
     report: Callable[[str], None] = lambda _: None,
@@ -82,6 +84,7 @@ def calibrate(
         name: of the topology.
         sizes: bytes to fit to.
         checked: other bytes, to compare the fit with.
+        elements: of activations that operators are measured on; by default what suits the device.
         num_passes: how often all sizes are measured; medians count.
         busy: whether collectives count by the processor time they take, since the machine has
             other work; on processors operators always do.
@@ -109,7 +112,7 @@ def calibrate(
     report("matrix products, copies and operators")
     topology = Topology(
         name=name,
-        device=_fitted(device, per_node),
+        device=_fitted(device, per_node, elements, num_passes),
         levels=links,
         backend="nccl" if device.type == "cuda" else "gloo",
         collective_overhead=overhead,
@@ -146,7 +149,8 @@ def is_checked(sample: CollectiveSample, checked: Sequence[int]) -> bool:
 
 
 def _predicted(mesh: Mesh, axis: str, sample: CollectiveSample) -> float:
-    return mesh.collective_time(sample.action, mesh.axis_names.index(axis), sample.nbytes)
+    action, inner = sample.action.removesuffix(INNER), sample.action.endswith(INNER)
+    return mesh.collective_time(action, mesh.axis_names.index(axis), sample.nbytes, inner=inner)
 
 
 def _levels(num_ranks: int, per_node: int) -> list[tuple[str, int | None]]:
@@ -204,7 +208,9 @@ def _axes(mesh: Mesh) -> dict[str, int]:
     return found
 
 
-def _fitted(device: torch.device, per_node: int) -> Device:
+def _fitted(
+    device: torch.device, per_node: int, elements: Sequence[int] | None = None, num_passes: int = 3
+) -> Device:
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
     else:
@@ -213,7 +219,9 @@ def _fitted(device: torch.device, per_node: int) -> Device:
     clock = KernelClock(device, per_node)
     copies, products = measure_copies(device, clock), measure_products(device, clock)
     found = fit_device(name, copies, products, measure_launch(device, clock), memory)
-    return fit_paces(found, measure_operators(device, found, clock))
+    rounds = 2 * num_passes + 1
+    samples = measure_operators(device, found, clock, elements=elements, num_rounds=rounds)
+    return fit_paces(found, samples)
 
 
 @contextmanager

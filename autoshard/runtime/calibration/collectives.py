@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from math import gcd
 
 import torch
 from spmd_types import redistribute  # type: ignore[attr-defined]  # exported without __all__
 from spmd_types import types as spmd
 from torch.distributed import ProcessGroup
 
-from autoshard.mesh import COLLECTIVES
 from autoshard.mesh.calibration import CollectiveSample
+from autoshard.mesh.topology import INNER
 from autoshard.runtime.calibration.stopwatch import Stopwatch
 from autoshard.runtime.exchange import exchange_edges
 
@@ -18,8 +19,13 @@ _TYPES = {
     "all_reduce": (spmd.P, spmd.R),
     "all_to_all": (spmd.S(0), spmd.S(1)),
     "reduce_scatter": (spmd.P, spmd.S(0)),
+    f"all_gather{INNER}": (spmd.S(1), spmd.R),
+    f"reduce_scatter{INNER}": (spmd.P, spmd.S(1)),
 }
 """What a tensor is before and after; edges are exchanged with no type changed."""
+
+_WIDTH = 64
+"""Elements of a row that a rank has, at most."""
 
 
 def measure_collectives(
@@ -40,10 +46,14 @@ def measure_collectives(
     num_ranks = group.size()
     for nbytes in sizes:
         measured = shared_size(nbytes, num_ranks)
-        rows = measured // (num_ranks * torch.float32.itemsize)
-        for action in COLLECTIVES:
-            own = rows // num_ranks if action == "all_gather" else rows
-            tensor = torch.ones(own, num_ranks, device=stopwatch.device)
+        units = measured // (num_ranks * num_ranks * torch.float32.itemsize)
+        # As wide as activations are, so that copies of slices do not move single elements.
+        width = gcd(units, _WIDTH)
+        shape = num_ranks * units // width, num_ranks * width
+        for action in (*_TYPES, "halo_exchange"):
+            cut = _gathered_dim(action)
+            own = [size // num_ranks if dim == cut else size for dim, size in enumerate(shape)]
+            tensor = torch.ones(own, device=stopwatch.device)
             with torch.no_grad():
                 seconds = stopwatch.measure(_run(action, tensor, group))
             yield CollectiveSample(action, level, num_ranks, measured, seconds)
@@ -58,6 +68,13 @@ def _run(action: str, tensor: torch.Tensor, group: ProcessGroup) -> Callable[[],
         return partial(exchange_edges, tensor, tensor, group)
     to_before, to_after = torch.tensor_split(tensor, 2)
     return partial(exchange_edges, to_before, to_after, group)
+
+
+def _gathered_dim(action: str) -> int | None:
+    """The dim of which a rank has a slice before, and all afterwards."""
+    if not action.startswith("all_gather"):
+        return None
+    return 1 if action.endswith(INNER) else 0
 
 
 def shared_size(nbytes: int, num_ranks: int) -> int:

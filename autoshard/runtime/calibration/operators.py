@@ -135,7 +135,12 @@ class _Case:
 
 
 def measure_operators(
-    device: torch.device, roofline: Device, clock: KernelClock, *, num_rounds: int = 7
+    device: torch.device,
+    roofline: Device,
+    clock: KernelClock,
+    *,
+    elements: Sequence[int] | None = None,
+    num_rounds: int = 7,
 ) -> Iterator[OperatorSample]:
     """Each operator at each size, all ranks at the same time.
 
@@ -146,10 +151,11 @@ def measure_operators(
         device: what a rank runs on.
         roofline: the device as it is known so far.
         clock: measures.
+        elements: of an activation, several; by default what the device is used for.
         num_rounds: that are measured, after one to warm up.
     """
-    sizes = _ELEMENTS.get(device.type, _ELEMENTS["cpu"])
-    cases = [_case(*call, device) for elements in sizes for call in _calls(elements)]
+    sizes = elements or _ELEMENTS.get(device.type, _ELEMENTS["cpu"])
+    cases = [_case(*call, device) for size in sizes for call in _calls(size)]
     rounds = [[_seconds(case, clock) for case in cases] for _ in range(num_rounds + 1)]
     found = clock.over_ranks(np.median(np.array(rounds[1:]), axis=0)) / _COPIES
     for case, (forward, backward) in zip(cases, found.tolist(), strict=True):
