@@ -10,7 +10,7 @@ from spmd_types import types as spmd
 from torch.distributed import ProcessGroup
 
 from autoshard.mesh.calibration import CollectiveSample
-from autoshard.mesh.topology import INNER
+from autoshard.mesh.topology import INNER, MEASURABLE
 from autoshard.runtime.calibration.stopwatch import Stopwatch
 from autoshard.runtime.exchange import exchange_edges
 
@@ -50,7 +50,7 @@ def measure_collectives(
         # As wide as activations are, so that copies of slices do not move single elements.
         width = gcd(units, _WIDTH)
         shape = num_ranks * units // width, num_ranks * width
-        for action in (*_TYPES, "halo_exchange"):
+        for action in MEASURABLE:
             cut = _gathered_dim(action)
             own = [size // num_ranks if dim == cut else size for dim, size in enumerate(shape)]
             tensor = torch.ones(own, device=stopwatch.device)
