@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard import errors
+from autoshard_solver_cache import StoreFullError, StoreUnavailableError
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 
@@ -124,6 +125,55 @@ TOO_LARGE = ProblemType(
     "The body is too large",
     "The body exceeds the limit that 'limit' gives in bytes; export on the meta device.",
 )
+LIMIT = ProblemType(
+    "limit",
+    422,
+    "A limit of this service is exceeded",
+    "The graph, the mesh or the problem is larger than this service allows; 'limit' says by "
+    "how much, 'limit_name' which setting decides.",
+)
+CODING = ProblemType(
+    "content-coding",
+    415,
+    "The coding of the body is not known, or wrong",
+    "Content-Encoding may be gzip, zstd or identity, and the body must be what it says.",
+)
+CONTENT = ProblemType(
+    "digest-mismatch",
+    422,
+    "The bytes are not those of the digest",
+    "The path names the sha256 of the graph's bytes, before any Content-Encoding.",
+)
+GRAPH_UNKNOWN = ProblemType(
+    "graph-unknown",
+    404,
+    "The graph is not stored here",
+    "Send the graph with PUT /v1/graphs/{digest}, then ask again.",
+)
+UNAUTHENTICATED = ProblemType(
+    "unauthenticated",
+    401,
+    "An API key is needed",
+    "Send 'Authorization: Bearer KEY' with a key of `autoshard keys create` that is still valid.",
+)
+FORBIDDEN = ProblemType(
+    "forbidden",
+    403,
+    "The API key does not allow this",
+    "The key lacks the scope that 'detail' names.",
+)
+KEY_REUSED = ProblemType(
+    "idempotency-key-reused",
+    422,
+    "The Idempotency-Key was used for another request",
+    "A key stands for one request for 24 hours; make a new one for each request.",
+)
+NO_PLAN = ProblemType(
+    "plan",
+    422,
+    "The plan does not allow this",
+    "The plan found nothing, is of another graph, or cannot be expressed as asked.",
+)
 NOT_FOUND = ProblemType(
     "not-found", 404, "Not found", "There is no such route, plan or job; old jobs are forgotten."
 )
@@ -157,6 +207,19 @@ DEADLINE = ProblemType(
     "The job took too long",
     "The whole job, reading and formulating included, exceeded this service's limit.",
 )
+MEMORY = ProblemType(
+    "out-of-memory",
+    500,
+    "The job needs too much memory",
+    "Solving needed more memory than one job may have here, and was stopped; nothing else was.",
+)
+STORE_FULL = ProblemType(
+    "store-full",
+    507,
+    "The store is full",
+    "The disk of the service's database is full, and nothing was written; "
+    "come back when its operator has made room.",
+)
 INTERNAL = ProblemType(
     "internal",
     500,
@@ -176,14 +239,24 @@ PROBLEM_TYPES = (
     REQUEST,
     MULTIPART,
     MEDIA_TYPE,
+    CODING,
     TOO_LARGE,
+    LIMIT,
+    CONTENT,
+    KEY_REUSED,
+    NO_PLAN,
+    UNAUTHENTICATED,
+    FORBIDDEN,
     NOT_FOUND,
+    GRAPH_UNKNOWN,
     METHOD,
     TOO_MANY,
     UNAVAILABLE,
     CANCELLED,
     CRASHED,
     DEADLINE,
+    MEMORY,
+    STORE_FULL,
     INTERNAL,
     HTTP,
 )
@@ -196,7 +269,10 @@ EXCEPTION_PROBLEMS: Mapping[type[Exception], ProblemType] = {
     errors.GraphError: GRAPH,
     errors.MeshError: MESH,
     errors.OptionError: OPTIONS,
+    errors.PlanError: NO_PLAN,
     errors.InputError: INPUT,
+    StoreFullError: STORE_FULL,
+    StoreUnavailableError: UNAVAILABLE,
 }
 """What the library raises, and what the service answers; the nearest base class counts."""
 
@@ -234,5 +310,8 @@ def problem_of(error: Exception) -> dict[str, Any]:
     kind = problem_type_of(error)
     if kind is INTERNAL and not isinstance(error, ServerError):
         return problem_document(kind, "an unexpected error; the service's log has the details")
+    if isinstance(error, StoreUnavailableError):
+        # Its text is for the operator: it says where the database is.
+        return problem_document(kind, kind.meaning)
     extensions = error.extensions if isinstance(error, ServerError) else {}
     return problem_document(kind, str(error), **extensions)

@@ -6,18 +6,18 @@ from importlib.metadata import version
 
 import anyio
 import anyio.to_thread
-from sqlalchemy import Engine
 
 from autoshard.graph import ArchiveLimits, load_graph
 from autoshard.plan import PLAN_VERSION, plan_id
 from autoshard.rules import with_rules
 from autoshard_server.executor import Executor
-from autoshard_server.jobs import Job, JobStore
+from autoshard_server.jobs import Job
 from autoshard_server.problems import NOT_FOUND, UNAVAILABLE, ServerError
 from autoshard_server.requests import Question
 from autoshard_server.settings import Settings
-from autoshard_server.workers import PLANS, Workers
-from autoshard_solver_cache import Cache, SolverCache, open_engine
+from autoshard_server.store import PLANS
+from autoshard_server.stores import open_stores
+from autoshard_server.workers import Workers
 
 _QUESTIONS = "questions"
 """Namespace of plan ids in the cache, by the digest of what arrived."""
@@ -61,10 +61,10 @@ class Service:
     def __init__(self, settings: Settings, executor: Executor) -> None:
         self.settings = settings
         self.draining = False
-        self._engine: Engine = open_engine(settings.store_url)
-        self.cache: Cache = SolverCache(self._engine, max_bytes=settings.cache_max_bytes)
-        self.jobs = JobStore(self._engine, lease=settings.lease, max_attempts=settings.max_attempts)
-        self._workers = Workers(self.jobs, self.cache, executor, settings)
+        self.stores = open_stores(settings)
+        self.cache = self.stores.cache
+        self.jobs = self.stores.jobs
+        self._workers = Workers(self.stores, executor, settings)
         self._parsers = anyio.CapacityLimiter(_MAX_PARSERS)
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class Service:
         """Stop the workers, and close the database."""
         self.drain()
         self._workers.stop()
-        self._engine.dispose()
+        self.stores.close()
 
     async def look_up(self, question: Question) -> str:
         """The id of a plan that was asked for before.

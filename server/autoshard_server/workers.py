@@ -12,10 +12,8 @@ from autoshard_server.executor import Advanced, Executor, Failed, Solved, Solver
 from autoshard_server.jobs import Claim, JobStore
 from autoshard_server.problems import DEADLINE, problem_document
 from autoshard_server.settings import Settings
-from autoshard_solver_cache import Cache
-
-PLANS = "plans"
-"""Namespace of plan documents in the cache, by plan id."""
+from autoshard_server.store import PLANS
+from autoshard_server.stores import Stores
 
 _TICK = 0.2
 """Seconds between looks at a running job's row, which may say that it was cancelled."""
@@ -33,17 +31,15 @@ class Workers:
     """Threads that run jobs, each one at a time.
 
     Args:
-        jobs: where jobs come from.
-        cache: where plans go.
+        stores: where jobs come from, and plans go.
         executor: where solves run.
         settings: how many, and for how long.
     """
 
-    def __init__(
-        self, jobs: JobStore, cache: Cache, executor: Executor, settings: Settings
-    ) -> None:
-        self._jobs = jobs
-        self._cache = cache
+    def __init__(self, stores: Stores, executor: Executor, settings: Settings) -> None:
+        self._stores = stores
+        self._jobs = stores.jobs
+        self._cache = stores.cache
         self._executor = executor
         self._settings = settings
         self._name = uuid4().hex
@@ -131,6 +127,8 @@ class Workers:
         if message.keep and not self._cache.put(PLANS, claim.plan_id, plan):
             # Somebody else was faster: one id, one document.
             plan = self._cache.get(PLANS, claim.plan_id) or plan
+        if message.keep:
+            self._stores.plans.add(claim.plan_id, plan)
         self._jobs.succeed(claim, plan)
 
     def _too_long(self) -> dict[str, object]:

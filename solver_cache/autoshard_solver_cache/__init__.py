@@ -9,11 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoshard_solver_cache.cache import Cache, CacheStats
+    from autoshard_solver_cache.cache import Cache, CacheStats, EntryInfo
     from autoshard_solver_cache.engine import (
+        StoreFullError,
         StoreUnavailableError,
         create_tables,
         default_url,
+        lock,
         open_engine,
         reader,
     )
@@ -25,13 +27,16 @@ if TYPE_CHECKING:
 __all__ = [
     "Cache",
     "CacheStats",
+    "EntryInfo",
     "FolderCache",
     "MemoryCache",
     "Shelf",
     "SolverCache",
+    "StoreFullError",
     "StoreUnavailableError",
     "create_tables",
     "default_url",
+    "lock",
     "open_engine",
     "reader",
 ]
@@ -39,13 +44,16 @@ __all__ = [
 _HOMES = {
     "Cache": "cache",
     "CacheStats": "cache",
+    "EntryInfo": "cache",
     "FolderCache": "folder",
     "MemoryCache": "memory",
     "Shelf": "shelf",
     "SolverCache": "sql",
+    "StoreFullError": "engine",
     "StoreUnavailableError": "engine",
     "create_tables": "engine",
     "default_url": "engine",
+    "lock": "engine",
     "open_engine": "engine",
     "reader": "engine",
 }

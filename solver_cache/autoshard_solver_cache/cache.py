@@ -1,5 +1,6 @@
 """What every cache can do."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,27 @@ class CacheStats:
     corrupted: int
 
 
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """What is known of an entry without reading its bytes.
+
+    Attributes:
+        namespace: where it is.
+        key: under which it is found.
+        size: bytes, as they were put.
+        stored_size: bytes that it takes.
+        created_at: seconds since 1970.
+        used_at: the same, of the last use, which may lag an hour behind.
+    """
+
+    namespace: str
+    key: str
+    size: int
+    stored_size: int
+    created_at: float
+    used_at: float
+
+
 class Cache(Protocol):
     """Bytes under keys, in namespaces; safe to share between threads."""
 
@@ -34,6 +56,26 @@ class Cache(Protocol):
 
     def delete(self, namespace: str, key: str) -> bool:
         """Drop an entry; False if there is none."""
+
+    def info(self, namespace: str, key: str) -> EntryInfo | None:
+        """What is known of an entry, or None; does not count as a use."""
+
+    def held(self, namespace: str, keys: Sequence[str]) -> frozenset[str]:
+        """Those of the keys that have an entry; does not count as a use."""
+
+    def namespaces(self) -> list[str]:
+        """Namespaces that hold something, sorted."""
+
+    def entries(self, namespace: str) -> Iterator[EntryInfo]:
+        """What a namespace holds, by key."""
+
+    def collect(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
+        """Drop what was used longest ago until both limits hold; how many entries.
+
+        Args:
+            max_bytes: room for all entries together.
+            max_age: seconds since the last use.
+        """
 
     def stats(self, namespace: str) -> CacheStats:
         """What a namespace holds, and how it has been used."""

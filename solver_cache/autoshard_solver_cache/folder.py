@@ -6,12 +6,14 @@ import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
+from urllib.parse import quote, unquote
 
 import platformdirs
 
-from autoshard_solver_cache.cache import CacheStats
+from autoshard_solver_cache.cache import CacheStats, EntryInfo
 from autoshard_solver_cache.room import Room
 
 _log = logging.getLogger(__name__)
@@ -20,6 +22,15 @@ _TOUCH_INTERVAL = 3600.0
 """Seconds by which the time of last use may lag, so that a read is rarely also a write."""
 
 _SEAL_SIZE = hashlib.sha256().digest_size
+
+_LONGEST_NAME = 200
+"""Longer keys are found by their digest, and cannot be listed by name."""
+
+_HASHED = "="
+"""Begins the names of those: a quoted key has no such character."""
+
+_UNFINISHED = "+"
+"""Begins the names of files that are being written."""
 
 
 class FolderCache:
@@ -64,7 +75,7 @@ class FolderCache:
         """Store bytes under a key; False if the key is taken, which leaves it as it is."""
         path = self._path(namespace, key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_UNFINISHED) as file:
             file.write(hashlib.sha256(body).digest() + body)
             file.flush()
             try:
@@ -73,7 +84,7 @@ class FolderCache:
             except FileExistsError:
                 return False
         if self._room is not None and self._room.is_due(_SEAL_SIZE + len(body)):
-            self._make_room(self._room.max_bytes)
+            self.collect(max_bytes=self._room.max_bytes)
         return True
 
     def delete(self, namespace: str, key: str) -> bool:
@@ -84,9 +95,47 @@ class FolderCache:
             return False
         return True
 
+    def info(self, namespace: str, key: str) -> EntryInfo | None:
+        """What is known of an entry, or None; does not count as a use."""
+        try:
+            return _info(namespace, key, self._path(namespace, key).stat())
+        except FileNotFoundError:
+            return None
+
+    def held(self, namespace: str, keys: Sequence[str]) -> frozenset[str]:
+        """Those of the keys that have an entry; does not count as a use."""
+        return frozenset(key for key in keys if self._path(namespace, key).exists())
+
+    def namespaces(self) -> list[str]:
+        """Namespaces that hold something, sorted."""
+        if not self.path.is_dir():
+            return []
+        return sorted(f.name for f in self.path.iterdir() if f.is_dir() and _files(f))
+
+    def entries(self, namespace: str) -> Iterator[EntryInfo]:
+        """What a namespace holds, by key; entries with very long keys are left out."""
+        found = [(Path(path).name, status) for path, status in _files(self.path / namespace)]
+        named = ((unquote(name), s) for name, s in found if not name.startswith(_HASHED))
+        for key, status in sorted(named, key=lambda pair: pair[0]):
+            yield _info(namespace, key, status)
+
+    def collect(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
+        """Drop what was used longest ago until both limits hold; how many entries."""
+        if not self.path.is_dir():
+            return 0
+        oldest = 0.0 if max_age is None else time.time() - max_age
+        files = [f for folder in self.path.iterdir() if folder.is_dir() for f in _files(folder)]
+        kept, dropped = 0, 0
+        for path, status in sorted(files, key=lambda file: file[1].st_mtime, reverse=True):
+            kept += status.st_size
+            if (max_bytes is not None and kept > max_bytes) or status.st_mtime < oldest:
+                Path(path).unlink(missing_ok=True)
+                dropped += 1
+        return dropped
+
     def stats(self, namespace: str) -> CacheStats:
         """What a namespace holds, and how it has been used."""
-        sizes = [size for _, size, _ in _files(self.path / namespace)]
+        sizes = [status.st_size for _, status in _files(self.path / namespace)]
         with self._lock:
             return CacheStats(
                 num_entries=len(sizes),
@@ -100,20 +149,15 @@ class FolderCache:
         """Nothing stays open between calls."""
 
     def _path(self, namespace: str, key: str) -> Path:
-        # The name of a file is never what somebody else calls the entry.
-        return self.path / namespace / hashlib.sha256(key.encode()).hexdigest()
+        # No key leads out of the folder: what has a meaning in paths is quoted.
+        name = quote(key, safe="").replace(".", "%2E")
+        if len(name) > _LONGEST_NAME:
+            name = _HASHED + hashlib.sha256(key.encode()).hexdigest()
+        return self.path / namespace / name
 
     def _count(self, namespace: str, *events: str) -> None:
         with self._lock:
             self._counts.update((namespace, event) for event in events)
-
-    def _make_room(self, max_bytes: int) -> None:
-        kept = 0
-        files = [f for folder in self.path.iterdir() if folder.is_dir() for f in _files(folder)]
-        for _, size, path in sorted(files, reverse=True):
-            kept += size
-            if kept > max_bytes:
-                Path(path).unlink(missing_ok=True)
 
 
 def default_folder() -> Path:
@@ -121,17 +165,27 @@ def default_folder() -> Path:
     return platformdirs.user_cache_path("autoshard") / "solved"
 
 
-def _files(folder: Path) -> list[tuple[float, int, str]]:
-    """Time of last use, size and path of each file; those that vanish meanwhile are left out."""
+def _info(namespace: str, key: str, status: os.stat_result) -> EntryInfo:
+    size = max(0, status.st_size - _SEAL_SIZE)
+    # A file is written once, and its times are those of its uses; of its birth not all systems know.
+    born = getattr(status, "st_birthtime", status.st_ctime)
+    made_at = min(born, status.st_mtime)
+    return EntryInfo(namespace, key, size, status.st_size, made_at, status.st_mtime)
+
+
+def _files(folder: Path) -> list[tuple[str, os.stat_result]]:
+    """Path and status of each file; those that vanish meanwhile, or are not yet whole, are left out."""
     found = []
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
         return []
     for entry in entries:
+        if entry.name.startswith(_UNFINISHED):
+            continue
         try:
             status = entry.stat()
         except FileNotFoundError:
             continue
-        found.append((status.st_mtime, status.st_size, entry.path))
+        found.append((entry.path, status))
     return found

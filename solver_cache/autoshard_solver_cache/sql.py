@@ -5,6 +5,7 @@ import logging
 import time
 import zlib
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from autoshard_solver_cache.cache import CacheStats
+from autoshard_solver_cache.cache import CacheStats, EntryInfo
 from autoshard_solver_cache.engine import create_tables, default_url, open_engine, reader
 from autoshard_solver_cache.room import Room
 
@@ -39,6 +40,9 @@ _TOUCH_INTERVAL = 3600.0
 
 _COMPRESSION_LEVEL = 1
 """The fastest: tables and plans are full of repetition, which it finds as well."""
+
+_PAGE = 1000
+"""Entries that are listed at once."""
 
 _metadata = MetaData()
 
@@ -55,6 +59,16 @@ _entries = Table(
     Column("body", LargeBinary, nullable=False),
     # With the sizes in it, room is checked without reading the entries.
     Index("cache_entries_by_use", "used_at", "stored_size"),
+)
+
+
+_INFO = (
+    _entries.c.namespace,
+    _entries.c.key,
+    _entries.c.size,
+    _entries.c.stored_size,
+    _entries.c.created_at,
+    _entries.c.used_at,
 )
 
 
@@ -127,13 +141,53 @@ class SolverCache:
         except IntegrityError:
             return False
         if self._room is not None and self._room.is_due(len(packed)):
-            self._make_room(self._room.max_bytes)
+            self.collect(max_bytes=self._room.max_bytes)
         return True
 
     def delete(self, namespace: str, key: str) -> bool:
         """Drop an entry; False if there is none."""
         with self._engine.begin() as connection:
             return connection.execute(delete(_entries).where(_is(namespace, key))).rowcount > 0
+
+    def info(self, namespace: str, key: str) -> EntryInfo | None:
+        """What is known of an entry, or None; does not count as a use."""
+        with self._reader.begin() as connection:
+            row = connection.execute(select(*_INFO).where(_is(namespace, key))).one_or_none()
+        return None if row is None else EntryInfo(*row)
+
+    def held(self, namespace: str, keys: Sequence[str]) -> frozenset[str]:
+        """Those of the keys that have an entry; does not count as a use."""
+        asked = (_entries.c.namespace == namespace) & _entries.c.key.in_(keys)
+        with self._reader.begin() as connection:
+            return frozenset(connection.execute(select(_entries.c.key).where(asked)).scalars())
+
+    def namespaces(self) -> list[str]:
+        """Namespaces that hold something, sorted."""
+        with self._reader.begin() as connection:
+            found = connection.execute(select(_entries.c.namespace).distinct()).scalars()
+            return sorted(found)
+
+    def entries(self, namespace: str) -> Iterator[EntryInfo]:
+        """What a namespace holds, by key; entries that come meanwhile may be left out."""
+        query = select(*_INFO).where(_entries.c.namespace == namespace)
+        last = ""
+        while True:
+            page = query.where(_entries.c.key > last).order_by(_entries.c.key).limit(_PAGE)
+            with self._reader.begin() as connection:
+                rows = connection.execute(page).all()
+            yield from (EntryInfo(*row) for row in rows)
+            if len(rows) < _PAGE:
+                return
+            last = rows[-1].key
+
+    def collect(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
+        """Drop what was used longest ago until both limits hold; how many entries."""
+        dropped = 0
+        if max_age is not None:
+            old = _entries.c.used_at < time.time() - max_age
+            with self._engine.begin() as connection:
+                dropped = connection.execute(delete(_entries).where(old)).rowcount
+        return dropped if max_bytes is None else dropped + self._make_room(max_bytes)
 
     def stats(self, namespace: str) -> CacheStats:
         """What a namespace holds, and how it has been used."""
@@ -173,19 +227,18 @@ class SolverCache:
         with self._engine.begin() as connection:
             connection.execute(update(_entries).where(_is(namespace, key)).values(used_at=now))
 
-    def _make_room(self, max_bytes: int) -> None:
+    def _make_room(self, max_bytes: int) -> int:
         with self._reader.begin() as connection:
             total = connection.execute(select(func.sum(_entries.c.stored_size))).scalar_one()
         if (total or 0) <= max_bytes:
-            return
+            return 0
         newest_first = (_entries.c.used_at.desc(), _entries.c.namespace, _entries.c.key)
         running = func.sum(_entries.c.stored_size).over(order_by=newest_first)
         ranked = select(_entries.c.namespace, _entries.c.key, running.label("total")).subquery()
         excess = select(ranked.c.namespace, ranked.c.key).where(ranked.c.total > max_bytes)
         with self._engine.begin() as connection:
-            connection.execute(
-                delete(_entries).where(tuple_(_entries.c.namespace, _entries.c.key).in_(excess))
-            )
+            key = tuple_(_entries.c.namespace, _entries.c.key)
+            return connection.execute(delete(_entries).where(key.in_(excess))).rowcount
 
 
 def _is(namespace: str, key: str) -> ColumnElement[bool]:

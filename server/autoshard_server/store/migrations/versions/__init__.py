@@ -1,0 +1,1 @@
+"""One module per migration; none is changed after its release."""

@@ -1,0 +1,114 @@
+"""The tables of the service, as the newest migration leaves them.
+
+Entries of the cache are not here: their table is the cache's own. Times are seconds since
+1970 by the clock of whoever wrote them; they are for people and for forgetting what is old.
+Nothing that must not go wrong when a clock jumps depends on them: jobs are taken in the
+order of `number`, and leases are counted (see `autoshard_server.jobs`).
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+metadata = MetaData()
+
+ACTIVE_STATES = ("queued", "running")
+"""States of jobs that are not done."""
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    # Order of arrival; two that arrive at once may share a number.
+    Column("number", BigInteger, nullable=False, server_default="0"),
+    Column("kind", String(16), nullable=False, server_default="plan"),
+    Column("plan_id", String(64), nullable=False),
+    Column("caller", String(64)),
+    Column("state", String(16), nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("owner", String(64)),
+    # Raised by every sign of life.
+    Column("beat", BigInteger, nullable=False, server_default="0"),
+    Column("created_at", Float, nullable=False),
+    Column("started_at", Float),
+    Column("finished_at", Float),
+    Column("progress", Text),
+    Column("error", Text),
+    Column("context", Text),
+    Column("request", Text, nullable=False),
+    Column("graph", LargeBinary),
+    Column("result", LargeBinary),
+)
+Index("jobs_by_number", jobs.c.state, jobs.c.number)
+Index("jobs_by_age", jobs.c.created_at, jobs.c.id)
+Index("jobs_by_caller", jobs.c.caller, jobs.c.state)
+Index(
+    "jobs_active_plan",
+    jobs.c.plan_id,
+    unique=True,
+    sqlite_where=jobs.c.state.in_(ACTIVE_STATES),
+    postgresql_where=jobs.c.state.in_(ACTIVE_STATES),
+)
+
+job_events = Table(
+    "job_events",
+    metadata,
+    Column("job_id", String(32), primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("kind", String(16), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("data", Text, nullable=False),
+)
+
+plans = Table(
+    "plans",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("created_at", Float, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("status", String(32), nullable=False),
+    Column("objective", Float),
+    Column("bound", Float),
+    Column("gap", Float),
+    Column("peak_memory", BigInteger),
+    Column("mode", String(16), nullable=False),
+    Column("mesh", Text, nullable=False),
+    Column("topology", String(255), nullable=False),
+    Column("graph_digest", String(64), nullable=False),
+    Column("num_nodes", Integer, nullable=False),
+    Column("num_parameters", BigInteger, nullable=False),
+)
+Index("plans_by_age", plans.c.created_at, plans.c.id)
+Index("plans_by_graph", plans.c.graph_digest, plans.c.created_at)
+
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("caller", String(64), primary_key=True),
+    Column("key_sha256", String(64), primary_key=True),
+    Column("body_sha256", String(64), nullable=False),
+    Column("answer", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+Index("idempotency_keys_by_age", idempotency_keys.c.created_at)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", String(16), primary_key=True),
+    Column("name", String(255), nullable=False),
+    Column("secret_sha256", String(64), nullable=False),
+    Column("scopes", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+)
