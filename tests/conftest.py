@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support.postgres import Cluster, binaries, running_cluster
 
 # Reproducible examples, and no deadline: the first example pays for imports.
 settings.register_profile("autoshard", derandomize=True, deadline=None)
@@ -19,3 +20,13 @@ def _no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("AUTOSHARD_CACHE", str(folder / "solved"))
         patch.setenv("AUTOSHARD_STORE_URL", f"sqlite:///{folder / 'store.sqlite3'}")
         yield folder
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Cluster]:
+    """A real PostgreSQL, started when the first test of a process asks for it."""
+    programs = binaries()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed: on Debian, apt-get install postgresql")
+    with running_cluster(programs) as cluster:
+        yield cluster

@@ -6,6 +6,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,16 +14,21 @@ from functools import partial
 from threading import Event, Thread
 from typing import Any, Protocol
 
+import psutil
 import structlog
 
 from autoshard_server.frames import FrameKind, read_frame, write_frame
-from autoshard_server.problems import CRASHED, INTERNAL, problem_document, problem_of
+from autoshard_server.problems import CRASHED, INTERNAL, MEMORY, problem_document, problem_of
 
 _log = structlog.get_logger(__name__)
 
 _SOLVER = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solving")
-_STOP_GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL."""
+
+_MEMORY_TICK = 0.05
+"""Seconds between looks at a process's memory; what it can fill meanwhile is its overshoot."""
+
+_FAMILY_TICK = 1.0
+"""Seconds between looks for processes that it has started, which takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,18 @@ class Failed:
     problem: Mapping[str, Any]
 
 
-Message = Advanced | Solved | Failed
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The solver is gone without an answer, which may not be the fault of its work.
+
+    Attributes:
+        problem: details, for when it has been tried often enough.
+    """
+
+    problem: Mapping[str, Any]
+
+
+Message = Advanced | Solved | Failed | Died
 
 
 class Solver(Protocol):
@@ -78,8 +95,8 @@ class Solver(Protocol):
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after so many seconds without one.
 
-        A `Solved` or a `Failed` is the last; one of the two always comes, unless the
-        solver is stopped before.
+        Anything but `Advanced` is the last; it always comes, unless the solver is stopped
+        before.
         """
 
     def stop(self) -> None:
@@ -100,20 +117,27 @@ class ProcessExecutor:
     Attributes:
         command: what to run; it speaks `autoshard_server.frames` on stdin and stdout.
         environment: variables that it gets besides those of this process.
+        max_bytes: resident memory of the process and those that it starts; with more they are
+            killed. None watches nothing.
     """
 
     command: Sequence[str] = _SOLVER
     environment: Mapping[str, str] = field(default_factory=dict)
+    max_bytes: int | None = None
 
     def prepare(self) -> Solver:
         """Start a process; it imports what it needs and then waits for its work."""
-        return _ProcessSolver(self.command, self.environment)
+        return _ProcessSolver(self.command, self.environment, self.max_bytes)
 
 
 class _ProcessSolver:
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], max_bytes: int | None
+    ) -> None:
         self._spawn = partial(_spawn, command, environment)
         self._process = self._spawn()
+        self._max_bytes = max_bytes
+        self._excess = 0
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._threads: list[Thread] = []
 
@@ -124,7 +148,10 @@ class _ProcessSolver:
             self._process = self._spawn()
         _log.info("solver_process", pid=self._process.pid)
         # Writing in a thread: a large graph fills the pipe until the process reads it.
-        for target in (lambda: self._send(work), self._listen):
+        targets = [lambda: self._send(work), self._listen]
+        if self._max_bytes is not None:
+            targets.append(partial(self._guard, self._max_bytes))
+        for target in targets:
             thread = Thread(target=target, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -135,16 +162,17 @@ class _ProcessSolver:
         return None
 
     def stop(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            self._process.wait(_STOP_GRACE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        # At once: a solver leaves nothing half done, and its processor is wanted.
+        self._kill()
+        self._process.wait()
         for thread in self._threads:
             thread.join()
         self._close()
+
+    def _kill(self) -> None:
+        # A session of its own: whatever it has started is in its group.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
@@ -168,21 +196,57 @@ class _ProcessSolver:
                 if not isinstance(message, Advanced):
                     return
         except ValueError as error:
-            self._process.kill()
+            self._kill()
             self._messages.put(Failed(problem_document(INTERNAL, f"bad solver output: {error}")))
             return
-        self._messages.put(Failed(problem_document(CRASHED, self._last_words())))
-
-    def _last_words(self) -> str:
         code = self._process.wait()
-        if code < 0:
-            cause = f"was ended by {signal.Signals(-code).name}"
+        if self._excess:
+            self._messages.put(Failed(problem_document(MEMORY, self._too_much())))
         else:
-            cause = f"ended with exit status {code}"
+            self._messages.put(Died(problem_document(CRASHED, _last_words(code))))
+
+    def _guard(self, max_bytes: int) -> None:
+        family: list[psutil.Process] = []
+        looked = float("-inf")
+        while self._process.poll() is None:
+            now = time.monotonic()
+            with suppress(psutil.NoSuchProcess):
+                if now - looked > _FAMILY_TICK:
+                    process = psutil.Process(self._process.pid)
+                    family = [process, *process.children(recursive=True)]
+                    looked = now
+            used = sum(map(_resident, family))
+            if used > max_bytes:
+                self._excess = used
+                self._kill()
+                return
+            time.sleep(_MEMORY_TICK)
+
+    def _too_much(self) -> str:
+        limit = self._max_bytes or 0
         return (
-            f"the solver process {cause} without an answer; "
-            "if memory ran out, plan a smaller graph or mesh, or give the service more"
+            f"the solver needed {self._excess / 2**20:,.0f} MiB of memory, and one job may have "
+            f"{limit / 2**20:,.0f} MiB here (AUTOSHARD_MAX_JOB_BYTES); plan a smaller graph or "
+            "mesh, give a memory budget that is less tight, or ask for more room"
         )
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _last_words(code: int) -> str:
+    if code < 0:
+        cause = f"was ended by {signal.Signals(-code).name}"
+    else:
+        cause = f"ended with exit status {code}"
+    return (
+        f"the solver process {cause} without an answer; "
+        "if memory ran out, plan a smaller graph or mesh, or give the service more"
+    )
 
 
 def _spawn(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -1,19 +1,24 @@
-"""Workers: threads that claim jobs and watch over their solvers."""
+"""Workers: threads that claim jobs and watch over their solvers.
+
+Where the database is gone for a while, solvers go on, and what they found is written when it
+is back: nobody else can take a job meanwhile.
+"""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import Event, Semaphore, Thread
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import structlog
 
-from autoshard_server.executor import Advanced, Executor, Failed, Solved, Solver, Work
+from autoshard_server.executor import Advanced, Died, Executor, Failed, Solved, Solver, Work
 from autoshard_server.jobs import Claim, JobStore
+from autoshard_server.kinds import JobKind
 from autoshard_server.problems import DEADLINE, problem_document
 from autoshard_server.settings import Settings
-from autoshard_server.store import PLANS
 from autoshard_server.stores import Stores
+from autoshard_solver_cache import StoreUnavailableError
 
 _TICK = 0.2
 """Seconds between looks at a running job's row, which may say that it was cancelled."""
@@ -21,10 +26,18 @@ _TICK = 0.2
 _IDLE = 1.0
 """Seconds between looks at the queue without being woken."""
 
-_HOUSEKEEPING = 10.0
-"""Seconds between looks for jobs whose worker died, and for jobs to forget."""
+_LONGEST_PAUSE = 2.0
+"""Seconds between attempts to reach a database that is gone: much less than a lease."""
+
+_PROGRESS_SHARE = 0.02
+"""Of the time that a job has run: the least time between two reports, so that they stay few."""
+
+_HOUSEKEEPING = 60.0
+"""Seconds between looks for what can be forgotten."""
 
 _log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 class Workers:
@@ -39,7 +52,6 @@ class Workers:
     def __init__(self, stores: Stores, executor: Executor, settings: Settings) -> None:
         self._stores = stores
         self._jobs = stores.jobs
-        self._cache = stores.cache
         self._executor = executor
         self._settings = settings
         self._name = uuid4().hex
@@ -75,26 +87,42 @@ class Workers:
 
     def _work(self, owner: str) -> None:
         solver: Solver | None = None
+        pause = _TICK
         while not self._stopping.is_set():
             try:
                 solver = solver or self._executor.prepare()
                 claim = self._jobs.claim(owner)
+                pause = _TICK
                 if claim is None:
                     self._submitted.acquire(timeout=_IDLE)
-                    continue
-                try:
-                    self._run(claim, solver)
-                finally:
-                    solver.stop()
-                    solver = None
+                elif not self._answer_from_cache(claim):
+                    try:
+                        self._run(claim, solver)
+                    finally:
+                        solver.stop()
+                        solver = None
+            except StoreUnavailableError as error:
+                _log.warning("store_unavailable", reason=str(error), again_in=pause)
+                self._stopping.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
             except Exception:  # noqa: BLE001  a worker outlives any job
                 _log.exception("worker_failed")
                 self._stopping.wait(_IDLE)
         if solver is not None:
             solver.stop()
 
+    def _answer_from_cache(self, claim: Claim) -> bool:
+        """Finish a job whose document somebody has made since it was asked for."""
+        known = self._stores.cache.get(JobKind(claim.kind).namespace, claim.plan_id)
+        if known is None:
+            return False
+        self._patiently(lambda: self._jobs.succeed(claim, known))
+        _log.info("job_known", job_id=claim.id, plan_id=claim.plan_id)
+        return True
+
     def _run(self, claim: Claim, solver: Solver) -> None:
-        with structlog.contextvars.bound_contextvars(job_id=claim.id, plan_id=claim.plan_id):
+        about = {**claim.context, "job_id": claim.id, "plan_id": claim.plan_id}
+        with structlog.contextvars.bound_contextvars(**about):
             self._watch(claim, solver)
 
     def _watch(self, claim: Claim, solver: Solver) -> None:
@@ -103,8 +131,9 @@ class Workers:
         solver.start(Work(claim.request, claim.graph))
         while True:
             message = solver.receive(_TICK)
-            if isinstance(message, Solved | Failed):
-                self._finish(claim, message)
+            if message is not None and not isinstance(message, Advanced):
+                solver.stop()
+                self._patiently(lambda: self._finish(claim, message))
                 _log.info("job_finished", seconds=round(watch.elapsed, 3))
                 return
             if time.monotonic() > self._deadline:
@@ -112,24 +141,45 @@ class Workers:
                 _log.info("job_released")
                 return
             if watch.elapsed > self._settings.max_job_seconds:
-                self._jobs.fail(claim, self._too_long())
+                solver.stop()
+                self._patiently(lambda: self._jobs.fail(claim, self._too_long()))
                 _log.warning("job_too_long")
                 return
             if not watch.keep(message):
                 _log.info("job_withdrawn")
                 return
 
-    def _finish(self, claim: Claim, message: Solved | Failed) -> None:
+    def _finish(self, claim: Claim, message: Solved | Failed | Died) -> None:
         if isinstance(message, Failed):
             self._jobs.fail(claim, message.problem)
             return
-        plan = message.plan
-        if message.keep and not self._cache.put(PLANS, claim.plan_id, plan):
+        if isinstance(message, Died):
+            _log.warning("solver_died", reason=message.problem["detail"])
+            self._jobs.retry(claim, message.problem)
+            self.wake()
+            return
+        document = message.plan
+        kind = JobKind(claim.kind)
+        cache = self._stores.cache
+        if message.keep and not cache.put(kind.namespace, claim.plan_id, document):
             # Somebody else was faster: one id, one document.
-            plan = self._cache.get(PLANS, claim.plan_id) or plan
-        if message.keep:
-            self._stores.plans.add(claim.plan_id, plan)
-        self._jobs.succeed(claim, plan)
+            document = cache.get(kind.namespace, claim.plan_id) or document
+        if message.keep and kind is JobKind.PLAN:
+            self._stores.plans.add(claim.plan_id, document)
+        self._jobs.succeed(claim, document)
+
+    def _patiently(self, action: Callable[[], T]) -> T:
+        """Do it as soon as the database lets us; what was solved is not given up before."""
+        pause = _TICK
+        while True:
+            try:
+                return action()
+            except StoreUnavailableError as error:
+                if time.monotonic() > self._deadline:
+                    raise
+                _log.warning("store_unavailable", reason=str(error), again_in=pause)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _too_long(self) -> dict[str, object]:
         limit = self._settings.max_job_seconds
@@ -140,14 +190,27 @@ class Workers:
         )
 
     def _keep_house(self) -> None:
+        cleaned = float("-inf")
         while True:
             try:
-                self._jobs.recover()
-                self._jobs.purge(self._settings.job_retention)
+                if self._jobs.recover():
+                    self.wake()
+                if time.monotonic() - cleaned > _HOUSEKEEPING:
+                    self._clean()
+                    cleaned = time.monotonic()
+            except StoreUnavailableError as error:
+                _log.warning("store_unavailable", reason=str(error))
             except Exception:  # noqa: BLE001  the next round may succeed
                 _log.exception("housekeeping_failed")
-            if self._stopping.wait(_HOUSEKEEPING):
+            if self._stopping.wait(self._settings.lease / 4):
                 return
+
+    def _clean(self) -> None:
+        self._jobs.purge(self._settings.job_retention)
+        self._stores.idempotency.purge()
+        self._stores.cache.collect(max_age=self._settings.cache_max_age)
+        while self._stores.plans.refresh() and not self._stopping.is_set():
+            pass
 
 
 class _Watch:
@@ -157,7 +220,9 @@ class _Watch:
         self._jobs = jobs
         self._claim = claim
         self._lease = lease
-        self._started = self._looked = self._renewed = time.monotonic()
+        self._started = self._renewed = time.monotonic()
+        self._next_look = self._started + _TICK
+        self._pause = _TICK
         self._news: Mapping[str, Any] | None = None
 
     @property
@@ -170,11 +235,27 @@ class _Watch:
         if message is not None:
             self._news = message.progress
         now = time.monotonic()
-        if now - self._looked < _TICK:
+        if now < self._next_look:
             return True
-        self._looked = now
-        if self._news is None and now - self._renewed < self._lease / 4:
+        try:
+            held = self._look(now)
+        except StoreUnavailableError as error:
+            # Nobody can take the job from us either.
+            _log.warning("store_unavailable", reason=str(error), again_in=self._pause)
+            self._next_look = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            return True
+        self._pause = _TICK
+        self._next_look = time.monotonic() + _TICK
+        return held
+
+    def _look(self, now: float) -> bool:
+        since = now - self._renewed
+        is_told = self._news is not None and since >= max(_TICK, _PROGRESS_SHARE * self.elapsed)
+        if not is_told and since < self._lease / 4:
             return self._jobs.holds(self._claim)
+        held = self._jobs.renew(self._claim, self._news if is_told else None)
         self._renewed = now
-        news, self._news = self._news, None
-        return self._jobs.renew(self._claim, news)
+        if is_told:
+            self._news = None
+        return held

@@ -167,14 +167,14 @@ def default_folder() -> Path:
 
 def _info(namespace: str, key: str, status: os.stat_result) -> EntryInfo:
     size = max(0, status.st_size - _SEAL_SIZE)
-    # A file is written once, and its times are those of its uses; of its birth not all systems know.
+    # Written once, its times are those of its uses; not all systems know of its birth.
     born = getattr(status, "st_birthtime", status.st_ctime)
     made_at = min(born, status.st_mtime)
     return EntryInfo(namespace, key, size, status.st_size, made_at, status.st_mtime)
 
 
 def _files(folder: Path) -> list[tuple[str, os.stat_result]]:
-    """Path and status of each file; those that vanish meanwhile, or are not yet whole, are left out."""
+    """Path and status of each whole file; those that vanish meanwhile are left out."""
     found = []
     try:
         entries = list(os.scandir(folder))

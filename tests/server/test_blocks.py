@@ -60,9 +60,10 @@ def test_a_killed_solver_leaves_the_blocks_usable(
     job = service.post(archives[3]).json()
     service.await_job(job["id"], lambda job: job["state"] == "running")
     os.kill(executor.solvers[-1]._process.pid, signal.SIGKILL)
-    assert service.await_job(job["id"])["state"] == "failed"
-    with Client(service.url) as client:
-        assert_fresh(client.plan(archives[3], mesh=(2, 2)), archives[3])
+    done = service.await_job(job["id"])
+    assert len(executor.solvers) > 1
+    assert done["state"] == "succeeded"
+    assert_fresh(Plan.model_validate(done["result"]), archives[3])
 
 
 def test_a_solver_without_a_store_solves_all_the_same(

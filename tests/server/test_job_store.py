@@ -1,7 +1,7 @@
 """The state machine of jobs, in the database."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -13,20 +13,54 @@ from hypothesis import strategies as st
 
 from autoshard_server.jobs import TRANSITIONS, Claim, JobState, JobStore
 from autoshard_server.problems import TOO_MANY, ServerError
+from autoshard_server.store import EventKind, migrate
 from autoshard_solver_cache import open_engine
 
 PROBLEM = {"type": "x", "title": "x", "status": 500, "detail": "x"}
 
 
-def make_store(url: str = "sqlite://", *, lease: float = 30.0, attempts: int = 2) -> JobStore:
-    return JobStore(open_engine(url), lease=lease, max_attempts=attempts)
+class Clock:
+    """A clock that moves only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_store(
+    url: str = "sqlite://", *, attempts: int = 2, clock: Callable[[], float] = time.monotonic
+) -> JobStore:
+    engine = open_engine(url)
+    migrate(engine)
+    return JobStore(engine, lease=30.0, max_attempts=attempts, clock=clock)
+
+
+MakeStore = Callable[..., JobStore]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeStore]:
+    """Makes stores of one empty database."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path / 'jobs.sqlite3'}"
+    else:
+        url = request.getfixturevalue("postgres").create_database()
+    made: list[JobStore] = []
+
+    def make(**options: Any) -> JobStore:
+        made.append(make_store(url, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one._engine.dispose()
 
 
 @pytest.fixture
-def store() -> Iterator[JobStore]:
-    made = make_store()
-    yield made
-    made._engine.dispose()
+def store(make: MakeStore) -> JobStore:
+    return make()
 
 
 def submit(store: JobStore, plan: str = "p") -> str:
@@ -43,7 +77,7 @@ def test_a_job_goes_its_way(store: JobStore) -> None:
     job_id = submit(store)
     assert state(store, job_id) is JobState.QUEUED
     claim = store.claim("me")
-    assert claim == Claim(job_id, "p", "me", "{}", b"graph")
+    assert claim == Claim(job_id, "plan", "p", "me", "{}", b"graph", {})
     assert state(store, job_id) is JobState.RUNNING
     assert store.renew(claim, {"phase": "x"})
     assert store.succeed(claim, b"plan")
@@ -85,7 +119,7 @@ ACTIONS = ("claim", "renew", "succeed", "fail", "cancel", "release")
 def test_every_history_follows_the_table(actions: list[str]) -> None:
     store = make_store()
     job_id = submit(store)
-    held = Claim(job_id, "p", "me", "{}", b"graph")
+    held = Claim(job_id, "plan", "p", "me", "{}", b"graph", {})
     before = JobState.QUEUED
     for action in actions:
         answer: Any = {
@@ -125,36 +159,166 @@ def test_a_worker_that_lost_its_job_cannot_touch_it(store: JobStore) -> None:
     assert store.result(job_id) == b"fresh"
 
 
-def test_a_dead_workers_job_is_run_again_and_then_fails() -> None:
-    store = make_store(lease=-1.0)
+def look(store: JobStore, clock: Clock, seconds: float, *, step: float = 7.5) -> int:
+    """Look for dead workers as often as the service does, for so long."""
+    found = 0
+    for _ in range(round(seconds / step)):
+        clock.now += step
+        found += store.recover()
+    return found
+
+
+def test_a_dead_workers_job_is_run_again_and_then_fails(make: MakeStore) -> None:
+    clock = Clock()
+    store = make(clock=clock)
     job_id = submit(store)
     for expected in (JobState.QUEUED, JobState.FAILED):
         assert store.claim("dies") is not None
-        assert store.recover() == 1
+        assert store.recover() == 0
+        assert look(store, clock, 22.5) == 0
+        assert look(store, clock, 7.5) == 1
         assert state(store, job_id) is expected
     job = store.get(job_id)
     assert job is not None
     assert job.error is not None
     assert "died 2 times" in job.error["detail"]
-    store._engine.dispose()
 
 
-def test_a_living_workers_job_is_left_alone(store: JobStore) -> None:
+def test_a_living_workers_job_is_left_alone(make: MakeStore) -> None:
+    clock = Clock()
+    store = make(clock=clock)
     job_id = submit(store)
-    store.claim("lives")
-    assert store.recover() == 0
+    claim = store.claim("lives")
+    assert claim is not None
+    for _ in range(4):
+        assert store.renew(claim)
+        assert look(store, clock, 22.5) == 0
     assert state(store, job_id) is JobState.RUNNING
 
 
-def test_a_released_job_does_not_lose_an_attempt() -> None:
-    store = make_store(attempts=1)
+def test_an_observer_that_was_away_gives_workers_time_to_show_that_they_live() -> None:
+    clock = Clock()
+    store = make_store(clock=clock)
+    submit(store)
+    claim = store.claim("lives")
+    assert claim is not None
+    assert store.recover() == 0
+    # Nobody could look or show anything for an hour, as when the database was gone.
+    assert look(store, clock, 3600, step=3600) == 0
+    assert store.renew(claim)
+    assert look(store, clock, 22.5) == 0
+    store._engine.dispose()
+
+
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_no_wall_clock_takes_a_job_away_or_changes_the_order(
+    monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    store = make_store()
+    first = submit(store, "a")
+    claim = store.claim("lives")
+    assert claim is not None
+    second = submit(store, "b")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + jump)
+    third = submit(store, "c")
+    assert store.recover() == 0
+    assert store.holds(claim)
+    assert store.renew(claim)
+    assert store.succeed(claim, b"plan")
+    claims = [store.claim("me") for _ in range(2)]
+    assert [c.id if c else None for c in claims] == [second, third]
+    assert state(store, first) is JobState.SUCCEEDED
+    store._engine.dispose()
+
+
+def test_a_job_whose_solver_died_is_started_again_and_then_fails(make: MakeStore) -> None:
+    store = make(attempts=2)
+    job_id = submit(store)
+    for expected in (JobState.QUEUED, JobState.FAILED):
+        claim = store.claim("me")
+        assert claim is not None
+        assert store.retry(claim, PROBLEM)
+        assert state(store, job_id) is expected
+        assert not store.retry(claim, PROBLEM)
+    job = store.get(job_id)
+    assert job is not None
+    assert job.error == PROBLEM
+
+
+def test_a_released_job_does_not_lose_an_attempt(make: MakeStore) -> None:
+    store = make(attempts=1)
     job_id = submit(store)
     for _ in range(3):
         claim = store.claim("me")
         assert claim is not None
         assert store.release(claim)
     assert state(store, job_id) is JobState.QUEUED
-    store._engine.dispose()
+
+
+def test_events_tell_all_that_happened_in_order(store: JobStore) -> None:
+    job_id = submit(store)
+    claim = store.claim("me")
+    assert claim is not None
+    store.renew(claim)
+    store.renew(claim, {"phase": "x"})
+    store.release(claim)
+    again = store.claim("me")
+    assert again is not None
+    store.fail(again, PROBLEM)
+    told = store.events(job_id)
+    assert [event.number for event in told] == [1, 2, 3, 4, 5, 6]
+    assert [(event.kind, dict(event.data)) for event in told] == [
+        (EventKind.STATE, {"state": "queued"}),
+        (EventKind.STATE, {"state": "running", "attempt": 1}),
+        (EventKind.PROGRESS, {"phase": "x"}),
+        (EventKind.STATE, {"state": "queued"}),
+        (EventKind.STATE, {"state": "running", "attempt": 1}),
+        (EventKind.STATE, {"state": "failed", "error": PROBLEM}),
+    ]
+    assert [event.number for event in store.events(job_id, after=4)] == [5, 6]
+    assert [event.number for event in store.events(job_id, after=1, limit=2)] == [2, 3]
+    assert store.events("0" * 32) == []
+
+
+def test_what_travels_with_a_job_reaches_its_worker(store: JobStore) -> None:
+    context = {"request_id": "r", "traceparent": "00-1-2-01"}
+    store.submit("p", "{}", b"", max_queued=9, kind="search", caller="c", context=context)
+    claim = store.claim("me")
+    assert claim is not None
+    assert (claim.kind, claim.context) == ("search", context)
+
+
+def test_jobs_are_listed_from_new_to_old_in_pages(store: JobStore) -> None:
+    made = [
+        store.submit(str(i), "{}", b"", max_queued=100, caller="ab"[i % 2]).id for i in range(7)
+    ]
+    pages, after = [], None
+    while page := store.page(after=after, limit=3):
+        pages.append([job.id for job in page])
+        after = page[-1].cursor
+        submit(store, f"late {len(pages)}")
+    assert [len(page) for page in pages] == [3, 3, 1]
+    assert [job for page in pages for job in page] == made[::-1]
+    assert [job.id for job in store.page(caller="b")] == made[5::-2]
+    store.cancel(made[0])
+    assert [job.id for job in store.page(states=(JobState.CANCELLED,))] == [made[0]]
+    assert store.count()[JobState.CANCELLED] == 1
+    assert store.count()[JobState.RUNNING] == 0
+
+
+def test_a_caller_may_have_so_many_jobs_under_way(store: JobStore) -> None:
+    def ask(plan: str, caller: str) -> str:
+        return store.submit(plan, "{}", b"", max_queued=99, caller=caller, max_active=2).id
+
+    first = ask("a", "x")
+    ask("b", "x")
+    with pytest.raises(ServerError, match="limit is 2"):
+        ask("c", "x")
+    assert ask("a", "x") == first
+    ask("c", "y")
+    store.cancel(first)
+    ask("d", "x")
 
 
 def test_finished_jobs_are_forgotten_in_time(store: JobStore) -> None:
@@ -163,6 +327,8 @@ def test_finished_jobs_are_forgotten_in_time(store: JobStore) -> None:
     assert store.purge(older_than=60) == 0
     assert store.purge(older_than=-1) == 1
     assert store.get(done) is None
+    assert store.events(done) == []
+    assert len(store.events(waiting)) == 1
     assert store.get(waiting) is not None
 
 
@@ -176,8 +342,7 @@ def test_elapsed_runs_from_the_start_to_the_end(store: JobStore) -> None:
     assert store.get(job_id).elapsed == store.get(job_id).elapsed  # type: ignore[union-attr]  as above
 
 
-def test_no_two_workers_get_the_same_job(tmp_path: Path) -> None:
-    store = make_store(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
+def test_no_two_workers_get_the_same_job(store: JobStore) -> None:
     ids = {submit(store, str(i)) for i in range(40)}
 
     def work(name: str) -> list[str]:
@@ -188,15 +353,12 @@ def test_no_two_workers_get_the_same_job(tmp_path: Path) -> None:
         claimed = [job for jobs in pool.map(work, map(str, range(8))) for job in jobs]
     assert len(claimed) == 40
     assert set(claimed) == ids
-    store._engine.dispose()
 
 
-def test_equal_requests_from_many_threads_make_one_job(tmp_path: Path) -> None:
-    store = make_store(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
+def test_equal_requests_from_many_threads_make_one_job(store: JobStore) -> None:
     with ThreadPoolExecutor(8) as pool:
         ids = set(pool.map(lambda _: submit(store), range(16)))
     assert len(ids) == 1
-    store._engine.dispose()
 
 
 def test_what_is_done_stays_done() -> None:
