@@ -1,6 +1,7 @@
 """What an operator can set: environment variables with the prefix AUTOSHARD_."""
 
 from functools import cached_property
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -27,14 +28,39 @@ class Settings(BaseSettings):
         description="Room for cached plans and solved blocks, compressed; the least recently "
         "used go first.",
     )
+    cache_max_age: float = Field(
+        default=90 * 24 * 3600.0,
+        gt=0,
+        description="Seconds after which a cached plan or block that nobody used is dropped.",
+    )
     num_workers: int = Field(
         default=2, ge=0, le=256, description="Solves that run at once; 0 only queues."
+    )
+    executor: Literal["process", "ray"] = Field(
+        default="process",
+        description="Where solves run: each in a process of this machine, or on a Ray cluster.",
+    )
+    ray_address: str = Field(
+        default="",
+        description="Ray cluster, such as `auto` or `ray://head:10001`; one of this machine's "
+        "own if left out. Whoever can reach a Ray cluster can run code there.",
     )
     max_queued_jobs: int = Field(
         default=256, ge=1, description="Jobs that may wait; further ones are answered 429."
     )
+    max_caller_jobs: int = Field(
+        default=64,
+        ge=1,
+        description="Jobs of one API key that may wait or run; further ones are answered 429.",
+    )
+    auth: Literal["auto", "required", "off"] = Field(
+        default="auto",
+        description="Whether callers need an API key. `auto`: on all addresses but loopback.",
+    )
     max_body_bytes: int = Field(
-        default=64 * _MIB, gt=0, description="Largest request body; more is answered 413."
+        default=64 * _MIB,
+        gt=0,
+        description="Largest request body, as sent and after decompression; more is answered 413.",
     )
     max_model_bytes: int = Field(
         default=256 * _MIB, gt=0, description="Largest model.json after decompression."
@@ -42,8 +68,23 @@ class Settings(BaseSettings):
     max_nodes: int = Field(
         default=200_000, gt=0, description="Operator calls in a program, sub-graphs included."
     )
+    max_edges: int = Field(
+        default=2_000_000, gt=0, description="Uses of values in a program, sub-graphs included."
+    )
+    max_mesh_axes: int = Field(default=6, ge=1, le=16, description="Axes of a mesh.")
+    max_devices: int = Field(default=1 << 20, ge=1, description="Devices of a mesh.")
+    max_strategies: int = Field(
+        default=20_000_000,
+        gt=0,
+        description="Strategies of all choices of a problem together, once it is formulated.",
+    )
+    max_search_meshes: int = Field(
+        default=64, ge=1, description="Meshes that one search may plan for."
+    )
     max_request_bytes: int = Field(
-        default=_MIB, gt=0, description="Largest form part 'request', which is JSON."
+        default=_MIB,
+        gt=0,
+        description="Largest JSON that asks for something: a body, or the form part 'request'.",
     )
     max_time_limit: float = Field(
         default=3600.0, gt=0, description="Largest time_limit that a request may ask for, seconds."
@@ -52,6 +93,17 @@ class Settings(BaseSettings):
         default=2 * 3600.0,
         gt=0,
         description="Wall time of a whole job; its process is then stopped and the job fails.",
+    )
+    max_job_bytes: int = Field(
+        default=16 * 1024 * _MIB,
+        gt=0,
+        description="Resident memory of a job's processes together; with more they are killed "
+        "and the job fails.",
+    )
+    hot_bytes: int = Field(
+        default=64 * _MIB,
+        ge=0,
+        description="Memory for plans that were asked for lately, beside the store.",
     )
     max_wait: float = Field(
         default=60.0, ge=0, description="Cap of `Prefer: wait=N` on POST /v1/plans, seconds."
