@@ -6,6 +6,7 @@ is back: nobody else can take a job meanwhile.
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from threading import Event, Semaphore, Thread
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -133,7 +134,7 @@ class Workers:
             message = solver.receive(_TICK)
             if message is not None and not isinstance(message, Advanced):
                 solver.stop()
-                self._patiently(lambda: self._finish(claim, message))
+                self._patiently(partial(self._finish, claim, message))
                 _log.info("job_finished", seconds=round(watch.elapsed, 3))
                 return
             if time.monotonic() > self._deadline:

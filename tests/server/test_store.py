@@ -1,0 +1,278 @@
+"""The service's database: migrations, and what is kept beside jobs, on both databases."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Engine, text
+
+from autoshard.plan import Plan
+from autoshard_server import Settings
+from autoshard_server.job import JobState
+from autoshard_server.store import (
+    PLANS,
+    ApiKeyStore,
+    Cursor,
+    GraphStore,
+    IdempotencyStore,
+    PlanIndex,
+    is_current,
+    migrate,
+    newest_revision,
+)
+from autoshard_server.store.tables import metadata
+from autoshard_server.stores import open_stores
+from autoshard_solver_cache import SolverCache, StoreUnavailableError, open_engine
+
+OLD = Path(__file__).parent / "data" / "store-0.1.0.db"
+OLD_PLAN = "bdc4747b5666bc1c0c879efd0e8959085839a127f7daa07990c6a1abc616e062"
+OLD_RUNNING = "0ab81128c68041cc989a51903f496983"
+
+OpenEngine = Callable[[], Engine]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def open_one(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenEngine]:
+    """Opens one database, empty at first."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    else:
+        url = request.getfixturevalue("postgres").create_database()
+    opened: list[Engine] = []
+
+    def open_it() -> Engine:
+        opened.append(open_engine(url))
+        return opened[-1]
+
+    yield open_it
+    for one in opened:
+        one.dispose()
+
+
+@pytest.fixture
+def engine(open_one: OpenEngine) -> Engine:
+    made = open_one()
+    migrate(made)
+    return made
+
+
+def test_migrations_lead_to_the_tables_of_the_code(open_one: OpenEngine) -> None:
+    engine = open_one()
+    assert not is_current(engine)
+    migrate(engine)
+    assert is_current(engine)
+    with engine.begin() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_many_that_start_at_once_migrate_once(open_one: OpenEngine) -> None:
+    engines = [open_one() for _ in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(migrate, engines))
+    assert all(map(is_current, engines))
+
+
+def test_a_database_of_a_newer_release_is_refused(open_one: OpenEngine, engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    other = open_one()
+    assert not is_current(other)
+    with pytest.raises(StoreUnavailableError, match=f"9999.*up to {newest_revision()}.*newer"):
+        migrate(other)
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(open_one: OpenEngine) -> None:
+    engine = open_one()
+    # The second migration finds a table of the name that it wants.
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE api_keys (id INTEGER)"))
+    with pytest.raises(Exception, match="api_keys"):
+        migrate(engine)
+    with engine.begin() as connection:
+        assert MigrationContext.configure(connection).get_current_heads() == ()
+        connection.execute(text("DROP TABLE api_keys"))
+    migrate(engine)
+    assert is_current(engine)
+
+
+def test_a_database_of_the_first_release_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    shutil.copy(OLD, path)
+    stores = open_stores(Settings(store_url=f"sqlite:///{path}"))
+    document = stores.cache.get(PLANS, OLD_PLAN)
+    assert document is not None
+    plan = Plan.from_json(document)
+    assert plan.id == OLD_PLAN
+    assert stores.plans.page() == []
+    assert stores.plans.refresh() == 1
+    assert [(p.id, p.objective) for p in stores.plans.page()] == [(OLD_PLAN, plan.costs.total)]  # type: ignore[union-attr]  it has costs
+    assert [job.state for job in stores.jobs.page()] == [JobState.RUNNING, JobState.SUCCEEDED]
+    assert stores.jobs.result(stores.jobs.page()[1].id) == document
+    # What ran when the old release ended is run again, once its worker counts as dead.
+    stores.jobs._leases._lease = 0.0
+    assert stores.jobs.recover() == 1
+    claim = stores.jobs.claim("me")
+    assert claim is not None
+    assert claim.id == OLD_RUNNING
+    assert stores.jobs.succeed(claim, b"{}")
+    stores.close()
+
+
+def test_an_idempotency_key_stands_for_the_first_answer(engine: Engine) -> None:
+    keys = IdempotencyStore(engine)
+    assert keys.find("me", "k") is None
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda i: keys.remember("me", "k", "b" * 64, {"job": i}), range(8)))
+    assert len({json.dumps(dict(reply.answer)) for reply in got}) == 1
+    assert keys.find("me", "k") == got[0]
+    assert keys.remember("me", "k", "c" * 64, {}) == got[0]
+    assert keys.find("you", "k") is None
+    assert keys.find("me", "K" * 10_000) is None
+    assert keys.purge() == 0
+
+
+def test_an_idempotency_key_is_forgotten_in_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = IdempotencyStore(engine, lifetime=60)
+    keys.remember("me", "k", "b" * 64, {"job": 1})
+    later = time.time() + 61
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert keys.find("me", "k") is None
+    assert keys.remember("me", "k", "c" * 64, {"job": 2}).answer == {"job": 2}
+    keys.remember("me", "l", "c" * 64, {"job": 3})
+    monkeypatch.setattr(time, "time", lambda: later + 61)
+    assert keys.purge() == 2
+
+
+def test_a_key_shows_who_it_is_until_it_is_revoked(engine: Engine) -> None:
+    keys = ApiKeyStore(engine)
+    made, token = keys.create("me", ["plan", "read"])
+    assert keys.authenticate(token) == made
+    assert made.scopes == {"plan", "read"}
+    for wrong in (
+        "",
+        "x",
+        token + "x",
+        token[:-1],
+        token.replace("autoshard", "other"),
+        "_" + token,
+    ):
+        assert keys.authenticate(wrong) is None
+    assert keys.revoke(made.id)
+    assert not keys.revoke(made.id)
+    assert keys.authenticate(token) is None
+    assert [key.id for key in keys.list()] == [made.id]
+    with engine.begin() as connection:
+        row = connection.execute(text("SELECT * FROM api_keys")).one()
+    assert token.split("_", 2)[2] not in str(row)
+
+
+def test_a_key_that_is_rotated_counts_for_a_while(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ApiKeyStore(engine)
+    old, old_token = keys.create("me", ["plan"])
+    rotated = keys.rotate(old.id, grace=60)
+    assert rotated is not None
+    new, new_token = rotated
+    assert (new.name, new.scopes) == (old.name, old.scopes)
+    assert keys.authenticate(old_token) is not None
+    assert keys.authenticate(new_token) == new
+    later = time.time() + 61
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert keys.authenticate(old_token) is None
+    assert keys.authenticate(new_token) == new
+    assert keys.rotate(old.id, grace=60) is None
+    assert keys.rotate("nobody", grace=60) is None
+
+
+def test_graphs_are_kept_by_their_digests(engine: Engine) -> None:
+    cache = SolverCache(engine)
+    graphs = GraphStore(cache)
+    info, is_new = graphs.put(b"graph")
+    assert is_new
+    assert (graphs.put(b"graph"), graphs.info(info.sha256)) == ((info, False), info)
+    assert info.size == 5
+    assert graphs.get(info.sha256) == b"graph"
+    # Something else under the digest, intact by the cache's own measure.
+    cache.delete("graphs", info.sha256)
+    cache.put("graphs", info.sha256, b"other")
+    assert graphs.get(info.sha256) is None
+    assert graphs.put(b"graph")[1]
+    assert graphs.delete(info.sha256)
+    assert not graphs.delete(info.sha256)
+    assert graphs.info(info.sha256) is None
+
+
+def plan_document(number: int, digest: str = "d") -> bytes:
+    document: dict[str, Any] = {
+        "certificate": {"status": "optimal", "objective": 1.5, "bound": 1.0, "gap": number / 9},
+        "graph": {"digest": digest, "num_nodes": 3, "num_parameters": 1 << 40},
+        "memory": {"peak": 1 << 40},
+        "mesh": {"axes": [{"name": "dp", "size": 2}], "topology": {"name": "t"}},
+        "options": {"mode": "training"},
+    }
+    return json.dumps(document).encode()
+
+
+def test_plans_are_listed_from_new_to_old_without_opening_them(engine: Engine) -> None:
+    cache = SolverCache(engine)
+    index = PlanIndex(engine, cache)
+    names = [f"plan {i}" for i in range(7)]
+    for i, name in enumerate(names):
+        cache.put(PLANS, name, plan_document(i, "ab"[i % 2]))
+        index.add(name, plan_document(i, "ab"[i % 2]))
+        index.add(name, plan_document(i))
+    first = index.page(limit=1)[0]
+    assert (first.mesh, first.peak_memory, first.mode) == ((("dp", 2),), 1 << 40, "training")
+    assert first.size == len(plan_document(6))
+    # What the cache has dropped is not listed, and leaves no gap in a page.
+    for gone in ("plan 2", "plan 4"):
+        cache.delete(PLANS, gone)
+    pages, after = [], None
+    while page := index.page(after=after, limit=2):
+        pages.append([plan.id for plan in page])
+        after = Cursor(page[-1].created_at, page[-1].id)
+    assert pages == [["plan 6", "plan 5"], ["plan 3", "plan 1"], ["plan 0"]]
+    assert [plan.id for plan in index.page(graph_digest="b")] == ["plan 5", "plan 3", "plan 1"]
+    cache.put(PLANS, "imported", plan_document(8))
+    assert index.refresh() == 3
+    assert index.refresh() == 0
+    assert index.page(limit=1)[0].id == "imported"
+
+
+def test_a_cache_in_postgresql_keeps_bytes_intact(postgres: Any) -> None:
+    url = postgres.create_database()
+    cache = SolverCache(url, max_bytes=3500)
+    noise = [bytes((i * 31 + j * j * 17 + j // 7) % 251 for j in range(1000)) for i in range(3)]
+    assert cache.put("plans", "0", noise[0])
+    assert not cache.put("plans", "0", b"other")
+    assert cache.get("plans", "0") == noise[0]
+    assert [entry.key for entry in cache.entries("plans")] == ["0"]
+    with cache._engine.begin() as connection:
+        connection.execute(text("UPDATE cache_entries SET sha256 = repeat('0', 64)"))
+    assert cache.get("plans", "0") is None
+    assert cache.stats("plans").corrupted == 1
+    assert cache.put("plans", "0", noise[0])
+    assert cache.collect(max_bytes=10) == 1
+    cache.put("plans", "1", noise[1])
+    assert cache.collect(max_age=60) == 0
+    assert cache.collect(max_age=-60) == 1
+    cache.close()
+
+
+def test_many_that_open_an_empty_database_at_once_make_its_tables_once(postgres: Any) -> None:
+    url = postgres.create_database()
+    with ThreadPoolExecutor(6) as pool:
+        caches = list(pool.map(SolverCache, [url] * 6))
+    assert sum(cache.put("plans", "k", b"body") for cache in caches) == 1
+    for cache in caches:
+        cache.close()

@@ -1,0 +1,166 @@
+"""Workers without a service around them: limits, cancelling, and a database that goes away."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from autoshard_server import Executor, ProcessExecutor, Settings
+from autoshard_server.job import Job, JobState
+from autoshard_server.problems import TYPE_PREFIX
+from autoshard_server.store import EventKind
+from autoshard_server.stores import Stores, open_stores
+from autoshard_server.workers import Workers
+
+TOLD = [sys.executable, str(Path(__file__).parent / "programs" / "told.py")]
+
+
+@dataclass
+class Crew:
+    stores: Stores
+    workers: Workers
+
+    def submit(self, name: str, **told: Any) -> str:
+        request = json.dumps(told)
+        kind = "validation"
+        job = self.stores.jobs.submit(name, request, b"", max_queued=99, kind=kind)
+        self.workers.wake()
+        return job.id
+
+    def job(self, job_id: str) -> Job:
+        found = self.stores.jobs.get(job_id)
+        assert found is not None
+        return found
+
+    def await_job(
+        self, job_id: str, until: Callable[[Job], bool] = lambda job: job.state.done
+    ) -> Job:
+        for _ in range(1200):
+            if until(job := self.job(job_id)):
+                return job
+            time.sleep(0.02)
+        raise AssertionError(f"the job did not get there: {job}")
+
+    def starts(self, job_id: str) -> int:
+        told = self.stores.jobs.events(job_id)
+        return sum(e.kind is EventKind.STATE and e.data["state"] == "running" for e in told)
+
+
+@contextmanager
+def crew(executor: Executor, **given: Any) -> Iterator[Crew]:
+    defaults = {"store_url": "sqlite://", "num_workers": 2, "shutdown_grace": 0}
+    settings = Settings(**{**defaults, **given})
+    stores = open_stores(settings)
+    workers = Workers(stores, executor, settings)
+    workers.start()
+    try:
+        yield Crew(stores, workers)
+    finally:
+        workers.stop()
+        stores.close()
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_solve_over_its_memory_limit_fails_alone() -> None:
+    with crew(ProcessExecutor(TOLD, max_bytes=150 << 20)) as here:
+        modest = here.submit("modest", seconds=1, answer="{}")
+        hungry = here.submit("hungry", fill=4000)
+        failed = here.await_job(hungry)
+        assert failed.state is JobState.FAILED
+        assert failed.error is not None
+        assert failed.error["type"] == TYPE_PREFIX + "out-of-memory"
+        assert "150 MiB" in failed.error["detail"]
+        assert failed.attempts == 1
+        needed = int(failed.error["detail"].split("needed ")[1].split(" ")[0].replace(",", ""))
+        assert 150 <= needed < 1000
+        assert here.await_job(modest).state is JobState.SUCCEEDED
+        assert here.starts(modest) == 1
+
+
+def test_cancel_frees_the_processor_within_a_second() -> None:
+    with crew(ProcessExecutor(TOLD)) as here:
+        job_id = here.submit("busy", spin=True)
+        job = here.await_job(job_id, lambda job: "child" in job.progress)
+        child = job.progress["child"]
+        parent = psutil.Process(child).ppid()
+        assert is_running(parent)
+        here.stores.jobs.cancel(job_id)
+        started = time.monotonic()
+        while is_running(parent) or is_running(child):
+            assert time.monotonic() - started < 1.0
+            time.sleep(0.01)
+        assert here.job(job_id).state is JobState.CANCELLED
+
+
+def test_a_database_that_goes_away_loses_no_work(postgres: Any) -> None:
+    url = postgres.create_database()
+    with crew(ProcessExecutor(TOLD), store_url=url, num_workers=1) as here:
+        job_id = here.submit("p", seconds=1, answer='"solved once"')
+        here.await_job(job_id, lambda job: job.state is JobState.RUNNING)
+        postgres.stop()
+        # Longer than the solve: it ends while nobody can be told.
+        time.sleep(2)
+        postgres.start()
+        done = here.await_job(job_id)
+        assert done.state is JobState.SUCCEEDED
+        assert here.stores.jobs.result(job_id) == b'"solved once"'
+        assert here.starts(job_id) == 1
+        assert here.workers.alive
+        # And the next one is found without anybody's help.
+        assert here.await_job(here.submit("q", answer="1")).state is JobState.SUCCEEDED
+
+
+def test_what_somebody_else_has_made_meanwhile_is_not_made_again() -> None:
+    with crew(ProcessExecutor(TOLD)) as here:
+        here.stores.cache.put("validations", "known", b'"made before"')
+        job = here.await_job(here.submit("known", answer='"made again"'))
+        assert here.stores.jobs.result(job.id) == b'"made before"'
+
+
+def test_reports_in_quick_succession_are_few_events() -> None:
+    with crew(ProcessExecutor(TOLD)) as here:
+        job_id = here.submit("p", reports=100, answer="1")
+        here.await_job(job_id)
+        told = [e for e in here.stores.jobs.events(job_id) if e.kind is EventKind.PROGRESS]
+        assert 1 <= len(told) <= 20
+
+
+def test_a_worker_that_stops_gives_its_job_back(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    with crew(ProcessExecutor(TOLD), store_url=url) as here:
+        job_id = here.submit("p", seconds=3600, answer="1")
+        here.await_job(job_id, lambda job: job.state is JobState.RUNNING)
+    stores = open_stores(Settings(store_url=url))
+    job = stores.jobs.get(job_id)
+    assert job is not None
+    assert (job.state, job.attempts) == (JobState.QUEUED, 0)
+    stores.close()
+
+
+def test_a_solver_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = (
+        "import os, sys, time\n"
+        "from autoshard_server import ProcessExecutor\n"
+        "solver = ProcessExecutor().prepare()\n"
+        f"open({str(pid_file)!r}, 'w').write(str(solver._process.pid))\n"
+        "time.sleep(0.5)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)  # noqa: S603  ours
+    solver = int(pid_file.read_text())
+    for _ in range(500):
+        if not is_running(solver):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the solver outlived its service")
