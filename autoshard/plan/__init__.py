@@ -40,6 +40,7 @@ from autoshard.plan.mesh_search import (
 from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
 from autoshard.plan.planner import make_plan, plan_id
 from autoshard.plan.simulation import Event, Simulation, chrome_trace, simulate
+from autoshard.plan.sizing import ProblemSize, problem_size
 from autoshard.plan.summary import ParameterRow, fold_parameters
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "PlanDifference",
     "PlanOptions",
     "PlannedStep",
+    "ProblemSize",
     "Provenance",
     "SearchProgress",
     "Simulation",
@@ -90,6 +92,7 @@ __all__ = [
     "mesh_text",
     "operator_coverage",
     "plan_id",
+    "problem_size",
     "search_meshes",
     "simulate",
 ]

@@ -70,19 +70,23 @@ class Coverage(Document):
         return sum(time or 0.0 for time in times) / self.total if self.total else 0.0
 
 
-def operator_coverage(graph: Graph, plan: Plan | None = None) -> Coverage:
+def operator_coverage(
+    graph: Graph, plan: Plan | None = None, *, axis_sizes: Collection[int] = ()
+) -> Coverage:
     """How far the rules reach in a graph.
 
     Args:
         graph: the program.
         plan: a plan of it. With one, a call falls back where no axis of its mesh can cut it,
             and times are known; without one, where no axis of any size could.
+        axis_sizes: where there is no plan: sizes of axes, each 2 or more, of which one must be
+            able to cut a call.
 
     Raises:
         PlanError: the plan is of another graph, or there is none in the document.
     """
     if plan is None:
-        return _Survey(graph, axis_sizes=()).coverage(None)
+        return _Survey(graph, axis_sizes=axis_sizes).coverage(None)
     if graph_digest(graph) != plan.graph.digest:
         raise PlanError("the plan was made for another graph")
     if not plan.found:

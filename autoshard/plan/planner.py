@@ -9,7 +9,7 @@ from importlib.metadata import version
 from math import isfinite
 
 from autoshard.collection import collection_of_new, collection_paused
-from autoshard.errors import GraphError
+from autoshard.errors import GraphError, OptionError
 from autoshard.graph import RULES_VERSION, Graph, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan.active import ActiveAxes
@@ -78,6 +78,7 @@ def make_plan(
     on_progress: Callable[[Progress], None] | None = None,
     cancel: CancelToken | None = None,
     tables: TableStore | None = None,
+    max_strategies: int | None = None,
 ) -> Plan:
     """Find the cheapest way to run a graph on a mesh.
 
@@ -89,6 +90,7 @@ def make_plan(
         cancel: an event; setting it stops the solver.
         tables: keeps solved blocks for other plans. What it has is not worked out again;
             `provenance.blocks` says what that was, and nothing else in the plan depends on it.
+        max_strategies: of all choices together; a larger problem is refused, not solved.
 
     Returns:
         A plan with its certificate. Where none was found, the same document without
@@ -96,15 +98,16 @@ def make_plan(
 
     Raises:
         GraphError: the graph cannot be planned in the mode asked for.
-        OptionError: an option makes no sense.
+        OptionError: an option makes no sense, or the problem is larger than allowed.
     """
     options = options or PlanOptions()
-    _check_mode(graph, options)
+    check_mode(graph, options)
     clock = _Clock()
     with clock.phase("formulate"), collection_paused():
         prices = Prices(mesh, options)
         steering = Steering.of(graph, mesh, options)
         formulation = Formulation(graph, ActiveAxes.of(mesh), prices, steering=steering)
+        _check_size(formulation, max_strategies)
     with clock.phase("solve"), collection_of_new():
         planning = Planning(
             formulation, options, on_progress=on_progress, cancel=cancel, tables=tables
@@ -117,7 +120,12 @@ def make_plan(
     return _document(formulation, outcome, conflict, options, clock)
 
 
-def _check_mode(graph: Graph, options: PlanOptions) -> None:
+def check_mode(graph: Graph, options: PlanOptions) -> None:
+    """Refuse what the mode cannot plan.
+
+    Raises:
+        GraphError: nothing to train, or a rule that came with the graph has no backward.
+    """
     if options.mode == "training" and not any(
         graph.values[p.name].requires_grad for p in graph.parameters
     ):
@@ -127,6 +135,15 @@ def _check_mode(graph: Graph, options: PlanOptions) -> None:
         )
     if options.mode == "training" and graph.rules:
         _check_rules(graph)
+
+
+def _check_size(formulation: Formulation, most: int | None) -> None:
+    number = sum(len(variable.strategies) for variable in formulation.variables)
+    if most is not None and number > most:
+        raise OptionError(
+            f"the problem has {number:,} strategies, and at most {most:,} are allowed; plan for "
+            "fewer axes or a smaller graph"
+        )
 
 
 def _check_rules(graph: Graph) -> None:

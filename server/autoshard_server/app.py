@@ -5,13 +5,17 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 import anyio.to_thread
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette_compress import CompressMiddleware
 
+from autoshard_server.auth import Guard
+from autoshard_server.coding import BodyLimit
 from autoshard_server.executor import Executor, ProcessExecutor
-from autoshard_server.middleware import BodyLimit, RequestLog
+from autoshard_server.middleware import RequestLog
 from autoshard_server.problems import (
     EXCEPTION_PROBLEMS,
     HTTP,
@@ -19,6 +23,7 @@ from autoshard_server.problems import (
     NOT_FOUND,
     PROBLEM_MEDIA_TYPE,
     REQUEST,
+    UNAVAILABLE,
     ServerError,
     problem_document,
     problem_of,
@@ -27,6 +32,12 @@ from autoshard_server.routes import router
 from autoshard_server.service import Service
 from autoshard_server.settings import Settings
 from autoshard_server.specification import specification
+from autoshard_solver_cache import StoreUnavailableError
+
+_log = structlog.get_logger(__name__)
+
+_ZSTD_LEVEL = 1
+"""Plans are full of repetition, which the fastest level finds as well."""
 
 
 def create_app(settings: Settings | None = None, *, executor: Executor | None = None) -> FastAPI:
@@ -46,6 +57,7 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
         service = await anyio.to_thread.run_sync(Service, settings, solvers)
         service.start()
         app.state.service = service
+        app.state.guard = Guard(service.stores.api_keys, settings)
         try:
             yield
         finally:
@@ -59,9 +71,11 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
     )
     app.include_router(router)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(CompressMiddleware, zstd_level=_ZSTD_LEVEL, brotli=False, gzip_level=1)
     app.add_middleware(RequestLog)
     for kind in (*EXCEPTION_PROBLEMS, ServerError):
         app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(StoreUnavailableError, _on_store_trouble)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.openapi = lambda: specification(app)  # type: ignore[method-assign]  # FastAPI's own way
@@ -72,6 +86,12 @@ async def _on_error(_request: Request, error: Exception) -> Response:
     problem = problem_of(error)
     headers = error.headers if isinstance(error, ServerError) else {}
     return _problem(problem, headers)
+
+
+async def _on_store_trouble(_request: Request, error: Exception) -> Response:
+    _log.error("store_unavailable", reason=str(error))
+    detail = "the store does not answer, or is full; see the service's log, and come back later"
+    return _problem(problem_document(UNAVAILABLE, detail), {"Retry-After": "5"})
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -1,11 +1,16 @@
 """The documents of the API besides plans: for the specification, and for building answers."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autoshard.plan import Plan
-from autoshard_server.jobs import Job, JobState
+from autoshard.graph import Graph
+from autoshard.plan import Coverage, Explanation, Plan
+from autoshard_server.job import Job, JobState
+from autoshard_server.kinds import JobKind
+from autoshard_server.results import MeshSearch, Validation
+from autoshard_server.store import EventKind, GraphInfo, PlanSummary
 
 
 class FieldProblem(BaseModel):
@@ -25,7 +30,8 @@ class Problem(BaseModel):
     status: int
     detail: str = Field(description="what is wrong this time, and the way out")
     errors: list[FieldProblem] | None = Field(default=None, description="each wrong field")
-    limit: int | None = Field(default=None, description="the limit that was exceeded, bytes")
+    limit: int | None = Field(default=None, description="the limit that was exceeded")
+    limit_name: str | None = Field(default=None, description="the setting that decides it")
 
 
 class JobMetadata(BaseModel):
@@ -38,16 +44,87 @@ class JobMetadata(BaseModel):
     elapsed: float = Field(ge=0, description="seconds since the job was started; 0 before")
 
 
-class JobDocument(BaseModel):
-    """A planning job; when it is done it has exactly one of result and error."""
+class JobEntry(BaseModel):
+    """A job in a list."""
 
     id: str
-    plan_id: str = Field(description="id that the plan has when it is made")
+    kind: JobKind = Field(description="what it makes")
+    plan_id: str | None = Field(
+        default=None, description="id that the plan has when it is made; only where it makes one"
+    )
     state: JobState
     done: bool
+    created_at: datetime
+    attempts: int = Field(ge=0, description="how often it was started")
     metadata: JobMetadata
-    result: Plan | None = None
     error: Problem | None = None
+
+
+class JobDocument(JobEntry):
+    """A job; when it is done it has exactly one of result and error."""
+
+    result: Plan | MeshSearch | Explanation | Validation | Coverage | None = Field(
+        default=None, description="a plan, or what the kind says"
+    )
+
+
+class JobPage(BaseModel):
+    """Jobs, newest first."""
+
+    jobs: list[JobEntry]
+    next_page_token: str = Field(description="for the page that follows; empty at the end")
+
+
+class JobEvent(BaseModel):
+    """Something that happened to a job: the data of a server-sent event."""
+
+    number: int = Field(ge=1, description="1, 2, 3, ... within the job; the event's id")
+    kind: EventKind = Field(description="state or progress; the event's name")
+    created_at: datetime
+    data: dict[str, Any] = Field(description="state, or phase, incumbent, bound and gap")
+
+
+class PlanEntry(BaseModel):
+    """A plan in a list."""
+
+    id: str
+    created_at: datetime
+    size: int = Field(ge=0, description="bytes of the document")
+    status: str = Field(description="of the certificate")
+    objective: float | None = Field(description="price of a step, seconds")
+    bound: float | None = Field(description="proven lower bound of it, seconds")
+    gap: float | None
+    peak_memory: int | None = Field(description="bytes per device")
+    mode: str
+    mesh: list[tuple[str, int]] = Field(description="name and size of each axis")
+    topology: str
+    graph_digest: str = Field(description="of the canonical program")
+    num_nodes: int
+    num_parameters: int
+
+
+class PlanPage(BaseModel):
+    """Plans that are kept, newest first."""
+
+    plans: list[PlanEntry]
+    next_page_token: str = Field(description="for the page that follows; empty at the end")
+
+
+class GraphDocument(BaseModel):
+    """A graph that was uploaded."""
+
+    sha256: str = Field(description="of the bytes")
+    size: int = Field(ge=0, description="bytes")
+    created_at: datetime
+    used_at: datetime = Field(description="last use; may lag an hour behind")
+
+
+class UploadedGraph(GraphDocument):
+    """A graph that has just been read."""
+
+    num_nodes: int = Field(ge=0)
+    num_edges: int = Field(ge=0, description="uses of values by nodes")
+    num_parameters: int = Field(ge=0, description="elements of all parameters together")
 
 
 class KnownPlan(BaseModel):
@@ -74,15 +151,63 @@ class Topologies(BaseModel):
     topologies: list[str]
 
 
+def job_entry(job: Job) -> JobEntry:
+    """A job as it travels in a list."""
+    return JobEntry(**_fields(job))
+
+
 def job_document(job: Job) -> JobDocument:
     """A job as it travels, without its result."""
+    return JobDocument(**_fields(job))
+
+
+def _fields(job: Job) -> dict[str, Any]:
     figures: dict[str, Any] = {"phase": job.state.value, "incumbent": None, "bound": None}
     figures |= {"gap": None, **job.progress, "elapsed": round(job.elapsed, 3)}
-    return JobDocument(
-        id=job.id,
-        plan_id=job.plan_id,
-        state=job.state,
-        done=job.state.done,
-        metadata=JobMetadata.model_validate(figures),
-        error=None if job.error is None else Problem.model_validate(job.error),
+    kind = JobKind(job.kind)
+    return {
+        "id": job.id,
+        "kind": kind,
+        "plan_id": job.plan_id if kind is JobKind.PLAN else None,
+        "state": job.state,
+        "done": job.state.done,
+        "created_at": moment(job.created_at),
+        "attempts": job.attempts,
+        "metadata": JobMetadata.model_validate(figures),
+        "error": None if job.error is None else Problem.model_validate(job.error),
+    }
+
+
+def plan_entry(summary: PlanSummary) -> PlanEntry:
+    """A plan as it travels in a list."""
+    fields = {name: getattr(summary, name) for name in PlanEntry.model_fields}
+    return PlanEntry(**{**fields, "created_at": moment(summary.created_at)})
+
+
+def graph_document(info: GraphInfo) -> GraphDocument:
+    """What is known of an upload."""
+    return GraphDocument(**_info(info))
+
+
+def uploaded_graph(info: GraphInfo, graph: Graph) -> UploadedGraph:
+    """What is known of an upload that was read."""
+    return UploadedGraph(
+        **_info(info),
+        num_nodes=len(graph.nodes),
+        num_edges=sum(len(node.inputs) for node in graph.nodes),
+        num_parameters=sum(graph.values[p.name].numel for p in graph.parameters),
     )
+
+
+def _info(info: GraphInfo) -> dict[str, Any]:
+    return {
+        "sha256": info.sha256,
+        "size": info.size,
+        "created_at": moment(info.created_at),
+        "used_at": moment(info.used_at),
+    }
+
+
+def moment(seconds: float) -> datetime:
+    """Seconds since 1970 as a date and time in UTC."""
+    return datetime.fromtimestamp(seconds, UTC)

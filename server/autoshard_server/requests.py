@@ -1,18 +1,13 @@
-"""What clients send: the JSON part of a planning request."""
+"""What clients send, as JSON."""
 
-import hashlib
 import json
-from functools import cached_property
-from importlib.metadata import version
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag, field_validator
 
-from autoshard.errors import OptionError
-from autoshard.graph import MAX_RULES, RULES_VERSION, rules_from_json, rules_to_json
-from autoshard.mesh import Mesh, make_mesh, mesh_from_json, mesh_to_json
-from autoshard.plan import PLAN_VERSION, PlanOptions
-from autoshard_server.settings import Settings
+from autoshard.graph import MAX_RULES, rules_from_json
+from autoshard.mesh import Mesh, Topology, make_mesh, mesh_from_json, topology_from_json
+from autoshard.plan import PlanOptions
 
 Bandwidth = Annotated[float, Field(description="bytes per second per device and direction")]
 Latency = Annotated[float, Field(description="seconds per step")]
@@ -70,16 +65,28 @@ def _kind_of_mesh(value: object) -> str:
     return "document" if whole or isinstance(value, MeshDocument) else "shorthand"
 
 
-class PlanRequest(BaseModel):
-    """What to plan for."""
+MeshInput = MeshShorthand | MeshDocument
+
+MeshField = Annotated[
+    Annotated[MeshShorthand, Tag("shorthand")] | Annotated[MeshDocument, Tag("document")],
+    Discriminator(_kind_of_mesh),
+]
+
+GraphField = Annotated[
+    str,
+    Field(
+        pattern="^[0-9a-f]{64}$",
+        description="sha256 of the graph's bytes, which PUT /v1/graphs/{digest} stored",
+        examples=["0" * 64],
+    ),
+]
+
+
+class WithRules(BaseModel):
+    """What every request about a graph may bring along."""
 
     model_config = ConfigDict(extra="forbid")
 
-    mesh: Annotated[
-        Annotated[MeshShorthand, Tag("shorthand")] | Annotated[MeshDocument, Tag("document")],
-        Discriminator(_kind_of_mesh),
-    ]
-    options: PlanOptions = PlanOptions()
     rules: tuple[dict[str, Any], ...] = Field(
         default=(),
         max_length=MAX_RULES,
@@ -96,6 +103,28 @@ class PlanRequest(BaseModel):
         return rules
 
 
+class PlanRequest(WithRules):
+    """What to plan for."""
+
+    mesh: MeshField
+    options: PlanOptions = PlanOptions()
+
+
+class PlanOrder(PlanRequest):
+    """What to plan for, and whether only to look at it."""
+
+    validate_only: bool = Field(
+        default=False,
+        description="whether to answer how large the problem is, and solve nothing",
+    )
+
+
+class GraphPlanOrder(PlanOrder):
+    """What to plan for, and which stored graph."""
+
+    graph_sha256: GraphField
+
+
 class PlanLookup(PlanRequest):
     """What to plan for, and which graph, by its digest."""
 
@@ -108,49 +137,45 @@ class PlanLookup(PlanRequest):
     ]
 
 
-class Question:
-    """A request and which graph it is about, checked as far as that goes without the graph.
+class SearchRequest(WithRules):
+    """Which devices to find the best mesh of, and for which stored graph."""
 
-    Args:
-        request: what to plan for.
-        graph_sha256: digest of the uploaded bytes, 64 hex digits.
-        settings: limits of this service.
+    graph_sha256: GraphField
+    num_devices: int = Field(ge=1, description="devices that each mesh has", examples=[8])
+    topology: str | dict[str, Any] | None = Field(
+        default=None,
+        description="a name of GET /v1/topologies, or a whole topology as `topology_to_json` "
+        "writes it; the default one if null.",
+    )
+    max_axes: int = Field(default=3, ge=1, le=6, description="largest number of axes")
+    options: PlanOptions = Field(
+        default=PlanOptions(), description="the same for all meshes; time_limit is for each."
+    )
 
-    Raises:
-        MeshError: the mesh is impossible.
-        OptionError: an option exceeds a limit of this service.
-    """
+    @property
+    def topology_value(self) -> str | Topology | None:
+        """The topology as `make_mesh` takes it.
 
-    def __init__(self, request: PlanRequest, graph_sha256: str, settings: Settings) -> None:
-        limit = settings.max_time_limit
-        if request.options.time_limit > limit:
-            raise OptionError(
-                f"time_limit is {request.options.time_limit:g} seconds, but this service allows "
-                f"{limit:g}; ask for less, or raise AUTOSHARD_MAX_TIME_LIMIT"
-            )
-        self._graph_sha256 = graph_sha256
-        self.options = request.options
-        self.rules = rules_from_json(list(request.rules))
-        self.mesh = request.mesh.build()
-        self._limits = settings.archive_limits
-
-    @cached_property
-    def digest(self) -> str:
-        """Of everything that arrived, as it arrived: found without reading the graph.
-
-        The same program exported twice can differ here and still have the same plan id.
+        Raises:
+            MeshError: the document is not a topology.
         """
-        versions = [version("autoshard"), PLAN_VERSION, version("torch"), RULES_VERSION]
-        frame = [*versions, self._graph_sha256, *self._asked]
-        return hashlib.sha256(json.dumps(frame, sort_keys=True).encode()).hexdigest()
+        given = self.topology
+        return topology_from_json(json.dumps(given)) if isinstance(given, dict) else given
 
-    def work(self, plan_id: str) -> str:
-        """What the solver process needs besides the graph, as JSON text."""
-        mesh, options, rules = self._asked
-        asked = {"mesh": mesh, "options": options, "rules": rules}
-        return json.dumps({"plan_id": plan_id, **asked, "limits": self._limits})
 
-    @cached_property
-    def _asked(self) -> tuple[Any, Any, Any]:
-        options = self.options.model_dump(mode="json")
-        return json.loads(mesh_to_json(self.mesh)), options, rules_to_json(self.rules)
+class CoverageRequest(WithRules):
+    """Which stored graph to look through, and for which mesh."""
+
+    graph_sha256: GraphField
+    mesh: MeshField | None = Field(
+        default=None, description="whose axes must be able to cut; any axis at all if null."
+    )
+
+
+class PlanPair(BaseModel):
+    """Two plans of one graph."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    before: str = Field(pattern="^[0-9a-f]{64}$", description="id of a plan")
+    after: str = Field(pattern="^[0-9a-f]{64}$", description="id of another plan of the graph")

@@ -1,23 +1,31 @@
 """The service behind the routes: it answers from the cache, or makes a job of it."""
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
+import structlog
 
-from autoshard.graph import ArchiveLimits, load_graph
+from autoshard.graph import ArchiveLimits, Graph, load_graph
 from autoshard.plan import PLAN_VERSION, plan_id
 from autoshard.rules import with_rules
 from autoshard_server.executor import Executor
-from autoshard_server.jobs import Job
-from autoshard_server.problems import NOT_FOUND, UNAVAILABLE, ServerError
-from autoshard_server.requests import Question
+from autoshard_server.hot import Hot
+from autoshard_server.job import Job
+from autoshard_server.kinds import JobKind
+from autoshard_server.problems import GRAPH_UNKNOWN, NOT_FOUND, UNAVAILABLE, ServerError
+from autoshard_server.questions import Question, Task, check_graph_size, validation_id
 from autoshard_server.settings import Settings
-from autoshard_server.store import PLANS
 from autoshard_server.stores import open_stores
+from autoshard_server.tracing import carried_context
 from autoshard_server.workers import Workers
+
+Made = TypeVar("Made")
 
 _QUESTIONS = "questions"
 """Namespace of plan ids in the cache, by the digest of what arrived."""
@@ -32,17 +40,19 @@ _LONGEST_LOOK = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A plan document.
+    """The result of a job.
 
     Attributes:
-        plan_id: its id.
-        plan: the document.
+        kind: what it is.
+        result_id: its id.
+        body: the document.
         kept: whether it is in the cache, under its id.
         cached: whether it was there before anybody asked this time.
     """
 
-    plan_id: str
-    plan: bytes
+    kind: JobKind
+    result_id: str
+    body: bytes
     kept: bool
     cached: bool
 
@@ -64,6 +74,7 @@ class Service:
         self.stores = open_stores(settings)
         self.cache = self.stores.cache
         self.jobs = self.stores.jobs
+        self.hot = Hot(settings.hot_bytes)
         self._workers = Workers(self.stores, executor, settings)
         self._parsers = anyio.CapacityLimiter(_MAX_PARSERS)
 
@@ -87,33 +98,97 @@ class Service:
         Raises:
             ServerError: NOT_FOUND, where it was not.
         """
-        known = await anyio.to_thread.run_sync(self._recall, question)
+        known = await self._recall(question)
         if known is None:
             raise ServerError(
                 NOT_FOUND, "this was not asked before; send the graph with POST /v1/plans"
             )
         return known
 
-    async def ask(self, question: Question, graph: bytes) -> Answer | Job:
+    async def ask(
+        self, question: Question, graph: bytes | None, *, caller: str | None = None
+    ) -> Answer | Job:
         """The plan from the cache, or the job that makes it.
 
         Args:
             question: what is asked.
-            graph: the uploaded bytes.
+            graph: the uploaded bytes; those that are stored if None.
+            caller: who asks.
 
         Raises:
             GraphError: the graph cannot be read, or not be understood.
+            ServerError: the graph is not stored or too large, or the queue is full.
+        """
+        known, graph = await self._identify(question, graph)
+        return await self._get_or_make(
+            kind=JobKind.PLAN,
+            result_id=known,
+            make=partial(question.plan, known),
+            question=question,
+            graph=graph,
+            caller=caller,
+        )
+
+    async def validate(
+        self, question: Question, graph: bytes | None, *, caller: str | None = None
+    ) -> Answer | Job:
+        """How large the problem of a plan is, from the cache, or the job that finds out.
+
+        Raises:
+            GraphError: the graph cannot be read, or not be understood.
+            ServerError: the graph is not stored or too large, or the queue is full.
+        """
+        known, graph = await self._identify(question, graph)
+        return await self._get_or_make(
+            kind=JobKind.VALIDATION,
+            result_id=validation_id(known),
+            make=partial(question.validation, known),
+            question=question,
+            graph=graph,
+            caller=caller,
+        )
+
+    async def run(self, task: Task, *, caller: str | None = None) -> Answer | Job:
+        """The result of a task from the cache, or the job that makes it.
+
+        Raises:
             ServerError: the queue is full.
         """
-        known = await anyio.to_thread.run_sync(self._recall, question)
-        if known is None:
-            known = await anyio.to_thread.run_sync(
-                self._read, question, graph, limiter=self._parsers
-            )
-        body = await anyio.to_thread.run_sync(self.cache.get, PLANS, known)
+        body = await self.find_result(task.kind, task.result_id)
         if body is not None:
-            return Answer(known, body, kept=True, cached=True)
-        return await anyio.to_thread.run_sync(self._submit, known, question, graph)
+            return Answer(task.kind, task.result_id, body, kept=True, cached=True)
+        return await anyio.to_thread.run_sync(self._submit, task, caller, _context())
+
+    async def find_result(self, kind: JobKind, result_id: str) -> bytes | None:
+        """A document that is kept, or None."""
+        return await self._read_kept(kind.namespace, result_id)
+
+    async def stored_graph(self, sha256: str) -> bytes:
+        """The bytes of a graph that was uploaded.
+
+        Raises:
+            ServerError: GRAPH_UNKNOWN.
+        """
+        graph = await anyio.to_thread.run_sync(self.stores.graphs.get, sha256)
+        if graph is None:
+            raise ServerError(
+                GRAPH_UNKNOWN,
+                f"there is no graph {sha256}; send it with PUT /v1/graphs/{sha256}, then ask again",
+            )
+        return graph
+
+    async def read_graph(self, graph: bytes) -> Graph:
+        """The program of an upload, read where it holds up nobody.
+
+        Raises:
+            GraphError: it cannot be read, or not be understood.
+            ServerError: it is too large.
+        """
+        return await self.aside(partial(self._load, graph))
+
+    async def aside(self, work: Callable[[], Made]) -> Made:
+        """The result of work that takes a while, done where it holds up nobody."""
+        return await anyio.to_thread.run_sync(work, limiter=self._parsers)
 
     async def wait(self, job: Job, seconds: float) -> Job:
         """The job when it is done, or as it is after so many seconds, or on shutdown."""
@@ -141,12 +216,13 @@ class Service:
         return job
 
     async def answer(self, job: Job) -> Answer:
-        """The plan of a job that succeeded."""
-        kept = await anyio.to_thread.run_sync(self.cache.get, PLANS, job.plan_id)
-        plan = await anyio.to_thread.run_sync(self.jobs.result, job.id)
-        if plan is None:
+        """The result of a job that succeeded."""
+        kind = JobKind(job.kind)
+        kept = await self.find_result(kind, job.plan_id)
+        made = await anyio.to_thread.run_sync(self.jobs.result, job.id)
+        if made is None:
             raise ServerError(NOT_FOUND, f"the job {job.id!r} has just been forgotten: ask again")
-        return Answer(job.plan_id, plan, kept=kept is not None, cached=False)
+        return Answer(kind, job.plan_id, made, kept=kept is not None, cached=False)
 
     async def check(self) -> None:
         """Whether requests can be served.
@@ -159,27 +235,83 @@ class Service:
         if not self._workers.alive:
             raise _unavailable("a worker has died; restart the service")
         try:
-            await anyio.to_thread.run_sync(self.jobs.ping)
+            current = await anyio.to_thread.run_sync(self.stores.is_current)
         except Exception as error:
             raise _unavailable("the store does not answer; see the service's log") from error
+        if not current:
+            raise _unavailable("another release has migrated the store; restart with that one")
 
-    def _recall(self, question: Question) -> str | None:
-        known = self.cache.get(_QUESTIONS, question.digest)
+    async def _identify(self, question: Question, graph: bytes | None) -> tuple[str, bytes | None]:
+        """The plan's id, and the graph if it had to be looked at."""
+        known = await self._recall(question)
+        if known is None:
+            if graph is None:
+                graph = await self.stored_graph(question.graph_sha256)
+            program = await self.read_graph(graph)
+            known = await self.aside(partial(self._name, question, program))
+        return known, graph
+
+    async def _get_or_make(
+        self,
+        *,
+        kind: JobKind,
+        result_id: str,
+        make: Callable[[bytes], Task],
+        question: Question,
+        graph: bytes | None,
+        caller: str | None,
+    ) -> Answer | Job:
+        body = await self.find_result(kind, result_id)
+        if body is not None:
+            return Answer(kind, result_id, body, kept=True, cached=True)
+        if graph is None:
+            graph = await self.stored_graph(question.graph_sha256)
+        return await anyio.to_thread.run_sync(self._submit, make(graph), caller, _context())
+
+    async def _recall(self, question: Question) -> str | None:
+        known = await self._read_kept(_QUESTIONS, question.digest)
         return None if known is None else known.decode()
 
-    def _read(self, question: Question, graph: bytes) -> str:
-        limits = ArchiveLimits(**self.settings.archive_limits)
-        program = with_rules(load_graph(graph, limits=limits), question.rules)
-        known = plan_id(program, question.mesh, question.options)
+    async def _read_kept(self, namespace: str, key: str) -> bytes | None:
+        """An entry of the cache; at once where it was read lately."""
+        body = self.hot.get(namespace, key)
+        if body is None:
+            body = await anyio.to_thread.run_sync(self.cache.get, namespace, key)
+            if body is not None:
+                self.hot.keep(namespace, key, body)
+        return body
+
+    def _load(self, graph: bytes) -> Graph:
+        program = load_graph(graph, limits=ArchiveLimits(**self.settings.archive_limits))
+        edges = sum(len(node.inputs) for node in program.nodes)
+        check_graph_size(len(program.nodes), edges, self.settings)
+        return program
+
+    def _name(self, question: Question, program: Graph) -> str:
+        known = plan_id(with_rules(program, question.rules), question.mesh, question.options)
         self.cache.put(_QUESTIONS, question.digest, known.encode())
         return known
 
-    def _submit(self, known: str, question: Question, graph: bytes) -> Job:
-        work = question.work(known)
-        room = self.settings.max_queued_jobs
-        job = self.jobs.submit(known, work, graph, max_queued=room)
+    def _submit(self, task: Task, caller: str | None, context: Mapping[str, str]) -> Job:
+        job = self.jobs.submit(
+            task.result_id,
+            task.work,
+            task.payload,
+            max_queued=self.settings.max_queued_jobs,
+            kind=task.kind,
+            caller=caller,
+            max_active=self.settings.max_caller_jobs if caller is not None else None,
+            context=context,
+        )
         self._workers.wake()
         return job
+
+
+def _context() -> dict[str, str]:
+    """What the logs and traces of a job should carry of the request that asked for it."""
+    bound = structlog.contextvars.get_contextvars()
+    named = {"request_id": str(bound["request_id"])} if "request_id" in bound else {}
+    return {**named, **carried_context()}
 
 
 def _unavailable(detail: str) -> ServerError:

@@ -8,22 +8,23 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import isfinite
 from threading import Event, Thread
 from typing import IO, Any
 
-from autoshard.graph import ArchiveLimits, Graph, load_graph, rules_from_json
+from autoshard.graph import Graph
 from autoshard.mesh import mesh_from_json
 from autoshard.plan import PlanOptions, make_plan, plan_id
-from autoshard.rules import has_rule, with_rules
-from autoshard.solve import Progress, Status, TableStore
+from autoshard.rules import has_rule
+from autoshard.solve import Progress, TableStore
 from autoshard_server.executor import Solved, Work
 from autoshard_server.frames import FrameKind, read_frame, write_frame
+from autoshard_server.kinds import JobKind
 from autoshard_server.problems import INTERNAL, ServerError, problem_of, problem_type_of
 from autoshard_server.settings import Settings
+from autoshard_server.tasks import UNFINISHED, Assignment, requested_graph, run_task
 from autoshard_solver_cache import Shelf, SolverCache, StoreUnavailableError, open_engine
-
-_UNFINISHED = frozenset({Status.TIMED_OUT, Status.CANCELLED})
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +48,10 @@ def solve(
     cancel: Event,
     tables: TableStore | None = None,
     rules: TableStore | None = None,
+    *,
+    plans: TableStore | None = None,
 ) -> Solved:
-    """Make the plan of a job.
+    """Do a job: make its plan, or what else its request asks for.
 
     Args:
         work: the request and the graph, as they were checked when they arrived.
@@ -56,13 +59,17 @@ def solve(
         cancel: set it to stop.
         tables: keeps solved blocks for other jobs.
         rules: keeps rules that were found for other jobs.
+        plans: keeps plans that a search makes.
 
     Raises:
         InputError: the graph cannot be planned as asked.
     """
     request = json.loads(work.request)
-    program = load_graph(work.graph, limits=ArchiveLimits(**request["limits"]))
-    graph = with_rules(program, rules_from_json(request["rules"]))
+    if JobKind(request["kind"]) is not JobKind.PLAN:
+        find_rules = partial(_with_found_rules, store=rules)
+        assigned = Assignment(request, work.graph, on_progress, cancel, tables, plans, find_rules)
+        return run_task(assigned)
+    graph = requested_graph(request, work.graph)
     mesh = mesh_from_json(json.dumps(request["mesh"]))
     options = PlanOptions.model_validate(request["options"])
     asked = plan_id(graph, mesh, options)
@@ -78,10 +85,11 @@ def solve(
         on_progress=lambda progress: on_progress(_report(progress)),
         cancel=cancel,
         tables=tables,
+        max_strategies=request["max_strategies"],
     )
     # What we find ourselves follows from the request, and so does not change its id.
     plan = plan if plan.id == asked else plan.model_copy(update={"id": asked})
-    is_final = is_complete and plan.certificate.status not in _UNFINISHED
+    is_final = is_complete and plan.certificate.status not in UNFINISHED
     return Solved(plan.to_json().encode(), keep=is_final)
 
 
@@ -114,7 +122,7 @@ def main() -> None:
     source = sys.stdin.buffer
     answers = _claim_stdout()
     # Opened before there is work, as everything is imported before.
-    tables, rules = _open_shelves(Settings())
+    tables, rules, plans = _open_shelves(Settings())
     request, graph = _expect(source, FrameKind.WORK), _expect(source, FrameKind.GRAPH)
     Thread(target=_end_with_service, daemon=True).start()
 
@@ -122,7 +130,7 @@ def main() -> None:
         write_frame(answers, FrameKind.PROGRESS, json.dumps(progress).encode())
 
     try:
-        solved = solve(Work(request.decode(), graph), report, Event(), tables, rules)
+        solved = solve(Work(request.decode(), graph), report, Event(), tables, rules, plans=plans)
     except Exception as error:  # noqa: BLE001  whatever it is becomes the answer
         if problem_type_of(error) is INTERNAL:
             _log.exception("solving failed")
@@ -132,15 +140,15 @@ def main() -> None:
     write_frame(answers, kind, solved.plan)
 
 
-def _open_shelves(settings: Settings) -> tuple[Shelf | None, Shelf | None]:
-    """Solved blocks and found rules in the service's cache; None where it cannot be had."""
+def _open_shelves(settings: Settings) -> tuple[Shelf | None, Shelf | None, Shelf | None]:
+    """Solved blocks, found rules and plans in the service's cache; None where it is not there."""
     try:
         engine = open_engine(settings.store_url, busy_timeout=_BUSY_TIMEOUT)
         cache = SolverCache(engine, max_bytes=settings.cache_max_bytes)
     except StoreUnavailableError as error:
         _log.warning("solving without the cache: %s", error)
-        return None, None
-    return Shelf(cache, BLOCKS), Shelf(cache, RULES)
+        return None, None, None
+    return Shelf(cache, BLOCKS), Shelf(cache, RULES), Shelf(cache, JobKind.PLAN.namespace)
 
 
 def _claim_stdout() -> IO[bytes]:

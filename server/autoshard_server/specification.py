@@ -6,16 +6,27 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from autoshard_server.documents import Problem
 from autoshard_server.problems import (
+    FORBIDDEN,
     INTERNAL,
     PROBLEM_MEDIA_TYPE,
+    UNAUTHENTICATED,
+    UNAVAILABLE,
     ProblemType,
     problem_document,
 )
-from autoshard_server.requests import PlanLookup, PlanRequest
+from autoshard_server.requests import (
+    CoverageRequest,
+    GraphPlanOrder,
+    PlanLookup,
+    PlanOrder,
+    PlanPair,
+    SearchRequest,
+)
 
 _REF = "#/components/schemas/{model}"
 
@@ -28,64 +39,93 @@ _HEADERS = {
     "Retry-After": "Seconds after which to ask again.",
 }
 
-PLAN_FORM: dict[str, Any] = {
-    "parameters": [
+_MESH_EXAMPLE: dict[str, Any] = {"shape": [2, 4], "topology": "h100-sxm"}
+_DIGEST = "0" * 64
+
+_HEADER_PARAMETERS = {
+    "Prefer": (
+        "wait=10",
+        "Wait up to so many seconds for the result (RFC 7240); capped.",
+    ),
+    "Idempotency-Key": (
+        "a3b8d6f0",
+        ("Names this request for 24 hours: sent again, it gets the same job. Another request "
+        "under the same key is refused."),
+    ),
+    "If-None-Match": (f'"{_DIGEST}"', "Answer 304 where this is what the caller has."),
+    "Last-Event-ID": ("3", "Number of the last event that was seen; later ones follow."),
+}
+
+
+def taken_headers(*names: str) -> list[dict[str, Any]]:
+    """Headers that a route reads, which FastAPI cannot see in its signature."""
+    return [
         {
-            "name": "Prefer",
+            "name": name,
             "in": "header",
             "required": False,
             "schema": {"type": "string"},
-            "example": "wait=10",
-            "description": "Wait up to so many seconds for the plan (RFC 7240); capped.",
+            "example": _HEADER_PARAMETERS[name][0],
+            "description": _HEADER_PARAMETERS[name][1],
         }
-    ],
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["graph", "request"],
-                    "properties": {
-                        "graph": {
-                            "type": "string",
-                            "contentMediaType": "application/octet-stream",
-                            "description": "A .pt2 archive of torch.export.save, or its "
-                            "models/model.json; sent as a file.",
-                        },
-                        "request": {"$ref": _REF.format(model="PlanRequest")},
-                    },
-                },
-                "encoding": {"request": {"contentType": "application/json"}},
-                "example": {
-                    "graph": "(bytes of model.pt2)",
-                    "request": {
-                        "mesh": {"shape": [2, 4], "topology": "h100-sxm"},
-                        "options": {"mode": "training"},
-                    },
-                },
-            }
-        },
-    },
-}
-"""The body and the headers of POST /v1/plans, which FastAPI cannot see in its signature."""
+        for name in names
+    ]
 
-LOOKUP_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": _REF.format(model="PlanLookup")},
-                "example": {
-                    "graph_sha256": "0" * 64,
-                    "mesh": {"shape": [2, 4], "topology": "h100-sxm"},
-                    "options": {"mode": "training"},
+
+def json_body(model: type[BaseModel], **example: Any) -> dict[str, Any]:
+    """The content of a JSON body, which is read within a limit of its own."""
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"application/json": {"schema": schema, "example": example}}
+
+
+def takes(*headers: str, **content: dict[str, Any]) -> dict[str, Any]:
+    """What a route reads besides its path and query: headers, and `content` by media type."""
+    found: dict[str, Any] = {"parameters": taken_headers(*headers)} if headers else {}
+    if content:
+        found["requestBody"] = {"required": True, "content": content}
+    return found
+
+
+PLAN_BODY: dict[str, Any] = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["graph", "request"],
+            "properties": {
+                "graph": {
+                    "type": "string",
+                    "contentMediaType": "application/octet-stream",
+                    "description": "A .pt2 archive of torch.export.save, or its "
+                    "models/model.json; sent as a file.",
                 },
-            }
+                "request": {"$ref": _REF.format(model="PlanOrder")},
+            },
+        },
+        "encoding": {"request": {"contentType": "application/json"}},
+        "example": {
+            "graph": "(bytes of model.pt2)",
+            "request": {"mesh": _MESH_EXAMPLE, "options": {"mode": "training"}},
         },
     },
+    **json_body(GraphPlanOrder, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE),
 }
-"""The body of POST /v1/plans:lookup, which is read within a limit of its own."""
+"""The body of POST /v1/plans: with the graph, or with the digest of one that is stored."""
+
+LOOKUP_BODY = json_body(PlanLookup, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE)
+SEARCH_BODY = json_body(SearchRequest, graph_sha256=_DIGEST, num_devices=8, topology="h100-sxm")
+COVERAGE_BODY = json_body(CoverageRequest, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE)
+PAIR_BODY = json_body(PlanPair, before=_DIGEST, after="1" * 64)
+
+GRAPH_BODY: dict[str, Any] = {
+    "application/octet-stream": {
+        "schema": {
+            "type": "string",
+            "contentMediaType": "application/octet-stream",
+            "description": "A .pt2 archive of torch.export.save, or its models/model.json.",
+        }
+    }
+}
+"""The body of PUT /v1/graphs/{digest}."""
 
 
 def answer_headers(*names: str) -> dict[str, Any]:
@@ -107,6 +147,11 @@ def problem_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
     return answers
 
 
+def guarded_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
+    """The problems of a route that may need a key and asks the store."""
+    return problem_answers(UNAUTHENTICATED, FORBIDDEN, UNAVAILABLE, *kinds)
+
+
 def specification(app: FastAPI) -> dict[str, Any]:
     """The specification of an application that `create_app` made."""
     found = get_openapi(
@@ -116,12 +161,9 @@ def specification(app: FastAPI) -> dict[str, Any]:
         routes=app.routes,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
+    given = (GraphPlanOrder, PlanLookup, PlanOrder, PlanPair, SearchRequest, CoverageRequest)
     _, extra = models_json_schema(
-        [
-            (PlanRequest, "validation"),
-            (PlanLookup, "validation"),
-            (Problem, "serialization"),
-        ],
+        [*((model, "validation") for model in given), (Problem, "serialization")],
         ref_template=_REF,
     )
     schemas: dict[str, Any] = found["components"]["schemas"]

@@ -1,54 +1,64 @@
-"""Reading the bodies of requests about plans, within limits."""
+"""Reading the bodies of requests, within limits."""
 
 import re
 from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from autoshard_server.problems import MEDIA_TYPE, MULTIPART, REQUEST, TOO_LARGE, ServerError
-from autoshard_server.requests import PlanLookup, PlanRequest
+from autoshard_server.requests import PlanOrder
 from autoshard_server.settings import Settings
 
-_Asked = TypeVar("_Asked", PlanRequest, PlanLookup)
+_Asked = TypeVar("_Asked", bound=BaseModel)
 
 _PARTS = ("graph", "request")
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
 
 
-async def read_upload(request: Request, settings: Settings) -> tuple[PlanRequest, bytes]:
+MULTIPART_FORM = "multipart/form-data"
+JSON = "application/json"
+
+
+async def read_upload(request: Request, settings: Settings) -> tuple[PlanOrder, bytes]:
     """The two parts of the form: what to plan for, and the graph.
 
     Raises:
-        ServerError: the body is no such form, or a part is missing, too large or not valid.
+        ServerError: the form cannot be read, or a part is missing, too large or not valid.
     """
-    if _media_type(request) != "multipart/form-data":
-        raise ServerError(
-            MEDIA_TYPE, "send multipart/form-data with the parts 'graph' and 'request'"
-        )
     parts = await _read_parts(request, settings)
-    return _parse(PlanRequest, parts["request"], "part 'request'"), parts["graph"]
+    return parse(PlanOrder, parts["request"], "part 'request'"), parts["graph"]
 
 
-async def read_lookup(request: Request, settings: Settings) -> PlanLookup:
-    """The JSON of a request to look a plan up.
+async def read_json(request: Request, model: type[_Asked], settings: Settings) -> _Asked:
+    """The JSON body of a request.
 
     Raises:
         ServerError: the body is no such JSON, or too large.
     """
-    if _media_type(request) != "application/json":
-        raise ServerError(MEDIA_TYPE, "send application/json")
-    text = bytearray()
+    if media_type(request) != JSON:
+        raise ServerError(MEDIA_TYPE, f"send {JSON}")
+    return parse(model, await read_bytes(request, settings.max_request_bytes), "body")
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        ServerError: TOO_LARGE, where there is more than the limit.
+    """
+    body = bytearray()
     async for chunk in request.stream():
-        text += chunk
-        if len(text) > settings.max_request_bytes:
-            raise _too_large("body", settings.max_request_bytes)
-    return _parse(PlanLookup, bytes(text), "body")
+        body += chunk
+        if len(body) > limit:
+            raise _too_large("body", limit)
+    return bytes(body)
 
 
-def _media_type(request: Request) -> str:
+def media_type(request: Request) -> str:
+    """What the body is said to be, in lower case and without parameters."""
     given: str = request.headers.get("content-type", "")
     return given.partition(";")[0].strip().lower()
 
@@ -82,7 +92,12 @@ async def _take_parts(form: FormData, limit: int) -> dict[str, bytes]:
     return {"graph": await graph.read(), "request": text}
 
 
-def _parse(model: type[_Asked], text: bytes, where: str) -> _Asked:
+def parse(model: type[_Asked], text: bytes, where: str) -> _Asked:
+    """Read JSON text.
+
+    Raises:
+        ServerError: REQUEST, which points at everything that is wrong.
+    """
     try:
         return model.model_validate_json(text)
     except ValidationError as error:

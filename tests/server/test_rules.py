@@ -18,7 +18,8 @@ from autoshard.graph import export_model, load_graph, rules_to_json
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan, plan_id
 from autoshard_server import ThreadExecutor
-from autoshard_server.requests import PlanRequest, Question
+from autoshard_server.questions import Question
+from autoshard_server.requests import PlanRequest
 from autoshard_server.settings import Settings
 from autoshard_server.solving import solve
 
@@ -248,5 +249,5 @@ def test_a_question_says_what_would_find_rules(monkeypatch: pytest.MonkeyPatch) 
     request = PlanRequest.model_validate_json('{"mesh": {"shape": [4]}}')
     before = Question(request, "0" * 64, Settings()).digest
     assert Question(request, "0" * 64, Settings()).digest == before
-    monkeypatch.setattr("autoshard_server.requests.RULES_VERSION", 2)
+    monkeypatch.setattr("autoshard_server.questions.RULES_VERSION", 2)
     assert Question(request, "0" * 64, Settings()).digest != before

@@ -1,0 +1,210 @@
+"""Requests that were checked: which result is meant, and what a solver process needs for it."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import version
+from math import prod
+from typing import Any
+
+from autoshard.errors import OptionError
+from autoshard.graph import RULES_VERSION, rules_from_json, rules_to_json
+from autoshard.mesh import Mesh, mesh_to_json, topology_to_json
+from autoshard.plan import PLAN_VERSION, PlanOptions, candidate_meshes
+from autoshard_server.kinds import JobKind
+from autoshard_server.problems import LIMIT, ServerError
+from autoshard_server.requests import CoverageRequest, MeshInput, PlanRequest, SearchRequest
+from autoshard_server.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something for a solver process.
+
+    Attributes:
+        kind: what it makes.
+        result_id: under which its result is kept, 64 hex digits.
+        work: what the process needs besides the bytes, as JSON text.
+        payload: the bytes: a graph as uploaded, or a plan document.
+    """
+
+    kind: JobKind
+    result_id: str
+    work: str
+    payload: bytes
+
+
+class Question:
+    """A request and which graph it is about, checked as far as that goes without the graph.
+
+    Args:
+        request: what to plan for.
+        graph_sha256: digest of the uploaded bytes, 64 hex digits.
+        settings: limits of this service.
+
+    Raises:
+        MeshError: the mesh is impossible.
+        OptionError: an option exceeds a limit of this service.
+        ServerError: LIMIT, where the mesh exceeds one.
+    """
+
+    def __init__(self, request: PlanRequest, graph_sha256: str, settings: Settings) -> None:
+        _check_time_limit(request.options, settings)
+        self.graph_sha256 = graph_sha256
+        self.options = request.options
+        self.rules = rules_from_json(list(request.rules))
+        self.mesh = checked_mesh(request.mesh, settings)
+        self._limits = settings.archive_limits
+        self._most = settings.max_strategies
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that arrived, as it arrived: found without reading the graph.
+
+        The same program exported twice can differ here and still have the same plan id.
+        """
+        return _digest(*_versions(), self.graph_sha256, *self._asked)
+
+    def plan(self, plan_id: str, graph: bytes) -> Task:
+        """Making the plan."""
+        work = self._work(plan_id=plan_id, kind=JobKind.PLAN, max_strategies=self._most)
+        return Task(JobKind.PLAN, plan_id, work, graph)
+
+    def validation(self, plan_id: str, graph: bytes) -> Task:
+        """Only formulating what would be solved for the plan."""
+        kind = JobKind.VALIDATION
+        return Task(kind, validation_id(plan_id), self._work(plan_id=plan_id, kind=kind), graph)
+
+    def _work(self, **more: Any) -> str:
+        mesh, options, rules = self._asked
+        asked = {"mesh": mesh, "options": options, "rules": rules}
+        return json.dumps({**more, **asked, "limits": self._limits})
+
+    @cached_property
+    def _asked(self) -> tuple[Any, Any, Any]:
+        options = self.options.model_dump(mode="json")
+        return json.loads(mesh_to_json(self.mesh)), options, rules_to_json(self.rules)
+
+
+def validation_id(plan_id: str) -> str:
+    """Id of the validation of what would be solved for a plan."""
+    return _digest(JobKind.VALIDATION, plan_id)
+
+
+def search_task(request: SearchRequest, graph: bytes, settings: Settings) -> Task:
+    """Planning a graph on every mesh of so many devices.
+
+    Raises:
+        MeshError: the topology is unknown, or does not hold so many devices.
+        OptionError: a number is out of its range.
+        ServerError: LIMIT, where there are more devices or meshes than this service allows.
+    """
+    _check_time_limit(request.options, settings)
+    _check_devices(request.num_devices, settings)
+    topology = request.topology_value
+    meshes = candidate_meshes(request.num_devices, topology=topology, max_axes=request.max_axes)
+    if len(meshes) > settings.max_search_meshes:
+        raise _over("meshes of a search", len(meshes), "max_search_meshes", settings)
+    asked = {
+        "num_devices": request.num_devices,
+        "max_axes": request.max_axes,
+        "topology": json.loads(topology_to_json(meshes[0].topology)),
+        "options": request.options.model_dump(mode="json"),
+        "rules": list(request.rules),
+    }
+    return _graph_task(JobKind.SEARCH, request.graph_sha256, asked, graph, settings)
+
+
+def coverage_task(request: CoverageRequest, graph: bytes, settings: Settings) -> Task:
+    """How far the rules reach in a graph, on a mesh or on any.
+
+    Raises:
+        MeshError: the mesh is impossible.
+        ServerError: LIMIT, where the mesh exceeds one.
+    """
+    mesh = None if request.mesh is None else checked_mesh(request.mesh, settings)
+    sizes = [] if mesh is None else sorted({size for size in mesh.axis_sizes if size > 1})
+    asked = {"axis_sizes": sizes, "rules": list(request.rules)}
+    return _graph_task(JobKind.COVERAGE, request.graph_sha256, asked, graph, settings)
+
+
+def explanation_task(
+    plan_id: str, plan: bytes, *, name: str, value: bool, time_limit: float
+) -> Task:
+    """Pricing every alternative of one choice of a plan."""
+    asked = {"name": name, "value": value, "time_limit": time_limit}
+    kind = JobKind.EXPLANATION
+    work = json.dumps({"kind": kind, **asked})
+    return Task(kind, _digest(kind, *_versions(), plan_id, asked), work, plan)
+
+
+def checked_mesh(given: MeshInput, settings: Settings) -> Mesh:
+    """A mesh within this service's limits.
+
+    Raises:
+        MeshError: it is impossible.
+        ServerError: LIMIT, where it has too many axes or devices.
+    """
+    mesh = given.build()
+    if len(mesh.axes) > settings.max_mesh_axes:
+        raise _over("axes of a mesh", len(mesh.axes), "max_mesh_axes", settings)
+    _check_devices(prod(mesh.axis_sizes), settings)
+    return mesh
+
+
+def check_graph_size(num_nodes: int, num_edges: int, settings: Settings) -> None:
+    """Refuse a program that is larger than this service allows.
+
+    Raises:
+        ServerError: LIMIT.
+    """
+    if num_nodes > settings.max_nodes:
+        raise _over("nodes of a graph", num_nodes, "max_nodes", settings)
+    if num_edges > settings.max_edges:
+        raise _over("edges of a graph", num_edges, "max_edges", settings)
+
+
+def _check_devices(number: int, settings: Settings) -> None:
+    if number > settings.max_devices:
+        raise _over("devices of a mesh", number, "max_devices", settings)
+
+
+def _check_time_limit(options: PlanOptions, settings: Settings) -> None:
+    limit = settings.max_time_limit
+    if options.time_limit > limit:
+        raise OptionError(
+            f"time_limit is {options.time_limit:g} seconds, but this service allows "
+            f"{limit:g}; ask for less, or raise AUTOSHARD_MAX_TIME_LIMIT"
+        )
+
+
+def _over(what: str, number: int, setting: str, settings: Settings) -> ServerError:
+    limit = getattr(settings, setting)
+    name = f"AUTOSHARD_{setting.upper()}"
+    return ServerError(
+        LIMIT,
+        f"{number:,} {what} exceed this service's limit of {limit:,} ({name})",
+        extensions={"limit": limit, "limit_name": name},
+    )
+
+
+def _graph_task(
+    kind: JobKind, sha256: str, asked: dict[str, Any], graph: bytes, settings: Settings
+) -> Task:
+    work = json.dumps({"kind": kind, **asked, "limits": settings.archive_limits})
+    return Task(kind, _digest(kind, *_versions(), sha256, asked), work, graph)
+
+
+def _versions() -> tuple[Any, ...]:
+    return *_installed(), PLAN_VERSION, RULES_VERSION
+
+
+@cache
+def _installed() -> tuple[str, str]:
+    # Looking them up takes longer than all the rest of a request that is known.
+    return version("autoshard"), version("torch")
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,62 @@
+"""Requests with an Idempotency-Key: asked again, they get the job of the first time."""
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import anyio.to_thread
+from fastapi import Request
+
+from autoshard_server.auth import Caller
+from autoshard_server.job import Job
+from autoshard_server.problems import KEY_REUSED, REQUEST, ServerError
+from autoshard_server.service import Answer, Service
+
+_HEADER = "Idempotency-Key"
+_LONGEST = 255
+
+
+async def once(
+    request: Request,
+    service: Service,
+    caller: Caller,
+    asked: bytes,
+    ask: Callable[[], Awaitable[Answer | Job]],
+) -> Answer | Job:
+    """What `ask` finds; or the job that it found when the key was new.
+
+    Args:
+        request: whose header may have a key.
+        service: which remembers keys for 24 hours.
+        caller: whose key it is.
+        asked: what distinguishes requests to one route: not the coding of the body.
+        ask: does what the request says.
+
+    Raises:
+        ServerError: KEY_REUSED, where the key stands for another request.
+    """
+    key = request.headers.get(_HEADER)
+    if key is None:
+        return await ask()
+    if not 1 <= len(key) <= _LONGEST or not key.isprintable():
+        raise ServerError(REQUEST, f"{_HEADER} has 1 to {_LONGEST} printable characters")
+    digest = hashlib.sha256(request.url.path.encode() + b"\0" + asked).hexdigest()
+    name = caller.name or ""
+    store = service.stores.idempotency
+    known = await anyio.to_thread.run_sync(store.find, name, key)
+    if known is None:
+        found = await ask()
+        answer = {"job": found.id} if isinstance(found, Job) else {}
+        remember = partial(store.remember, name, key, digest, answer)
+        known = await anyio.to_thread.run_sync(remember)
+        if known.body_sha256 == digest:
+            return found
+    if known.body_sha256 != digest:
+        raise ServerError(
+            KEY_REUSED,
+            f"the {_HEADER} {key!r} was used for another request; make a new one for each",
+        )
+    job_id = known.answer.get("job")
+    job = None if job_id is None else await anyio.to_thread.run_sync(service.jobs.get, job_id)
+    # A plan that was there, or a job that is long forgotten: asking again changes nothing.
+    return await ask() if job is None else job

@@ -1,0 +1,19 @@
+"""What routes take from paths, queries and the application."""
+
+from typing import Annotated, cast
+
+from fastapi import Depends, Path, Request
+
+from autoshard_server.service import Service
+
+
+def _service(request: Request) -> Service:
+    return cast("Service", request.app.state.service)
+
+
+ServiceHere = Annotated[Service, Depends(_service)]
+PlanId = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="id of a plan")]
+GraphDigest = Annotated[
+    str, Path(pattern="^[0-9a-f]{64}$", description="sha256 of the graph's bytes, in hex")
+]
+JobId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="id of a job")]
