@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from autoshard.cli import cache as cache_commands
 from autoshard.cli import exports, options, runs
 from autoshard.cli.output import console, errors, marked, read_plan, reported
 from autoshard.cli.programs import as_planned, read_program
@@ -281,6 +282,7 @@ def diff(
 
 app.command("export")(exports.export_plan)
 app.add_typer(exports.mase, name="mase")
+app.add_typer(cache_commands.app, name="cache")
 app.command("simulate")(runs.simulate_plan)
 app.command("launch", context_settings=runs.PASSED_ON)(runs.launch)
 app.command("calibrate")(runs.calibrate)

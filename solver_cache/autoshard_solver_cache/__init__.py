@@ -19,6 +19,13 @@ if TYPE_CHECKING:
         open_engine,
         reader,
     )
+    from autoshard_solver_cache.exchange import (
+        ExchangeError,
+        Imported,
+        export_entries,
+        import_entries,
+        verify_entries,
+    )
     from autoshard_solver_cache.folder import FolderCache
     from autoshard_solver_cache.memory import MemoryCache
     from autoshard_solver_cache.shelf import Shelf
@@ -28,7 +35,9 @@ __all__ = [
     "Cache",
     "CacheStats",
     "EntryInfo",
+    "ExchangeError",
     "FolderCache",
+    "Imported",
     "MemoryCache",
     "Shelf",
     "SolverCache",
@@ -36,16 +45,21 @@ __all__ = [
     "StoreUnavailableError",
     "create_tables",
     "default_url",
+    "export_entries",
+    "import_entries",
     "lock",
     "open_engine",
     "reader",
+    "verify_entries",
 ]
 
 _HOMES = {
     "Cache": "cache",
     "CacheStats": "cache",
     "EntryInfo": "cache",
+    "ExchangeError": "exchange",
     "FolderCache": "folder",
+    "Imported": "exchange",
     "MemoryCache": "memory",
     "Shelf": "shelf",
     "SolverCache": "sql",
@@ -53,9 +67,12 @@ _HOMES = {
     "StoreUnavailableError": "engine",
     "create_tables": "engine",
     "default_url": "engine",
+    "export_entries": "exchange",
+    "import_entries": "exchange",
     "lock": "engine",
     "open_engine": "engine",
     "reader": "engine",
+    "verify_entries": "exchange",
 }
 
 

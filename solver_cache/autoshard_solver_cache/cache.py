@@ -51,6 +51,9 @@ class Cache(Protocol):
     def get(self, namespace: str, key: str) -> bytes | None:
         """The bytes stored under the key, or None: nothing there, or no longer intact."""
 
+    def read(self, namespace: str, key: str) -> bytes | None:
+        """What `get` gives; does not count as a use."""
+
     def put(self, namespace: str, key: str, body: bytes) -> bool:
         """Store bytes under a key; False if the key is taken, which leaves it as it is."""
 

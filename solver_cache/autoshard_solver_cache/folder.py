@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from urllib.parse import quote, unquote
@@ -53,22 +54,27 @@ class FolderCache:
 
     def get(self, namespace: str, key: str) -> bytes | None:
         """The bytes stored under the key, or None: nothing there, or no longer intact."""
+        body = self.read(namespace, key)
+        if body is None:
+            self._count(namespace, "misses")
+            return None
+        self._count(namespace, "hits")
+        self._touch(self._path(namespace, key))
+        return body
+
+    def read(self, namespace: str, key: str) -> bytes | None:
+        """What `get` gives; does not count as a use."""
         path = self._path(namespace, key)
         try:
             content = path.read_bytes()
-            used_at = path.stat().st_mtime
         except FileNotFoundError:
-            self._count(namespace, "misses")
             return None
         seal, body = content[:_SEAL_SIZE], content[_SEAL_SIZE:]
         if hashlib.sha256(body).digest() != seal:
-            self._count(namespace, "misses", "corrupted")
+            self._count(namespace, "corrupted")
             _log.warning("dropped the corrupted cache entry %s", path)
             path.unlink(missing_ok=True)
             return None
-        self._count(namespace, "hits")
-        if time.time() - used_at > _TOUCH_INTERVAL:
-            os.utime(path)
         return body
 
     def put(self, namespace: str, key: str, body: bytes) -> bool:
@@ -155,9 +161,15 @@ class FolderCache:
             name = _HASHED + hashlib.sha256(key.encode()).hexdigest()
         return self.path / namespace / name
 
-    def _count(self, namespace: str, *events: str) -> None:
+    def _count(self, namespace: str, event: str) -> None:
         with self._lock:
-            self._counts.update((namespace, event) for event in events)
+            self._counts[namespace, event] += 1
+
+    def _touch(self, path: Path) -> None:
+        # Somebody may drop it in this very moment.
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _TOUCH_INTERVAL:
+                os.utime(path)
 
 
 def default_folder() -> Path:

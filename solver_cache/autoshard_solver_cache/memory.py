@@ -43,6 +43,12 @@ class MemoryCache:
             self._entries.move_to_end((namespace, key))
             return held.body
 
+    def read(self, namespace: str, key: str) -> bytes | None:
+        """What `get` gives; does not count as a use."""
+        with self._lock:
+            held = self._entries.get((namespace, key))
+            return None if held is None else held.body
+
     def put(self, namespace: str, key: str, body: bytes) -> bool:
         """Store bytes under a key; False if the key is taken, which leaves it as it is."""
         with self._lock:

@@ -75,6 +75,7 @@ _INFO = (
 class _Entry(NamedTuple):
     sha256: str
     size: int
+    created_at: float
     used_at: float
     body: bytes
 
@@ -106,20 +107,19 @@ class SolverCache:
 
     def get(self, namespace: str, key: str) -> bytes | None:
         """The bytes stored under the key, or None: nothing there, or no longer intact."""
-        columns = (_entries.c.sha256, _entries.c.size, _entries.c.used_at, _entries.c.body)
-        with self._reader.begin() as connection:
-            row = connection.execute(select(*columns).where(_is(namespace, key))).one_or_none()
-        if row is None:
+        entry = self._find(namespace, key)
+        body = None if entry is None else self._checked(namespace, key, entry)
+        if entry is None or body is None:
             self._count(namespace, "misses")
-            return None
-        entry = _Entry(*row)
-        body = _unpack(entry)
-        if body is None:
-            self._drop_corrupted(namespace, key, entry)
             return None
         self._count(namespace, "hits")
         self._touch(namespace, key, entry)
         return body
+
+    def read(self, namespace: str, key: str) -> bytes | None:
+        """What `get` gives; does not count as a use."""
+        entry = self._find(namespace, key)
+        return None if entry is None else self._checked(namespace, key, entry)
 
     def put(self, namespace: str, key: str, body: bytes) -> bool:
         """Store bytes under a key; False if the key is taken, which leaves it as it is."""
@@ -208,15 +208,27 @@ class SolverCache:
         if self._owns_engine:
             self._engine.dispose()
 
-    def _count(self, namespace: str, *events: str) -> None:
+    def _count(self, namespace: str, event: str) -> None:
         with self._lock:
-            self._counts.update((namespace, event) for event in events)
+            self._counts[namespace, event] += 1
+
+    def _find(self, namespace: str, key: str) -> _Entry | None:
+        columns = [_entries.c[name] for name in _Entry._fields]
+        with self._reader.begin() as connection:
+            row = connection.execute(select(*columns).where(_is(namespace, key))).one_or_none()
+        return None if row is None else _Entry(*row)
+
+    def _checked(self, namespace: str, key: str, entry: _Entry) -> bytes | None:
+        body = _unpack(entry)
+        if body is None:
+            self._drop_corrupted(namespace, key, entry)
+        return body
 
     def _drop_corrupted(self, namespace: str, key: str, entry: _Entry) -> None:
-        self._count(namespace, "misses", "corrupted")
+        self._count(namespace, "corrupted")
         _log.warning("dropped the corrupted cache entry %s/%s", namespace, key)
         # Another process may have dropped and rewritten it meanwhile: drop only what we saw.
-        seen = (_entries.c.body == entry.body) & (_entries.c.sha256 == entry.sha256)
+        seen = _entries.c.created_at == entry.created_at
         with self._engine.begin() as connection:
             connection.execute(delete(_entries).where(_is(namespace, key) & seen))
 
@@ -250,7 +262,8 @@ def _unpack(entry: _Entry) -> bytes | None:
     stream = zlib.decompressobj()
     try:
         body = stream.decompress(entry.body, max(entry.size, 0) + 1)
-    except zlib.error:
+    except (zlib.error, TypeError):
+        # SQLite does not mind where damage has turned bytes into text.
         return None
     intact = len(body) == entry.size and hashlib.sha256(body).hexdigest() == entry.sha256
     return body if intact else None

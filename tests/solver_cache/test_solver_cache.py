@@ -131,6 +131,40 @@ def test_entries_outlive_the_cache_object(url: str) -> None:
         assert cache.get("plans", "k") == b"body"
 
 
+def test_entries_are_listed_without_being_used(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    assert (cache.namespaces(), list(cache.entries("plans"))) == ([], [])
+    for key in ("b", "a/../.", "c"):
+        cache.put("plans", key, b"12345")
+    cache.put("blocks", "x", b"")
+    assert cache.namespaces() == ["blocks", "plans"]
+    listed = list(cache.entries("plans"))
+    assert [(e.namespace, e.key, e.size) for e in listed] == [
+        ("plans", "a/../.", 5),
+        ("plans", "b", 5),
+        ("plans", "c", 5),
+    ]
+    assert cache.info("plans", "b") == listed[1]
+    assert cache.info("plans", "d") is None
+    assert cache.held("plans", ["b", "c", "d", "x"]) == {"b", "c"}
+    assert cache.read("plans", "b") == b"12345"
+    assert cache.read("plans", "d") is None
+    stats = cache.stats("plans")
+    assert (stats.hits, stats.misses) == (0, 0)
+
+
+def test_collecting_drops_what_was_used_longest_ago(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    assert cache.collect(max_bytes=0) == 0
+    for i in range(4):
+        cache.put("plans", str(i), noise(i))
+    assert cache.collect() == 0
+    assert cache.collect(max_age=3600) == 0
+    assert cache.collect(max_bytes=2500, max_age=3600) == 2
+    assert [entry.key for entry in cache.entries("plans")] == ["2", "3"]
+    assert cache.collect(max_age=-1) == 2
+
+
 DAMAGES = {
     "other bytes": {"body": zlib.compress(b"another body")},
     "not compressed": {"body": b"\x00\x01\x02"},
@@ -139,6 +173,7 @@ DAMAGES = {
     "other digest": {"sha256": "0" * 64},
     "other size": {"size": 3},
     "negative size": {"size": -1},
+    "text": {"body": "text"},
 }
 
 
