@@ -23,7 +23,6 @@ from autoshard_server.problems import (
     NOT_FOUND,
     PROBLEM_MEDIA_TYPE,
     REQUEST,
-    UNAVAILABLE,
     ServerError,
     problem_document,
     problem_of,
@@ -74,8 +73,8 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
     app.add_middleware(CompressMiddleware, zstd_level=_ZSTD_LEVEL, brotli=False, gzip_level=1)
     app.add_middleware(RequestLog)
     for kind in (*EXCEPTION_PROBLEMS, ServerError):
-        app.add_exception_handler(kind, _on_error)
-    app.add_exception_handler(StoreUnavailableError, _on_store_trouble)
+        in_store = issubclass(kind, StoreUnavailableError)
+        app.add_exception_handler(kind, _on_store_trouble if in_store else _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.openapi = lambda: specification(app)  # type: ignore[method-assign]  # FastAPI's own way
@@ -90,8 +89,7 @@ async def _on_error(_request: Request, error: Exception) -> Response:
 
 async def _on_store_trouble(_request: Request, error: Exception) -> Response:
     _log.error("store_unavailable", reason=str(error))
-    detail = "the store does not answer, or is full; see the service's log, and come back later"
-    return _problem(problem_document(UNAVAILABLE, detail), {"Retry-After": "5"})
+    return _problem(problem_of(error), {"Retry-After": "5"})
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from autoshard_server.problems import (
     FORBIDDEN,
     INTERNAL,
     PROBLEM_MEDIA_TYPE,
+    STORE_FULL,
     UNAUTHENTICATED,
     UNAVAILABLE,
     ProblemType,
@@ -49,8 +50,10 @@ _HEADER_PARAMETERS = {
     ),
     "Idempotency-Key": (
         "a3b8d6f0",
-        ("Names this request for 24 hours: sent again, it gets the same job. Another request "
-        "under the same key is refused."),
+        (
+            "Names this request for 24 hours: sent again, it gets the same job. Another request "
+            "under the same key is refused."
+        ),
     ),
     "If-None-Match": (f'"{_DIGEST}"', "Answer 304 where this is what the caller has."),
     "Last-Event-ID": ("3", "Number of the last event that was seen; later ones follow."),
@@ -149,7 +152,7 @@ def problem_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
 
 def guarded_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
     """The problems of a route that may need a key and asks the store."""
-    return problem_answers(UNAUTHENTICATED, FORBIDDEN, UNAVAILABLE, *kinds)
+    return problem_answers(UNAUTHENTICATED, FORBIDDEN, UNAVAILABLE, STORE_FULL, *kinds)
 
 
 def specification(app: FastAPI) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from autoshard_server.openapi import openapi_text
 from autoshard_server.problems import EXCEPTION_PROBLEMS, PROBLEM_TYPES, problem_type_of
 from autoshard_server.reference import PAGES
 from autoshard_server.settings import Settings
+from autoshard_solver_cache import StoreFullError, StoreUnavailableError
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +91,8 @@ def test_problem_names_are_unique() -> None:
 def test_every_input_error_is_the_callers() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     inputs = [kind for kind in kinds if issubclass(kind, errors.InputError)]
-    assert set(EXCEPTION_PROBLEMS) <= set(inputs)
+    of_store = {StoreFullError, StoreUnavailableError}
+    assert set(EXCEPTION_PROBLEMS) <= {*inputs, *of_store}
     for kind in inputs:
         assert 400 <= problem_type_of(kind("message")).status < 500
 
