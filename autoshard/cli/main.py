@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autoshard.cli import cache as cache_commands
-from autoshard.cli import exports, options, runs
+from autoshard.cli import exports, keys, options, runs
 from autoshard.cli.output import console, errors, marked, read_plan, reported
 from autoshard.cli.programs import as_planned, read_program
 from autoshard.cli.render import (
@@ -283,6 +283,7 @@ def diff(
 app.command("export")(exports.export_plan)
 app.add_typer(exports.mase, name="mase")
 app.add_typer(cache_commands.app, name="cache")
+app.add_typer(keys.app, name="keys")
 app.command("simulate")(runs.simulate_plan)
 app.command("launch", context_settings=runs.PASSED_ON)(runs.launch)
 app.command("calibrate")(runs.calibrate)
@@ -294,11 +295,17 @@ def serve(
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
+    auth: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether callers need a key of `autoshard keys`; on every address but loopback."
+        ),
+    ] = None,
 ) -> None:
     """Start the planning service."""
     from autoshard_server.serve import serve as run  # noqa: PLC0415  the library works without it
 
-    run(host=host, port=port)
+    run(host=host, port=port, auth=auth)
 
 
 @app.command()

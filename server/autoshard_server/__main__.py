@@ -16,8 +16,19 @@ def main() -> None:
     parser.add_argument("--store-url", help="database of plans and jobs, a SQLAlchemy URL")
     levels = ["debug", "info", "warning", "error"]
     parser.add_argument("--log-level", default="info", choices=levels, help="least to log")
+    parser.add_argument(
+        "--auth",
+        action=argparse.BooleanOptionalAction,
+        help="whether callers need an API key; on every address but loopback",
+    )
     given = parser.parse_args()
-    serve(host=given.host, port=given.port, cache_url=given.store_url, log_level=given.log_level)
+    serve(
+        host=given.host,
+        port=given.port,
+        cache_url=given.store_url,
+        log_level=given.log_level,
+        auth=given.auth,
+    )
 
 
 if __name__ == "__main__":

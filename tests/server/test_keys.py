@@ -1,0 +1,130 @@
+"""API keys: who may ask, for what, and how a service starts that others can reach."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autoshard.cli.main import app
+from autoshard_server.auth import is_loopback
+
+
+def keys(store: str, *arguments: str, status: int = 0) -> str:
+    """What `autoshard keys` prints."""
+    ended = CliRunner().invoke(app, ["keys", *arguments, "--store", store])
+    assert ended.exit_code == status, ended.output
+    return ended.output
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'store.sqlite3'}"
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def make(store: str, name: str, *scopes: str) -> tuple[str, str]:
+    """Id and token of a new key."""
+    flags = [flag for scope in scopes for flag in ("--scope", scope)]
+    first, token = keys(store, "create", name, *flags).split("\n")[:2]
+    return first.split()[1].rstrip(":"), token
+
+
+def test_a_key_allows_what_its_scopes_say(start_service: Any, store: str) -> None:
+    tokens = {scope: make(store, scope, scope)[1] for scope in ("read", "plan", "metrics", "admin")}
+    service = start_service(store_url=store, auth="required", num_workers=0)
+    for path in ("/livez", "/readyz", "/version"):
+        assert service.http.get(path).status_code == 200
+    seen = {}
+    for scope, token in tokens.items():
+        asked = [
+            service.http.get("/v1/plans", headers=bearer(token)),
+            service.http.post(
+                "/v1/plans:lookup",
+                json={"graph_sha256": "0" * 64, "mesh": {"shape": [2]}},
+                headers=bearer(token),
+            ),
+            service.http.put(f"/v1/graphs/{'0' * 64}", content=b"x", headers=bearer(token)),
+            service.http.get("/metrics", headers=bearer(token)),
+        ]
+        seen[scope] = [answer.status_code for answer in asked]
+    assert seen == {
+        "read": [200, 404, 403, 403],
+        "plan": [200, 404, 422, 403],
+        "metrics": [403, 403, 403, 200],
+        "admin": [200, 404, 422, 200],
+    }
+
+
+def test_without_a_key_that_counts(start_service: Any, store: str) -> None:
+    service = start_service(store_url=store, auth="required", num_workers=0, max_body_bytes=10)
+    for header in (None, "Bearer", "Bearer autoshard_00_x", "Basic eDp5", "Bearer é"):
+        headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+        answer = service.http.get("/v1/jobs", headers=headers)
+        assert answer.status_code == 401
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+        assert answer.json()["type"].endswith("#unauthenticated")
+    # The bodies of strangers are not read.
+    assert service.http.put(f"/v1/graphs/{'0' * 64}", content=bytes(1000)).status_code == 401
+
+
+def test_keys_take_over_from_each_other(start_service: Any, store: str) -> None:
+    old, first = make(store, "ann")
+    service = start_service(store_url=store, auth="required", num_workers=0)
+    second = keys(store, "rotate", old).split("\n")[1]
+    for token in (first, second):
+        assert service.http.get("/v1/jobs", headers=bearer(token)).status_code == 200
+    assert "revoke one" in keys(store, "create", "ann", status=1)
+    keys(store, "revoke", old)
+    assert "no key" in keys(store, "revoke", old, status=1)
+    listed = keys(store, "list")
+    assert "revoked" in listed
+    assert first not in listed
+    time.sleep(2.1)
+    assert service.http.get("/v1/jobs", headers=bearer(first)).status_code == 401
+    assert service.http.get("/v1/jobs", headers=bearer(second)).status_code == 200
+
+
+def test_secrets_are_nowhere_in_the_store(store: str, tmp_path: Path) -> None:
+    _, token = make(store, "ann")
+    secret = token.split("_", 2)[2].encode()
+    for file in tmp_path.iterdir():
+        assert secret not in file.read_bytes()
+
+
+def test_a_caller_can_have_so_many_jobs(start_service: Any, store: str, make_graph: Any) -> None:
+    tokens = [make(store, name)[1] for name in ("ann", "bob")]
+    service = start_service(store_url=store, auth="required", num_workers=0, max_caller_jobs=2)
+    service.http.headers.update(bearer(tokens[0]))
+    assert [service.post(make_graph(w)).status_code for w in (8, 16, 24)] == [202, 202, 429]
+    # What is under way already is nobody's new job.
+    assert service.post(make_graph(8)).status_code == 202
+    busy = service.post(make_graph(24))
+    assert busy.headers["Retry-After"]
+    assert busy.json()["limit"] == 2
+    service.http.headers.update(bearer(tokens[1]))
+    assert service.post(make_graph(24)).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("box", False)],
+)
+def test_which_addresses_are_this_machine(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_it_does_not_start_where_nobody_could_ask(store: str) -> None:
+    command = [sys.executable, "-m", "autoshard_server", "--host", "0.0.0.0", "--port", "0"]  # noqa: S104
+    ended = subprocess.run(  # noqa: S603  ours
+        [*command, "--store-url", store], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 3
+    assert "autoshard keys create" in ended.stderr
+    assert "--no-auth" in ended.stderr
