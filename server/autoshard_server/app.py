@@ -14,7 +14,8 @@ from starlette_compress import CompressMiddleware
 
 from autoshard_server.auth import Guard
 from autoshard_server.coding import BodyLimit
-from autoshard_server.executor import Executor, ProcessExecutor
+from autoshard_server.executor import Executor
+from autoshard_server.executors import make_executor
 from autoshard_server.middleware import RequestLog
 from autoshard_server.problems import (
     EXCEPTION_PROBLEMS,
@@ -52,7 +53,7 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        solvers = executor or ProcessExecutor(environment=settings.environment)
+        solvers = executor or make_executor(settings)
         service = await anyio.to_thread.run_sync(Service, settings, solvers)
         service.start()
         app.state.service = service

@@ -19,6 +19,7 @@ from autoshard_server.kinds import JobKind
 from autoshard_server.problems import DEADLINE, problem_document
 from autoshard_server.settings import Settings
 from autoshard_server.stores import Stores
+from autoshard_server.tracing import job_span
 from autoshard_solver_cache import StoreUnavailableError
 
 _TICK = 0.2
@@ -123,7 +124,8 @@ class Workers:
 
     def _run(self, claim: Claim, solver: Solver) -> None:
         about = {**claim.context, "job_id": claim.id, "plan_id": claim.plan_id}
-        with structlog.contextvars.bound_contextvars(**about):
+        name = f"job {claim.kind}"
+        with structlog.contextvars.bound_contextvars(**about), job_span(name, claim.context):
             self._watch(claim, solver)
 
     def _watch(self, claim: Claim, solver: Solver) -> None:

@@ -1,74 +1,21 @@
 """Workers without a service around them: limits, cancelling, and a database that goes away."""
 
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from support.crew import crew, is_running
 
-from autoshard_server import Executor, ProcessExecutor, Settings
-from autoshard_server.job import Job, JobState
+from autoshard_server import ProcessExecutor, Settings
+from autoshard_server.job import JobState
 from autoshard_server.problems import TYPE_PREFIX
 from autoshard_server.store import EventKind
-from autoshard_server.stores import Stores, open_stores
-from autoshard_server.workers import Workers
+from autoshard_server.stores import open_stores
 
 TOLD = [sys.executable, str(Path(__file__).parent / "programs" / "told.py")]
-
-
-@dataclass
-class Crew:
-    stores: Stores
-    workers: Workers
-
-    def submit(self, name: str, **told: Any) -> str:
-        request = json.dumps(told)
-        kind = "validation"
-        job = self.stores.jobs.submit(name, request, b"", max_queued=99, kind=kind)
-        self.workers.wake()
-        return job.id
-
-    def job(self, job_id: str) -> Job:
-        found = self.stores.jobs.get(job_id)
-        assert found is not None
-        return found
-
-    def await_job(
-        self, job_id: str, until: Callable[[Job], bool] = lambda job: job.state.done
-    ) -> Job:
-        for _ in range(1200):
-            if until(job := self.job(job_id)):
-                return job
-            time.sleep(0.02)
-        raise AssertionError(f"the job did not get there: {job}")
-
-    def starts(self, job_id: str) -> int:
-        told = self.stores.jobs.events(job_id)
-        return sum(e.kind is EventKind.STATE and e.data["state"] == "running" for e in told)
-
-
-@contextmanager
-def crew(executor: Executor, **given: Any) -> Iterator[Crew]:
-    defaults = {"store_url": "sqlite://", "num_workers": 2, "shutdown_grace": 0}
-    settings = Settings(**{**defaults, **given})
-    stores = open_stores(settings)
-    workers = Workers(stores, executor, settings)
-    workers.start()
-    try:
-        yield Crew(stores, workers)
-    finally:
-        workers.stop()
-        stores.close()
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_solve_over_its_memory_limit_fails_alone() -> None:

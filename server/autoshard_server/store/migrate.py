@@ -1,5 +1,6 @@
 """Bringing a database up to date, and asking whether it is."""
 
+import logging
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from sqlalchemy import Connection, Engine
 from autoshard_solver_cache import StoreUnavailableError, lock, reader
 
 _LOCK = "autoshard migrations"
+
+_log = logging.getLogger(__name__)
+
+# It tells of every look at a database.
+logging.getLogger("alembic.runtime.migration").setLevel(logging.WARNING)
 
 
 def migrate(engine: Engine) -> None:
@@ -30,6 +36,7 @@ def migrate(engine: Engine) -> None:
         config = _config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+    _log.info("the database was brought up to migration %s", newest_revision())
 
 
 def is_current(engine: Engine) -> bool:

@@ -1,0 +1,88 @@
+"""Solves on a real Ray cluster of this machine; one start for all cases."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.crew import Crew, crew, is_running
+
+from autoshard_server.job import JobState
+from autoshard_server.problems import TYPE_PREFIX
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autoshard[ray]'")
+
+pytestmark = [
+    pytest.mark.ray,
+    # Ray's own: it opens pipes and files that it leaves to the end of the process.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+TOLD = [sys.executable, str(Path(__file__).parent / "programs" / "told.py")]
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Crew]:
+    from autoshard_server.ray_executor import RayExecutor  # noqa: PLC0415  where Ray is installed
+
+    before = signal.getsignal(signal.SIGTERM)
+    options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
+    executor = RayExecutor(max_bytes=150 << 20, command=TOLD, **options)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with crew(executor, num_workers=1) as made:
+        yield made
+    ray.shutdown()
+
+
+def actor_pids() -> set[int]:
+    """Processes of our actors."""
+    found = psutil.process_iter(["cmdline"])
+    return {p.pid for p in found if (p.info["cmdline"] or [""])[0].startswith("ray::Host")}
+
+
+def solvers_of(actor: int) -> list[int]:
+    return [child.pid for child in psutil.Process(actor).children()]
+
+
+def test_a_solve_on_ray_reports_and_answers(here: Crew) -> None:
+    job = here.await_job(here.submit("a", reports=3, seconds=0.5, answer='"done"'))
+    assert job.state is JobState.SUCCEEDED
+    assert job.progress == {"phase": "2"}
+    assert here.stores.jobs.result(job.id) == b'"done"'
+
+
+def test_a_solve_on_ray_over_its_memory_limit_fails_alone(here: Crew) -> None:
+    hungry = here.submit("b", fill=4000)
+    modest = here.submit("c", answer='"fine"')
+    failed = here.await_job(hungry)
+    assert failed.error is not None
+    assert failed.error["type"] == TYPE_PREFIX + "out-of-memory"
+    assert here.await_job(modest).state is JobState.SUCCEEDED
+
+
+def test_cancel_on_ray_frees_the_processor_within_a_second(here: Crew) -> None:
+    job_id = here.submit("d", spin=True)
+    child = here.await_job(job_id, lambda job: "child" in job.progress).progress["child"]
+    parent = psutil.Process(child).ppid()
+    here.stores.jobs.cancel(job_id)
+    started = time.monotonic()
+    while is_running(parent) or is_running(child):
+        assert time.monotonic() - started < 1.0
+        time.sleep(0.01)
+
+
+def test_a_ray_worker_that_is_killed_has_its_job_tried_again(here: Crew) -> None:
+    job_id = here.submit("e", reports=1, seconds=2, answer='"in the end"')
+    here.await_job(job_id, lambda job: bool(job.progress))
+    (actor,) = (pid for pid in actor_pids() if solvers_of(pid))
+    (solver,) = solvers_of(actor)
+    os.kill(actor, signal.SIGKILL)
+    job = here.await_job(job_id)
+    assert (job.state, job.attempts) == (JobState.SUCCEEDED, 2)
+    assert here.stores.jobs.result(job_id) == b'"in the end"'
+    assert not is_running(solver)

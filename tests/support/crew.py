@@ -1,0 +1,66 @@
+"""Workers and a store, without a service around them."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from autoshard_server import Executor, Settings
+from autoshard_server.job import Job
+from autoshard_server.store import EventKind
+from autoshard_server.stores import Stores, open_stores
+from autoshard_server.workers import Workers
+
+
+@dataclass
+class Crew:
+    stores: Stores
+    workers: Workers
+
+    def submit(self, name: str, **told: Any) -> str:
+        request = json.dumps(told)
+        kind = "validation"
+        job = self.stores.jobs.submit(name, request, b"", max_queued=99, kind=kind)
+        self.workers.wake()
+        return job.id
+
+    def job(self, job_id: str) -> Job:
+        found = self.stores.jobs.get(job_id)
+        assert found is not None
+        return found
+
+    def await_job(
+        self, job_id: str, until: Callable[[Job], bool] = lambda job: job.state.done
+    ) -> Job:
+        for _ in range(1200):
+            if until(job := self.job(job_id)):
+                return job
+            time.sleep(0.02)
+        raise AssertionError(f"the job did not get there: {job}")
+
+    def starts(self, job_id: str) -> int:
+        told = self.stores.jobs.events(job_id)
+        return sum(e.kind is EventKind.STATE and e.data["state"] == "running" for e in told)
+
+
+@contextmanager
+def crew(executor: Executor, **given: Any) -> Iterator[Crew]:
+    defaults = {"store_url": "sqlite://", "num_workers": 2, "shutdown_grace": 0}
+    settings = Settings(**{**defaults, **given})
+    stores = open_stores(settings)
+    workers = Workers(stores, executor, settings)
+    workers.start()
+    try:
+        yield Crew(stores, workers)
+    finally:
+        workers.stop()
+        stores.close()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not only its exit status."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
