@@ -309,6 +309,29 @@ def serve(
 
 
 @app.command()
+def worker(
+    *,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Database of the service, as a SQLAlchemy URL; better in AUTOSHARD_STORE_URL, "
+            "where other users cannot read it."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Solves that run at once; default AUTOSHARD_NUM_WORKERS.")
+    ] = None,
+    log_level: Annotated[
+        str, typer.Option(help="Least to log: debug, info, warning or error.")
+    ] = "info",
+) -> None:
+    """Run jobs of a service on this host too; SIGTERM lets running ones finish, within limits."""
+    from autoshard_server.work import work  # noqa: PLC0415  the library works without it
+
+    work(store_url=store, num_workers=workers, log_level=log_level)
+
+
+@app.command()
 def demo() -> None:
     """Plan GPT-2 through the service, then run a small one sharded on 4 ranks."""
     from autoshard.cli.demo import run_demo  # noqa: PLC0415  it needs transformers
