@@ -16,6 +16,7 @@ from autoshard_server.auth import Guard
 from autoshard_server.coding import BodyLimit
 from autoshard_server.executor import Executor
 from autoshard_server.executors import make_executor
+from autoshard_server.methods import allowed_methods
 from autoshard_server.middleware import RequestLog
 from autoshard_server.problems import (
     EXCEPTION_PROBLEMS,
@@ -28,7 +29,7 @@ from autoshard_server.problems import (
     problem_document,
     problem_of,
 )
-from autoshard_server.routes import router
+from autoshard_server.routes import router, routers
 from autoshard_server.service import Service
 from autoshard_server.settings import Settings
 from autoshard_server.specification import specification
@@ -104,7 +105,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     detail = details.get(error.status_code, str(error.detail))
     kind = kinds.get(error.status_code, HTTP)
     problem = problem_document(kind, detail, status=error.status_code)
-    return _problem(problem, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if kind is METHOD:
+        allowed = ", ".join(allowed_methods(routers, request.scope))
+        headers |= {"Allow": allowed} if allowed else {}
+    return _problem(problem, headers)
 
 
 async def _on_validation_error(_request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from autoshard_server.problems import (
     FORBIDDEN,
     INTERNAL,
     PROBLEM_MEDIA_TYPE,
+    STORE_FULL,
     UNAUTHENTICATED,
     UNAVAILABLE,
     ProblemType,
@@ -151,7 +152,7 @@ def problem_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
 
 def guarded_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
     """The problems of a route that may need a key and asks the store."""
-    return problem_answers(UNAUTHENTICATED, FORBIDDEN, UNAVAILABLE, *kinds)
+    return problem_answers(UNAUTHENTICATED, FORBIDDEN, UNAVAILABLE, STORE_FULL, *kinds)
 
 
 def specification(app: FastAPI) -> dict[str, Any]:

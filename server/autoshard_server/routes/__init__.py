@@ -13,8 +13,13 @@ from autoshard_server.routes import (
     topologies,
 )
 
-router = APIRouter()
-for module in (plans, plan_tools, graphs, searches, jobs, topologies, health, metrics):
-    router.include_router(module.router)
+routers = tuple(
+    module.router
+    for module in (plans, plan_tools, graphs, searches, jobs, topologies, health, metrics)
+)
 
-__all__ = ["router"]
+router = APIRouter()
+for resource in routers:
+    router.include_router(resource)
+
+__all__ = ["router", "routers"]

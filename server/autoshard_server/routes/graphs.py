@@ -34,7 +34,7 @@ _NOT_THERE = guarded_answers(problems.GRAPH_UNKNOWN, problems.REQUEST)
 
 
 @router.put(
-    "/v1/graphs/{digest}",
+    "/v1/graphs/{digest:segment}",
     operation_id="putGraph",
     summary="Store a graph",
     openapi_extra=takes(**GRAPH_BODY),
@@ -82,7 +82,7 @@ async def put_graph(
 
 
 @router.get(
-    "/v1/graphs/{digest}",
+    "/v1/graphs/{digest:segment}",
     operation_id="getGraph",
     summary="What is known of a graph",
     responses=_NOT_THERE,
@@ -93,7 +93,7 @@ async def get_graph(digest: GraphDigest, service: ServiceHere, _caller: Reader) 
 
 
 @router.head(
-    "/v1/graphs/{digest}",
+    "/v1/graphs/{digest:segment}",
     operation_id="headGraph",
     summary="Whether a graph is stored",
     responses=_NOT_THERE,

@@ -63,7 +63,7 @@ async def list_jobs(
 
 
 @router.get(
-    "/v1/jobs/{job_id}",
+    "/v1/jobs/{job_id:segment}",
     operation_id="getJob",
     summary="Get a job",
     response_model=JobDocument,
@@ -81,7 +81,7 @@ async def get_job(job_id: JobId, service: ServiceHere, _caller: Reader) -> Respo
 
 
 @router.post(
-    "/v1/jobs/{job_id}:cancel",
+    "/v1/jobs/{job_id:segment}:cancel",
     operation_id="cancelJob",
     summary="Cancel a job",
     response_model=JobDocument,
@@ -102,7 +102,7 @@ async def _followed(job_id: JobId, service: ServiceHere, _caller: Reader) -> Job
 
 
 @router.get(
-    "/v1/jobs/{job_id}/events",
+    "/v1/jobs/{job_id:segment}/events",
     operation_id="streamJobEvents",
     summary="Follow a job",
     response_class=EventSourceResponse,

@@ -4,6 +4,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Path, Request
 
+from autoshard_server import methods  # noqa: F401  registers the kind of path that routes have
 from autoshard_server.service import Service
 
 

@@ -33,7 +33,7 @@ Target = Literal["parallelize-module", "fsdp2", "hf-tp-plan", "torchtitan", "jso
 
 
 @router.get(
-    "/v1/plans/{plan_id}/explain",
+    "/v1/plans/{plan_id:segment}/explain",
     operation_id="explainPlan",
     summary="Explain a choice of a plan",
     response_model=Explanation,
@@ -108,7 +108,7 @@ async def diff_plans(request: Request, service: ServiceHere, _caller: Reader) ->
 
 
 @router.get(
-    "/v1/plans/{plan_id}/export",
+    "/v1/plans/{plan_id:segment}/export",
     operation_id="exportPlan",
     summary="Export a plan",
     response_class=Response,

@@ -169,7 +169,7 @@ async def list_plans(
 
 
 @router.get(
-    "/v1/plans/{plan_id}",
+    "/v1/plans/{plan_id:segment}",
     operation_id="getPlan",
     summary="Get a plan",
     response_model=Plan,

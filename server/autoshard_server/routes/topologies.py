@@ -27,7 +27,7 @@ async def list_topologies(_caller: Reader) -> Topologies:
 
 
 @router.get(
-    "/v1/topologies/{name}",
+    "/v1/topologies/{name:segment}",
     operation_id="getTopology",
     summary="Get a topology",
     responses=guarded_answers(problems.NOT_FOUND, problems.REQUEST),
