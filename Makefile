@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test check serve generated bench prove prove-loading zoo zoo-ranks format clean
+.PHONY: help install demo test check serve generated bench faults prove prove-loading zoo zoo-ranks format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -39,6 +39,9 @@ generated: $(INSTALLED)  ## Write what is made from the code: openapi/, the plan
 
 bench: $(INSTALLED)  ## Measure, and regenerate the tables of docs/performance.md
 	$(BIN)/python -m benchmarks
+
+faults: $(INSTALLED)  ## Kill servers, workers and databases while jobs run, into docs/reliability.md
+	$(BIN)/python -m benchmarks.faults
 
 prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 	$(BIN)/python benchmarks/random_problems.py --count 100000 --processes 2

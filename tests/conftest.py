@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from support.postgres import Cluster, binaries, running_cluster
+from benchmarks.faults.postgres import Cluster, binaries, running_cluster
 
 # Reproducible examples, and no deadline: the first example pays for imports.
 settings.register_profile("autoshard", derandomize=True, deadline=None)

@@ -1,0 +1,78 @@
+"""Break things while jobs run, and write what became of the jobs into docs/reliability.md.
+
+python -m benchmarks.faults                        everything, as root
+python -m benchmarks.faults --only disk_full       one scenario; the table is printed only
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.document import caption, replace_table
+from benchmarks.faults.postgres import Cluster, binaries, running_cluster
+from benchmarks.faults.scenarios import SCENARIOS, NotPossibleError, Outcome, Place, Scenario
+
+_DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
+_HEAD = (
+    "| what happens | accepted | right plan | clear error | wrong | lost | ended twice "
+    "| started again | seconds | seen |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|---|\n"
+)
+
+
+def main() -> int:
+    """Run the scenarios; 1 if any job was lost, wrong, or done twice."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=50, help="requests of each scenario")
+    parser.add_argument("--only", nargs="+", choices=sorted(SCENARIOS), help="not all")
+    parser.add_argument("--document", type=Path, default=_DOCUMENT)
+    options = parser.parse_args()
+    how = caption(f"{options.jobs} different requests each")
+    rows, holds = [], True
+    with _cluster() as cluster:
+        for name in options.only or SCENARIOS:
+            row, sound = _row(SCENARIOS[name], cluster, options.jobs)
+            sys.stdout.write(row)
+            sys.stdout.flush()
+            rows.append(row)
+            holds = holds and sound
+    if options.only is None:
+        text = options.document.read_text(encoding="utf-8")
+        table = f"{how}\n\n{_HEAD}{''.join(rows)}"
+        options.document.write_text(replace_table(text, "faults", table), encoding="utf-8")
+    return 0 if holds else 1
+
+
+def _row(scenario: Scenario, cluster: Cluster | None, num_jobs: int) -> tuple[str, bool]:
+    what = str(scenario.__doc__)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = scenario(Place(Path(folder), cluster, num_jobs))
+    except NotPossibleError as error:
+        return f"| {what} | | | | | | | | | not run: {error} |\n", True
+    return _figures(what, outcome), outcome.holds
+
+
+def _figures(what: str, outcome: Outcome) -> str:
+    s = outcome.settled
+    errors = ", ".join(f"{count} {kind}" for kind, count in sorted(s.errors.items())) or "0"
+    cells = [len(outcome.asked.jobs), s.right, errors, s.wrong, s.lost, s.doubled, s.again]
+    figures = " | ".join(map(str, cells))
+    note = outcome.note if outcome.holds else f"**DOES NOT HOLD** {outcome.note}"
+    return f"| {what} | {figures} | {s.seconds:.0f} | {note} |\n"
+
+
+@contextmanager
+def _cluster() -> Iterator[Cluster | None]:
+    programs = binaries()
+    if programs is None:
+        yield None
+        return
+    with running_cluster(programs) as cluster:
+        yield cluster
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""Real services in processes of their own, requests with known answers, and what became of them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any, Self
+
+import httpx2
+import torch
+
+from autoshard.graph import export_model, load_graph
+from autoshard.mesh import make_mesh
+from autoshard.plan import Plan, make_plan
+from autoshard_server.job import JobState
+from autoshard_server.jobs import JobStore
+from autoshard_server.store import EventKind
+from autoshard_solver_cache import open_engine
+
+LEASE = 4.0
+"""Seconds: short, so that a dead worker is soon found."""
+
+_START_PATIENCE = 120.0
+_REQUEST_PATIENCE = 60.0
+_POLL = 0.2
+
+
+class _Mlp(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(16, width)
+        self.down = torch.nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return down.sum()
+
+
+@cache
+def graph_of(number: int) -> bytes:
+    """A small program; each number is another one."""
+    return export_model(_Mlp(16 * (number + 1)), (torch.zeros(8, 16),))
+
+
+@cache
+def right_answer(number: int) -> str:
+    """The plan of a program, made here, without what tells how it was made."""
+    plan = make_plan(load_graph(graph_of(number)), make_mesh((2, 2)))
+    return _comparable(plan)
+
+
+def _comparable(plan: Plan) -> str:
+    return plan.model_dump_json(exclude={"provenance"})
+
+
+@dataclass
+class Process:
+    """A process of ours whose log is kept.
+
+    Attributes:
+        command: what runs.
+        environment: variables besides ours.
+        ready: what its log says when it has started.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    ready: str
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        """Start it, and wait until it says that it is ready."""
+        self._process = subprocess.Popen(  # noqa: S603  ours
+            self.command,
+            env={**os.environ, **self.environment},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+        deadline = time.monotonic() + _START_PATIENCE
+        while not self._said(self.ready):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"it did not start: {self.log[-5:]}")
+            time.sleep(0.02)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ask it to end, and wait."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+        self._reader.join()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End it as a crash of the machine would."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Lines of its log of one kind."""
+        return [line for line in list(self.log) if line.get("event") == name]
+
+    def _said(self, text: str) -> bool:
+        return any(text in str(line.get("event", "")) for line in list(self.log))
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            try:
+                self.log.append(json.loads(line))
+            except json.JSONDecodeError:
+                self.log.append({"event": "", "text": line})
+        self._process.stderr.close()
+
+
+class Service(Process):
+    """`python -m autoshard_server` on a port that it chooses."""
+
+    def __init__(self, url: str, **settings: object) -> None:
+        command = [sys.executable, "-m", "autoshard_server", "--port", "0"]
+        super().__init__(command, _environment(url, settings), "Uvicorn running on")
+
+    @property
+    def address(self) -> str:
+        """Its URL."""
+        (line,) = (e for e in list(self.log) if "Uvicorn running on" in str(e.get("event")))
+        found = re.search(r"http://[\d.]+:\d+", line["event"])
+        assert found is not None
+        return found[0]
+
+
+class Worker(Process):
+    """`autoshard worker`."""
+
+    def __init__(self, url: str, **settings: object) -> None:
+        command = [sys.executable, "-m", "autoshard.cli", "worker"]
+        super().__init__(command, _environment(url, settings), "worker_started")
+
+
+def _environment(url: str, settings: Mapping[str, object]) -> dict[str, str]:
+    given = {"store_url": url, "lease": LEASE, "retry_after": 1, **settings}
+    special = {name: str(value) for name, value in given.items() if name.isupper()}
+    ours = {f"AUTOSHARD_{n.upper()}": str(v) for n, v in given.items() if not n.isupper()}
+    return {**ours, **special}
+
+
+@dataclass
+class Asked:
+    """Requests that were accepted, and what has become of them.
+
+    Attributes:
+        jobs: id of each accepted job, and the number of its program.
+        known: requests that were answered with the right plan at once.
+        refused: answers to requests that were not accepted, by status and type.
+    """
+
+    jobs: dict[str, int] = field(default_factory=dict)
+    known: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def post(self, address: str, number: int) -> None:
+        """Ask for the plan of a program."""
+        files = {
+            "graph": ("g.pt2", graph_of(number), "application/octet-stream"),
+            "request": (None, json.dumps({"mesh": {"shape": [2, 2]}}), "application/json"),
+        }
+        try:
+            answer = httpx2.post(f"{address}/v1/plans", files=files, timeout=_REQUEST_PATIENCE)
+        except httpx2.TransportError as error:
+            self.refused[type(error).__name__] += 1
+            return
+        if answer.status_code == httpx2.codes.ACCEPTED:
+            self.jobs[answer.json()["id"]] = number
+        elif answer.status_code == httpx2.codes.OK and _is_right(answer.json(), number):
+            self.known += 1
+        else:
+            kind = str(answer.json().get("type", "")).rpartition("#")[2]
+            self.refused[f"{answer.status_code} {kind}".strip()] += 1
+
+    def post_until_accepted(self, address: str, number: int) -> None:
+        """Ask as a client does that comes back later."""
+        before = len(self.jobs) + self.known
+        while len(self.jobs) + self.known == before:
+            self.post(address, number)
+            time.sleep(_POLL)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What became of accepted jobs.
+
+    Attributes:
+        right: jobs that ended with the right plan.
+        errors: jobs that ended with problem details, by their type.
+        wrong: jobs that ended with another plan.
+        lost: jobs that did not end, or are not known any more.
+        again: how often a job was started again.
+        doubled: jobs that ended more than once.
+        seconds: until all had ended.
+    """
+
+    right: int
+    errors: Counter[str]
+    wrong: int
+    lost: int
+    again: int
+    doubled: int
+    seconds: float
+
+
+def settle(asked: Asked, address: str, url: str, *, patience: float = 300.0) -> Settled:
+    """Wait until all jobs have ended, and compare them with what is right.
+
+    Args:
+        asked: what was accepted.
+        address: of a service.
+        url: of the database behind it.
+        patience: seconds after which what has not ended is lost.
+    """
+    began = time.monotonic()
+    waiting = set(asked.jobs)
+    ended: dict[str, dict[str, Any]] = {}
+    with httpx2.Client(base_url=address, timeout=_REQUEST_PATIENCE) as http:
+        while waiting and time.monotonic() - began < patience:
+            for job_id in sorted(waiting):
+                job = _job(http, job_id)
+                if job is not None and job["done"]:
+                    ended[job_id] = job
+                    waiting.discard(job_id)
+            time.sleep(_POLL)
+    seconds = time.monotonic() - began
+    told = _states(url, list(asked.jobs))
+    made = {i: job["result"] for i, job in ended.items() if "result" in job}
+    rights = {job_id: _is_right(plan, asked.jobs[job_id]) for job_id, plan in made.items()}
+    return Settled(
+        right=sum(rights.values()),
+        errors=Counter(
+            job["error"]["type"].rpartition("#")[2] for job in ended.values() if "error" in job
+        ),
+        wrong=len(rights) - sum(rights.values()),
+        lost=len(waiting),
+        again=sum(max(0, states.count("running") - 1) for states in told.values()),
+        doubled=sum(sum(JobState(s).done for s in states) > 1 for states in told.values()),
+        seconds=seconds,
+    )
+
+
+def count_ended(asked: Asked, address: str) -> int:
+    """How many jobs have ended so far."""
+    with httpx2.Client(base_url=address, timeout=_REQUEST_PATIENCE) as http:
+        found = [_job(http, job_id) for job_id in asked.jobs]
+    return sum(job is not None and job["done"] for job in found)
+
+
+def await_ended(asked: Asked, address: str, number: int) -> None:
+    """Wait until so many jobs have ended."""
+    while count_ended(asked, address) < number:
+        time.sleep(_POLL)
+
+
+def _job(http: httpx2.Client, job_id: str) -> dict[str, Any] | None:
+    with suppress(httpx2.TransportError):
+        answer = http.get(f"/v1/jobs/{job_id}")
+        if answer.status_code == httpx2.codes.OK:
+            found: dict[str, Any] = answer.json()
+            return found
+    return None
+
+
+def _states(url: str, jobs: Sequence[str]) -> dict[str, list[str]]:
+    """The states that each job has been in, as its events in the database tell."""
+    engine = open_engine(url)
+    store = JobStore(engine, lease=LEASE, max_attempts=1)
+    told = {job_id: store.events(job_id, limit=10_000) for job_id in jobs}
+    engine.dispose()
+    return {
+        job_id: [str(e.data["state"]) for e in events if e.kind is EventKind.STATE]
+        for job_id, events in told.items()
+    }
+
+
+def _is_right(plan: Mapping[str, Any], number: int) -> bool:
+    return _comparable(Plan.from_document(plan)) == right_answer(number)
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A disk of its own in memory; only root may make one."""
+    folder.mkdir()
+    size = f"size={megabytes}m"
+    mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
+    subprocess.run(mount, check=True)  # noqa: S603  nothing but our own words
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)  # noqa: S603, S607  as above
