@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test check serve generated bench faults prove prove-loading zoo zoo-ranks format clean
+.PHONY: help install demo test check serve generated bench faults prove prove-loading load conformance fuzz zoo zoo-ranks format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -48,6 +48,15 @@ prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 
 prove-loading: $(INSTALLED)  ## Load 1.1 billion parameters onto 4 ranks: what is read, and held
 	$(BIN)/python -m benchmarks.loading
+
+load: $(INSTALLED)  ## Requests per second for plans that are known, into docs/reliability.md
+	$(BIN)/python -m benchmarks.load
+
+conformance: $(INSTALLED)  ## The whole API against its specification, into docs/reliability.md
+	$(BIN)/python -m benchmarks.conformance
+
+fuzz: $(INSTALLED)  ## 10,000 damaged archives and requests, into docs/reliability.md
+	$(BIN)/python -m benchmarks.fuzz
 
 zoo: $(INSTALLED)  ## Plan the model families at their published sizes, into docs/zoo.md
 	$(BIN)/python -m benchmarks.zoo

@@ -89,8 +89,12 @@ def _gpt2_classes() -> tuple[Any, Any]:
 
 
 @contextmanager
-def service(folder: Path) -> Iterator[str]:
-    """A planning service of its own, with an empty cache in `folder`; yields its URL.
+def service(folder: Path, *flags: str) -> Iterator[str]:
+    """A planning service of its own, with a cache in `folder`; yields its URL.
+
+    Args:
+        folder: where its database is or will be.
+        *flags: of its command line.
 
     Raises:
         ServiceUnavailableError: it does not answer within a minute.
@@ -99,7 +103,7 @@ def service(folder: Path) -> Iterator[str]:
         port = listener.getsockname()[1]
     store = f"sqlite:///{folder / 'cache.sqlite3'}"
     command = [sys.executable, "-m", "autoshard_server", "--port", str(port), "--store-url", store]
-    process = subprocess.Popen([*command, "--log-level", "warning"])  # noqa: S603  our own program
+    process = subprocess.Popen([*command, "--log-level", "warning", *flags])  # noqa: S603  our own program
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_until_ready(process, url)

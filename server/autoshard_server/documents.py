@@ -38,9 +38,11 @@ class JobMetadata(BaseModel):
     """How far a job has come."""
 
     phase: str = Field(description="what the solver does; the state before it starts")
-    incumbent: float | None = Field(description="price of the best plan so far, seconds")
-    bound: float | None = Field(description="proven lower bound so far, seconds")
-    gap: float | None = Field(description="(incumbent - bound) / incumbent")
+    incumbent: float | None = Field(
+        default=None, description="price of the best plan so far, seconds"
+    )
+    bound: float | None = Field(default=None, description="proven lower bound so far, seconds")
+    gap: float | None = Field(default=None, description="(incumbent - bound) / incumbent")
     elapsed: float = Field(ge=0, description="seconds since the job was started; 0 before")
 
 
