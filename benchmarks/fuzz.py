@@ -76,16 +76,16 @@ class Cases:
         """An archive, or its model.json, that is damaged somewhere."""
         draw = random.Random(f"{self._seed}/{number}")
         which = draw.randrange(len(self._archives))
-        how = draw.random()
-        if how < 0.4:
+        how = draw.choices(("archive", "text", "model", "packed"), (4, 1, 2, 3))[0]
+        if how == "archive":
             return _damaged(self._archives[which], draw)
         model = copy.deepcopy(self._models[which])
         for _ in range(draw.randint(1, 4)):
             _change(model, draw)
         text = json.dumps(model).encode()
-        if how < 0.5:
+        if how == "text":
             text = _damaged(text, draw)
-        return text if how < 0.7 else _zipped(text)
+        return _zipped(text) if how == "packed" else text
 
     def request(self, number: int) -> bytes:
         """JSON of a request that is damaged somewhere."""
@@ -105,7 +105,7 @@ class Cases:
         for _ in range(draw.randint(1, 3)):
             _change(asked, draw)
         text = json.dumps(asked).encode()
-        return _damaged(text, draw) if draw.random() < 0.2 else text
+        return draw.choices((text, _damaged(text, draw)), (4, 1))[0]
 
 
 def fuzz_reader(cases: Cases, count: int) -> Findings:
