@@ -231,3 +231,36 @@ def test_steps_are_those_of_single_layouts(
     pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
     assert len(pairs) == len(set(pairs))
     assert set(pairs) == expected
+
+
+class _InnerDims(Prices):
+    """Collectives of another dim than the first cost a second more."""
+
+    def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
+        return super().collective_time(action, axis, nbytes) + inner
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "num_inner"),
+    [
+        ("S(0)", "R", 0),
+        ("S(1)", "R", 2),
+        ("S(1)", "I", 1),
+        ("P", "S(0)", 0),
+        ("P", "S(1)", 2),
+        ("S(0)", "S(1)", 2),
+        ("I", "R", 0),
+    ],
+)
+def test_a_step_says_whether_it_moves_slices_of_an_inner_dim(
+    before: str, after: str, num_inner: int
+) -> None:
+    found = Conversions((8, 8), 4, (2,), differentiable=True, pricer=_InnerDims())
+    plain = Conversions((8, 8), 4, (2,), differentiable=True, pricer=Prices())
+    sources, targets, prices = found.steps
+    step = (sources == found.index[Layout.parse(before)]) & (
+        targets == found.index[Layout.parse(after)]
+    )
+    (price,) = prices[step]
+    (expected,) = plain.steps[2][step]
+    assert price == pytest.approx(expected + num_inner)

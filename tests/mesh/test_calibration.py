@@ -19,11 +19,8 @@ from autoshard.mesh import (
     topology_from_json,
     topology_to_json,
 )
-from autoshard.mesh.calibration import (
-    BENDS,
-    CollectiveSample,
-    fit_links,
-)
+from autoshard.mesh.calibration import BENDS, CollectiveSample, fit_links
+from autoshard.mesh.topology import INNER
 
 SIZES = [1 << exponent for exponent in range(10, 29)]
 NODE = Link(
@@ -140,3 +137,21 @@ def test_a_bend_counts_only_what_lies_beyond() -> None:
     assert times[0] == before.collective_time("all_gather", 0, 1000)
     assert times[1] == pytest.approx(before.collective_time("all_gather", 0, 5000))
     assert topology_from_json(topology_to_json(slower)) == slower
+
+
+def test_gathers_of_inner_dims_have_figures_of_their_own() -> None:
+    plain = topology(NODE)
+    own = Rate(1e9, 4e-5)
+    slower = topology(replace(NODE, collectives={**NODE.collectives, f"all_gather{INNER}": own}))
+    before, after = (make_mesh((4,), topology=links) for links in (plain, slower))
+    for action in COLLECTIVES:
+        outer = before.collective_time(action, 0, 1 << 20)
+        assert after.collective_time(action, 0, 1 << 20) == outer
+        assert before.collective_time(action, 0, 1 << 20, inner=True) == outer
+    # Long messages go round the ring: three steps, and three quarters of the bytes.
+    expected = 3e-5 + 3 * 4e-5 + 0.75 * (1 << 28) / 1e9
+    assert after.collective_time("all_gather", 0, 1 << 28, inner=True) == pytest.approx(
+        expected, rel=1e-3
+    )
+    with pytest.raises(MeshError, match="'all_reduce of inner dims' is not a collective"):
+        Link("link", None, 1.0, collectives={f"all_reduce{INNER}": own})
