@@ -19,12 +19,12 @@ from autoshard import (
     Graph,
     Plan,
     PlanOptions,
-    Topology,
     export_model,
     load_graph,
     make_mesh,
     make_plan,
 )
+from autoshard.mesh.topology import Topology
 
 _VOCABULARY = 1024
 _SEQUENCE = 128

@@ -88,8 +88,6 @@ class Device:
         operators: how long operators take that were measured, by name, and others by category
             (`view`, `contraction`, `stream`). One that is in neither takes the launch overhead
             for each kernel and what the roofline says; a view takes nothing.
-        accumulation: multiple of the roofline that adding up the gradients of a value takes
-            which several operators read.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -101,7 +99,6 @@ class Device:
     launch_overhead: float = 0.0
     tile: float = TILE
     operators: Mapping[str, Paces] = field(default_factory=dict, hash=False)
-    accumulation: float = 0.0
 
     def __post_init__(self) -> None:
         check_name(self.name, "device")
@@ -116,7 +113,6 @@ class Device:
         check_positive(self.memory, f"memory of device {self.name!r}")
         check_not_negative(self.launch_overhead, f"launch_overhead of device {self.name!r}")
         check_not_negative(self.tile, f"tile of device {self.name!r}")
-        check_not_negative(self.accumulation, f"accumulation of device {self.name!r}")
         if len(self.operators) > MAX_PACES:
             raise MeshError(
                 f"device {self.name!r} has paces of {len(self.operators)} operators; "
