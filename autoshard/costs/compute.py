@@ -76,11 +76,12 @@ def operator_times(
     operator = _Operator(rule, LocalSizes(rule, strategies), inputs, outputs, device)
     kind = categorise(rule, inputs, is_view=is_view)
     paces = device.operators.get(name) or device.operators.get(kind)
+    if kind is Category.VIEW and paces is None:
+        return operator.zero
     forward, backward = _FORMULAS[kind]
-    seconds = _seconds(forward(operator), paces.forward if paces else None, kind, device)
+    seconds = _seconds(forward(operator), paces.forward if paces else None, device)
     if training and operator.needed:
-        work = backward(operator)
-        seconds = seconds + _seconds(work, paces.backward if paces else None, kind, device)
+        seconds = seconds + _seconds(backward(operator), paces.backward if paces else None, device)
     return seconds
 
 
@@ -109,11 +110,9 @@ class _Work(NamedTuple):
     num_kernels: int
 
 
-def _seconds(work: _Work, pace: Pace | None, kind: Category, device: Device) -> FloatArray:
+def _seconds(work: _Work, pace: Pace | None, device: Device) -> FloatArray:
     if pace is not None:
         return pace.overhead + pace.times * work.seconds
-    if kind is Category.VIEW:
-        return 0.0 * work.seconds
     return work.seconds + work.num_kernels * device.launch_overhead
 
 

@@ -260,7 +260,7 @@ class Prices:
             outputs=[graph.values[v] for v in node.outputs],
             device=self._device,
             training=backward,
-            name=pace_name(call_of(graph, node)),
+            name=pace_name(call_of(graph, node)) if self._device.operators else "",
             is_view=is_view(node.operator),
         )
 
