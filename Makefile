@@ -2,8 +2,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+IMAGE ?= autoshard:latest
+BASE ?= python:3.13-slim-trixie
+BUILD ?= docker build
 
-.PHONY: help install demo test check serve generated bench faults prove prove-loading load conformance fuzz zoo zoo-ranks format clean
+.PHONY: help install demo test check serve generated bench faults prove prove-loading prove-image load conformance fuzz zoo zoo-ranks image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -57,6 +60,17 @@ conformance: $(INSTALLED)  ## The whole API against its specification, into docs
 
 fuzz: $(INSTALLED)  ## 10,000 damaged archives and requests, into docs/reliability.md
 	$(BIN)/python -m benchmarks.fuzz
+
+prove-image: $(INSTALLED)  ## Build the image without an engine, run it confined, ask it for a plan (root)
+	$(BIN)/python -m benchmarks.image --write
+
+image:  ## Build the container image; BUILD="buildah build --format docker" does without docker
+	$(BUILD) --build-arg BASE=$(BASE) --tag $(IMAGE) .
+
+audit: $(INSTALLED)  ## Look the pinned versions up in the advisories (needs the internet)
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --quiet pip-audit
+	$(VENV)/audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 zoo: $(INSTALLED)  ## Plan the model families at their published sizes, into docs/zoo.md
 	$(BIN)/python -m benchmarks.zoo

@@ -38,7 +38,7 @@ from autoshard.plan.mesh_search import (
     search_meshes,
 )
 from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
-from autoshard.plan.planner import make_plan, plan_id
+from autoshard.plan.planner import make_plan, plan_id, torch_version
 from autoshard.plan.simulation import Event, Simulation, chrome_trace, simulate
 from autoshard.plan.sizing import ProblemSize, problem_size
 from autoshard.plan.summary import ParameterRow, fold_parameters
@@ -95,4 +95,5 @@ __all__ = [
     "problem_size",
     "search_meshes",
     "simulate",
+    "torch_version",
 ]

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 
 from autoshard.collection import collection_of_new, collection_paused
@@ -50,7 +50,7 @@ def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
 
     Which rules are found for operators that have none depends on what torch makes of them.
     """
-    found_by = {"torch": version("torch"), "rules_version": RULES_VERSION}
+    found_by = {"torch": torch_version(), "rules_version": RULES_VERSION}
     request = {
         **(found_by if _lacks_rules(graph) else {}),
         "graph": graph_digest(graph),
@@ -61,6 +61,14 @@ def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
     }
     text = json.dumps(request, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def torch_version() -> str | None:
+    """Of the torch that finds rules by running operators; None where planning does without it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
 
 
 def _lacks_rules(graph: Graph) -> bool:

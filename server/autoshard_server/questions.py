@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.errors import OptionError
 from autoshard.graph import RULES_VERSION, rules_from_json, rules_to_json
 from autoshard.mesh import Mesh, mesh_to_json, topology_to_json
-from autoshard.plan import PLAN_VERSION, PlanOptions, candidate_meshes
+from autoshard.plan import PLAN_VERSION, PlanOptions, candidate_meshes, torch_version
 from autoshard_server.kinds import JobKind
 from autoshard_server.problems import LIMIT, ServerError
 from autoshard_server.requests import CoverageRequest, MeshInput, PlanRequest, SearchRequest
@@ -201,9 +201,9 @@ def _versions() -> tuple[Any, ...]:
 
 
 @cache
-def _installed() -> tuple[str, str]:
+def _installed() -> tuple[str, str | None]:
     # Looking them up takes longer than all the rest of a request that is known.
-    return version("autoshard"), version("torch")
+    return version("autoshard"), torch_version()
 
 
 def _digest(*parts: Any) -> str:

@@ -1,6 +1,7 @@
 """Running the service in this process."""
 
 import logging
+import socket
 import time
 from contextlib import suppress
 from types import FrameType
@@ -8,6 +9,7 @@ from types import FrameType
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy import make_url
 
 from autoshard_server.app import create_app
 from autoshard_server.auth import is_loopback
@@ -24,11 +26,18 @@ _log = structlog.get_logger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """Tells the application at once when it is asked to end."""
+    """Says where it is when it has started; tells the application at once that it is to end."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, store_url: str) -> None:
         super().__init__(config)
         self._app = app
+        self._store = make_url(store_url).render_as_string(hide_password=True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in (s for server in getattr(self, "servers", ()) for s in server.sockets):
+            host, port = listening.getsockname()[:2]
+            _log.info("serving", url=f"http://{_in_url(host)}:{port}", store=self._store)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         service = getattr(self._app.state, "service", None)
@@ -76,7 +85,7 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=max(1, round(settings.shutdown_grace)),
     )
-    server = _Server(config, app)
+    server = _Server(config, app, settings.store_url)
     with suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
@@ -111,6 +120,10 @@ def _expect_keys(host: str, settings: Settings) -> None:
         "`autoshard keys create NAME`, or let anybody ask with --no-auth",
     )
     raise SystemExit(STARTUP_FAILED)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def configure_logging(level: str = "info") -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from autoshard.graph import Graph
 from autoshard.mesh import mesh_from_json
-from autoshard.plan import PlanOptions, make_plan, plan_id
+from autoshard.plan import PlanOptions, make_plan, plan_id, torch_version
 from autoshard.rules import has_rule
 from autoshard.solve import Progress, TableStore
 from autoshard_server.executor import Solved, Work
@@ -96,10 +96,15 @@ def solve(
 def _with_found_rules(graph: Graph, store: TableStore | None) -> tuple[Graph, bool]:
     """The program with rules for operators of ATen that have none; no others run here.
 
+    Without torch they stay as they are: their work is done whole, by every rank.
+
     Returns:
         it, and whether there was time to try all of them.
     """
     if all(has_rule(node.operator) for node in graph.nodes if node.operator.startswith("aten.")):
+        return graph, True
+    if torch_version() is None:
+        _log.warning("operators without a rule run whole: torch is not installed here")
         return graph, True
     from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
 

@@ -1,0 +1,244 @@
+"""The container without a container engine: built, confined as in a cluster, and asked.
+
+`debootstrap` makes a base of Debian with Python, `buildah` builds the Dockerfile on it, and the
+image then runs as its own settings say (user, variables, command) in namespaces of its own: root
+file system read-only, /tmp in memory, one volume to write to. It is asked for its health with its
+own health check, and for a plan of GPT-2; that plan must be the one that is made here. The program
+ends with status 1 if anything is not as it should be; with `--write` it puts what it saw into
+docs/deploy.md.
+
+Run `make prove-image` as root on Linux with buildah, debootstrap and util-linux.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from autoshard import Client, load_graph, make_mesh, make_plan
+from autoshard.cli.demo import export_gpt2
+from autoshard.errors import ServiceUnavailableError
+from benchmarks.document import replace_table
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "deploy.md"
+BASE = "localhost/python-base"
+IMAGE = "localhost/autoshard"
+SUITE = "trixie"
+PACKAGES = "python3,python3-venv,ca-certificates"
+PORT = "8000"
+MESH = (2, 4)
+_START_SECONDS = 60.0
+
+_CONFINE = """
+set -e
+mount --make-rprivate /
+mount --bind "$0" "$0"
+mount -o remount,bind,ro "$0"
+mount -t proc proc "$0/proc"
+mount -t tmpfs -o nosuid,nodev,size=512m,mode=1777 tmpfs "$0/tmp"
+mount -t tmpfs -o nosuid,mode=755 tmpfs "$0/dev"
+for device in null urandom; do
+    touch "$0/dev/$device"
+    mount --bind "/dev/$device" "$0/dev/$device"
+done
+mount --bind "$1" "$0/var/lib/autoshard"
+owner="$2"
+shift 2
+exec setpriv --no-new-privs chroot --userspec="$owner" --groups= "$0" /usr/bin/env -i "$@"
+"""
+"""Root of the image, volume, owner, then variables and command; in namespaces of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """An image as a folder, and how it says it wants to be run."""
+
+    root: Path
+    volume: Path
+    settings: dict[str, Any]
+
+    def start(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
+        """Run a command in it, confined."""
+        namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--ipc", "--uts"]
+        confined = ["sh", "-c", _CONFINE, str(self.root), str(self.volume), self.settings["User"]]
+        return subprocess.Popen(  # noqa: S603  our own image
+            [*namespaces, *confined, *self.settings["Env"], *command], text=True, **options
+        )
+
+    def output(self, *command: str) -> tuple[int, str]:
+        """Status and output of a short command in it."""
+        with self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            said, _ = process.communicate(timeout=60)
+        return process.returncode, said.strip()
+
+
+def run(*command: str) -> str:
+    """Output of a command that must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  ours
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return done.stdout.strip()
+
+
+def make_base() -> None:
+    """An image of Debian with Python, from its packages."""
+    with TemporaryDirectory() as folder:
+        run("debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, folder)
+        subprocess.run(["umount", f"{folder}/proc"], capture_output=True, check=False)  # noqa: S603,S607
+        for waste in ("var/cache/apt/archives", "var/lib/apt/lists"):
+            run("find", f"{folder}/{waste}", "-type", "f", "-delete")
+        container = run("buildah", "from", "scratch")
+        run("buildah", "add", "--quiet", container, folder, "/")
+        run("buildah", "commit", "--quiet", "--rm", container, BASE)
+
+
+def build(volumes: Sequence[str], arguments: Sequence[str]) -> float:
+    """Build the Dockerfile; the seconds that it took."""
+    start = time.perf_counter()
+    mounts = [f"--volume={volume}:{volume}:ro" for volume in volumes]
+    arguments = [f"--build-arg={argument}" for argument in (f"BASE={BASE}", *arguments)]
+    confined = ["--network=host", "--isolation=chroot", "--format=docker", "--layers"]
+    run("buildah", "build", *confined, *mounts, *arguments, f"--tag={IMAGE}", str(ROOT))
+    return time.perf_counter() - start
+
+
+@contextmanager
+def unpacked() -> Iterator[Container]:
+    """The image as a folder, with an empty volume that its user owns."""
+    container = run("buildah", "from", IMAGE)
+    try:
+        settings = json.loads(run("buildah", "inspect", container))["Docker"]["config"]
+        with TemporaryDirectory() as volume:
+            user, group = map(int, settings["User"].split(":"))
+            os.chown(volume, user, group)
+            root = Path(run("buildah", "mount", container))
+            yield Container(root, Path(volume), settings)
+    finally:
+        run("buildah", "rm", container)
+
+
+def prove(container: Container) -> list[tuple[str, str]]:
+    """Start the service as the image says, ask it, end it; what was seen.
+
+    Raises:
+        SystemExit: something is not as it should be.
+    """
+    settings, archive = container.settings, export_gpt2()
+    rows = [("user", container.output("id")[1])]
+    for path in ("/", "/opt/autoshard"):
+        status, said = container.output("touch", f"{path}/x")
+        expect(status != 0, f"{path} can be written")
+        rows.append((f"`touch {path.rstrip('/')}/x`", said.rpartition(": ")[2]))
+    command = [*settings["Entrypoint"], *settings["Cmd"]]
+    with container.start(command, stderr=subprocess.PIPE) as service:
+        try:
+            rows += ask(container, archive)
+        finally:
+            ended_by_term(service)
+        log = service.stderr.read() if service.stderr is not None else ""
+    expect("Application shutdown complete" in log, f"it did not end in peace:\n{log}")
+    return [("command", f"`{shlex.join(command)}`"), *rows, ("SIGTERM", "shut down in peace")]
+
+
+def ask(container: Container, archive: bytes) -> list[tuple[str, str]]:
+    """Health and a plan, over HTTP."""
+    with Client(f"http://127.0.0.1:{PORT}") as client:
+        start = time.perf_counter()
+        wait_until_ready(client)
+        ready = time.perf_counter() - start
+        check = container.settings["Healthcheck"]["Test"]
+        expect(check[0] == "CMD", "the health check needs no shell")
+        status, said = container.output(*check[1:])
+        expect(status == 0, f"the health check fails: {said}")
+        start = time.perf_counter()
+        result = client.request_plan(archive, mesh=MESH)
+        solved = time.perf_counter() - start
+        again = client.request_plan(archive, mesh=MESH)
+    expected = make_plan(load_graph(archive), make_mesh(MESH))
+    expect(result.plan is not None, "there is no plan")
+    assert result.plan is not None
+    expect(result.plan.id == expected.id, "the plan has another id than one made here")
+    expect(
+        result.plan.certificate.objective == expected.certificate.objective,
+        "the plan takes another time than one made here",
+    )
+    expect(again.cached, "the second request was not answered from the cache")
+    return [
+        ("`/readyz`", f"after {ready:.1f} s"),
+        ("health check", "passes"),
+        ("GPT-2 on 2x4, posted", f"planned in {solved:.2f} s, the same plan as outside"),
+        ("posted again", "answered from the cache"),
+    ]
+
+
+def wait_until_ready(client: Client) -> None:
+    """Ask until the service is ready."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            client.health()
+        except ServiceUnavailableError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+def ended_by_term(process: "subprocess.Popen[str]") -> None:
+    """SIGTERM to the container's first process, as engines send it."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii")
+    for child in children.split():
+        os.kill(int(child), signal.SIGTERM)
+    process.wait(timeout=60)
+
+
+def expect(condition: bool, otherwise: str) -> None:  # noqa: FBT001  reads as a sentence
+    """End with a message where something is not as it should be."""
+    if not condition:
+        raise SystemExit(f"wrong: {otherwise}")
+
+
+def size_of(image: str) -> str:
+    """Megabytes of an image."""
+    found = json.loads(run("buildah", "images", "--json", image))
+    return str(found[0]["size"])
+
+
+def main() -> None:
+    """Build, run, ask; and write down what was seen."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--keep-base", action="store_true", help="use the base of an earlier run")
+    parser.add_argument(
+        "--volume", action="append", default=[], help="read-only in the build: settings of pip"
+    )
+    parser.add_argument("--build-arg", action="append", default=[], help="of the Dockerfile")
+    parser.add_argument("--write", action="store_true", help="into docs/deploy.md")
+    given = parser.parse_args()
+    if not given.keep_base:
+        make_base()
+    rows = [("build", f"{build(given.volume, given.build_arg):.0f} s"), ("image", size_of(IMAGE))]
+    rows.append(("base", f"{size_of(BASE)} (Debian {SUITE})"))
+    with unpacked() as container:
+        rows += prove(container)
+    lines = ["| what | seen |", "|---|---|", *(f"| {what} | {seen} |" for what, seen in rows)]
+    table = "\n".join(lines)
+    sys.stdout.write(table + "\n")
+    if given.write:
+        text = DOCUMENT.read_text(encoding="utf-8")
+        DOCUMENT.write_text(replace_table(text, "image", table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
