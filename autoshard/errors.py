@@ -90,7 +90,15 @@ class ServiceError(AutoshardError):
 
 
 class ServiceUnavailableError(ServiceError):
-    """The service did not answer, or asked to be called again later."""
+    """The service did not answer, or asked to be called again later.
+
+    Attributes:
+        retry_after: seconds after which it asked to be called; None where it did not say.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestRejectedError(ServiceError):

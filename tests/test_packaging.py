@@ -189,7 +189,8 @@ def named(requirements: list[str]) -> dict[str, str]:
 def test_the_container_has_what_the_service_needs() -> None:
     document = project()
     needed = document["project"]["dependencies"]
-    needed = needed + document["project"]["optional-dependencies"]["postgres"]
+    for extra in ("otel", "postgres"):
+        needed = needed + document["project"]["optional-dependencies"][extra]
     expected = {n: s for n, s in named(needed).items() if n not in ONLY_RUNS_MODELS}
     assert named(document["dependency-groups"]["service"]) == expected
 

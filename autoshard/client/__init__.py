@@ -1,6 +1,7 @@
-"""REST client of the planning service. Needs torch only to export a live model."""
+"""REST clients of the planning service. Need torch only to export a live model."""
 
-from autoshard.client.client import Client
+from autoshard.client.client import AsyncClient, Client
 from autoshard.client.results import JobProgress, JobStatus, PlanResult
+from autoshard.client.retries import Retry
 
-__all__ = ["Client", "JobProgress", "JobStatus", "PlanResult"]
+__all__ = ["AsyncClient", "Client", "JobProgress", "JobStatus", "PlanResult", "Retry"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from autoshard.errors import RequestRejectedError, ServiceError
 from autoshard.plan import Plan
@@ -33,12 +33,13 @@ class JobStatus:
 
     Attributes:
         id: of the job.
-        plan_id: id that its plan has when it is made.
+        plan_id: id that its plan has when it is made; empty where it makes something else.
         state: queued, running, succeeded, failed or cancelled.
         done: whether it will not change any more.
         progress: how far it has come.
-        plan: where it has succeeded.
+        plan: where it has succeeded in making one.
         error: problem details, where it failed or was cancelled.
+        result: what it made, as JSON, where that is no plan.
     """
 
     id: str
@@ -48,6 +49,7 @@ class JobStatus:
     progress: JobProgress
     plan: Plan | None = None
     error: Mapping[str, Any] | None = None
+    result: Any = None
 
     def get_plan(self) -> Plan:
         """The plan of a job that is done.
@@ -56,11 +58,22 @@ class JobStatus:
             RequestRejectedError: the job failed or was cancelled; carries the details.
             ServiceError: the job is not done.
         """
-        if self.plan is not None:
-            return self.plan
-        if self.error is None:
+        self.check()
+        if self.plan is None:
+            raise ServiceError(f"the job {self.id} made something else than a plan")
+        return self.plan
+
+    def check(self) -> None:
+        """Nothing, where the job has succeeded.
+
+        Raises:
+            RequestRejectedError: it failed or was cancelled; carries the details.
+            ServiceError: it is not done.
+        """
+        if self.error is not None:
+            raise rejected(self.error)
+        if not self.done:
             raise ServiceError(f"the job {self.id} is {self.state}; wait until it is done")
-        raise rejected(self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +82,16 @@ class PlanResult:
 
     Attributes:
         plan: None where the caller did not want to wait for it.
-        cached: whether the service had the plan before.
+        cached: whether it was there before anybody asked this time.
         job_id: job that makes or made it; None where the service did not say.
+        source: `service`; `offline` where the service was not there and the plan was kept on
+            this machine; `local` where it was made in this process.
     """
 
     plan: Plan | None
     cached: bool
     job_id: str | None = None
+    source: Literal["service", "offline", "local"] = "service"
 
 
 def rejected(problem: Mapping[str, Any], status: int = 500) -> RequestRejectedError:
@@ -96,20 +112,27 @@ def read_job(document: Any) -> JobStatus:
     try:
         metadata = document["metadata"]
         result = document.get("result")
+        makes_plan = document.get("kind", "plan") == "plan"
         return JobStatus(
             id=str(document["id"]),
-            plan_id=str(document["plan_id"]),
+            plan_id=str(document.get("plan_id") or ""),
             state=str(document["state"]),
             done=bool(document["done"]),
-            progress=JobProgress(
-                phase=str(metadata["phase"]),
-                incumbent=metadata.get("incumbent"),
-                bound=metadata.get("bound"),
-                gap=metadata.get("gap"),
-                elapsed=float(metadata["elapsed"]),
-            ),
-            plan=None if result is None else Plan.from_document(result),
+            progress=read_progress(metadata, float(metadata["elapsed"])),
+            plan=Plan.from_document(result) if makes_plan and result is not None else None,
             error=document.get("error"),
+            result=None if makes_plan else result,
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ServiceError(f"the service answered something that is no job: {error!r}") from error
+
+
+def read_progress(document: Any, elapsed: float) -> JobProgress:
+    """Progress from a JSON document that names the phase."""
+    return JobProgress(
+        phase=str(document["phase"]),
+        incumbent=document.get("incumbent"),
+        bound=document.get("bound"),
+        gap=document.get("gap"),
+        elapsed=elapsed,
+    )

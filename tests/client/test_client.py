@@ -1,23 +1,20 @@
 """The client against a real service, and against services that misbehave."""
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from time import sleep
 from typing import Any
 
 import pytest
-import structlog
 import torch
-import uvicorn
+from support.services import Mlp, serving
 
-from autoshard.client import Client, JobProgress
+from autoshard.client import Client, JobProgress, Retry
 from autoshard.errors import (
     ArchiveError,
     GraphError,
@@ -26,53 +23,10 @@ from autoshard.errors import (
     ServiceError,
     ServiceUnavailableError,
 )
-from autoshard.graph import export_model
 from autoshard.mesh import make_mesh
 from autoshard.plan import PlanOptions
-from autoshard_server import Executor, Settings, ThreadExecutor, create_app
+from autoshard_server import ThreadExecutor
 from autoshard_server.solving import solve
-
-
-class Mlp(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(16, 32)
-        self.down = torch.nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        down: torch.Tensor = self.down(torch.relu(self.up(x)))
-        return (down * scale).sum()
-
-
-@contextmanager
-def serving(executor: Executor) -> Iterator[str]:
-    settings = Settings(store_url="sqlite://", num_workers=1, shutdown_grace=0)
-    app = create_app(settings, executor=executor)
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=5)
-    )
-    thread = Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet() -> Iterator[None]:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    yield
-    structlog.reset_defaults()
-
-
-@pytest.fixture(scope="module")
-def graph() -> bytes:
-    return export_model(Mlp(), (torch.zeros(8, 16),))
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +188,8 @@ def test_nobody_there() -> None:
         nobody.health()
 
 
+IMPATIENT = Retry(attempts=1, first=0.01)
+
 Answer = tuple[int, dict[str, str], bytes]
 
 
@@ -245,7 +201,9 @@ def scripted() -> Iterator[Callable[[list[Answer]], Client]]:
         def make(answers: list[Answer]) -> Client:
             class Handler(BaseHTTPRequestHandler):
                 def do_GET(self) -> None:
-                    status, headers, body = answers.pop(0)
+                    # A service without streams of events.
+                    is_stream = self.path.endswith("/events")
+                    status, headers, body = (404, {}, b"") if is_stream else answers.pop(0)
                     self.send_response(status)
                     for name, value in headers.items():
                         self.send_header(name, value)
@@ -262,7 +220,9 @@ def scripted() -> Iterator[Callable[[list[Answer]], Client]]:
             stack.callback(thread.join)
             stack.callback(server.server_close)
             stack.callback(server.shutdown)
-            return stack.enter_context(Client(f"http://127.0.0.1:{server.server_port}"))
+            return stack.enter_context(
+                Client(f"http://127.0.0.1:{server.server_port}", retry=IMPATIENT)
+            )
 
         yield make
 

@@ -1,0 +1,177 @@
+"""What the caller asks for, made ready to be sent, or to be answered here."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pydantic import ValidationError
+
+from autoshard.errors import ArchiveError, GraphError, MeshError, OptionError
+from autoshard.graph import (
+    ArchiveLimits,
+    Graph,
+    load_graph,
+    operator_namespaces,
+    rules_from_json,
+    rules_to_json,
+)
+from autoshard.mesh import Mesh, make_mesh, mesh_from_json, mesh_to_json
+from autoshard.plan import Mode, PlanOptions
+from autoshard.rules import with_rules
+
+if TYPE_CHECKING:
+    import torch
+
+MeshLike: TypeAlias = Sequence[int] | Mapping[str, Any] | Mesh
+ModelLike: TypeAlias = "str | Path | bytes | torch.nn.Module"
+
+_log = logging.getLogger(__name__)
+
+_OF_TORCH = frozenset({"aten", "higher_order"})
+
+_INFLATED = 1032
+"""Bytes that one compressed byte may stand for at most; https://zlib.net/zlib_tech.html."""
+
+
+class Asked:
+    """A graph, and what is asked about it.
+
+    Args:
+        graph: bytes of an archive or of its model.json.
+        mesh: as callers give it.
+        options: of planning.
+        discover: whether operators of the model's own are run, to find out how they may be cut.
+    """
+
+    def __init__(
+        self, graph: bytes, mesh: MeshLike, options: PlanOptions, *, discover: bool
+    ) -> None:
+        self.graph = graph
+        self.options = options
+        self._mesh = mesh
+        self._rules = _custom_rules(graph) if discover else []
+
+    @cached_property
+    def graph_sha256(self) -> str:
+        """Digest of the bytes."""
+        return hashlib.sha256(self.graph).hexdigest()
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """What the service is asked, beside the graph."""
+        asked = {"mesh": self._mesh_document, "options": self.options.model_dump(mode="json")}
+        return asked | {"rules": self._rules} if self._rules else asked
+
+    @cached_property
+    def program(self) -> Graph:
+        """The graph with the rules of the model's own operators.
+
+        Raises:
+            GraphError: it cannot be read.
+        """
+        graph = load_graph(self.graph, limits=own_limits(self.graph))
+        return with_rules(graph, rules_from_json(self._rules))
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh.
+
+        Raises:
+            MeshError: it is impossible.
+        """
+        document = self._mesh_document
+        if isinstance(document.get("topology"), Mapping):
+            return mesh_from_json(json.dumps(document))
+        try:
+            return make_mesh(**document)
+        except TypeError as error:
+            raise MeshError(f"the mesh cannot be read: {error}") from None
+
+    @cached_property
+    def _mesh_document(self) -> dict[str, Any]:
+        mesh = self._mesh
+        if isinstance(mesh, Mesh):
+            document: dict[str, Any] = json.loads(mesh_to_json(mesh))
+            return document
+        return dict(mesh) if isinstance(mesh, Mapping) else {"shape": list(mesh)}
+
+
+def ask(
+    model: ModelLike,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    mesh: MeshLike,
+    options: PlanOptions,
+    discover: bool,
+) -> Asked:
+    """Make a request ready; a live model is exported.
+
+    Raises:
+        GraphError: the model cannot be exported, or the file not be read.
+    """
+    return Asked(_graph_bytes(model, args, kwargs), mesh, options, discover=discover)
+
+
+def merged_options(
+    options: PlanOptions | None, mode: Mode | None, memory_budget: int | None
+) -> PlanOptions:
+    """Options of planning, with those replaced that are given by themselves.
+
+    Raises:
+        OptionError: one of them is impossible.
+    """
+    given = {"mode": mode, "memory_budget": memory_budget}
+    changed = {name: value for name, value in given.items() if value is not None}
+    try:
+        return PlanOptions.model_validate((options or PlanOptions()).model_dump() | changed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise OptionError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def own_limits(graph: bytes) -> ArchiveLimits:
+    """Limits that no archive of so many bytes exceeds: the caller's own is no attack."""
+    most = _INFLATED * len(graph)
+    return ArchiveLimits(
+        archive_bytes=len(graph), model_bytes=most, compression_ratio=_INFLATED, nodes=most
+    )
+
+
+def _graph_bytes(
+    model: ModelLike,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+) -> bytes:
+    if isinstance(model, bytes):
+        return model
+    if isinstance(model, str | Path):
+        try:
+            return Path(model).read_bytes()
+        except OSError as error:
+            raise ArchiveError(f"{model} cannot be read: {error.strerror or error}") from error
+    from autoshard.graph import export_model  # noqa: PLC0415  torch is slow to import
+
+    return export_model(model, args, dict(kwargs or {}))
+
+
+def _custom_rules(graph: bytes) -> list[dict[str, Any]]:
+    """Rules of the graph's operators that are not torch's, if they are registered here."""
+    limits = own_limits(graph)
+    if operator_namespaces(graph, limits=limits) <= _OF_TORCH:
+        return []
+    try:
+        program = load_graph(graph, limits=limits)
+    except GraphError:
+        return []  # the service says what is wrong with it
+    from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
+
+    found = discover(program, aten=False)
+    for finding in found.findings:
+        if finding.rule is None:
+            _log.warning("%s runs whole on every rank: %s", finding.operator, finding.reason)
+    return rules_to_json(found.graph.rules)

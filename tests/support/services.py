@@ -1,0 +1,43 @@
+"""Services on real sockets, and a small program for them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
+from time import sleep
+from typing import Any
+
+import torch
+import uvicorn
+
+from autoshard_server import Executor, Settings, create_app
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(16, 32)
+        self.down = torch.nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        down: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return (down * scale).sum()
+
+
+@contextmanager
+def serving(executor: Executor, **settings: Any) -> Iterator[str]:
+    """A service in a thread; yields its address."""
+    given = {"store_url": "sqlite://", "num_workers": 1, "shutdown_grace": 0, **settings}
+    app = create_app(Settings(**given), executor=executor)
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=5)
+    )
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
