@@ -106,8 +106,8 @@ class Local(Talk):
             yield from self._await(job, on_progress)
             if job.failure is not None:
                 raise job.failure
-        plan = job.status().get_plan() if job.done.is_set() else None
-        return PlanResult(plan, cached, job.id, source="local")
+            return PlanResult(job.status().get_plan(), cached, job.id, source="local")
+        return PlanResult(job.status().plan, cached, job.id, source="local")
 
     def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Conversation[Plan]:
         """As `Talk.get_plan`."""
