@@ -141,19 +141,26 @@ def prove(container: Container) -> list[tuple[str, str]]:
         expect(status != 0, f"{path} can be written")
         rows.append((f"`touch {path.rstrip('/')}/x`", said.rpartition(": ")[2]))
     command = [*settings["Entrypoint"], *settings["Cmd"]]
+    status, said = container.output(*command)
+    expect(status != 0 and "no API key" in said, "it starts without a key")
+    rows.append((f"`{shlex.join(command)}`", "refuses to start: there is no API key"))
+    status, said = container.output(*settings["Entrypoint"], "keys", "create", "prove")
+    key = next((word for word in said.split() if word.startswith("autoshard_")), "")
+    expect(status == 0 and key != "", f"no key can be made: {said}")
+    rows.append(("`autoshard keys create prove`", "a key"))
     with container.start(command, stderr=subprocess.PIPE) as service:
         try:
-            rows += ask(container, archive)
+            rows += ask(container, archive, key)
         finally:
             ended_by_term(service)
         log = service.stderr.read() if service.stderr is not None else ""
     expect("Application shutdown complete" in log, f"it did not end in peace:\n{log}")
-    return [("command", f"`{shlex.join(command)}`"), *rows, ("SIGTERM", "shut down in peace")]
+    return [*rows, ("SIGTERM", "shut down in peace")]
 
 
-def ask(container: Container, archive: bytes) -> list[tuple[str, str]]:
+def ask(container: Container, archive: bytes, key: str) -> list[tuple[str, str]]:
     """Health and a plan, over HTTP."""
-    with Client(f"http://127.0.0.1:{PORT}") as client:
+    with Client(f"http://127.0.0.1:{PORT}", api_key=key, cache=False) as client:
         start = time.perf_counter()
         wait_until_ready(client)
         ready = time.perf_counter() - start

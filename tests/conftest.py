@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
 from benchmarks.faults.postgres import Cluster, binaries, running_cluster
 
 # Reproducible examples, and no deadline: the first example pays for imports.

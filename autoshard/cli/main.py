@@ -11,6 +11,7 @@ from autoshard.cli import cache as cache_commands
 from autoshard.cli import exports, keys, options, runs
 from autoshard.cli.output import console, errors, marked, read_plan, reported
 from autoshard.cli.programs import as_planned, read_program
+from autoshard.cli.remote import plan_remotely
 from autoshard.cli.render import (
     render_candidates,
     render_coverage,
@@ -98,32 +99,37 @@ def plan(
     no_cache: options.NoCache = False,
     imports: options.Import = None,
     no_discover: options.NoDiscover = False,
+    server: options.Server = None,
     output: options.Output = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
     with reported():
-        found = make_plan(
-            _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache),
-            _mesh(mesh, axes, topology, intra_bandwidth, inter_bandwidth),
-            read_options(
-                mode=mode,
-                optimizer=optimizer,
-                master_weights=master_weights,
-                state_dtype=state_dtype,
-                memory=memory,
-                reconversion=reconversion,
-                checkpointing=checkpointing,
-                overlap=overlap,
-                time_limit=time_limit,
-                algo=algo,
-                pins=pin or (),
-                forbid=forbid or (),
-                batch_axis=batch_axis,
-                skip_fully_replicated=skip_fully_replicated,
-            ),
-            tables=_shelf(cache, "blocks", closed=no_cache),
+        devices = _mesh(mesh, axes, topology, intra_bandwidth, inter_bandwidth)
+        asked = read_options(
+            mode=mode,
+            optimizer=optimizer,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            memory=memory,
+            reconversion=reconversion,
+            checkpointing=checkpointing,
+            overlap=overlap,
+            time_limit=time_limit,
+            algo=algo,
+            pins=pin or (),
+            forbid=forbid or (),
+            batch_axis=batch_axis,
+            skip_fully_replicated=skip_fully_replicated,
         )
+        if server:
+            found = plan_remotely(
+                server, graph, devices, asked, modules=imports or (), discover=not no_discover
+            )
+        else:
+            program = _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache)
+            tables = _shelf(cache, "blocks", closed=no_cache)
+            found = make_plan(program, devices, asked, tables=tables)
         _write(found, output)
     if json:
         sys.stdout.write(found.to_json() + "\n")

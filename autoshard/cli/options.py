@@ -95,4 +95,13 @@ NoDiscover = Annotated[
         "cut: they run whole.",
     ),
 ]
+Server = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        envvar="AUTOSHARD_SERVER",
+        help="Address of a planning service that makes the plan, such as http://planner:8000; "
+        "without it, it is made here.",
+    ),
+]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the plan.")]

@@ -32,11 +32,7 @@ def read_program(
         GraphError: the archive cannot be read, or holds an operator that cannot be planned.
         OptionError: a module cannot be imported.
     """
-    for module in modules:
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise OptionError(f"--import {module}: {error}") from error
+    import_modules(modules)
     graph = load_graph(path)
     if not discover or all(has_rule(node.operator) or not node.inputs for node in graph.nodes):
         return graph
@@ -47,6 +43,19 @@ def read_program(
         if finding.rule is None:
             report(f"{finding.operator} runs whole on every rank: {finding.reason}")
     return found.graph
+
+
+def import_modules(modules: Sequence[str]) -> None:
+    """Import modules that register operators.
+
+    Raises:
+        OptionError: one cannot be imported.
+    """
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise OptionError(f"--import {module}: {error}") from error
 
 
 def as_planned(path: Path, plan: Plan) -> Graph:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from autoshard.cli import options
 from autoshard.cli.output import console, errors, read_plan, reported
+from autoshard.cli.remote import fetched_plan
 from autoshard.cli.render_runs import render_calibration, render_profile, render_simulation
 from autoshard.cli.texts import read_sizes
 from autoshard.errors import LaunchError, OptionError
@@ -47,11 +49,15 @@ PASSED_ON = {
 
 
 def launch(context: typer.Context) -> None:
-    """Run a program on the devices of a plan: --plan plan.json [torchrun's options] PROGRAM."""
+    """Run a program on the devices of a plan: --plan plan.json [torchrun's options] PROGRAM.
+
+    The plan may also be an id or an address of a service (http://HOST:PORT/v1/plans/ID); where the
+    service is down, a plan that was fetched or asked for here before is used.
+    """
     from autoshard.runtime.launch.command import run_command  # noqa: PLC0415  it needs torch
 
-    with _ranks_reported():
-        run_command(context.args)
+    with _ranks_reported(), TemporaryDirectory(prefix="autoshard-plan-") as folder:
+        run_command(context.args, find=lambda text: fetched_plan(text, Path(folder)))
 
 
 def calibrate(

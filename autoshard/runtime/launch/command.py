@@ -2,7 +2,7 @@
 
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,12 +20,13 @@ _PER_NODE_VARIABLE = "PET_NPROC_PER_NODE"
 """What torchrun reads where its option is not given."""
 
 
-def run_command(arguments: Sequence[str]) -> None:
+def run_command(arguments: Sequence[str], *, find: Callable[[str], Path] = Path) -> None:
     """Launch a program on the devices of a plan; returns when all ranks are done.
 
     Args:
         arguments: of the command line: own options, those of torchrun, the program and its own
             arguments.
+        find: the file of a plan, as `--plan` names it.
 
     Raises:
         OptionError: options contradict each other.
@@ -34,7 +35,7 @@ def run_command(arguments: Sequence[str]) -> None:
         SystemExit: the arguments cannot be read, or ask for help.
     """
     options = _parser().parse_args(list(arguments))
-    path = options.plan.resolve()
+    path = find(options.plan).resolve()
     try:
         plan = Plan.from_json(path.read_bytes())
     except PlanError as error:
@@ -79,7 +80,11 @@ def _parser() -> ArgumentParser:
         "default all ranks run on this machine. In the program, autoshard.launched() gives the "
         "plan and the device mesh."
     )
-    parser.add_argument("--plan", type=Path, required=True, help="A plan of `autoshard plan -o`.")
+    parser.add_argument(
+        "--plan",
+        required=True,
+        help="A plan of `autoshard plan -o`; or its id or address at a planning service.",
+    )
     parser.add_argument(
         "--nproc", dest="nproc_per_node", help="Processes on this machine, as --nproc-per-node."
     )

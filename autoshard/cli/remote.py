@@ -1,0 +1,117 @@
+"""Plans from a service: asked for with a progress bar, or fetched at launch."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from autoshard.cli.output import errors
+from autoshard.cli.programs import import_modules
+from autoshard.cli.render import milliseconds
+from autoshard.client import Client, JobProgress
+from autoshard.client.effects import OnProgress
+from autoshard.errors import OptionError
+from autoshard.mesh import Mesh
+from autoshard.plan import Plan, PlanOptions
+
+SERVER_VARIABLE = "AUTOSHARD_SERVER"
+
+_PLAN_ID = re.compile(r"[0-9a-f]{64}")
+_PLAN_URL = re.compile(r"(?P<server>https?://.+?)/v1/plans/(?P<id>[0-9a-f]{64})/?")
+
+
+def plan_remotely(
+    server: str,
+    graph: Path,
+    mesh: Mesh,
+    options: PlanOptions,
+    *,
+    modules: Sequence[str] = (),
+    discover: bool = True,
+) -> Plan:
+    """The plan of a graph, made by a service, or kept here from an earlier time.
+
+    Raises:
+        OptionError: a module cannot be imported, or the API key not be read.
+        GraphError: the graph cannot be read.
+        ServiceError: the service does not answer, or refuses.
+    """
+    import_modules(modules)
+    with Client(server) as client, _bar() as hear:
+        result = client.request_plan(
+            graph, mesh=mesh, options=options, discover=discover, on_progress=hear
+        )
+    assert result.plan is not None, "asked to wait for it"
+    origin = {
+        "service": "the service had it" if result.cached else "the service made it",
+        "offline": "the service does not answer; this plan was kept on this machine",
+        "local": "made in this process",
+    }
+    errors.print(f"[bold]plan:[/] {origin[result.source]}", highlight=False)
+    return result.plan
+
+
+def fetched_plan(text: str, folder: Path) -> Path:
+    """The file of a plan: its path, or where its id or address leads, written to a folder.
+
+    Raises:
+        OptionError: an id without a server to ask.
+        ServiceError: the service has no such plan; or it does not answer, and none is kept.
+    """
+    found = _PLAN_URL.fullmatch(text)
+    if found is None and not _PLAN_ID.fullmatch(text):
+        return Path(text)
+    server, plan_id = (found["server"], found["id"]) if found else (_server(text), text)
+    with Client(server) as client:
+        plan = client.get_plan(plan_id)
+    path = folder / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    return path
+
+
+def _server(plan_id: str) -> str:
+    server = os.environ.get(SERVER_VARIABLE)
+    if not server:
+        raise OptionError(
+            f"--plan {plan_id[:12]}... is the id of a plan: set {SERVER_VARIABLE} to the address "
+            f"of the service that has it, or give the address http://HOST:PORT/v1/plans/ID"
+        )
+    return server
+
+
+@contextmanager
+def _bar() -> Iterator[OnProgress]:
+    """A progress bar on stderr that fills as the gap closes; gone when all is done."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task("asking", total=None, figures="")
+
+        def hear(job: JobProgress) -> None:
+            known = job.gap is not None
+            progress.update(
+                task,
+                description=job.phase,
+                total=1.0 if known else None,
+                completed=max(0.0, 1.0 - job.gap) if job.gap is not None else 0.0,
+                figures=figures_of(job),
+            )
+
+        yield hear
+
+
+def figures_of(job: JobProgress) -> str:
+    """What is known of a job's plan: the best so far, the bound, the gap between them."""
+    figures = {"best": job.incumbent, "bound": job.bound}
+    known = [f"{name} {milliseconds(s)}" for name, s in figures.items() if s is not None]
+    if job.gap is not None:
+        known.append(f"gap {job.gap:.2%}")
+    return ", ".join(known)
