@@ -25,19 +25,15 @@ rarely of use, so they are offered only for tensors of which the caller says so.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, pairwise
 from math import prod
 
-from autoshard.layouts import AxisType, I, Layout, P, R, S, cuts_unevenly, largest_share, reduced
+from autoshard.layouts import AxisType, I, Layout, P, R, S, cuts_unevenly, largest_share
 from autoshard.rules.halo import NO_HALO, Halo
+from autoshard.rules.pieces import Pieces, within_pieces
 from autoshard.rules.reduction import NO_REDUCTIONS, InnerCollective, Reductions
 
 Dims = tuple[tuple[str, ...], ...]
 """The letters of each dim of one tensor, major first; () for a dim of size 1."""
-
-Pieces = tuple[tuple[int, str | None], ...]
-"""What lies in a dim one after the other: relative size, and the letter of a dim that is this
-piece alone, if there is one."""
 
 Chunked = Sequence[Collection[AxisType]]
 """The types with chunks that each tensor of a call can have, inputs before outputs; empty where
@@ -222,24 +218,11 @@ def _cut_chunks(
     cut = {letter: chunks}
     if letter in rule.pieces:
         pieces = rule.pieces[letter]
-        within = _within_pieces(chunks, [size for size, _ in pieces])
+        within = within_pieces(chunks, [size for size, _ in pieces])
         if within is None:
             return None
         cut |= {piece: own for (_, piece), own in zip(pieces, within, strict=True) if piece}
     return _cut_types(rule, cut, letter, chunked)
-
-
-def _within_pieces(chunks: Sequence[int], pieces: Sequence[int]) -> list[tuple[int, ...]] | None:
-    """The chunks of each piece; None where one lies across the end of a piece."""
-    whole, total = sum(pieces), sum(chunks)
-    ends = [end * whole for end in accumulate(chunks)]
-    bounds = [0, *(end * total for end in accumulate(pieces))]
-    if not set(ends).issuperset(bounds[1:]):
-        return None
-    return [
-        reduced([size for size, end in zip(chunks, ends, strict=True) if first < end <= last])
-        for first, last in pairwise(bounds)
-    ]
 
 
 def _cut_types(

@@ -8,8 +8,9 @@ from autoshard.errors import SchemaError
 from autoshard.graph import Tensor
 from autoshard.layouts import reduced
 from autoshard.rules.call import Call
+from autoshard.rules.pieces import Pieces
 from autoshard.rules.reduction import NO_REDUCTIONS, Reductions
-from autoshard.rules.rule import Dims, OperatorRule, Pieces, lone_letters
+from autoshard.rules.rule import Dims, OperatorRule, lone_letters
 
 Shape = Sequence[int]
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from autoshard.errors import PlanError
 from autoshard.layouts import S
 from autoshard.rules import InnerCollective, Operation, rule_for, strategies
 
@@ -295,3 +296,17 @@ def test_an_axis_knows_its_own_neighbours_only(example: MakeExample) -> None:
     chunked = [[S(2, (1, 1))], [], [S(2, (1, 1))]]
     found = strategies(rule, (2,), chunked=chunked)
     assert not any(t.chunks for s in found for t in s.inputs[0].types)
+
+
+@pytest.mark.parametrize("rows", [9, 3], ids=["odd", "short slices"])
+def test_sizes_that_came_later_are_refused_where_slices_do_not_fit(
+    rows: int, example: MakeExample, simulation: Callable[..., Any]
+) -> None:
+    """A plan may run at other sizes than those that it was made for."""
+    weights = {"weight": real(1, 1, 5, 1), "stride": [1, 1], "padding": [2, 0]}
+    if rows > 3:
+        weights = {"weight": real(1, 1, 3, 1), "stride": [2, 1], "padding": [1, 0]}
+    planned, given = (example(CONV2D, input=real(1, 1, size, 1), **weights) for size in (12, rows))
+    (cut,) = (s for s in strategies(rule_for(planned.call), (3,)) if s.inputs[0].types == (S(2),))
+    with pytest.raises(PlanError, match="choose sizes that strides and ranks divide"):
+        simulation(given, cut, (3,)).run_rank((0,), given.values)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autoshard.errors import PlanError
 from autoshard.runtime.exchange import Received
 from autoshard.runtime.local_node import LocalNode, Ranks
 
@@ -44,23 +45,33 @@ class Borders:
 
     @classmethod
     def of(
-        cls, local: LocalNode, edges: Sequence[tuple[int, int]], fill: float | None = 0.0
+        cls,
+        local: LocalNode,
+        edges: Sequence[tuple[int, int]],
+        ratios: Sequence[tuple[int, int]],
+        fill: float | None = 0.0,
     ) -> "Borders | None":
         """The borders of the last dims of the first input; None where it is cut in none of them.
 
         Args:
             local: the operator.
             edges: what a slice of each of these dims lacks before and behind it.
+            ratios: of the places that are read to those that are made.
             fill: the number beyond the ends.
+
+        Raises:
+            PlanError: slices are too short, or not what the operator makes of each other, as
+                may be at other sizes than those that the plan was made for.
         """
         found = []
         rank = len(local.input_shapes[0])
-        for i, (before, after) in enumerate(edges):
+        for i, ((before, after), ratio) in enumerate(zip(edges, ratios, strict=True)):
             dim = i - len(edges)
             axes = local.axes_cutting((rank + dim,))
             if axes and (before or after):
                 (axis,) = axes
                 found.append(Border(dim, axis, before, after))
+                _check(local, found[-1], ratio)
         return cls(tuple(found), local.place.ranks, fill) if found else None
 
     def cuts(self, dim: int) -> bool:
@@ -142,6 +153,17 @@ class Borders:
             place.copy_(end.expand_as(place))
         else:
             place.fill_(self.fill)
+
+
+def _check(local: LocalNode, border: Border, ratio: tuple[int, int]) -> None:
+    size, made = (shapes[0][border.dim] for shapes in (local.input_shapes, local.output_shapes))
+    reads, makes = ratio
+    if size * makes != made * reads or size < max(border.before, border.after):
+        raise PlanError(
+            f"node {local.node.name!r} cannot make slices of {made} places of slices of {size}, "
+            f"with {border.before} places from before and {border.after} from behind; choose "
+            f"sizes that strides and ranks divide, or plan for these"
+        )
 
 
 def _last(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:

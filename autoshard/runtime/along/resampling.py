@@ -27,7 +27,7 @@ def bind_interpolation(local: LocalNode) -> LocalKernel | None:
     scales = [float(factor) for factor in factors if isinstance(factor, (int, float))]
     reach = interpolation_reach(packet)
     edges = [(reach, reach) if scale != 1 else (0, 0) for scale in scales]
-    borders = Borders.of(local, edges, fill=None)
+    borders = Borders.of(local, edges, [(1, int(scale)) for scale in scales], fill=None)
     if borders is None:
         return None
     interpolation = _Interpolation(borders, packet, tuple(scales), reach)

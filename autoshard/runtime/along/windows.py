@@ -74,7 +74,9 @@ class _Convolution:
         windows = convolution_windows(node, local.shapes[1][2:])
         rank = len(windows)
         borders = Borders.of(
-            local, [w.scattered() if transposed else w.gathered() for w in windows]
+            local,
+            [w.scattered() if transposed else w.gathered() for w in windows],
+            [(1, w.stride) if transposed else (w.stride, 1) for w in windows],
         )
         if borders is None:
             return None
@@ -204,7 +206,8 @@ def _bind_pool(
 ) -> LocalKernel | None:
     rank = int(local.node.operator.removesuffix("d.default")[-1])
     windows = pooling_windows(local.node, rank)
-    borders = Borders.of(local, [window.gathered() for window in windows], fill)
+    ratios = [(window.stride, 1) for window in windows]
+    borders = Borders.of(local, [window.gathered() for window in windows], ratios, fill)
     if borders is None:
         return None
     pool = _pool(local, borders, windows, is_mean=function is _AvgPooled)
