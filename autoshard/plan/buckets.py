@@ -13,7 +13,7 @@ here.
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.graph import Graph
+from autoshard.graph import Graph, find_blocks
 from autoshard.layouts import Action, Kind, parse_type
 from autoshard.plan.document import Conversion, PlannedStep, Stage, Use
 from autoshard.plan.memory.spans import checkpoint_spans, readers_inside
@@ -67,7 +67,8 @@ def buckets_of(stage: Stage, graph: Graph) -> tuple[Bucket, ...]:
     A conversion is in one if it makes a parameter whole, and no other one of the parameter
     comes before it. Inside a checkpoint none is: its conversions run once more with it.
 
-    Whatever gathers begins when the gather before it is read, so that one bucket is gathered
+    What runs again is together with what the same repetition of a block reads. Whatever gathers
+    begins when the gather before it is read, so that one bucket is gathered
     ahead; what only reduces gradients begins with the program.
 
     Raises:
@@ -77,6 +78,7 @@ def buckets_of(stage: Stage, graph: Graph) -> tuple[Bucket, ...]:
     insides = readers_inside(graph, stage, spans)
     starts = {number: span.start for span in spans for number in span}
     shared = {c.value for c in stage.conversions if c.consumer is None}
+    blocks = _blocks(graph) if any(c.again for c in stage.conversions) else {}
     found: list[tuple[int, int, Conversion, Hashable]] = []
     parameters = {placed.name for placed in stage.parameters}
     for order, (conversion, inside) in enumerate(zip(stage.conversions, insides, strict=True)):
@@ -84,7 +86,9 @@ def buckets_of(stage: Stage, graph: Graph) -> tuple[Bucket, ...]:
         key = _key(conversion, stage, graph)
         if conversion.value in parameters and own and inside is None and key is not None:
             reader = _first_reader(conversion, graph)
-            found.append((starts.get(reader, reader), order, conversion, key))
+            # What runs again does so for memory: only what a block needs is made at one time.
+            block = blocks.get(reader, -1) if conversion.again else None
+            found.append((starts.get(reader, reader), order, conversion, (key, block)))
     found.sort(key=lambda entry: entry[:2])
     return tuple(_beginning(_packed([(r, c, key) for r, _, c, key in found], graph)))
 
@@ -103,6 +107,12 @@ def _key(conversion: Conversion, stage: Stage, graph: Graph) -> Hashable | None:
         chain.append((step.axis, source.kind, step.forward, step.backward))
     tensor = graph.values[conversion.value]
     return (*chain, conversion.again, tensor.dtype, tensor.requires_grad) if chain else None
+
+
+def _blocks(graph: Graph) -> dict[int, int]:
+    """The repetition of a block that each node is in."""
+    repetitions = (nodes for block in find_blocks(graph) for nodes in block.instances())
+    return {node: number for number, nodes in enumerate(repetitions) for node in nodes}
 
 
 def _first_reader(conversion: Conversion, graph: Graph) -> int:

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
-from autoshard.runtime.conversions import by_chunk, by_rank
+from autoshard.runtime.chunks import by_chunk, by_rank
+from autoshard.runtime.conversions import bind_steps
 
 Tensors = Sequence[torch.Tensor]
 Shapes = Sequence[torch.Size]
@@ -71,9 +72,17 @@ class BucketSteps:
     Args:
         bucket: of a stage.
         mesh: carries the process group of each axis by name.
+        shapes: global shape of each tensor.
+
+    Attributes:
+        separate: for each conversion the functions that run it by itself.
     """
 
-    def __init__(self, bucket: Bucket, mesh: DeviceMesh) -> None:
+    def __init__(self, bucket: Bucket, mesh: DeviceMesh, shapes: Sequence[Sequence[int]]) -> None:
+        self.separate = tuple(
+            bind_steps(conversion.steps, mesh, shape)
+            for conversion, shape in zip(bucket.conversions, shapes, strict=True)
+        )
         self._steps: list[_Reduce | _Gather] = []
         for steps in zip(*(conversion.steps for conversion in bucket.conversions), strict=True):
             group = mesh.get_group(steps[0].axis)

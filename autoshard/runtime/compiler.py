@@ -63,7 +63,7 @@ class Compiler:
         self._placed = {placed.name: placed for placed in stage.nodes}
         self._conversions = {c.use: c for c in stage.conversions}
         self._waiting = list(buckets_of(stage, graph)) if bucketed else []
-        self._begun: dict[Use, tuple[Bucket, int]] = {}
+        self._begun: dict[Use, tuple[Bucket, BucketSteps, int]] = {}
         self._converted: dict[Use, int] = {}
 
     def compile(self) -> None:
@@ -201,15 +201,19 @@ class Compiler:
         for bucket in begins:
             crossing = self._new_slot()
             sources = tuple(self._slots[conversion.value] for conversion in bucket.conversions)
-            steps = BucketSteps(bucket, self._mesh)
+            shapes = [self._graph.values[c.value].shape for c in bucket.conversions]
+            steps = BucketSteps(bucket, self._mesh, shapes)
             self.instructions.append(Begin(reads=sources, targets=(crossing,), steps=steps))
-            self._begun.update((use, (bucket, crossing)) for use in bucket.uses)
+            begun = bucket, steps, crossing
+            self._begun.update((use, begun) for use in bucket.uses)
 
-    def _end_bucket(self, bucket: Bucket, crossing: int) -> None:
+    def _end_bucket(self, bucket: Bucket, steps: BucketSteps, crossing: int) -> None:
         for use in bucket.uses:
             self._converted[use] = self._new_slot()
         targets = tuple(self._converted[use] for use in bucket.uses)
-        self.instructions.append(End(reads=(crossing,), targets=targets, again=bucket.again))
+        self.instructions.append(
+            End(reads=(crossing,), targets=targets, steps=steps, again=bucket.again)
+        )
 
     def _add_conversion(self, conversion: Conversion) -> int:
         use = conversion.use

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import PlanError
 from autoshard.layouts import AxisType, Kind, largest_share, parse_type
 from autoshard.plan import PlannedStep
+from autoshard.runtime.chunks import by_chunk, by_rank
+from autoshard.runtime.traced import TracedStep
 
 LocalFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -155,8 +157,11 @@ class _Slice(torch.autograd.Function):
 def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> LocalFunction:
     before, after = _spmd_type(source), _spmd_type(target)
     num_ranks = group.size()
+    traced = TracedStep(source, target, group.group_name, num_ranks, group.rank())
 
     def run(tensor: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return traced(tensor)
         if target.chunks:
             tensor = by_rank(tensor, target, num_ranks)
         # Reductions of gradients run in the tensor's own dtype, as the plan counted them;
@@ -175,24 +180,6 @@ def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> Local
         return by_chunk(converted, source, num_ranks) if source.chunks else converted
 
     return run
-
-
-def by_rank(tensor: torch.Tensor, cut: AxisType, num_ranks: int) -> torch.Tensor:
-    """Chunks one after the other -> what is each rank's, one rank after the other."""
-    dim = cut.dim
-    unit = tensor.shape[dim] // sum(cut.chunks)
-    chunks = torch.split(tensor, [unit * size for size in cut.chunks], dim)
-    slices = [torch.unflatten(chunk, dim, (num_ranks, -1)) for chunk in chunks]
-    return torch.cat(slices, dim + 1).flatten(dim, dim + 1)
-
-
-def by_chunk(tensor: torch.Tensor, cut: AxisType, num_ranks: int) -> torch.Tensor:
-    """What is each rank's, one rank after the other -> chunks one after the other."""
-    dim = cut.dim
-    unit = tensor.shape[dim] // (num_ranks * sum(cut.chunks))
-    ranks = torch.unflatten(tensor, dim, (num_ranks, -1))
-    slices = torch.split(ranks, [unit * size for size in cut.chunks], dim + 1)
-    return torch.cat([chunk.flatten(dim, dim + 1) for chunk in slices], dim)
 
 
 def _spmd_type(axis_type: AxisType) -> object:

@@ -73,7 +73,7 @@ class Convert(Instruction):
         sources = (tensor,) if self.again else ()
         for convert in self.steps:
             tensor = convert(tensor)
-        if sources:
+        if sources and not torch.compiler.is_compiling():
             again.add(sources, (tensor,), self._convert)
         return (tensor,)
 
@@ -101,6 +101,8 @@ class Begin(Instruction):
         again: Reconversions,  # noqa: ARG002  likewise
     ) -> Sequence[Any]:
         """Start the first collective."""
+        if torch.compiler.is_compiling():
+            return (tuple(tensors),)
         crossing = Crossing(self.steps)
         crossing.begin(tensors)
         return (crossing,)
@@ -111,9 +113,11 @@ class End(Instruction):
     """Wait for the conversions of a bucket.
 
     Attributes:
+        steps: that all of them run.
         again: whether backward converts once more.
     """
 
+    steps: BucketSteps
     again: bool
 
     def run(
@@ -124,10 +128,22 @@ class End(Instruction):
     ) -> Sequence[Any]:
         """Wait for the first collective, and run the others."""
         (crossing,) = tensors
+        if torch.compiler.is_compiling():
+            return self._separately(crossing)
         assert isinstance(crossing, Crossing)
         converted = crossing.end()
         if self.again:
             again.add(crossing.sources, converted, crossing.convert)
+        return converted
+
+    def _separately(self, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Each conversion by itself; a compiler puts collectives together as it sees fit."""
+        converted = []
+        for source, steps in zip(sources, self.steps.separate, strict=True):
+            tensor = source
+            for convert in steps:
+                tensor = convert(tensor)
+            converted.append(tensor)
         return converted
 
 
@@ -191,6 +207,8 @@ class Recompute(Instruction):
         self, tensors: list[torch.Tensor], step: int, again: Reconversions
     ) -> Sequence[torch.Tensor]:
         """Run the instructions."""
+        if torch.compiler.is_compiling():
+            return self._run(count(), step, *tensors)
         # What enters is saved like the inputs of an operator: it may be converted again.
         with again.saving(tensors):
             # Random numbers follow from the step, not from the state of a generator.

@@ -231,6 +231,11 @@ class PlannedForward:
             PlanError: the arguments do not fit, or the step is recomputed by activation
                 checkpointing and would draw other random numbers.
         """
+        if self.program.is_random and torch.compiler.is_compiling():
+            raise PlanError(
+                "the planned model draws random numbers, which torch.compile cannot draw alike on "
+                "all ranks: export the model with dropout 0, or run it uncompiled"
+            )
         # While autograd runs, the thread belongs to a graph task.
         if self.program.is_random and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             raise PlanError(

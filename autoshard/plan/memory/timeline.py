@@ -221,9 +221,6 @@ class _Lives:
                 first = min((self._again[storage][0] for storage in needed), default=0)
                 for storage in needed:
                     self._again[storage] = first, self._again[storage][1]
-                    if len(instruction.uses) > 1:
-                        # What has arrived is taken apart.
-                        self._add("temporaries", first, first, self._nbytes[storage])
 
     def _hold(self, storage: int, until: int, checkpoint: int) -> None:
         """Keep a storage for a reader in backward, or what it is made of once more."""
