@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind
 from autoshard.layouts import Layout, R, to_placements
-from autoshard.plan import PlacedInput, PlacedOutput, Stage
+from autoshard.plan import PlacedInput, Stage
 from autoshard.runtime.local_node import Place
 from autoshard.runtime.slices import local_slice, own_shape
 from autoshard.runtime.trees import TreeSpec, read_spec
@@ -218,24 +218,27 @@ class Results:
     def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh) -> None:
         self._spec: TreeSpec | None = read_spec(graph.out_spec) if graph.out_spec else None
         self._mesh = mesh
-        self._cut: dict[int, PlacedOutput] = {
-            output.position: output
-            for output in stage.outputs
-            if not all(t.is_whole for t in Layout.parse(output.layout).types)
+        made = (graph.values[output.name] for output in graph.outputs if output.name is not None)
+        self._has_loss = any(tensor.requires_grad and not tensor.shape for tensor in made)
+        layouts = ((output, Layout.parse(output.layout)) for output in stage.outputs)
+        self._cut: dict[int, tuple[tuple[Any, ...], tuple[int, ...]]] = {
+            output.position: (tuple(to_placements(layout, tuple(mesh.shape))), output.shape)
+            for output, layout in layouts
+            if not all(t.is_whole for t in layout.types)
         }
 
     def nest(self, outputs: Sequence[Any]) -> Any:
         """The results of forward: a whole tensor is plain, one that is cut is a DTensor."""
         values = list(outputs)
-        for position, output in self._cut.items():
-            values[position] = self._distributed(values[position], output)
+        for position, (placements, shape) in self._cut.items():
+            local = values[position]
+            # A compiled backward does not take the lack of a DTensor's gradient.
+            if self._has_loss and torch.compiler.is_compiling():
+                local = local.detach()
+            values[position] = from_local(local, self._mesh, placements, shape)
         if self._spec is not None:
             return pytree.tree_unflatten(values, self._spec)
         return values[0] if len(values) == 1 else tuple(values)
-
-    def _distributed(self, local: torch.Tensor, output: PlacedOutput) -> DTensor:
-        placements = to_placements(Layout.parse(output.layout), tuple(self._mesh.shape))
-        return from_local(local, self._mesh, placements, output.shape)
 
 
 def from_local(

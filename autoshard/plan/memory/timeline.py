@@ -239,11 +239,12 @@ class _Lives:
 
     def _add_made_once_more(self) -> None:
         made_by = self._tape.made_by
+        at_work: dict[int, int] = {}  # when each conversion runs; those of a bucket do once
         for storage, (first, last) in self._again.items():
             self._add("temporaries", first, last, self._nbytes[storage])
-            self._add(
-                "temporaries", first, first, self._tape.instructions[made_by[storage]].working
-            )
+            at_work[made_by[storage]] = first
+        for maker, first in at_work.items():
+            self._add("temporaries", first, first, self._tape.instructions[maker].working)
         if not self._schedule.recompute:
             return
         last_reads = {
