@@ -67,8 +67,9 @@ def thin(stage: Stage) -> None:
             return
         stage.drop_hopeless({v: np.maximum(least[v], bounds[v]) for v in bounds})
         stage.reduce()
-        closed = 1.0 - (search.objective - search.bound) / gap if np.isfinite(gap) else 1.0
-        if closed < _NOTABLE and _num_strategies(stage) > (1.0 - _NOTABLE) * before:
+        closed = search.objective - search.bound <= (1.0 - _NOTABLE) * gap < np.inf
+        closed = closed or search.objective < np.inf == gap
+        if not closed and _num_strategies(stage) > (1.0 - _NOTABLE) * before:
             work *= _GROWTH
 
 
@@ -144,7 +145,7 @@ class _Part:
             middle = (low + high) // 2
             low, high = (middle, high) if self._fits(self._links[:middle]) else (low, middle)
         kept, rest = self._links[:low], self._links[low:]
-        size = -(-len(rest) // _LOTS)
+        size = max(1, -(-len(rest) // _LOTS))
         for start in range(0, len(rest), size):
             more = [*kept, *rest[start : start + size]]
             kept = more if self._fits(more) else kept

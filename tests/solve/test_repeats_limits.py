@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layered import layered, with_times
+from support.layered import edge, free_node, layered, with_times
 
-from autoshard.solve import Node, Problem, Status, Trail, minimum_usage, solve_problem
-from autoshard.solve.cuts import best_mixture, best_prices
+from autoshard.solve import Node, Problem, Repeat, Status, Trail, minimum_usage, solve_problem
+from autoshard.solve.cuts import best_mixture, best_prices, cheapest_mixture
 from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
+from autoshard.solve.repeats.condensed import Condensed
 from autoshard.solve.repeats.filling import Filling
 from autoshard.solve.repeats.runs import Run
 from autoshard.solve.repeats.switching import between
@@ -156,3 +157,53 @@ def test_cuts_meet_where_they_promise_most() -> None:
 
 def test_the_best_mixture_evens_out() -> None:
     assert best_mixture(np.array([[3.0, 0.0], [0.0, 1.0]])) == pytest.approx([0.25, 0.75])
+
+
+def test_a_mixture_keeps_limits_on_average() -> None:
+    """Half of what is dear and fits, half of what is cheap and does not."""
+    prices, excess = np.array([4.0, 1.0, 9.0]), np.array([[-1.0], [1.0], [-2.0]])
+    assert cheapest_mixture(prices, excess) == pytest.approx([0.5, 0.5, 0.0])
+
+
+def chain(num_groups: int, limit: float) -> Problem:
+    """Groups of one node: of two strategies, the cheap one takes 2 and the dear one 1."""
+    head, node = free_node(np.zeros(2)), Node(np.array([0.0, 1.0]), np.array([2.0, 1.0]), (0, 1))
+    edges = [edge(v, v + 1, np.zeros((2, 2))) for v in range(num_groups + 1)]
+    groups = tuple((v,) for v in range(1, num_groups + 1))
+    nodes = (head, *[node] * num_groups, free_node(np.zeros(2)))
+    return Problem(nodes, tuple(edges), usage_limit=limit, repeats=(Repeat(groups),))
+
+
+@pytest.mark.parametrize("limit", [7.5, 8.25])
+def test_a_group_cannot_be_switched_in_part(limit: float) -> None:
+    """Prices alone prove no more than that groups that are switched in part fill the room."""
+    problem = chain(6, limit)
+    _, search = told(problem)
+    assert search.objective == 12 - int(limit)
+    assert search.closed
+    assert search.statistics["repeats.branches"] > 0
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    num_layers=st.integers(2, 5),
+    num_inner=st.integers(1, 2),
+    num_hubs=st.integers(0, 1),
+)
+def test_the_last_group_may_be_priced_otherwise(
+    seed: int, num_layers: int, num_inner: int, num_hubs: int
+) -> None:
+    problem = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
+    rng, costs = np.random.default_rng(seed), [node.cost for node in problem.nodes]
+    for v in problem.repeats[0].instances[-1]:
+        costs[v] = rng.integers(0, 12, len(costs[v])) / 2
+    priced = tuple(replace(node, cost=c) for node, c in zip(problem.nodes, costs, strict=True))
+    condensed = Condensed(problem, find_runs(problem), check=lambda: None)
+    if not condensed.worthwhile:
+        return
+    answer = condensed.minimise(costs, {})
+    other = replace(problem, nodes=priced, repeats=())
+    assert answer is not None
+    assert answer.value == pytest.approx(solve_problem(other).objective)
+    assert other.objective(answer.choice) == pytest.approx(answer.value)
