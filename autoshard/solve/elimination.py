@@ -125,12 +125,11 @@ class Elimination:
         """Find an order and its tables; None where they would be too large.
 
         Args:
-            network: what to minimise; usage terms are ignored.
+            network: its usage terms are ignored.
             most_work: largest number of additions of one evaluation.
             keep: variables that are not eliminated; `joint_table` is over them.
             extra: prices beside the network's own.
-            order: the variables in the order of their elimination; by default the one that is
-                cheapest to eliminate comes next.
+            order: of elimination; by default what is cheapest to eliminate comes next.
             check: called now and then; raises to stop.
         """
         plan = cls(network, extra)
@@ -148,37 +147,41 @@ class Elimination:
             for v in factor.scope:
                 if v not in keep:
                     member[v].add(f)
-        heap: list[tuple[float, int]] = []
-        if order is None:
-            heap = [(self._estimate(v, member[v]), v) for v in member]
-            heapq.heapify(heap)
-        given = iter(order or ())
+        if order is not None:
+            return all(self._remove(v, member, most_work, check) is not None for v in order)
+        heap = [(self._estimate(v, member[v]), v) for v in member]
+        heapq.heapify(heap)
         while member:
-            if order is None:
-                estimate, v = heapq.heappop(heap)
-                if v not in member or estimate != self._estimate(v, member[v]):
-                    continue
-            else:
-                v = next(given)
-            check()
-            inputs = member.pop(v)
-            if len({w for f in inputs for w in self._factors[f].scope}) > _MOST_AXES:
+            estimate, v = heapq.heappop(heap)
+            if v not in member or estimate != self._estimate(v, member[v]):
+                continue
+            around = self._remove(v, member, most_work, check)
+            if around is None:
                 return False
-            bucket = self._bucket(v, sorted(inputs))
-            size = prod(bucket.shape[1:])
-            self.work += size * bucket.shape[0] * len(inputs)
-            self.entries += size
-            if size > MOST_ENTRIES or self.entries > MOST_MEMORY or self.work > most_work:
-                return False
-            self._buckets.append(bucket)
-            for w in self._factors[bucket.output].scope:
-                if w in keep:
-                    continue
-                member[w] -= inputs
-                member[w].add(bucket.output)
-                if order is None:
-                    heapq.heappush(heap, (self._estimate(w, member[w]), w))
+            for w in around:
+                heapq.heappush(heap, (self._estimate(w, member[w]), w))
         return True
+
+    def _remove(
+        self, v: int, member: dict[int, set[int]], most_work: float, check: Callable[[], None]
+    ) -> list[int] | None:
+        """Eliminate a variable; give those whose factors change, or None if it is too much."""
+        check()
+        inputs = member.pop(v)
+        if len({w for f in inputs for w in self._factors[f].scope}) > _MOST_AXES:
+            return None
+        bucket = self._bucket(v, sorted(inputs))
+        size = prod(bucket.shape[1:])
+        self.work += size * bucket.shape[0] * len(inputs)
+        self.entries += size
+        if size > MOST_ENTRIES or self.entries > MOST_MEMORY or self.work > most_work:
+            return None
+        self._buckets.append(bucket)
+        around = [w for w in self._factors[bucket.output].scope if w in member]
+        for w in around:
+            member[w] -= inputs
+            member[w].add(bucket.output)
+        return around
 
     def _estimate(self, v: int, inputs: set[int]) -> float:
         """Upper estimate of the additions of eliminating a variable now."""

@@ -70,9 +70,7 @@ def _marks(sizes: Mapping[int, int], neighbours: Neighbours) -> dict[int, int]:
     return marks
 
 
-def _order(
-    sizes: Mapping[int, int], neighbours: Neighbours, shifts: Mapping[int, float]
-) -> Order:
+def _order(sizes: Mapping[int, int], neighbours: Neighbours, shifts: Mapping[int, float]) -> Order:
     around = {v: set(near) for v, near in neighbours.items()}
     weights = {v: log(size) for v, size in sizes.items()}
 

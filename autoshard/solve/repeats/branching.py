@@ -79,13 +79,14 @@ class Branching:
             if fruitless > _PATIENCE:
                 return
             bound, _, counts, prices = heapq.heappop(heap)
-            for new in self._branches(counts, points):
+            branches = self._branches(counts, points)
+            for new in branches:
                 search.count("repeats.branches")
                 proven, better = self._bound((*counts, new), points, prices)
                 if max(bound, proven) < search.cutoff:
                     entry = (max(bound, proven), next(order), (*counts, new), better)
                     heapq.heappush(heap, entry)
-            if not self._branched:
+            if not branches:
                 heapq.heappush(heap, (bound, next(order), counts, prices))
                 return
 
@@ -103,29 +104,32 @@ class Branching:
         return pricing.bound, best
 
     def _branches(self, counts: _Counts, points: Sequence[Point]) -> Sequence[Counted]:
-        """Two limits of a count, one of which every choice keeps, and the mixture neither."""
-        self._branched = True
+        """Two limits of a count, one of which every choice keeps, and the mixture neither.
+
+        Of all counts that are not whole in the mixture, the one that is furthest from it; of
+        equal ones, that of the place with the fewest strategies.
+        """
         pricing = Pricing(self._search, self._watch, self._minimise, counts=counts)
         pricing.points = list(points)
         costs = np.array([point.cost for point in points])
         shares = cheapest_mixture(costs, pricing.excesses(self._problem.usage_limit))
-        best: tuple[tuple[float, int], Counted] | None = None
-        used = np.flatnonzero(shares > 0)
+        mixed = [(float(shares[i]), points[i].choice) for i in np.flatnonzero(shares).tolist()]
+        best, found = (_WHOLE, 0), None
         for run in self._runs:
             for nodes in run.places.T:
                 size = self._problem.nodes[int(nodes[0])].num_strategies
                 have = np.zeros(size)
-                for i in used:
-                    have += shares[i] * np.bincount(points[i].choice[nodes], minlength=size)
-                part = have - np.floor(have)
-                apart = np.minimum(part, 1.0 - part)
+                for share, choice in mixed:
+                    have += share * np.bincount(choice[nodes], minlength=size)
+                apart = np.abs(have - np.rint(have))
                 strategy = int(apart.argmax())
-                key = (round(float(apart[strategy]), 6), -size)
-                if key[0] > _WHOLE and (best is None or key > best[0]):
-                    whole = int(np.floor(have[strategy]))
-                    best = key, Counted(nodes, strategy, whole, at_least=False)
-        if best is None:
-            self._branched = False
+                key = round(float(apart[strategy]), 6), -size
+                if key > best:
+                    best, found = key, (nodes, strategy, int(have[strategy]))
+        if found is None:
             return ()
-        most = best[1]
-        return (most, Counted(most.nodes, most.strategy, most.number + 1, at_least=True))
+        nodes, strategy, number = found
+        return (
+            Counted(nodes, strategy, number, at_least=False),
+            Counted(nodes, strategy, number + 1, at_least=True),
+        )
