@@ -15,13 +15,16 @@ import numpy as np
 
 from autoshard.solve.cuts import cheapest_mixture
 from autoshard.solve.problem import FloatArray, Problem
-from autoshard.solve.repeats.pricing import Counted, Point, Pricing
+from autoshard.solve.repeats.pricing import ASKED, Counted, Point, Pricing
 from autoshard.solve.repeats.runs import Run
 from autoshard.solve.repeats.solver import Minimise
 from autoshard.solve.repeats.watch import Watch
 from autoshard.solve.search import Search
 
-_MOST_BRANCHES = 60
+_MOST_BRANCHES = 30
+_MOST_PRICES = 100
+"""Prices that are asked for in all branches together, after which no other one is begun."""
+_PRICES_OF_ONE = 10
 _WHOLE = 1e-3
 """Share of a group that counts as rounding."""
 _WORTH = 0.02
@@ -66,6 +69,7 @@ class Branching:
             prices: of usage, at which the bound is proven.
         """
         search, order = self._search, numbers()
+        asked = search.statistics.get(ASKED, 0.0)
         heap: list[tuple[float, int, _Counts, FloatArray]] = [(bound, next(order), (), prices)]
         last, fruitless = search.objective - bound, 0
         for _ in range(_MOST_BRANCHES):
@@ -76,7 +80,7 @@ class Branching:
             gap = search.objective - least
             fruitless = 0 if gap < (1.0 - _WORTH) * last else fruitless + 1
             last = min(last, gap)
-            if fruitless > _PATIENCE:
+            if fruitless > _PATIENCE or search.statistics.get(ASKED, 0.0) - asked > _MOST_PRICES:
                 return
             bound, _, counts, prices = heapq.heappop(heap)
             branches = self._branches(counts, points)
@@ -99,7 +103,7 @@ class Branching:
         pricing.points = points
         # Prices of counts come first.
         start = np.insert(prices, len(counts) - 1, 0.0)
-        best = pricing.climb(limit, start, enough=search.cutoff)
+        best = pricing.climb(limit, start, enough=search.cutoff, most=_PRICES_OF_ONE)
         self._meet(pricing.nearest(best))
         return pricing.bound, best
 

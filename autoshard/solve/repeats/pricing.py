@@ -16,6 +16,8 @@ from autoshard.solve.repeats.solver import Minimise
 from autoshard.solve.repeats.watch import Watch
 from autoshard.solve.search import Search
 
+ASKED = "repeats.prices"
+"""Statistic of how often prices were asked for."""
 SAME = 1e-9
 """Relative difference that is taken for rounding."""
 _ROUNDING = 1e-13
@@ -154,7 +156,7 @@ class Pricing:
             a lower bound; None where the problem cannot be solved at these prices.
         """
         self._search.check()
-        self._search.count("repeats.prices")
+        self._search.count(ASKED)
         answer = self._minimise(self.priced(prices, nudge=nudge), slack)
         if answer is None or answer[1] is None:
             return None
@@ -176,7 +178,9 @@ class Pricing:
         """The prices at which the choices seen promise the best bound."""
         return self._target(limit, 0.0)[0]
 
-    def climb(self, limit: float, start: FloatArray, *, enough: float) -> FloatArray:
+    def climb(
+        self, limit: float, start: FloatArray, *, enough: float, most: int = _MOST_PRICES
+    ) -> FloatArray:
         """Prices with a good bound for weighted usage below a limit, by weights known then.
 
         A limit below the problem's own leaves room for what the weights do not see.
@@ -185,10 +189,11 @@ class Pricing:
             limit: the limit.
             start: prices to begin with where no choice has been seen.
             enough: bound at which to stop.
+            most: prices to ask for at most.
         """
         best, reached, stalled = np.zeros(0), -float("inf"), 0
         prices, asked = start, np.full(0, np.nan)
-        for _ in range(_MOST_PRICES):
+        for _ in range(most):
             if self.points:
                 best = self._padded(best)
                 target, promised = self._target(limit, _REACH * float(prices.max(initial=0.0)))
