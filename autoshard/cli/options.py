@@ -87,6 +87,14 @@ Import = Annotated[
         help="A Python module that registers operators of the model's own. Repeatable.",
     ),
 ]
+CustomOperator = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--custom-operator",
+        help="An operator, namespace::name, or a namespace, that the plan may call though it is "
+        "not of ATen. Repeatable.",
+    ),
+]
 NoDiscover = Annotated[
     bool,
     typer.Option(

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autoshard.cli import options
 from autoshard.cli.output import console, errors, read_plan, reported
+from autoshard.cli.programs import import_modules
 from autoshard.cli.remote import fetched_plan
 from autoshard.cli.render_runs import render_calibration, render_profile, render_simulation
 from autoshard.cli.texts import read_sizes
@@ -117,6 +118,8 @@ def profile_plan(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to measure; medians count.")] = 5,
     limit: Annotated[int, typer.Option(help="Most rows of the table.")] = 30,
+    modules: options.Import = None,
+    custom: options.CustomOperator = None,
 ) -> None:
     """Run a plan with made-up numbers, and show predicted beside measured times.
 
@@ -131,12 +134,15 @@ def profile_plan(
         if "WORLD_SIZE" not in os.environ:
             written = [] if output is None else ["--output", str(output)]
             counts = [f"--steps={steps}", f"--limit={limit}"]
+            own = [f"--import={name}" for name in modules or ()]
+            own += [f"--custom-operator={name}" for name in custom or ()]
             launcher.check_world(made, made.mesh.num_devices)
-            arguments = ["profile", str(plan), *counts, *written]
+            arguments = ["profile", str(plan), *counts, *own, *written]
             run_module("autoshard.cli", arguments, num_ranks=made.mesh.num_devices)
             return
         joined = launcher.join(made)
-        found = profile(joined, num_steps=steps)
+        import_modules(modules or ())
+        found = profile(joined, num_steps=steps, custom_operators=custom or ())
         if joined.rank == 0:
             if output is not None:
                 trace = chrome_trace(found.simulation, found.events)

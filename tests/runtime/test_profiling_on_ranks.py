@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from runtime.comparison import device_mesh
+from support import custom_operators
 from support.meshes import slow_devices
-from support.models import gpt2, small_graph
+from support.models import gpt2, graph_of, small_graph
 
+from autoshard.discovery import discover
+from autoshard.errors import PlanError
 from autoshard.plan import Event, Plan, PlanOptions, chrome_trace, make_plan
 from autoshard.runtime.launch import Launched
 from autoshard.runtime.profiling import profile
+from autoshard.runtime.profiling.step import rows_to_choose_from
 
 NUM_RANKS = 4
 
@@ -30,17 +34,23 @@ class Profiled:
     """A plan is profiled, and what was measured is what was predicted."""
 
     options: dict[str, Any]
+    custom: tuple[str, ...] = ()
     plan: Plan | None = None
 
     def prepare(self) -> None:
         mesh = slow_devices(dp=2, tp=2)
-        self.plan = make_plan(small_graph(gpt2), mesh, PlanOptions(**self.options))
+        own = discover(graph_of(custom_operators.mixer())).graph if self.custom else None
+        self.plan = make_plan(own or small_graph(gpt2), mesh, PlanOptions(**self.options))
 
     def __call__(self) -> None:
         made = self.plan
         assert made is not None
         mesh = device_mesh(made)
-        found = profile(Launched(made, mesh, torch.device("cpu")), num_steps=1)
+        launched = Launched(made, mesh, torch.device("cpu"))
+        if self.custom:
+            with pytest.raises(PlanError, match="custom_operators"):
+                profile(launched, num_steps=1)
+        found = profile(launched, num_steps=1, custom_operators=self.custom)
         predicted, measured = keys(found.simulation.events), keys(found.events)
         # Writing inputs to memory is the caller's.
         assert predicted - measured <= {("inputs", "inputs", None, "forward")}
@@ -61,6 +71,7 @@ CASES: dict[str, Profiled] = {
     "training": Profiled({"pins": PINS}),
     "inference": Profiled({"mode": "inference"}),
     "checkpoints": Profiled({"checkpointing": "always", "optimizer": "sgd"}),
+    "operators of its own": Profiled({"optimizer": "sgd"}, (custom_operators.NAMESPACE,)),
     "converted again": Profiled({"reconversion": "always", "pins": PINS, "optimizer": "none"}),
 }
 
@@ -69,3 +80,13 @@ CASES: dict[str, Profiled] = {
 @pytest.mark.parametrize("case", CASES)
 def test_on_ranks(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
+
+
+def test_ids_are_chosen_among_the_rows_of_their_table() -> None:
+    graph = small_graph(gpt2)
+    ids = {given.name: given.target for given in graph.inputs if given.target == "input_ids"}
+    tokens = [node for node in graph.nodes if node.inputs[1:] == tuple(ids)]
+    assert [node.operator for node in tokens] == ["aten.embedding.default"]
+    rows = graph.values[tokens[0].inputs[0]].shape[0]
+    assert rows > 1
+    assert rows_to_choose_from(graph).items() >= dict.fromkeys(ids, rows).items()

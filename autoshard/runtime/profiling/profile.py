@@ -1,12 +1,13 @@
 """Running steps of a plan with made-up numbers, and measuring what the plan predicts.
 
-A plan carries its program, so nothing else is needed: parameters and inputs are random numbers,
-indices and labels are zero. Each part is measured by itself (`autoshard.runtime.profiling.probe`).
+A plan carries its program, so nothing else is needed: parameters, inputs and token ids are random
+numbers, other indices and labels are zero. Each part is measured by itself
+(`autoshard.runtime.profiling.probe`).
 Ranks do not arrive at a collective together; the shortest time of all ranks is that of the
 last one to arrive, which waits for nobody. Of operators it is the median over ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -69,19 +70,29 @@ class Profile:
         return tuple(sorted(rows, key=lambda row: -max(row.predicted, row.measured)))
 
 
-def profile(launched: Launched, *, num_steps: int = 5, seed: int = 0) -> Profile:
+def profile(
+    launched: Launched,
+    *,
+    num_steps: int = 5,
+    seed: int = 0,
+    custom_operators: Collection[str] = (),
+) -> Profile:
     """Run steps of a plan on its ranks, and measure them.
 
     Args:
         launched: what this rank knows.
         num_steps: that are measured, after one to warm up; first whole, then in parts.
         seed: of the made-up numbers.
+        custom_operators: as `parallelize` takes them: a plan may come from elsewhere.
+
+    Raises:
+        PlanError: the plan calls an operator that may not be called.
     """
     plan, mesh = launched.plan, launched.device_mesh
     (stage,) = plan.stages
     timer = StepTimer(plan, launched.device)
     torch.manual_seed(seed)
-    whole = MadeUpStep(plan, mesh)
+    whole = MadeUpStep(plan, mesh, custom_operators=custom_operators)
     for _ in range(num_steps + 1):
         dist.barrier()
         with timer.step():

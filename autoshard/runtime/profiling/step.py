@@ -1,6 +1,6 @@
 """A step of a plan that needs nothing but the plan."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +18,39 @@ from autoshard.runtime.program import LocalProgram
 class MadeUpStep:
     """One step of a plan on this rank, on made-up tensors.
 
-    Parameters and inputs are random numbers, indices and labels are zero.
+    Parameters and inputs are random numbers; so are ids that choose rows of a table, for which
+    all ranks draw the same; other indices and labels are zero.
 
     Args:
         plan: carries its program.
         mesh: with the axes of the plan.
         bucketed: as `LocalProgram` takes it.
+        custom_operators: `namespace::name`, or a namespace, of operators that the plan may call
+            though they are not of ATen.
+
+    Raises:
+        PlanError: the plan calls an operator that may not be called.
 
     Attributes:
         program: what runs.
     """
 
-    def __init__(self, plan: Plan, mesh: DeviceMesh, *, bucketed: bool = True) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: DeviceMesh,
+        *,
+        bucketed: bool = True,
+        custom_operators: Collection[str] = (),
+    ) -> None:
         (stage,) = plan.stages
-        self.program = LocalProgram(stage, mesh, bucketed=bucketed)
+        self.program = LocalProgram(
+            stage, mesh, bucketed=bucketed, custom_operators=custom_operators
+        )
         self._training = plan.options.mode == "training"
         graph = self.program.graph
+        self._tables = rows_to_choose_from(graph)
+        self._ids = torch.Generator().manual_seed(0)
         self._inputs = [self._made_up(placed, graph) for placed in stage.inputs]
         trained = [
             tensor
@@ -73,8 +90,30 @@ class MadeUpStep:
         )
         shape = [sum(part.stop - part.start for part in parts) for parts in slices]
         dtype: torch.dtype = getattr(torch, placed.dtype)
+        if placed.name in self._tables:
+            # The whole is drawn, so that ranks with the same slice have the same ids.
+            seeded = torch.Generator().manual_seed(len(shape))
+            whole = torch.randint(self._tables[placed.name], tensor.shape, generator=seeded)
+            for dim, parts in enumerate(slices):
+                whole = torch.cat(
+                    [whole.narrow(dim, p.start, p.stop - p.start) for p in parts], dim
+                )
+            return whole.to(place.device, dtype)
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=place.device)
         # Variances among the buffers have to be positive.
         made = torch.rand(shape, device=place.device).mul_(0.02).add_(0.01).to(dtype)
         return made.requires_grad_(self._training and tensor.requires_grad)
+
+
+def rows_to_choose_from(graph: Graph) -> Mapping[str, int]:
+    """Inputs that are ids of rows, with the rows of the smallest table that they choose from."""
+    entering = {given.name for given in graph.inputs}
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.operator == "aten.embedding.default":
+            table, ids = node.inputs
+            rows = graph.values[table].shape[0]
+            if ids in entering and rows:
+                found[ids] = min(rows, found.get(ids, rows))
+    return found
