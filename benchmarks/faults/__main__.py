@@ -29,20 +29,32 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(SCENARIOS), help="not all")
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
     options = parser.parse_args()
-    how = caption(f"{options.jobs} different requests each")
-    rows, holds = [], True
+    how = caption(f"`python -m benchmarks.faults --jobs {options.jobs}`")
+    rows, holds = _rows_of(options.document), True
     with _cluster() as cluster:
         for name in options.only or SCENARIOS:
             row, sound = _row(SCENARIOS[name], cluster, options.jobs)
             sys.stdout.write(row)
             sys.stdout.flush()
-            rows.append(row)
+            rows[name] = row
             holds = holds and sound
-    if options.only is None:
-        text = options.document.read_text(encoding="utf-8")
-        table = f"{how}\n\n{_HEAD}{''.join(rows)}"
-        options.document.write_text(replace_table(text, "faults", table), encoding="utf-8")
+            _write(options.document, how, rows)
     return 0 if holds else 1
+
+
+def _rows_of(document: Path) -> dict[str, str]:
+    """Rows that are there, by their scenarios."""
+    lines = document.read_text(encoding="utf-8").splitlines(keepends=True)
+    named = ((name, f"| {scenario.__doc__} |") for name, scenario in SCENARIOS.items())
+    found = {name: [line for line in lines if line.startswith(start)] for name, start in named}
+    return {name: there[0] for name, there in found.items() if there}
+
+
+def _write(document: Path, how: str, rows: dict[str, str]) -> None:
+    text = document.read_text(encoding="utf-8")
+    ordered = "".join(rows[name] for name in SCENARIOS if name in rows)
+    changed = replace_table(text, "faults", f"{how}\n\n{_HEAD}{ordered}".rstrip())
+    document.write_text(changed, encoding="utf-8")
 
 
 def _row(scenario: Scenario, cluster: Cluster | None, num_jobs: int) -> tuple[str, bool]:

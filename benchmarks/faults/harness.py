@@ -226,7 +226,7 @@ class Settled:
     seconds: float
 
 
-def settle(asked: Asked, address: str, url: str, *, patience: float = 300.0) -> Settled:
+def settle(asked: Asked, address: str, url: str, *, patience: float = 1200.0) -> Settled:
     """Wait until all jobs have ended, and compare them with what is right.
 
     Args:

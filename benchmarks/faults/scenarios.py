@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ _JUMP = 6 * 3600
 _CLIENTS = 200
 _DISK_MEGABYTES = 24
 _FAKETIME = "libfaketime.so.1"
+_BEGUN = 0.2
+"""Seconds of a processor after which a solver certainly has its work."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def server_killed(place: Place) -> Outcome:
     asked, url = Asked(), place.sqlite
     with Service(url) as service:
         _post_all(asked, service.address, range(place.num_jobs))
-        await_ended(asked, service.address, place.num_jobs // 5)
+        await_ended(asked, service.address, max(1, place.num_jobs // 5))
         service.kill()
     with Service(url) as service:
         return Outcome(asked, settle(asked, service.address, url))
@@ -138,7 +140,7 @@ def database_gone(place: Place) -> Outcome:
     assert place.cluster is not None
     with Service(url) as service:
         _post_all(asked, service.address, range(place.num_jobs))
-        await_ended(asked, service.address, place.num_jobs // 5)
+        await_ended(asked, service.address, max(1, place.num_jobs // 5))
         place.cluster.stop()
         began = time.monotonic()
         asked.post(service.address, place.num_jobs)
@@ -159,7 +161,7 @@ def disk_full(place: Place) -> Outcome:
         url = f"sqlite:///{disk / 'store.sqlite3'}"
         with Service(url) as service:
             _post_all(asked, service.address, range(place.num_jobs))
-            await_ended(asked, service.address, place.num_jobs // 5)
+            await_ended(asked, service.address, max(1, place.num_jobs // 5))
             _fill(disk / "ballast")
             _post_all(asked, service.address, range(place.num_jobs, place.num_jobs + 5))
             _await(lambda: bool(service.events("store_unavailable")))
@@ -189,7 +191,7 @@ def clock_jumps(place: Place) -> Outcome:
     with Service(url, **fake) as service:
         _post_all(asked, service.address, range(place.num_jobs))
         for number, jump in enumerate((_JUMP, -_JUMP, 0)):
-            await_ended(asked, service.address, (number + 1) * place.num_jobs // 5)
+            await_ended(asked, service.address, (number + 1) * max(1, place.num_jobs // 5))
             offset.write_text(f"{jump:+d}s")
         settled = settle(asked, service.address, url)
         stamps = [line["timestamp"][:13] for line in service.events("job_finished")]
@@ -251,7 +253,7 @@ def _post_all(asked: Asked, address: str, numbers: range) -> None:
         asked.post(address, number)
 
 
-def _await(condition: Callable[[], bool], *, patience: float = 120.0) -> None:
+def _await(condition: Callable[[], bool], *, patience: float = 300.0) -> None:
     deadline = time.monotonic() + patience
     while not condition():
         if time.monotonic() > deadline:
@@ -271,9 +273,13 @@ def _runs(pid: int) -> bool:
 
 def _ray_workers(service: int) -> list[int]:
     """Actors below a service that have a solver with work."""
-    family = psutil.Process(service).children(recursive=True)
-    actors = [p for p in family if (p.cmdline() or [""])[0].startswith("ray::Host")]
-    return [p.pid for p in actors if any(c.cpu_times().user > 1 for c in p.children())]
+    found = []
+    for process in psutil.Process(service).children(recursive=True):
+        with suppress(psutil.Error):
+            is_waiting = process.cmdline()[:1] == ["ray::Host.receive"]
+            if is_waiting and any(c.cpu_times().user > _BEGUN for c in process.children()):
+                found.append(process.pid)
+    return found
 
 
 def _fill(path: Path) -> None:

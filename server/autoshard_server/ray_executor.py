@@ -157,6 +157,8 @@ def _connect(address: str, options: Mapping[str, Any]) -> None:
     # Ray wants SIGTERM for itself, but it is the service that decides how it ends.
     is_main = current_thread() is main_thread()
     previous = signal.getsignal(signal.SIGTERM)
+    if address == "local":
+        options = {"include_dashboard": False, **options}
     ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
     if is_main:
         signal.signal(signal.SIGTERM, previous)

@@ -12,7 +12,7 @@ from benchmarks.faults.scenarios import Place, Scenario, server_killed, worker_k
 def test_every_accepted_job_ends_once_and_right(
     scenario: Scenario, tmp_path: Path, postgres: Any
 ) -> None:
-    outcome = scenario(Place(tmp_path, postgres, 5))
+    outcome = scenario(Place(tmp_path, postgres, 4))
     assert outcome.holds, outcome
-    assert outcome.settled.right == len(outcome.asked.jobs) == 5
+    assert outcome.settled.right == len(outcome.asked.jobs) == 4
     assert outcome.settled.again >= 1

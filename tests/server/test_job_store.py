@@ -114,10 +114,18 @@ def test_a_full_queue_refuses_new_jobs_only(store: JobStore) -> None:
 ACTIONS = ("claim", "renew", "succeed", "fail", "cancel", "release")
 
 
+@pytest.fixture(scope="module")
+def in_memory() -> Iterator[JobStore]:
+    """One store for many histories, one after the other."""
+    made = make_store()
+    yield made
+    made._engine.dispose()
+
+
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(actions=st.lists(st.sampled_from(ACTIONS), max_size=8))
-def test_every_history_follows_the_table(actions: list[str]) -> None:
-    store = make_store()
+def test_every_history_follows_the_table(in_memory: JobStore, actions: list[str]) -> None:
+    store = in_memory
     job_id = submit(store)
     held = Claim(job_id, "plan", "p", "me", "{}", b"graph", {})
     before = JobState.QUEUED
@@ -139,7 +147,7 @@ def test_every_history_follows_the_table(actions: list[str]) -> None:
     assert job is not None
     outcomes = (store.result(job_id) is not None) + (job.error is not None)
     assert outcomes == int(job.state.done)
-    store._engine.dispose()
+    store.cancel(job_id)
 
 
 def test_a_worker_that_lost_its_job_cannot_touch_it(store: JobStore) -> None:
