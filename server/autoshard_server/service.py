@@ -1,6 +1,5 @@
 """The service behind the routes: it answers from the cache, or makes a job of it."""
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from autoshard_server.questions import Question, Task, check_graph_size, validat
 from autoshard_server.settings import Settings
 from autoshard_server.stores import open_stores
 from autoshard_server.tracing import carried_context
+from autoshard_server.waiting import Waiting
 from autoshard_server.workers import Workers
 
 Made = TypeVar("Made")
@@ -32,10 +32,6 @@ _QUESTIONS = "questions"
 
 _MAX_PARSERS = 2
 """Graphs read at once: reading holds the interpreter, and the other routes must answer."""
-
-_SHORTEST_LOOK = 0.02
-_LONGEST_LOOK = 0.25
-"""Seconds between looks at a job that somebody waits for: first, and in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +72,7 @@ class Service:
         self.jobs = self.stores.jobs
         self.hot = Hot(settings.hot_bytes)
         self._workers = Workers(self.stores, executor, settings)
+        self._waiting = Waiting(self.find, lambda: self.draining)
         self._parsers = anyio.CapacityLimiter(_MAX_PARSERS)
 
     def start(self) -> None:
@@ -192,13 +189,7 @@ class Service:
 
     async def wait(self, job: Job, seconds: float) -> Job:
         """The job when it is done, or as it is after so many seconds, or on shutdown."""
-        deadline = time.monotonic() + seconds
-        pause = _SHORTEST_LOOK
-        while not job.state.done and not self.draining and time.monotonic() < deadline:
-            await anyio.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_LOOK)
-            job = await self.find(job.id)
-        return job
+        return await self._waiting.wait(job, seconds)
 
     async def find(self, job_id: str) -> Job:
         """A job.
