@@ -144,6 +144,8 @@ def _parse_output(arg: object, symbols: Symbols) -> Output:
 def _parse_step(node: object, position: int, symbols: Symbols) -> Node | Region | None:
     """One operator; None where it only computes or asserts symbolic sizes."""
     operator = member(node, "target", str).removeprefix("torch.ops.")
+    if not all(operator.partition(".")):
+        raise SchemaError(f"'target' is {operator!r}, which is no operator's name")
     outputs = member(node, "outputs", list)
     names = tuple(_output_names(outputs))
     if operator in _ASSERTIONS or (outputs and not names):

@@ -318,3 +318,11 @@ def test_whatever_is_wrong_is_a_graph_error(
         owner[last] = value
     with suppress(GraphError):
         load_graph(json.dumps(model).encode())
+
+
+@pytest.mark.parametrize("target", ["", "relu", "torch.ops.", "torch.ops.relu", ".relu", "aten."])
+def test_an_operator_has_a_name_within_a_namespace(target: str) -> None:
+    document = program()
+    document["graph_module"]["graph"]["nodes"][0]["target"] = target
+    with pytest.raises(SchemaError, match="no operator"):
+        load_graph(json.dumps(document).encode())
