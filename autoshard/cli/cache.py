@@ -157,22 +157,22 @@ def import_cache(
 def _opened(folder: Path | None, store: str | None) -> Iterator[Cache]:
     """The folder or the database; what is wrong with it is told as what is wrong with input."""
     with reported():
-        try:
-            with closing(_open(folder, store)) as opened:
-                yield opened
-        except ExchangeError as error:
-            raise InputError(str(error)) from error
+        if store is None:
+            with _told(ExchangeError), closing(FolderCache(folder)) as found:
+                yield found
+            return
+        # A database library takes long to import.
+        from autoshard_solver_cache import SolverCache, StoreUnavailableError  # noqa: PLC0415
+
+        with _told(ExchangeError, StoreUnavailableError), closing(SolverCache(store)) as kept:
+            yield kept
 
 
-def _open(folder: Path | None, store: str | None) -> Cache:
-    if store is None:
-        return FolderCache(folder)
-    # A database library takes long to import.
-    from autoshard_solver_cache import SolverCache, StoreUnavailableError  # noqa: PLC0415
-
+@contextmanager
+def _told(*kinds: type[Exception]) -> Iterator[None]:
     try:
-        return SolverCache(store)
-    except StoreUnavailableError as error:
+        yield
+    except kinds as error:
         raise InputError(str(error)) from error
 
 

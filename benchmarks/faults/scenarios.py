@@ -116,7 +116,9 @@ def worker_killed(place: Place) -> Outcome:
         _await(lambda: not _runs(solver))
         settled = settle(asked, service.address, url)
         started = len(workers[1].events("job_started"))
-    return Outcome(asked, settled, f"the other worker ran {started}", settled.again >= 1)
+    drained = bool(workers[1].events("worker_ended"))
+    note = f"the other worker ran {started}"
+    return Outcome(asked, settled, note, drained and settled.again >= 1)
 
 
 def solver_killed(place: Place) -> Outcome:
