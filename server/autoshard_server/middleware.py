@@ -1,4 +1,4 @@
-"""Around every request: an id, a line in the log, a span, and figures."""
+"""Around every request: an id, a line in the log, and figures."""
 
 import re
 import time
@@ -12,13 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from autoshard_server.metrics import request_seconds, requests_total
 from autoshard_server.problems import INTERNAL, PROBLEM_MEDIA_TYPE, problem_of
-from autoshard_server.tracing import Trace, request_span
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
-
-_SERVER_ERROR = 500
 
 _log = structlog.get_logger("autoshard_server.access")
 
@@ -38,18 +35,12 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
+        given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-        with (
-            structlog.contextvars.bound_contextvars(request_id=request_id),
-            request_span(scope["method"], headers) as span,
-        ):
-            await self._serve(scope, receive, send, request_id, span)
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            await self._serve(scope, receive, send, request_id)
 
-    async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, request_id: str, span: Trace
-    ) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         started = time.monotonic()
         status = 0
 
@@ -72,25 +63,14 @@ class RequestLog:
             answer = JSONResponse(problem_of(error), INTERNAL.status, media_type=PROBLEM_MEDIA_TYPE)
             await answer(scope, receive, send_with_id)
         finally:
-            _record(scope, int(status), time.monotonic() - started, request_id, span)
+            _record(scope, int(status), time.monotonic() - started)
 
 
-def _record(scope: Scope, status: int, seconds: float, request_id: str, span: Trace) -> None:
+def _record(scope: Scope, status: int, seconds: float) -> None:
     method = scope["method"] if scope["method"] in _METHODS else "other"
     route = getattr(scope.get("route"), "path", "none")
     requests_total.labels(method, route, status).inc()
     request_seconds.labels(method, route).observe(seconds)
-    span.rename(f"{method} {route}")
-    span.set(
-        {
-            "http.request.method": method,
-            "http.route": route,
-            "http.response.status_code": status,
-            "request_id": request_id,
-        }
-    )
-    if status >= _SERVER_ERROR:
-        span.fail(f"status {status}")
     _log.info(
         "request",
         method=scope["method"],

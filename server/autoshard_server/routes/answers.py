@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 from autoshard_server.documents import job_document
 from autoshard_server.jobs import Job, JobState
 from autoshard_server.kinds import JobKind
+from autoshard_server.metrics import results_total
 from autoshard_server.problems import PROBLEM_MEDIA_TYPE
 from autoshard_server.service import Answer, Service
 from autoshard_server.uploads import preferred_wait
@@ -52,7 +53,9 @@ async def found_response(
 
 def answer_response(answer: Answer, headers: Mapping[str, str] | None = None) -> Response:
     """A result, with what lets the caller keep it."""
-    sent = {**(headers or {}), "Autoshard-Cache": "hit" if answer.cached else "miss"}
+    cache = "hit" if answer.cached else "miss"
+    results_total.labels(answer.kind.value, cache).inc()
+    sent = {**(headers or {}), "Autoshard-Cache": cache}
     if answer.kept:
         sent["ETag"] = f'"{answer.result_id}"'
         if answer.kind is JobKind.PLAN:
