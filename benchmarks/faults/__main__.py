@@ -30,14 +30,14 @@ def main() -> int:
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
     options = parser.parse_args()
     how = caption(f"`python -m benchmarks.faults --jobs {options.jobs}`")
-    rows, holds = _rows_of(options.document), True
+    holds = True
     with _cluster() as cluster:
         for name in options.only or SCENARIOS:
             row, sound = _row(SCENARIOS[name], cluster, options.jobs)
             sys.stdout.write(row)
             sys.stdout.flush()
-            rows[name] = row
             holds = holds and sound
+            rows = {**_rows_of(options.document), name: row}
             _write(options.document, how, rows)
     return 0 if holds else 1
 

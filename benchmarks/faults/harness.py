@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Self
 
 import httpx2
@@ -168,13 +168,16 @@ class Asked:
 
     Attributes:
         jobs: id of each accepted job, and the number of its program.
+        accepted: requests that were answered with a job, be it their own or somebody else's.
         known: requests that were answered with the right plan at once.
         refused: answers to requests that were not accepted, by status and type.
     """
 
     jobs: dict[str, int] = field(default_factory=dict)
+    accepted: int = 0
     known: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    _lock: Lock = field(default_factory=Lock)
 
     def post(self, address: str, number: int) -> None:
         """Ask for the plan of a program."""
@@ -188,9 +191,12 @@ class Asked:
             self.refused[type(error).__name__] += 1
             return
         if answer.status_code == httpx2.codes.ACCEPTED:
-            self.jobs[answer.json()["id"]] = number
+            with self._lock:
+                self.jobs[answer.json()["id"]] = number
+                self.accepted += 1
         elif answer.status_code == httpx2.codes.OK and _is_right(answer.json(), number):
-            self.known += 1
+            with self._lock:
+                self.known += 1
         else:
             kind = str(answer.json().get("type", "")).rpartition("#")[2]
             self.refused[f"{answer.status_code} {kind}".strip()] += 1
