@@ -11,7 +11,7 @@ service start fast.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autoshard.client import Client
+from autoshard.client import AsyncClient, Client
 from autoshard.errors import AutoshardError
 from autoshard.graph import Graph, load_graph
 from autoshard.mesh import Mesh, get_topology, make_mesh, topology_names
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.launch import Launched, launch, launched
 
 __all__ = [
+    "AsyncClient",
     "AutoshardError",
     "Client",
     "ForbiddenCollective",

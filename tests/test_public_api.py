@@ -4,6 +4,7 @@ import sys
 import autoshard
 
 PUBLIC = [
+    "AsyncClient",
     "AutoshardError",
     "Client",
     "ForbiddenCollective",

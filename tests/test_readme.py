@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(language: str) -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def blocks(language: str, document: str = "README.md") -> list[str]:
+    text = (ROOT / document).read_text(encoding="utf-8")
     return [m["code"] for m in BLOCK.finditer(text) if m["language"] == language]
 
 
@@ -36,7 +36,7 @@ def test_the_readme_runs(tmp_path: Path) -> None:
     assert len(commands) == 8
     for command in commands:
         run([sys.executable, "-m", "autoshard.cli", *shlex.split(command)[1:]], tmp_path)
-    for code in others:
+    for code in (*others, *blocks("python", "docs/client.md")):
         run([sys.executable, "-c", code], tmp_path)
 
 

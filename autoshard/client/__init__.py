@@ -1,7 +1,7 @@
 """REST clients of the planning service. Need torch only to export a live model."""
 
 from autoshard.client.client import AsyncClient, Client
-from autoshard.client.results import JobProgress, JobStatus, PlanResult
+from autoshard.client.results import JobProgress, JobStatus, PlanEntry, PlanResult
 from autoshard.client.retries import Retry
 
-__all__ = ["AsyncClient", "Client", "JobProgress", "JobStatus", "PlanResult", "Retry"]
+__all__ = ["AsyncClient", "Client", "JobProgress", "JobStatus", "PlanEntry", "PlanResult", "Retry"]

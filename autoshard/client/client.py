@@ -126,6 +126,8 @@ class Client(_Base[Blocking]):
     explain = _blocking(Talk.explain)
     compare = _blocking(Talk.compare)
     export = _blocking(Talk.export)
+    list_plans = _blocking(Talk.list_plans)
+    list_jobs = _blocking(Talk.list_jobs)
     health = _blocking(Talk.health)
 
     def __enter__(self) -> Self:
@@ -158,6 +160,8 @@ class AsyncClient(_Base[Awaiting]):
     explain = _awaiting(Talk.explain)
     compare = _awaiting(Talk.compare)
     export = _awaiting(Talk.export)
+    list_plans = _awaiting(Talk.list_plans)
+    list_jobs = _awaiting(Talk.list_jobs)
     health = _awaiting(Talk.health)
 
     async def __aenter__(self) -> Self:

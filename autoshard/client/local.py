@@ -1,8 +1,11 @@
 """The same conversations without a service: plans are made in this process."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from importlib.util import find_spec
+from itertools import islice
 from math import isfinite
 from threading import Event, Thread
 from typing import Any
@@ -11,7 +14,7 @@ from uuid import uuid4
 from autoshard.client.asked import Asked, MeshLike, ModelLike, ask, merged_options
 from autoshard.client.effects import Conversation, OnProgress, Tell, work
 from autoshard.client.offline import FOLDER_VARIABLE, OfflinePlans
-from autoshard.client.results import JobProgress, JobStatus, PlanResult, rejected
+from autoshard.client.results import JobProgress, JobStatus, PlanEntry, PlanResult, rejected
 from autoshard.client.talk import Offline, Talk
 from autoshard.client.versions import versions
 from autoshard.errors import RequestRejectedError, ServiceUnavailableError
@@ -163,6 +166,26 @@ class Local(Talk):
         plan = yield from self.get_plan(plan_id)
         return (yield from work(lambda: export_plan(plan, target)))
 
+    def list_plans(
+        self, *, graph_digest: str | None = None, most: int = 100
+    ) -> Conversation[tuple[PlanEntry, ...]]:
+        """As `Talk.list_plans`; those that were made in this process."""
+        made = yield from work(lambda: [j for j in reversed(self._jobs.values()) if j.plan])
+        fitting = (
+            _entry(job.plan, job.created_at)
+            for job in made
+            if job.plan is not None and graph_digest in {None, job.plan.graph.digest}
+        )
+        return tuple(islice(fitting, most))
+
+    def list_jobs(
+        self, *, states: Sequence[str] = (), most: int = 100
+    ) -> Conversation[tuple[JobStatus, ...]]:
+        """As `Talk.list_jobs`."""
+        found = yield from work(lambda: [j.status() for j in reversed(self._jobs.values())])
+        fitting = (job for job in found if not states or job.state in states)
+        return tuple(replace(job, plan=None) for job in islice(fitting, most))
+
     def health(self) -> Conversation[dict[str, str]]:
         """As `Talk.health`."""
         return (yield from work(versions))
@@ -221,6 +244,7 @@ class _Job:
     def __init__(self, plan_id: str, solve: "Callable[[_Job], Plan]") -> None:
         self.id = uuid4().hex
         self.plan_id = plan_id
+        self.created_at = datetime.now(UTC)
         self.done, self.cancel = Event(), Event()
         self.progress = JobProgress("running", None, None, None, 0.0)
         self.plan: Plan | None = None
@@ -273,6 +297,21 @@ class _Job:
             self.failure = error
         finally:
             self.done.set()
+
+
+def _entry(plan: Plan, created_at: datetime) -> PlanEntry:
+    return PlanEntry(
+        id=plan.id,
+        created_at=created_at,
+        status=plan.certificate.status,
+        objective=plan.certificate.objective,
+        gap=plan.certificate.gap,
+        peak_memory=None if plan.memory is None else plan.memory.peak,
+        mode=plan.options.mode,
+        mesh=tuple((axis.name, axis.size) for axis in plan.mesh.axes),
+        topology=plan.mesh.topology.name,
+        graph_digest=plan.graph.digest,
+    )
 
 
 def _with_found_rules(graph: Graph, store: TableStore | None) -> Graph:

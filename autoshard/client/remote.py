@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -16,7 +16,7 @@ from autoshard.client.link import Link, document_of, get, member, post, post_for
 from autoshard.client.local import Local
 from autoshard.client.offline import OfflinePlans
 from autoshard.client.packing import packed
-from autoshard.client.results import JobStatus, PlanResult, read_job
+from autoshard.client.results import JobStatus, PlanEntry, PlanResult, read_job
 from autoshard.client.talk import Offline, Talk
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.plan import Explanation, Mode, Plan, PlanDifference, PlanOptions
@@ -32,10 +32,14 @@ _NOT_THERE = frozenset({404, 405})
 _MOST_PLANS = 4
 """Plans that a client keeps in memory; one of a large model takes some megabytes."""
 
+_PAGE = 100
+"""Entries of a page that are asked for at once."""
+
 _MOST_LOSSES = 2
 """Times that a job may be lost by the service, and the plan be asked for again."""
 
 _EXPLANATION = TypeAdapter(Explanation)
+_ENTRIES = TypeAdapter(tuple[PlanEntry, ...])
 _DIFFERENCE = TypeAdapter(PlanDifference)
 
 _log = logging.getLogger(__name__)
@@ -149,11 +153,40 @@ class Remote(Talk):
         answer = yield from self._link.send(get(f"/v1/plans/{plan_id}/export", to=target))
         return answer.body.decode()
 
+    def list_plans(
+        self, *, graph_digest: str | None = None, most: int = 100
+    ) -> Conversation[tuple[PlanEntry, ...]]:
+        """As `Talk.list_plans`."""
+        found = yield from self._listed("plans", most, graph_digest=graph_digest)
+        return _read(_ENTRIES, found)
+
+    def list_jobs(
+        self, *, states: Sequence[str] = (), most: int = 100
+    ) -> Conversation[tuple[JobStatus, ...]]:
+        """As `Talk.list_jobs`."""
+        found = yield from self._listed("jobs", most, state=list(states) or None)
+        return tuple(read_job(entry) for entry in found)
+
     def health(self) -> Conversation[dict[str, str]]:
         """As `Talk.health`."""
         yield from self._link.once(get("/readyz"))
         answer = yield from self._link.once(get("/version"))
         return dict(document_of(answer)["versions"])
+
+    def _listed(self, what: str, most: int, **query: Any) -> Conversation[list[Any]]:
+        """At most so many entries of a list, over as many pages as that takes."""
+        found: list[Any] = []
+        token: str | None = None
+        while len(found) < most:
+            size = min(most - len(found), _PAGE)
+            request = get(f"/v1/{what}", page_size=size, page_token=token, **query)
+            answer = yield from self._link.send(request)
+            page = document_of(answer)
+            found += page[what]
+            token = page["next_page_token"]
+            if not token:
+                break
+        return found
 
     def _made(self, request: Send) -> Conversation[Any]:
         """What a request makes, as JSON: at once, or by a job."""

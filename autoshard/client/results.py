@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from autoshard.errors import RequestRejectedError, ServiceError
 from autoshard.plan import Plan
@@ -92,6 +95,24 @@ class PlanResult:
     cached: bool
     job_id: str | None = None
     source: Literal["service", "offline", "local"] = "service"
+
+
+class PlanEntry(BaseModel):
+    """A plan in a list."""
+
+    # What later versions of the service add is no reason to fail.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    id: str
+    created_at: datetime
+    status: str = Field(description="of the certificate")
+    objective: float | None = Field(description="price of a step, seconds")
+    gap: float | None
+    peak_memory: int | None = Field(description="bytes per device")
+    mode: str
+    mesh: tuple[tuple[str, int], ...] = Field(description="name and size of each axis")
+    topology: str
+    graph_digest: str = Field(description="of the canonical program")
 
 
 def rejected(problem: Mapping[str, Any], status: int = 500) -> RequestRejectedError:

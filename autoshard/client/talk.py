@@ -1,12 +1,12 @@
 """What can be asked for, described once: for both clients, with and without a service."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from autoshard.client.asked import MeshLike, ModelLike
 from autoshard.client.effects import Conversation, OnProgress
-from autoshard.client.results import JobStatus, PlanResult
+from autoshard.client.results import JobStatus, PlanEntry, PlanResult
 from autoshard.errors import ServiceError
 from autoshard.plan import Explanation, Mode, Plan, PlanDifference, PlanOptions
 
@@ -182,6 +182,35 @@ class Talk(ABC):
 
         Raises:
             RequestRejectedError: there is no such plan or target.
+            ServiceUnavailableError: the service does not answer.
+        """
+
+    @abstractmethod
+    def list_plans(
+        self, *, graph_digest: str | None = None, most: int = 100
+    ) -> Conversation[tuple[PlanEntry, ...]]:
+        """Plans that are kept, newest first.
+
+        Args:
+            graph_digest: only plans of this program (`plan.graph.digest`).
+            most: how many at most.
+
+        Raises:
+            ServiceUnavailableError: the service does not answer.
+        """
+
+    @abstractmethod
+    def list_jobs(
+        self, *, states: Sequence[str] = (), most: int = 100
+    ) -> Conversation[tuple[JobStatus, ...]]:
+        """Jobs that are remembered, newest first, without what they made.
+
+        Args:
+            states: only jobs in one of these: queued, running, succeeded, failed, cancelled.
+            most: how many at most.
+
+        Raises:
+            RequestRejectedError: there is no such state.
             ServiceUnavailableError: the service does not answer.
         """
 

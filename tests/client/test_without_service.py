@@ -150,6 +150,22 @@ def test_plans_are_explained_compared_and_exported(
     assert talk.compare(one.id, two.id) == compare_plans(one, two)
     assert talk.export(one.id, "csv") == export_plan(one, "csv")
     assert talk.export(one.id, "json") == export_plan(one, "json")
+    listed = talk.list_plans(graph_digest=one.graph.digest)
+    assert [entry.id for entry in listed if entry.id in {one.id, two.id}] == [two.id, one.id]
+    assert listed[0].model_dump(exclude={"created_at"}) == {
+        "id": two.id,
+        "status": "optimal",
+        "objective": two.certificate.objective,
+        "gap": two.certificate.gap,
+        "peak_memory": two.memory.peak if two.memory else None,
+        "mode": "training",
+        "mesh": ((two.mesh.axes[0].name, 4),),
+        "topology": two.mesh.topology.name,
+        "graph_digest": two.graph.digest,
+    }
+    assert len(talk.list_plans(most=1)) == 1
+    assert {job.plan_id for job in talk.list_jobs()} >= {one.id, two.id}
+    assert talk.list_jobs(states=["failed"]) == ()
     with pytest.raises(AutoshardError, match="nobody"):
         talk.explain(one.id, "nobody")
     with pytest.raises(RequestRejectedError, match="no plan") as caught:

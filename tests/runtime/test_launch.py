@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.cli import app
+from autoshard.client.offline import OfflinePlans
 from autoshard.errors import LaunchError, PlanError
 from autoshard.plan import Plan, PlanOptions, make_plan
 from autoshard.runtime.launch.failures import failures_noted, first_failure
@@ -49,18 +50,24 @@ def test_a_function_runs_on_every_rank(plan: Plan, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.ranks
-def test_a_failing_rank_ends_the_job_and_shows_its_traceback_once(path: Path) -> None:
+def test_a_failing_rank_ends_the_job_and_shows_its_traceback_once(
+    plan: Plan, tmp_path: Path
+) -> None:
+    # The plan's service is down; it was asked for the plan before, on this machine.
+    OfflinePlans(tmp_path).keep(plan)
+    down = {"AUTOSHARD_SERVER": "http://127.0.0.1:9", "AUTOSHARD_CACHE": str(tmp_path)}
     folders = os.pathsep.join(str(PROGRAM.parents[up]) for up in (1, 2))
-    command = [sys.executable, "-m", "autoshard.cli", "launch", "--plan", path, "--timing"]
+    command = [sys.executable, "-m", "autoshard.cli", "launch", "--plan", plan.id, "--timing"]
     done = subprocess.run(  # noqa: S603  our own program
         [*command, "--monitor-interval=0.1", PROGRAM, "fail"],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": folders},
+        env={**os.environ, **down, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": folders},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
         check=False,
     )
     assert done.returncode == 1, done.stderr
+    assert "that is kept on this machine" in done.stderr
     assert "error: rank 1 failed:" in done.stderr
     assert done.stderr.count("ValueError: a list[int] went wrong") == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1

@@ -1,0 +1,109 @@
+"""Commands that ask a service, and what they do when it is down."""
+
+import io
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from rich.console import Console
+from support.services import Mlp, serving
+from typer.testing import CliRunner, Result
+
+from autoshard.cli import app, remote
+from autoshard.client import JobProgress
+from autoshard.errors import OptionError, ServiceUnavailableError
+from autoshard.graph import export_model
+from autoshard.plan import Plan
+from autoshard_server import ThreadExecutor
+from autoshard_server.solving import solve
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def autoshard(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> Iterator[None]:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(ThreadExecutor(solve)) as found:
+        yield found
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    path = tmp_path / "mlp.pt2"
+    path.write_bytes(export_model(Mlp(), (torch.zeros(8, 16),)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "kept"))
+
+
+def test_a_service_plans_as_the_command_does(url: str, archive: Path, tmp_path: Path) -> None:
+    here, there = tmp_path / "here.json", tmp_path / "there.json"
+    options = ("--mesh", "2,2", "--optimizer", "sgd", "-o")
+    assert autoshard("plan", archive, *options, here).exit_code == 0
+    done = autoshard("plan", archive, *options, there, "--server", url)
+    assert done.exit_code == 0, done.output
+    assert "the service made it" in done.stderr
+    one, two = (Plan.from_json(path.read_bytes()) for path in (here, there))
+    assert one.id == two.id
+    assert one.stages == two.stages
+    again = autoshard("plan", archive, *options, there, "--server", url, "--json")
+    assert Plan.from_json(again.stdout) == two
+    assert "the service had it" in again.stderr
+
+
+def test_without_the_service_the_plan_that_was_kept_is_used(
+    url: str, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--mesh", "2,2", "--json", "--server")
+    plan = Plan.from_json(autoshard("plan", archive, *options, url).stdout)
+    done = autoshard("plan", archive, *options, NOBODY)
+    assert done.exit_code == 0
+    assert Plan.from_json(done.stdout) == plan
+    assert "this plan was kept on this machine" in done.stderr
+    failed = autoshard("plan", archive, "--mesh", "4", "--server", NOBODY)
+    assert failed.exit_code == 1
+    assert "does not answer" in failed.stderr
+    # At launch: by its address, and by its id at a server that the environment names.
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    found = remote.fetched_plan(f"{url}/v1/plans/{plan.id}", folder)
+    assert Plan.from_json(found.read_bytes()) == plan
+    monkeypatch.setenv("AUTOSHARD_SERVER", NOBODY)
+    found = remote.fetched_plan(plan.id, folder)
+    assert Plan.from_json(found.read_bytes()) == plan
+    with pytest.raises(ServiceUnavailableError):
+        remote.fetched_plan("0" * 64, folder)
+    monkeypatch.delenv("AUTOSHARD_SERVER")
+    with pytest.raises(OptionError, match="AUTOSHARD_SERVER"):
+        remote.fetched_plan(plan.id, folder)
+    assert remote.fetched_plan("plan.json", folder) == Path("plan.json")
+
+
+def test_the_bar_shows_phase_best_bound_and_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    monkeypatch.setattr(remote, "errors", console)
+    with remote._bar() as hear:
+        hear(JobProgress("queued", None, None, None, 0.0))
+        hear(JobProgress("branching", 0.02, 0.019, 0.05, 1.0))
+    shown: Any = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    for text in ("branching", "best 20.000 ms", "bound 19.000 ms", "gap 5.00%"):
+        assert text in shown, shown
