@@ -3,16 +3,18 @@
 `debootstrap` makes a base of Debian with Python, `buildah` builds the Dockerfile on it, and the
 image then runs as its own settings say (user, variables, command) in namespaces of its own: root
 file system read-only, /tmp in memory, one volume to write to. It is asked for its health with its
-own health check, and for a plan of GPT-2; that plan must be the one that is made here. The program
-ends with status 1 if anything is not as it should be; with `--write` it puts what it saw into
-docs/deploy.md.
+own health check, and for a plan of GPT-2; that plan must be the one that is made here. Then a
+server that only queues and a worker run in a container each, on one PostgreSQL, and plan it too.
+The program ends with status 1 if anything is not as it should be; with `--write` it puts what it
+saw into docs/deploy.md.
 
-Run `make prove-image` as root on Linux with buildah, debootstrap and util-linux.
+Run `make prove-image` as root on Linux with buildah, debootstrap, util-linux and PostgreSQL.
 """
 
 import argparse
 import json
 import os
+import pwd
 import shlex
 import signal
 import subprocess
@@ -29,6 +31,7 @@ from autoshard import Client, load_graph, make_mesh, make_plan
 from autoshard.cli.demo import export_gpt2
 from autoshard.errors import ServiceUnavailableError
 from benchmarks.document import replace_table
+from benchmarks.faults.postgres import Cluster, binaries
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "deploy.md"
@@ -68,17 +71,22 @@ class Container:
     volume: Path
     settings: dict[str, Any]
 
-    def start(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
+    def start(
+        self, command: Sequence[str], variables: Sequence[str] = (), **options: Any
+    ) -> "subprocess.Popen[str]":
         """Run a command in it, confined."""
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--ipc", "--uts"]
         confined = ["sh", "-c", _CONFINE, str(self.root), str(self.volume), self.settings["User"]]
         return subprocess.Popen(  # noqa: S603  our own image
-            [*namespaces, *confined, *self.settings["Env"], *command], text=True, **options
+            [*namespaces, *confined, *self.settings["Env"], *variables, *command],
+            text=True,
+            **options,
         )
 
-    def output(self, *command: str) -> tuple[int, str]:
+    def output(self, *command: str, variables: Sequence[str] = ()) -> tuple[int, str]:
         """Status and output of a short command in it."""
-        with self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with self.start(command, variables, **pipes) as process:
             said, _ = process.communicate(timeout=60)
         return process.returncode, said.strip()
 
@@ -144,9 +152,7 @@ def prove(container: Container) -> list[tuple[str, str]]:
     status, said = container.output(*command)
     expect(status != 0 and "no API key" in said, "it starts without a key")
     rows.append((f"`{shlex.join(command)}`", "refuses to start: there is no API key"))
-    status, said = container.output(*settings["Entrypoint"], "keys", "create", "prove")
-    key = next((word for word in said.split() if word.startswith("autoshard_")), "")
-    expect(status == 0 and key != "", f"no key can be made: {said}")
+    key = make_key(container)
     rows.append(("`autoshard keys create prove`", "a key"))
     with container.start(command, stderr=subprocess.PIPE) as service:
         try:
@@ -156,6 +162,56 @@ def prove(container: Container) -> list[tuple[str, str]]:
         log = service.stderr.read() if service.stderr is not None else ""
     expect("Application shutdown complete" in log, f"it did not end in peace:\n{log}")
     return [*rows, ("SIGTERM", "shut down in peace")]
+
+
+def make_key(container: Container, variables: Sequence[str] = ()) -> str:
+    """An API key, made in the container."""
+    create = (*container.settings["Entrypoint"], "keys", "create", "prove")
+    status, said = container.output(*create, variables=variables)
+    key = next((word for word in said.split() if word.startswith("autoshard_")), "")
+    expect(status == 0 and key != "", f"no key can be made: {said}")
+    return key
+
+
+def prove_apart(container: Container, programs: Path) -> list[tuple[str, str]]:
+    """A server that only queues and a worker, in a container each, on one PostgreSQL."""
+    folder = container.volume / "postgres"
+    folder.mkdir()
+    container.volume.chmod(0o755)
+    owner = pwd.getpwnam("postgres")
+    os.chown(folder, owner.pw_uid, owner.pw_gid)
+    cluster = Cluster(programs, folder, owner.pw_name)
+    cluster.make()
+    cluster.start()
+    try:
+        url = cluster.create_database().replace(str(container.volume), "/var/lib/autoshard")
+        store = f"AUTOSHARD_STORE_URL={url}"
+        key = make_key(container, [store])
+        entry, serve = container.settings["Entrypoint"], container.settings["Cmd"]
+        quiet = {"stderr": subprocess.DEVNULL}
+        queues = [store, "AUTOSHARD_NUM_WORKERS=0"]
+        with (
+            container.start([*entry, *serve], queues, **quiet) as server,
+            container.start([*entry, "worker"], [store], **quiet) as worker,
+        ):
+            try:
+                return ask_apart(key)
+            finally:
+                ended_by_term(worker)
+                ended_by_term(server)
+    finally:
+        cluster.stop()
+
+
+def ask_apart(key: str) -> list[tuple[str, str]]:
+    """A plan from a server that cannot make one itself."""
+    with Client(f"http://127.0.0.1:{PORT}", api_key=key, cache=False) as client:
+        wait_until_ready(client)
+        start = time.perf_counter()
+        result = client.request_plan(export_gpt2(), mesh=MESH)
+        seconds = time.perf_counter() - start
+    expect(result.plan is not None and not result.cached, "the worker made no plan")
+    return [("server, `autoshard worker` and PostgreSQL apart", f"planned in {seconds:.2f} s")]
 
 
 def ask(container: Container, archive: bytes, key: str) -> list[tuple[str, str]]:
@@ -239,6 +295,10 @@ def main() -> None:
     rows.append(("base", f"{size_of(BASE)} (Debian {SUITE})"))
     with unpacked() as container:
         rows += prove(container)
+        programs = binaries()
+        expect(programs is not None, "PostgreSQL is not installed")
+        assert programs is not None
+        rows += prove_apart(container, programs)
     lines = ["| what | seen |", "|---|---|", *(f"| {what} | {seen} |" for what, seen in rows)]
     table = "\n".join(lines)
     sys.stdout.write(table + "\n")

@@ -4,6 +4,7 @@ import inspect
 import time
 from contextlib import AsyncExitStack, ExitStack
 from functools import cached_property, partial
+from threading import Lock
 from typing import Any, TypeVar
 
 import anyio
@@ -57,16 +58,25 @@ class Carrier:
 
 
 class Blocking(Carrier):
-    """Carries effects out in the caller's thread."""
+    """Carries effects out in the caller's thread; threads share the connections."""
 
-    @cached_property
+    def __init__(self, url: str, timeout: float, headers: dict[str, str]) -> None:
+        super().__init__(url, timeout, headers)
+        self._lock = Lock()
+        self._opened: httpx2.Client | None = None
+
+    @property
     def _http(self) -> httpx2.Client:
-        return httpx2.Client(**self._settings)
+        # Not before it is needed: reading certificates takes longer than many a request.
+        with self._lock:
+            if self._opened is None:
+                self._opened = httpx2.Client(**self._settings)
+            return self._opened
 
     def close(self) -> None:
         """Close the connections."""
-        if "_http" in self.__dict__:
-            self._http.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def run(self, conversation: Conversation[T]) -> T:
         """Carry a conversation out; what it returns."""

@@ -308,7 +308,7 @@ class Remote(Talk):
         self._plans.pop(plan.id, None)
         self._plans[plan.id] = plan
         while len(self._plans) > _MOST_PLANS:
-            self._plans.pop(next(iter(self._plans)))
+            self._plans.pop(next(iter(self._plans)), None)
 
     def _keep_offline(self, plan: Plan | None, asked: Asked | None = None) -> Conversation[None]:
         kept = self._kept

@@ -87,7 +87,7 @@ def test_a_client_sends_a_graph_once(start_service: Any, graph: bytes, tmp_path:
         assert again.cached
         assert again.plan == first.plan
         assert client.request_plan(graph, mesh=(2, 2)).plan is again.plan
-        with pytest.raises(RequestRejectedError, match="exceeds"):
+        with pytest.raises(RequestRejectedError, match="limit of 1,000 bytes"):
             client.request_plan(graph, mesh=(4,))
 
 

@@ -181,7 +181,7 @@ def test_the_client_warns_of_operators_that_run_whole(
     with Client(running.url) as client:
         client.plan(archive, mesh=(2,), mode="inference")
         client.plan(archive, mesh=(2,), mode="inference", discover=False)
-    (record,) = (r for r in caplog.records if r.name == "autoshard.client.client")
+    (record,) = (r for r in caplog.records if r.name == "autoshard.client.asked")
     assert record.levelname == "WARNING"
     assert "shardtest.broken.default runs whole on every rank" in record.getMessage()
     assert "it never runs" in record.getMessage()
