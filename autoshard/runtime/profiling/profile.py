@@ -99,7 +99,7 @@ def profile(
             whole()
     del whole
     # A part is measured by itself, so that nothing else runs beside it.
-    parted = MadeUpStep(plan, mesh, bucketed=False)
+    parted = MadeUpStep(plan, mesh, bucketed=False, custom_operators=custom_operators)
     probe = Probe(launched.device)
     instrument(parted.program, stage, probe)
     seconds: list[dict[Part, float]] = []
