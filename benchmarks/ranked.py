@@ -86,9 +86,7 @@ class Ranked:
             "fully sharded": {"pins": both | {"parameters": {self.weights: "S(0),S(0)"}}},
             "sharded over dp": {"pins": both | {"parameters": {self.weights: "S(0),I"}}},
             "batch over dp, weights whole": {"pins": outer | {"parameters": {"*": "I,I"}}},
-            "batch over dp, columns over tp": {
-                "pins": outer | {"parameters": {self.weights: columns}}
-            },
+            "batch over dp, columns over tp": {"pins": outer | columns},
             "batch over dp, rows over tp": {"pins": outer | rows},
             "products whole over tp": {"pins": {"nodes": {self.products: "*,Replicate()"}}},
             "products whole": {"pins": {"nodes": {self.products: "Replicate(),Replicate()"}}},

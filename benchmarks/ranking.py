@@ -28,7 +28,7 @@ from benchmarks.document import caption, replace_table
 from benchmarks.ranked import MODELS
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "measured.md"
-_ROUNDS = 9
+_ROUNDS = 7
 
 Seconds = tuple[float, float]
 """Of a step: wall time of the slowest rank; processor time of all, over the processors."""
