@@ -144,7 +144,8 @@ def batch() -> dict[str, Any]:
 
 def plans_of(name: str, mesh: Mesh) -> dict[str, Plan]:
     """The plan of each pattern, and the one that is chosen freely."""
-    model = build(name).to("meta")
+    with torch.device("meta"):
+        model = build(name)
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in batch().items()}
     graph = load_graph(export_model(model, (), inputs))
     plans = {

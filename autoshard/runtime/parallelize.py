@@ -49,6 +49,9 @@ def parallelize(
     tensor is then the whole one or a DTensor. The layouts stay as planned, so each size has to be
     one that they can cut. What the plan says of time and memory holds for the planned sizes.
 
+    `torch.compile(model, fullgraph=True)` takes the planned model, unless it draws random numbers.
+    What is held for backward is then up to the compiler, and gradients enter at the loss alone.
+
     A plan for inference computes no gradients, and runs under `torch.no_grad()`. Dropout and
     the like act as they did when the model was exported: `train()` and `eval()` do not reach
     into the program.

@@ -1,10 +1,10 @@
-"""Batches, and many steps of training on four ranks with a checkpoint between two plans."""
+"""Batches, gradients, and many steps of training with a checkpoint between two plans."""
 
 from collections.abc import Callable
 from functools import partial
 
 import pytest
-from runtime import batches
+from runtime import batches, bucketed
 from runtime.training import Training
 from runtime.transformers_on_ranks import OPTIONS
 from support import models
@@ -13,6 +13,7 @@ NUM_RANKS = 4
 
 CASES: dict[str, Callable[[], None]] = {
     **batches.CASES,
+    **bucketed.CASES,
     "gpt2, thirds to fsdp": Training(
         partial(models.gpt2, batch=8),
         (

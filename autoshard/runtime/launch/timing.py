@@ -25,8 +25,7 @@ class StepTimer:
         PlanError: the document holds no plan.
 
     Attributes:
-        predicted: seconds that the plan predicts. What it hides beside compute is added, since
-            the runtime runs everything in order.
+        predicted: seconds that the plan predicts, with nothing hidden beside compute.
         seconds: of each step so far.
     """
 

@@ -50,7 +50,7 @@ class Profile:
         simulation: the prediction.
         events: what was measured, as it began on this rank.
         seconds: of a whole step without measuring its parts; the median of several.
-        predicted: seconds of a step that runs everything in order, as ours does.
+        predicted: seconds of a step in which nothing is hidden beside compute.
     """
 
     simulation: Simulation

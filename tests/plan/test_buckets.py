@@ -1,0 +1,108 @@
+"""Which conversions of parameters share collectives."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from support import models
+from support.meshes import slow_devices
+
+from autoshard.graph import Graph, graph_from_json
+from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import buckets as plan_buckets
+from autoshard.plan.buckets import Bucket, buckets_of
+from autoshard.plan.memory.spans import checkpoint_spans
+
+ROWS = dict.fromkeys(("*.attn", "*.mlp", "*.c_*", "*.ln_*", "lm_head"), "S(0)")
+SHARDED = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}, "nodes": ROWS}}
+WHOLE = {"pins": {"parameters": {"*": "I"}, "inputs": {"*": "S(0)"}, "nodes": ROWS}}
+
+
+@cache
+def planned(options: str) -> tuple[Plan, Graph]:
+    given = {
+        "sharded": SHARDED,
+        "whole": WHOLE,
+        "again": SHARDED | {"reconversion": "always"},
+        "checkpointed": SHARDED | {"reconversion": "always", "checkpointing": "always"},
+    }[options]
+    graph = models.graph_of(models.gpt2())
+    plan = make_plan(graph, slow_devices(dp=4), PlanOptions.model_validate(given))
+    assert check_plan(plan, graph) == ()
+    return plan, graph_from_json(plan.stages[0].program)
+
+
+def buckets(options: str) -> tuple[Bucket, ...]:
+    plan, graph = planned(options)
+    return buckets_of(plan.stages[0], graph)
+
+
+@pytest.mark.parametrize("options", ["sharded", "whole", "again", "checkpointed"])
+def test_members_take_the_same_steps(options: str) -> None:
+    found = buckets(options)
+    assert any(len(bucket.conversions) > 1 for bucket in found)
+    for bucket in found:
+        chains = [[(s.axis, s.forward, s.backward) for s in c.steps] for c in bucket.conversions]
+        assert all(chain == chains[0] for chain in chains)
+        assert {c.again for c in bucket.conversions} == {bucket.again}
+    uses = [use for bucket in found for use in bucket.uses]
+    assert len(set(uses)) == len(uses)
+
+
+def test_one_bucket_gathers_ahead() -> None:
+    gathering = [b for b in buckets("again") if b.conversions[0].steps[0].forward == "all_gather"]
+    assert len(gathering) > 1
+    assert gathering[0].begins == 0
+    for before, after in pairwise(gathering):
+        assert after.begins == before.reader <= after.reader
+
+
+def test_what_only_reduces_begins_with_the_program() -> None:
+    reducing = [b for b in buckets("whole") if b.conversions[0].steps[0].forward == "nothing"]
+    assert reducing
+    assert not any(bucket.begins for bucket in reducing)
+
+
+def test_large_parameters_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_buckets, "SMALL", 300)
+    monkeypatch.setattr(plan_buckets, "LARGEST", 400)
+    _, graph = planned("whole")
+    sizes = [
+        [graph.values[c.value].nbytes for c in bucket.conversions] for bucket in buckets("whole")
+    ]
+    assert {len(row) > 1 for row in sizes} == {True, False}
+    assert any(max(row) > 300 for row in sizes)
+    for row in sizes:
+        assert len(row) == 1 or (max(row) <= 300 and sum(row) <= 400)
+
+
+def test_a_checkpoint_has_none() -> None:
+    plan, graph = planned("checkpointed")
+    spans = checkpoint_spans(graph, plan.stages[0])
+    assert spans
+    inside = {graph.nodes[i].name for span in spans for i in span}
+    consumers = {use[1] for bucket in buckets("checkpointed") for use in bucket.uses}
+    assert not consumers & inside
+
+
+def _conversions(kind: str, direction: str) -> Callable[[Plan], list[int]]:
+    def sizes(plan: Plan) -> list[int]:
+        steps = (step for c in plan.stages[0].conversions for step in c.steps)
+        return [s.nbytes for s in steps if getattr(s, direction) == kind]
+
+    return sizes
+
+
+def test_they_are_counted_once_with_the_bytes_of_all() -> None:
+    plan, _ = planned("whole")
+    (found,) = [c for c in plan.collectives if (c.kind, c.direction) == ("all_reduce", "backward")]
+    separate = _conversions("all_reduce", "backward")(plan)
+    inside = [
+        s.nbytes
+        for node in plan.stages[0].nodes
+        for s in node.inside
+        if (s.action, s.direction) == ("all_reduce", "backward")
+    ]
+    assert found.nbytes == sum(separate) + sum(inside)
+    assert found.count < len(separate)
