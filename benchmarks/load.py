@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -184,7 +185,9 @@ def main() -> int:
     parser.add_argument("--duration", type=float, default=10.0, help="seconds per request")
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
     options = parser.parse_args()
-    head = caption(f"{options.clients} connections, {options.duration:g} s each")
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    how = f"{options.clients} connections, {options.duration:g} s each, niceness {priority}"
+    head = caption(how)
     table = _table(measure(options.clients, options.duration))
     print(table)
     if options.document.exists():
