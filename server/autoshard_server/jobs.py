@@ -17,6 +17,7 @@ same transaction. The row is the truth: a worker whose job is no longer its own 
 """
 
 import json
+import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -37,9 +38,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
+from autoshard_server.admission import check_caller, check_queue
 from autoshard_server.job import TRANSITIONS, Claim, Job, JobState
 from autoshard_server.leases import Leases
-from autoshard_server.problems import CANCELLED, CRASHED, TOO_MANY, ServerError, problem_document
+from autoshard_server.problems import CANCELLED, CRASHED, problem_document
 from autoshard_server.store.cursor import Cursor, beyond, newest_first
 from autoshard_server.store.events import (
     Event,
@@ -51,6 +53,8 @@ from autoshard_server.store.events import (
 from autoshard_server.store.tables import ACTIVE_STATES
 from autoshard_server.store.tables import jobs as _jobs
 from autoshard_solver_cache import reader
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["TRANSITIONS", "Claim", "Job", "JobState", "JobStore"]
 
@@ -140,8 +144,8 @@ class JobStore:
                     found = _one(connection, active)
                     if found is not None:
                         return found
-                    _check_room(connection, max_queued)
-                    _check_caller(connection, caller, max_active)
+                    check_queue(connection, max_queued)
+                    check_caller(connection, caller, max_active)
                     connection.execute(insert(_jobs).values(row | {"number": last}))
                     _tell(connection, row["id"], JobState.QUEUED)
                     made = _one(connection, _jobs.c.id == row["id"])
@@ -198,11 +202,15 @@ class JobStore:
             return read_events(connection, job_id, after, limit)
 
     def result(self, job_id: str) -> bytes | None:
-        """The document that a job which succeeded has made."""
+        """The document that a job which succeeded has made; None where it is damaged."""
         with self._reader.begin() as connection:
             query = select(_jobs.c.result).where(_jobs.c.id == job_id)
             packed = connection.execute(query).scalar_one_or_none()
-        return None if packed is None else zlib.decompress(packed)
+        try:
+            return None if packed is None else zlib.decompress(packed)
+        except zlib.error:
+            _log.warning("the result of job %s is damaged", job_id)
+            return None
 
     def claim(self, owner: str) -> Claim | None:
         """Take the job that has waited longest, or None."""
@@ -359,33 +367,6 @@ def _is_held(claim: Claim) -> ColumnElement[bool]:
     """The job is still the worker's: it may have been cancelled, or given to another."""
     held = (_jobs.c.owner == claim.owner) & (_jobs.c.state == JobState.RUNNING)
     return (_jobs.c.id == claim.id) & held
-
-
-def _check_room(connection: Connection, max_queued: int) -> None:
-    query = select(func.count()).where(_jobs.c.state == JobState.QUEUED)
-    waiting = connection.execute(query).scalar_one()
-    if waiting >= max_queued:
-        raise ServerError(
-            TOO_MANY,
-            f"{waiting} jobs are waiting, and the limit is {max_queued}; come back later",
-            headers={"Retry-After": "10"},
-            extensions={"limit": max_queued},
-        )
-
-
-def _check_caller(connection: Connection, caller: str | None, max_active: int | None) -> None:
-    if caller is None or max_active is None:
-        return
-    theirs = (_jobs.c.caller == caller) & _jobs.c.state.in_(ACTIVE_STATES)
-    active = connection.execute(select(func.count()).where(theirs)).scalar_one()
-    if active >= max_active:
-        raise ServerError(
-            TOO_MANY,
-            f"{active} of your jobs wait or run, and the limit is {max_active} for each caller; "
-            "come back when one is done, or cancel one",
-            headers={"Retry-After": "10"},
-            extensions={"limit": max_active},
-        )
 
 
 def _one(connection: Connection, where: ColumnElement[bool]) -> Job | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import text
 
 from autoshard_server.jobs import TRANSITIONS, Claim, JobState, JobStore
 from autoshard_server.problems import TOO_MANY, ServerError
@@ -85,6 +86,16 @@ def test_a_job_goes_its_way(store: JobStore) -> None:
     assert job is not None
     assert (job.state, job.progress, job.error) == (JobState.SUCCEEDED, {"phase": "x"}, None)
     assert store.result(job_id) == b"plan"
+
+
+def test_a_damaged_result_is_none(store: JobStore) -> None:
+    job_id = submit(store)
+    claim = store.claim("me")
+    assert claim is not None
+    store.succeed(claim, b"plan" * 100)
+    with store._engine.begin() as connection:
+        connection.execute(text("UPDATE jobs SET result = :junk"), {"junk": b"junk"})
+    assert store.result(job_id) is None
 
 
 def test_the_oldest_job_is_claimed_first_and_each_once(store: JobStore) -> None:
