@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(SCENARIOS), help="not all")
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
     options = parser.parse_args()
-    how = caption(f"`python -m benchmarks.faults --jobs {options.jobs}`")
+    how = caption("the last row that was measured; accepted are the jobs of each")
     holds = True
     with _cluster() as cluster:
         for name in options.only or SCENARIOS:
