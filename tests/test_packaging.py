@@ -187,6 +187,7 @@ def named(requirements: list[str]) -> dict[str, str]:
 
 
 def test_the_container_has_what_the_service_needs() -> None:
+    """Groups cannot leave something out, so the group repeats the dependencies."""
     document = project()
     needed = document["project"]["dependencies"]
     for extra in ("otel", "postgres"):
