@@ -298,7 +298,7 @@ def table(name: str, rounds: Sequence[Sequence[float]], plans: Mapping[str, Plan
     hands, ours = columns[: len(BY_HAND)], columns[len(BY_HAND) :]
     chosen = ours[list(plans).index(CHOSEN)]
     rows = []
-    for hand, (pattern, column) in zip(hands, zip(plans, ours, strict=False), strict=True):
+    for hand, pattern, column in zip(hands, plans, ours, strict=False):  # the chosen one is last
         cells = [f"{1e3 * median(times):.0f} ms" for times in (hand, column, chosen)]
         ratios = [f"{_ratio(times, hand):.2f}" for times in (column, chosen)]
         rows.append(f"| {name} | {pattern} | {' | '.join(cells)} | {' | '.join(ratios)} |")
