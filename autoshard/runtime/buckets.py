@@ -198,6 +198,8 @@ class Crossing:
         self._forward: Flight | None = None
         self._backward: Flight | None = None
         self._token: torch.Tensor | None = None
+        self._shapes: Shapes = ()
+        self._reached: list[bool] = []
         self.sources: tuple[torch.Tensor, ...] = ()
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -223,17 +225,34 @@ class Crossing:
         """Wait for the collectives of forward."""
         assert self._forward is not None
         flight, self._forward = self._forward, None
-        return flight.land()
+        whole = flight.land()
+        self._shapes = [tensor.shape for tensor in whole]
+        return whole
 
-    def start_backward(self, gradients: Tensors) -> None:
-        """Start the collectives of backward."""
-        self._backward = self._steps.backward(gradients)
+    def start_backward(self, gradients: Sequence[torch.Tensor | None], like: torch.Tensor) -> None:
+        """Start the collectives of backward.
 
-    def land_backward(self) -> list[torch.Tensor]:
+        Args:
+            gradients: of the whole tensors; None for those that have no part in what is
+                differentiated. Zeros travel in their place, so that the bytes are as planned.
+            like: of their type and device.
+        """
+        self._reached = [gradient is not None for gradient in gradients]
+        self._backward = self._steps.backward(
+            [
+                like.new_zeros(shape) if gradient is None else gradient
+                for gradient, shape in zip(gradients, self._shapes, strict=True)
+            ]
+        )
+
+    def land_backward(self) -> list[torch.Tensor | None]:
         """Wait for the collectives of backward."""
         assert self._backward is not None
         flight, self._backward = self._backward, None
-        return flight.land()
+        return [
+            gradient if reached else None
+            for gradient, reached in zip(flight.land(), self._reached, strict=True)
+        ]
 
 
 class _Begin(torch.autograd.Function):
@@ -258,11 +277,13 @@ class _End(torch.autograd.Function):
     def forward(ctx: Any, crossing: Crossing, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.crossing = crossing
         ctx.like = token
+        # A parameter that a loss does not reach has no gradient, as in any module.
+        ctx.set_materialize_grads(False)
         # Where nothing moves these are the parameters themselves, which have other nodes.
         return tuple(tensor.detach() for tensor in crossing.land())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.crossing.start_backward(gradients)
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.crossing.start_backward(gradients, ctx.like)
         return None, ctx.like.new_empty(0)

@@ -176,10 +176,15 @@ def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> Local
         if converted.requires_grad:
             # The all-reduce of a gradient takes contiguous memory only, and autograd
             # hands over whatever it has, such as an expanded scalar.
-            converted.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]  # torch
+            converted.register_hook(made_contiguous)  # type: ignore[no-untyped-call]  # torch
         return by_chunk(converted, source, num_ranks) if source.chunks else converted
 
     return run
+
+
+def made_contiguous(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A hook for tensors whose gradient must be contiguous; one that is not reached has none."""
+    return None if gradient is None else gradient.contiguous()
 
 
 def _spmd_type(axis_type: AxisType) -> object:

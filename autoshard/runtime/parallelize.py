@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.plan import PlacedInput, Plan, Stage
 from autoshard.runtime.constants import constant_value
+from autoshard.runtime.conversions import made_contiguous
 from autoshard.runtime.parameters import Holder, check_parameters, distribute_parameters
 from autoshard.runtime.preparation import prepared_inputs
 from autoshard.runtime.program import LocalProgram
@@ -289,7 +290,7 @@ def _local_getter(holder: Holder) -> Callable[[], torch.Tensor]:
         if local.requires_grad and not torch.compiler.is_compiling():
             # A DTensor says that its gradient is contiguous whatever the local one is, and
             # fused optimizers believe it.
-            local.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]  # torch
+            local.register_hook(made_contiguous)  # type: ignore[no-untyped-call]  # torch
         return local
 
     return get

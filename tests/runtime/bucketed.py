@@ -18,6 +18,7 @@ from autoshard.runtime import parallelize
 
 ROWS = dict.fromkeys(("*.attn", "*.mlp", "*.c_*", "*.ln_*", "lm_head"), "S(0)")
 MLP = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}, "nodes": {"*": "S(0)"}}}
+HEADS = {"pins": {"parameters": {"*": "I"}, "inputs": {"*": "S(0)"}, "nodes": {"*": "S(0)"}}}
 CUT = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}, "nodes": ROWS}}
 WHOLE = {"pins": {"parameters": {"*": "I"}, "inputs": {"*": "S(0)"}, "nodes": ROWS}}
 
@@ -107,6 +108,34 @@ def hooked(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> 
     _compare(reference, planned)
 
 
+class Heads(nn.Module):
+    """Two results, each of parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def heads() -> models.Case:
+    return Heads(), {"x": torch.randn(8, 8)}
+
+
+def one_of_two(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
+    """Parameters of a result that is not differentiated have no gradient, so none decays."""
+    for model in (reference, planned):
+        model(**inputs)[0].square().sum().backward()
+        assert model.second.weight.grad is None
+        assert model.second.bias.grad is None
+        torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False).step()
+    found = dict(planned.named_parameters())
+    for name, parameter in reference.named_parameters():
+        close(whole(found[name].detach()), parameter.detach(), name)
+
+
 def compiled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
     """The planned model is one graph to `torch.compile`, and computes the same."""
     # The tracer makes an object of each function of autograd, which torch itself warns of.
@@ -130,5 +159,7 @@ CASES: dict[str, Callable[[], None]] = {
         ]
         for check in (accumulated, asked_for, hooked)
     },
+    "one of two results, parameters whole": Case(HEADS, one_of_two, heads),
+    "one of two results, parameters cut": Case(MLP, one_of_two, heads),
     "compiled, parameters cut": Case(MLP, compiled, models.mlp),
 }
