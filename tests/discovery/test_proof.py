@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rules.simulation import make_example, prove_rule
+from rules.calls import make_example
+from rules.simulation import prove_rule
 from rules.test_image_rules import CASES as IMAGES
 from rules.test_missing_rules import LEFT_OUT
 from rules.test_product_rules import CASES as PRODUCTS

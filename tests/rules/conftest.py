@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from rules.simulation import Example, Simulation, make_example, prove_rule
+from rules.calls import Example, make_example
+from rules.simulation import Simulation, prove_rule
 from support.expert_operators import registered
 
 

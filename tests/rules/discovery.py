@@ -13,7 +13,8 @@ from itertools import product
 from math import prod
 
 import torch
-from rules.simulation import CONSTANTS, Example
+from rules.calls import Example
+from rules.simulation import CONSTANTS
 
 from autoshard.discovery.trial import Option, PerRank, Tensors, Trial, Types, cut_types
 from autoshard.graph import Node

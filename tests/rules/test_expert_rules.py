@@ -7,17 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rules.simulation import (
-    Coordinate,
-    Pieces,
-    Simulation,
-    assemble,
-    distribute,
-    make_example,
-    prove_rule,
-    share_of,
-    slice_of,
-)
+from rules.calls import make_example
+from rules.pieces import Coordinate, Pieces, assemble, distribute, share_of, slice_of
+from rules.simulation import Simulation, prove_rule
 from support.expert_operators import ordered
 
 from autoshard.graph.experts import groups_of_rows

@@ -18,8 +18,8 @@ from autoshard.layouts import Action, Layout, Step
 from autoshard.plan.formulation.formulation import Formulation
 from autoshard.plan.formulation.variables import Role
 from autoshard.plan.gradients import Gradient
+from autoshard.plan.memory.moves import step_working
 from autoshard.plan.memory.retention import Retention
-from autoshard.plan.memory.tape import step_working
 from autoshard.rules import Saved, backward_working, call_of, passes_gradient, rule_for
 from autoshard.solve import FloatArray
 

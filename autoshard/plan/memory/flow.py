@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from autoshard.plan.memory.tape import Instruction, Tape
+from autoshard.plan.memory.record import Instruction
+from autoshard.plan.memory.tape import Tape
 
 
 class Flow:

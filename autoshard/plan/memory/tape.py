@@ -10,13 +10,14 @@ from math import prod
 from typing import NamedTuple
 
 from autoshard.graph import Graph, Tensor
-from autoshard.layouts import Action, Layout, S, parse_type
+from autoshard.layouts import Layout
 from autoshard.plan.buckets import buckets_of
-from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage, Use
+from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage
 from autoshard.plan.gradients import Gradients
-from autoshard.plan.memory.recompute import Keeps
+from autoshard.plan.memory.bucket_tape import BucketTape
+from autoshard.plan.memory.moves import Moves, moves_of
+from autoshard.plan.memory.record import Form, Instruction, Record, Shape
 from autoshard.rules import (
-    Strides,
     backward_working,
     call_of,
     made_strides,
@@ -26,70 +27,6 @@ from autoshard.rules import (
     view_strides,
 )
 from autoshard.rules.halo import NO_BORDERS
-
-Shape = tuple[int, ...]
-
-
-class Form(NamedTuple):
-    """How a tensor looks on one rank.
-
-    Attributes:
-        nbytes: bytes of its elements.
-        gradient: whether it needs one.
-        shape: local shape.
-        strides: in elements; None where contiguous.
-    """
-
-    nbytes: int
-    gradient: bool
-    shape: Shape
-    strides: Strides
-
-
-class Instruction(NamedTuple):
-    """One thing that a rank does: an operator, or a conversion.
-
-    Attributes:
-        name: of the node, or of the value that is converted.
-        reads: slots that it takes.
-        targets: slots that it makes.
-        kept: the slots among them that autograd keeps.
-        kept_bytes: what autograd keeps beside them.
-        working: bytes beside what it reads and makes while it runs forward.
-        working_backward: bytes beside gradients while its backward runs.
-        passes_gradient: for each read whether its gradient is that of the target.
-        use: what a conversion is for; None of an operator, and of the end of a bucket.
-        uses: what it makes its first targets for, if it is a conversion.
-        again: whether backward converts once more.
-        checkpoint: number of the checkpoint that it belongs to; -1 for none.
-        bucket: number of the bucket whose collectives it shares; -1 for none.
-    """
-
-    name: str
-    reads: tuple[int, ...]
-    targets: tuple[int, ...]
-    kept: tuple[int, ...]
-    kept_bytes: int
-    working: int
-    working_backward: int
-    passes_gradient: tuple[bool, ...]
-    use: Use | None = None
-    uses: tuple[Use, ...] = ()
-    again: bool = False
-    checkpoint: int = -1
-    bucket: int = -1
-
-    @property
-    def is_conversion(self) -> bool:
-        """Whether it is one."""
-        return bool(self.uses)
-
-    @property
-    def keeps(self) -> Keeps:
-        """What autograd keeps of it."""
-        if self.kept_bytes or not set(self.kept).isdisjoint(self.targets):
-            return Keeps.MADE
-        return Keeps.READ if self.kept else Keeps.NOTHING
 
 
 class Tape:
@@ -111,35 +48,29 @@ class Tape:
     """
 
     def __init__(self, stage: Stage, graph: Graph, gradients: Gradients) -> None:
-        self.forms: list[Form] = []
-        self.storages: list[int] = []
-        self.instructions: list[Instruction] = []
-        self.made_by: list[int] = []
+        self._record = Record()
+        self.forms = self._record.forms
+        self.storages = self._record.storages
+        self.instructions = self._record.instructions
+        self.made_by = self._record.made_by
         self._graph = graph
         self._kinds = graph.kinds
         self._gradients = gradients
         self._sizes = dict(stage.axes)
-        self._forms: dict[Form, int] = {}
-        self._numbers: list[int] = []  # of each slot's form
         self._calls: dict[object, _Call] = {}
-        self._moves: dict[object, _Moves] = {}
+        self._moves: dict[object, Moves] = {}
         self._conversions = {c.use: c for c in stage.conversions}
         self._converted = {conversion.value for conversion in stage.conversions}
         self._current: dict[str, int] = {}
         self._checkpoint = -1
-        self._buckets = buckets_of(stage, graph)
-        self._under_way: dict[int, list[_UnderWay]] = {}
-        self._bucket_of: dict[Use, int] = {}
-        self._ended: dict[Use, int] = {}  # slot of what has come out of a bucket
+        self._buckets = BucketTape(buckets_of(stage, graph), self._record, self._moves_for)
         for placed in stage.inputs:
             nbytes = prod(placed.local_shape) * graph.values[placed.name].dtype.itemsize
             form = Form(nbytes, gradients.exists(placed.name), placed.local_shape, None)
-            self._current[placed.name] = self._new_slot(
-                self._new_storage(-1), form, self._number(form)
-            )
+            self._current[placed.name] = self._record.add_input(form)
         self.num_inputs = len(self.forms)
         self._add_nodes(stage)
-        self._begin_buckets(len(graph.nodes))
+        self._buckets.begin(len(graph.nodes), self._current)
         self.outputs = tuple(
             self._read(output.name, "output", position)
             for position, output in enumerate(graph.outputs)
@@ -152,7 +83,7 @@ class Tape:
         layouts = {placed.name: placed.outputs for placed in stage.nodes}
         for i, node in enumerate(self._graph.nodes):
             if self._checkpoint < 0:
-                self._begin_buckets(i)
+                self._buckets.begin(i, self._current)
             number = starts.get(node.name)
             if number is not None:
                 self._share_what_enters(i, stage.checkpoints[number])
@@ -160,84 +91,6 @@ class Tape:
             self._add_node(i, layouts[node.name])
             if node.name in ends:
                 self._checkpoint = -1
-
-    def _begin_buckets(self, number: int) -> None:
-        """Start the collectives of the buckets that begin before a node."""
-        for order, bucket in enumerate(self._buckets):
-            if bucket.begins <= number and order not in self._under_way:
-                self._under_way[order] = [self._begin(c, order) for c in bucket.conversions]
-                self._bucket_of.update(dict.fromkeys(bucket.uses, order))
-
-    def _begin(self, conversion: Conversion, bucket: int) -> "_UnderWay":
-        """Two slots: what is in flight, if anything is, and through which the gradient comes."""
-        source = self._current[conversion.value]
-        before = self.forms[source]
-        moves = self._moves_for(conversion, before)
-        several = len(self._buckets[bucket].conversions) > 1
-        is_view = moves.is_view and not several
-        form = Form(moves.nbytes, before.gradient, moves.shape, None)
-        moved = None
-        if not moves.in_place:
-            sent = before.nbytes if several else 0
-            flat = Form(moves.nbytes + sent, False, moves.shape, None)
-            storage = self._new_storage(len(self.instructions))
-            moved = self._new_slot(storage, flat, self._number(flat))
-        way = Form(moves.in_flight_backward, before.gradient, before.shape, None)
-        gradient = self._new_slot(self.storages[source], way, self._number(way))
-        self.instructions.append(
-            Instruction(
-                conversion.value,
-                (source,),
-                (gradient,) if moved is None else (moved, gradient),
-                (),
-                0,
-                0,
-                0,
-                (moves.reduces_once,),
-                use=conversion.use,
-                uses=(conversion.use,),
-                again=conversion.again and is_view,
-                bucket=bucket,
-            )
-        )
-        return _UnderWay(conversion, moved, gradient, form, moves, is_view)
-
-    def _end(self, bucket: int) -> None:
-        """Wait for a bucket, and take it apart."""
-        members = self._under_way[bucket]
-        several = len(members) > 1
-        working = backward = 0
-        targets = []
-        for way in members:
-            if way.moved is None:
-                storage = self.storages[way.gradient]
-            elif way.is_view:
-                storage = self.storages[way.moved]
-            else:
-                storage = self._new_storage(len(self.instructions))
-            targets.append(self._new_slot(storage, way.form, self._number(way.form)))
-            self._ended[way.conversion.use] = targets[-1]
-            rest = len(way.conversion.steps) > 1
-            working = max(working, way.moves.working if rest else 0)
-            # Gradients are laid out rank by rank, or behind one another.
-            laid_out = several and way.moved is not None
-            backward += way.moves.nbytes if laid_out else way.moves.working_backward
-        moved = tuple(way.moved for way in members if way.moved is not None)
-        self.instructions.append(
-            Instruction(
-                members[0].conversion.value,
-                (*(way.gradient for way in members), *moved),
-                tuple(targets),
-                (),
-                0,
-                working,
-                backward,
-                (False,) * (len(members) + len(moved)),
-                uses=tuple(way.conversion.use for way in members),
-                again=members[0].conversion.again and not members[0].is_view and bool(moved),
-                bucket=bucket,
-            )
-        )
 
     def _share_what_enters(self, start: int, checkpoint: Checkpoint) -> None:
         for node in self._graph.nodes[start:]:
@@ -253,16 +106,16 @@ class Tape:
             [self._read(value, node.name, position) for position, value in enumerate(node.inputs)]
         )
         flows = self._gradients.flows(node)
-        key = (self._kinds[number], layouts, flows, *[self._numbers[slot] for slot in reads])
+        numbers = self._record.numbers
+        key = (self._kinds[number], layouts, flows, *[numbers[slot] for slot in reads])
         call = self._calls.get(key)
         if call is None:
             inputs = [self.forms[slot] for slot in reads]
             call = self._calls[key] = self._call(number, layouts, inputs, flows=flows)
-        maker = len(self.instructions)
         targets = tuple(
             [
-                self._new_slot(
-                    self.storages[reads[0]] if call.is_view else self._new_storage(maker),
+                self._record.add_slot(
+                    self.storages[reads[0]] if call.is_view else self._record.add_storage(),
                     form,
                     number,
                 )
@@ -315,7 +168,7 @@ class Tape:
             )
         ]
         return _Call(
-            tuple((form, self._number(form)) for form in forms),
+            tuple((form, self._record.number(form)) for form in forms),
             seen is not None,
             tuple(sorted(saved.inputs)) if flows else (),
             tuple(sorted(saved.outputs)) if flows else (),
@@ -339,21 +192,17 @@ class Tape:
             self._current[value] = self._convert(shared)
 
     def _convert(self, conversion: Conversion) -> int:
-        bucket = self._bucket_of.get(conversion.use)
-        if bucket is not None:
-            if conversion.use not in self._ended:
-                self._end(bucket)
-            return self._ended[conversion.use]
+        bucketed = self._buckets.converted(conversion)
+        if bucketed is not None:
+            return bucketed
         source = self._current[conversion.value]
         if not self._active(conversion):
             return source
         before = self.forms[source]
         moves = self._moves_for(conversion, before)
-        storage = (
-            self.storages[source] if moves.in_place else self._new_storage(len(self.instructions))
-        )
+        storage = self.storages[source] if moves.in_place else self._record.add_storage()
         form = Form(moves.nbytes, before.gradient, moves.shape, None)
-        target = self._new_slot(storage, form, self._number(form))
+        target = self._record.add_slot(storage, form)
         self.instructions.append(
             Instruction(
                 conversion.value,
@@ -375,7 +224,7 @@ class Tape:
     def _active(self, conversion: Conversion) -> list[PlannedStep]:
         return [step for step in conversion.steps if self._sizes[step.axis] > 1]
 
-    def _moves_for(self, conversion: Conversion, before: Form) -> "_Moves":
+    def _moves_for(self, conversion: Conversion, before: Form) -> Moves:
         """What the steps of a conversion do to a tensor; looked at once for those alike."""
         steps = self._active(conversion)
         tensor = self._graph.values[conversion.value]
@@ -383,58 +232,8 @@ class Tape:
         key = (before.shape, before.strides, tensor.dtype, *chain)
         moves = self._moves.get(key)
         if moves is None:
-            moves = self._moves[key] = self._moves_of(before, tensor.dtype.itemsize, steps)
+            moves = self._moves[key] = moves_of(before, tensor.dtype.itemsize, steps, self._sizes)
         return moves
-
-    def _moves_of(self, before: Form, itemsize: int, steps: Sequence[PlannedStep]) -> "_Moves":
-        shape = list(before.shape)
-        sizes = [before.nbytes]
-        for step in steps:
-            source, target = parse_type(step.source), parse_type(step.target)
-            if source.is_shard:
-                shape[source.dim] *= self._sizes[step.axis]
-            if target.is_shard:
-                shape[target.dim] //= self._sizes[step.axis]
-            sizes.append(prod(shape) * itemsize)
-        forward = [
-            step_working(step.forward, step.source, step.target, *sizes[i : i + 2])
-            for i, step in enumerate(steps)
-        ]
-        backward = [
-            step_working(step.backward, step.target, step.source, sizes[i + 1], sizes[i])
-            for i, step in enumerate(steps)
-        ]
-        between = [0, *sizes[1:-1], 0]
-        still = all(step.forward == Action.NOTHING for step in steps)
-        in_place = before.strides is None and still
-        # Steps take contiguous memory, so what is strided is copied first.
-        copied = before.nbytes if before.strides is not None and not still else 0
-        forward[0] += copied
-        around = [between[i] + between[i + 1] for i in range(len(steps))]
-        return _Moves(
-            tuple(shape),
-            sizes[-1],
-            in_place,
-            max(map(sum, zip(forward, around, strict=True))),
-            max(map(sum, zip(backward, around, strict=True))),
-            all(step.backward == Action.NOTHING for step in steps),
-            sizes[-2],
-            len(steps) == 1,
-            len(steps) == 1 and parse_type(steps[0].source) == S(0),
-        )
-
-    def _new_slot(self, storage: int, form: Form, number: int) -> int:
-        self.forms.append(form)
-        self.storages.append(storage)
-        self._numbers.append(number)
-        return len(self.forms) - 1
-
-    def _number(self, form: Form) -> int:
-        return self._forms.setdefault(form, len(self._forms))
-
-    def _new_storage(self, maker: int) -> int:
-        self.made_by.append(maker)
-        return len(self.made_by) - 1
 
 
 class _Call(NamedTuple):
@@ -450,58 +249,5 @@ class _Call(NamedTuple):
     passes_gradient: tuple[bool, ...]
 
 
-class _Moves(NamedTuple):
-    """What equal conversions of equal tensors share."""
-
-    shape: Shape
-    nbytes: int
-    in_place: bool
-    working: int
-    working_backward: int
-    passes_gradient: bool
-    in_flight_backward: int  # bytes of what the first reduction of backward makes
-    reduces_once: bool
-    is_view: bool  # whether what arrives from all ranks is the tensor as it is
-
-
-class _UnderWay(NamedTuple):
-    """A conversion of a bucket that has begun.
-
-    Attributes:
-        conversion: which one.
-        moved: slot of what is in flight; None where nothing moves forward.
-        gradient: slot through which the gradient comes.
-        form: of what comes out.
-        moves: what the steps do.
-        is_view: whether what comes out lies in the memory of what is in flight.
-    """
-
-    conversion: Conversion
-    moved: int | None
-    gradient: int
-    form: Form
-    moves: _Moves
-    is_view: bool
-
-
 def _nbytes(shape: Shape, tensor: Tensor) -> int:
     return prod(shape) * tensor.dtype.itemsize
-
-
-def step_working(action: str, source: str, target: str, before: int, after: int) -> int:
-    """Bytes that a step takes beside what it reads and makes.
-
-    Collectives gather and scatter along the first dim, so along others a copy is laid out
-    anew; an all-to-all receives slices and joins them. Slices of chunks are put in order.
-    """
-    old, new = parse_type(source), parse_type(target)
-    if action == Action.NOTHING:
-        return 0
-    ordered = (after if old.chunks else 0) + (before if new.chunks else 0)
-    if action == Action.ALL_GATHER:
-        return ordered + (after if old.dim else 0)
-    if action == Action.REDUCE_SCATTER:
-        return ordered + (before if new.dim else 0)
-    if action == Action.ALL_TO_ALL:
-        return ordered + after + (before if new.dim else 0)
-    return ordered

@@ -19,8 +19,9 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.plan.document import Conversion, Direction, Plan, Stage
 from autoshard.plan.gradients import Gradients
+from autoshard.plan.memory.record import Instruction
 from autoshard.plan.memory.schedule import Phase, Schedule
-from autoshard.plan.memory.tape import Instruction, Tape
+from autoshard.plan.memory.tape import Tape
 from autoshard.plan.memory.timeline import timeline
 from autoshard.plan.simulation.events import COMPUTE, Category, Event, Simulation, conversion_label
 from autoshard.plan.simulation.timing import ConversionTiming, Piece, Timing

@@ -2,34 +2,34 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
-from autoshard.solve.elimination import MOST_WORK, Elimination, Evaluation, Table
+from autoshard.solve.elimination import MOST_WORK, Elimination, Evaluation
 from autoshard.solve.network import Network
 from autoshard.solve.problem import BoolArray, FloatArray, IntArray, Node, Problem
 from autoshard.solve.reductions import Inverse
 from autoshard.solve.repeats.block import Block
+from autoshard.solve.repeats.run_tables import (
+    Course,
+    RunTables,
+    alike_groups,
+    bounds_at_ports,
+    joined_table,
+    steps_over,
+    write_choices,
+)
 from autoshard.solve.repeats.runs import Run, covered_edges
 from autoshard.solve.repeats.template import (
-    GroupTable,
     Known,
     Open,
     Template,
     reduce_around,
 )
-from autoshard.solve.repeats.walks import Changing, Leaving, Steps
 from autoshard.solve.tables import SolvedBlock, TableStore
 
 _LEAST_WORK = 3e7
 """What one look at a problem costs beside additions, in additions."""
-
-Course = Leaving | Changing
-"""Which walks over the groups of a run count."""
-
-_Tables = tuple[tuple[GroupTable, int], ...]
-"""Tables of a run's groups in order, and of how many groups in a row each is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class _AtCosts:
 
     costs: Sequence[FloatArray]
     rest: tuple[Network, Inverse] | None = None
-    tables: dict[tuple[int, bytes], "_Tables | None"] = field(default_factory=dict)
+    tables: dict[tuple[int, bytes], RunTables | None] = field(default_factory=dict)
     alike: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
@@ -181,14 +181,14 @@ class Condensed:
         bounds: dict[int, FloatArray] = {}
         for i, (run, table) in enumerate(zip(self._runs, tables, strict=True)):
             network, _ = self._rest(costs, still_open)
-            others = [_joined(t, _steps(t, ())) for j, t in enumerate(tables) if j != i]
+            others = [joined_table(t, steps_over(t, ())) for j, t in enumerate(tables) if j != i]
             ends = (*run.before, *run.last_ports)
             plan = Elimination.compile(network, keep=ends, extra=others, check=self._check)
             if plan is None:
                 return None
             left = {v: x.cost for v, x in network.variables.items()}
             outside = plan.joint_table(plan.evaluate(left, check=self._check), ends)
-            bounds.update(_port_bounds(run, table, outside))
+            bounds.update(bounds_at_ports(run, table, outside))
         return bounds
 
     def _group_tables(
@@ -197,16 +197,16 @@ class Condensed:
         still_open: Open,
         most_work: float,
         mode: int | None = None,
-    ) -> list[_Tables] | None:
+    ) -> list[RunTables] | None:
         known = self._known_at(costs)
-        found: list[_Tables] = []
+        found: list[RunTables] = []
         for i, block in enumerate(self._blocks):
             template = Template(
                 self._problem, block, still_open, self._known, mode=mode, check=self._check
             )
             view = template.view(most_work)
             if i not in known.alike:
-                known.alike[i] = _alike(block.run, costs)
+                known.alike[i] = alike_groups(block.run, costs)
             if (i, view) not in known.tables:
                 known.tables[i, view] = self._evaluated(template, known.alike[i], costs, most_work)
             tables = known.tables[i, view]
@@ -221,7 +221,7 @@ class Condensed:
         alike: Sequence[tuple[int, int]],
         costs: Sequence[FloatArray],
         most_work: float,
-    ) -> _Tables | None:
+    ) -> RunTables | None:
         """A table for each of some groups, with the number that comes with it."""
         groups, tables = template.run.instances, []
         for k, number in alike:
@@ -241,15 +241,15 @@ class Condensed:
     def _join(
         self,
         rest: tuple[Network, Inverse],
-        tables: Sequence[_Tables],
+        tables: Sequence[RunTables],
         bounds_of: Sequence[int],
         courses: Sequence[Course],
     ) -> Answer | None:
         """Minimise what stays, with one table per run."""
         network, inverse = rest
-        steps = [_steps(table, courses) for table in tables]
+        steps = [steps_over(table, courses) for table in tables]
         self.work += sum(walk.work for walk in steps)
-        extra = [_joined(*pair) for pair in zip(tables, steps, strict=True)]
+        extra = [joined_table(*pair) for pair in zip(tables, steps, strict=True)]
         plan = Elimination.compile(network, extra=extra, check=self._check)
         if plan is None:
             return None
@@ -260,7 +260,7 @@ class Condensed:
             choice[v] = network.variables[v].labels[s]
         inverse(choice)
         for table, walk in zip(tables, steps, strict=True):
-            _expand(table, walk, result, choice)
+            write_choices(table, walk, result, choice)
         labels = {v: network.variables[v].labels for v in bounds_of}
         return Answer(result.value, choice, self._hub_bounds(labels, plan, result))
 
@@ -309,98 +309,6 @@ class Condensed:
         network = _renamed(Network.from_problem(Problem(tuple(nodes), tuple(edges))), self._stay)
         seen = {v for run in self._runs for v in (*run.before, *run.last_ports, *run.hubs)}
         return network, reduce_around(network, seen, self._known, check=self._check)
-
-
-def _alike(run: Run, costs: Sequence[FloatArray]) -> tuple[tuple[int, int], ...]:
-    """Groups that stand for others priced alike, and for how many in a row."""
-    groups = run.instances
-    inner, last = groups[min(1, len(groups) - 2)], groups[-1]
-    if all(np.array_equal(costs[v], costs[w]) for v, w in zip(inner, last, strict=True)):
-        return ((1, len(groups)),)
-    return (min(1, len(groups) - 2), len(groups) - 1), (len(groups) - 1, 1)
-
-
-def _steps(tables: _Tables, courses: Sequence[Course]) -> Steps:
-    """The steps of a walk over a run's groups."""
-    table = tables[0][0]
-    run = table.template.run
-    num_steps = len(run.instances)
-    stretches = [(part.as_batch(len(run.ports)), number) for part, number in tables]
-    for course in courses:
-        if course.run is not run:
-            continue
-        inside = np.ones(1, dtype=np.bool_)
-        for axis, mask in enumerate(course.masks):
-            inside = np.logical_and.outer(inside, mask[table.template.port_labels(axis)])
-        inside = inside.ravel()
-        if isinstance(course, Leaving):
-            return Steps.leaving(stretches, inside)
-        first = inside if course.inside_first else ~inside
-        rest = num_steps - course.num_first
-        return Steps.changing(stretches, ((first, course.num_first), (~first, rest)))
-    return Steps.free(stretches)
-
-
-def _joined(tables: _Tables, steps: Steps) -> Table:
-    """The price of all groups of a run together, by what is at its ends."""
-    table = tables[0][0]
-    run = table.template.run
-    values = np.moveaxis(steps.joined(), 0, 2).reshape(table.values.shape)
-    return Table((*run.before, *run.last_ports, *table.template.kept_hubs), values)
-
-
-def _expand(tables: _Tables, steps: Steps, result: Evaluation, choice: IntArray) -> None:
-    """Write the choices of every group of a run, given those at its ends."""
-    table = tables[0][0]
-    run = table.template.run
-    shape = table.values.shape[: len(run.ports)]
-    state = 0
-    hub_picks = tuple(result.picks[h] for h in table.template.kept_hubs)
-    if hub_picks:
-        hub_shape = table.values.shape[2 * len(run.ports) :]
-        state = int(np.ravel_multi_index(hub_picks, hub_shape))
-    first, last = (
-        int(np.ravel_multi_index([result.picks[v] for v in nodes], shape))
-        for nodes in (run.before, run.last_ports)
-    )
-    of_group = [part for part, (_, number) in enumerate(tables) for _ in range(number)]
-    groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
-    for k, step in enumerate(pairwise(steps.cheapest(state, first, last))):
-        groups.setdefault((of_group[k], step), []).append(k)
-    for (part, step), numbers in groups.items():
-        seen = [int(i) for flat in step for i in np.unravel_index(flat, shape)]
-        choice[run.places[numbers]] = tables[part][0].interior((*seen, *hub_picks))
-
-
-def _port_bounds(run: Run, tables: _Tables, outside: FloatArray) -> dict[int, FloatArray]:
-    """Least price of everything by strategy of each port, whichever group it is of.
-
-    Args:
-        run: the run.
-        tables: of its groups, hubs relaxed.
-        outside: price of everything else by the states at the two ends of the run.
-    """
-    table = tables[0][0]
-    shape = table.values.shape[: len(run.ports)]
-    matrices = [m for part, number in tables for m in [*part.as_batch(len(run.ports))] * number]
-    ends = outside.reshape(matrices[0].shape)
-    # What is outside joins the two ends; a part for each end is a lower bound of it.
-    head = ends[:, int(ends.min(axis=0).argmin())]
-    with np.errstate(invalid="ignore"):
-        tail = np.nan_to_num(ends - head[:, None], nan=np.inf, posinf=np.inf).min(axis=0)
-    forward, backward = [head], [tail]
-    for matrix in matrices:
-        forward.append((forward[-1][:, None] + matrix).min(axis=0))
-    for matrix in reversed(matrices):
-        backward.append((matrix + backward[-1][None, :]).min(axis=1))
-    pairs = zip(forward, reversed(backward), strict=True)
-    least = np.min([f + b for f, b in pairs], axis=0).reshape(shape)
-    bounds = {}
-    for axis, port in enumerate(run.last_ports):
-        others = tuple(i for i in range(len(shape)) if i != axis)
-        bounds[port] = np.full(table.template.num_strategies(port), np.inf)
-        bounds[port][table.template.port_labels(axis)] = least.min(axis=others)
-    return bounds
 
 
 def _renamed(network: Network, names: Sequence[int]) -> Network:

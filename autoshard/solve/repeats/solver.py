@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 
 from autoshard.solve.problem import BoolArray, FloatArray, IntArray
-from autoshard.solve.repeats.condensed import Answer, Condensed, Course
+from autoshard.solve.repeats.condensed import Answer, Condensed
+from autoshard.solve.repeats.run_tables import Course
 from autoshard.solve.repeats.runs import Run
 from autoshard.solve.repeats.template import Open
 from autoshard.solve.repeats.walks import Changing, Leaving

@@ -1,0 +1,145 @@
+"""How the collectives of buckets begin and end among the instructions of a rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from autoshard.plan.buckets import Bucket
+from autoshard.plan.document import Conversion, Use
+from autoshard.plan.memory.moves import Moves
+from autoshard.plan.memory.record import Form, Instruction, Record
+
+
+class _UnderWay(NamedTuple):
+    """A conversion of a bucket that has begun.
+
+    Attributes:
+        conversion: which one.
+        moved: slot of what is in flight; None where nothing moves forward.
+        gradient: slot through which the gradient comes.
+        form: of what comes out.
+        moves: what the steps do.
+        is_view: whether what comes out lies in the memory of what is in flight.
+    """
+
+    conversion: Conversion
+    moved: int | None
+    gradient: int
+    form: Form
+    moves: Moves
+    is_view: bool
+
+
+class BucketTape:
+    """Adds to a record what runs for buckets.
+
+    Args:
+        buckets: of a stage.
+        record: where instructions are added.
+        moves_for: what the steps of a conversion do to a tensor.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        record: Record,
+        moves_for: Callable[[Conversion, Form], Moves],
+    ) -> None:
+        self._buckets = buckets
+        self._record = record
+        self._moves_for = moves_for
+        self._under_way: dict[int, list[_UnderWay]] = {}
+        self._bucket_of: dict[Use, int] = {}
+        self._ended: dict[Use, int] = {}  # slot of what has come out of a bucket
+
+    def begin(self, number: int, slots: Mapping[str, int]) -> None:
+        """Start the collectives of the buckets that begin before a node.
+
+        Args:
+            number: of the node.
+            slots: where each value is now.
+        """
+        for order, bucket in enumerate(self._buckets):
+            if bucket.begins <= number and order not in self._under_way:
+                self._under_way[order] = [
+                    self._begin(c, order, slots[c.value]) for c in bucket.conversions
+                ]
+                self._bucket_of.update(dict.fromkeys(bucket.uses, order))
+
+    def converted(self, conversion: Conversion) -> int | None:
+        """The slot of what a conversion makes, once its bucket has come; None if it has none."""
+        bucket = self._bucket_of.get(conversion.use)
+        if bucket is None:
+            return None
+        if conversion.use not in self._ended:
+            self._end(bucket)
+        return self._ended[conversion.use]
+
+    def _begin(self, conversion: Conversion, bucket: int, source: int) -> _UnderWay:
+        """Two slots: what is in flight, if anything is, and through which the gradient comes."""
+        before = self._record.forms[source]
+        moves = self._moves_for(conversion, before)
+        several = len(self._buckets[bucket].conversions) > 1
+        is_view = moves.is_view and not several
+        form = Form(moves.nbytes, before.gradient, moves.shape, None)
+        moved = None
+        if not moves.in_place:
+            sent = before.nbytes if several else 0
+            flat = Form(moves.nbytes + sent, False, moves.shape, None)
+            storage = self._record.add_storage()
+            moved = self._record.add_slot(storage, flat)
+        way = Form(moves.in_flight_backward, before.gradient, before.shape, None)
+        gradient = self._record.add_slot(self._record.storages[source], way)
+        self._record.instructions.append(
+            Instruction(
+                conversion.value,
+                (source,),
+                (gradient,) if moved is None else (moved, gradient),
+                (),
+                0,
+                0,
+                0,
+                (moves.reduces_once,),
+                use=conversion.use,
+                uses=(conversion.use,),
+                again=conversion.again and is_view,
+                bucket=bucket,
+            )
+        )
+        return _UnderWay(conversion, moved, gradient, form, moves, is_view)
+
+    def _end(self, bucket: int) -> None:
+        """Wait for a bucket, and take it apart."""
+        members = self._under_way[bucket]
+        several = len(members) > 1
+        working = backward = 0
+        targets = []
+        for way in members:
+            if way.moved is None:
+                storage = self._record.storages[way.gradient]
+            elif way.is_view:
+                storage = self._record.storages[way.moved]
+            else:
+                storage = self._record.add_storage()
+            targets.append(self._record.add_slot(storage, way.form))
+            self._ended[way.conversion.use] = targets[-1]
+            rest = len(way.conversion.steps) > 1
+            working = max(working, way.moves.working if rest else 0)
+            # Gradients are laid out rank by rank, or behind one another.
+            laid_out = several and way.moved is not None
+            backward += way.moves.nbytes if laid_out else way.moves.working_backward
+        moved = tuple(way.moved for way in members if way.moved is not None)
+        self._record.instructions.append(
+            Instruction(
+                members[0].conversion.value,
+                (*(way.gradient for way in members), *moved),
+                tuple(targets),
+                (),
+                0,
+                working,
+                backward,
+                (False,) * (len(members) + len(moved)),
+                uses=tuple(way.conversion.use for way in members),
+                again=members[0].conversion.again and not members[0].is_view and bool(moved),
+                bucket=bucket,
+            )
+        )
