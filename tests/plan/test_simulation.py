@@ -75,18 +75,28 @@ def test_collectives_are_those_of_the_plan(simulated: tuple[Plan, Simulation]) -
     plan, simulation = simulated
     names = {count.kind for count in plan.collectives}
     events = [event for event in simulation.events if event.name in names]
-    # What is hidden in part is two events.
-    begun = {(e.name, e.axis, e.subject, e.phase) for e in events if not e.hidden}
+    # What is hidden in part is two events, and of a bucket several.
     count: Counter[tuple[str, str | None, str]] = Counter()
     nbytes: Counter[tuple[str, str | None, str]] = Counter()
-    for e in events:
-        if not e.hidden or (e.name, e.axis, e.subject, e.phase) not in begun:
+    begun: set[tuple[str, str | None, str, Phase]] = set()
+    for e in sorted(events, key=lambda event: event.hidden):
+        one = e.name, e.axis, e.subject, e.phase
+        if not e.hidden or one not in begun:
             key = e.name, e.axis, "forward" if e.phase is Phase.FORWARD else "backward"
             count[key] += 1
             nbytes[key] += e.nbytes
+        begun.add(one)
     assert nbytes == {(c.kind, c.axis, c.direction): c.nbytes for c in plan.collectives}
-    # Drawn as priced: those of a bucket one by one.
-    assert all(count[c.kind, c.axis, c.direction] >= c.count for c in plan.collectives)
+    assert count == {(c.kind, c.axis, c.direction): c.count for c in plan.collectives}
+
+
+def test_a_bucket_is_one_collective(plans: dict[str, Plan]) -> None:
+    plan = plans["plain"]
+    together, apart = simulate(plan), simulate(plan, bucketed=False)
+    assert together.seconds == pytest.approx(apart.seconds, rel=ROUNDING)
+    events = [event for event in together.events if " more" in event.subject]
+    assert events
+    assert len(together.events) < len(apart.events)
 
 
 def test_memory_is_that_of_the_plan(simulated: tuple[Plan, Simulation]) -> None:

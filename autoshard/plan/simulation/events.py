@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.plan.buckets import Bucket
 from autoshard.plan.document import Conversion
 from autoshard.plan.memory.schedule import Phase
 from autoshard.plan.memory.timeline import Timeline
@@ -29,19 +30,32 @@ def conversion_label(conversion: Conversion, targets: Mapping[str, str]) -> str:
     return f"{value} for {conversion.consumer}" if conversion.consumer else value
 
 
+def bucket_label(bucket: Bucket, targets: Mapping[str, str]) -> str:
+    """What the first of a bucket is called, and how many more there are.
+
+    Args:
+        bucket: of a stage.
+        targets: names in the model, by value.
+    """
+    first, *more = bucket.conversions
+    label = conversion_label(first, targets)
+    return f"{label} and {len(more)} more" if more else label
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that a rank does in a step.
 
     Attributes:
         name: of the operator, or of what a step of a conversion runs.
-        subject: the node, or the value that is converted and what for.
+        subject: the node, or the value that is converted and what for; of a bucket its first.
         axis: the mesh axis whose ranks take part; None of compute.
         phase: part of the step.
         category: under what the plan's costs count it.
         start: seconds since the step began.
         seconds: how long it takes.
-        nbytes: size of the larger of a rank's tensor before and after; 0 of compute.
+        nbytes: size of the larger of a rank's tensor before and after, all those of a bucket
+            together; 0 of compute.
         hidden: whether it runs beside compute.
         inside: the operator that a collective is a part of; empty of a conversion's.
     """

@@ -8,6 +8,10 @@ are those of the memory timeline.
 What the option `overlap` hides is drawn beside the compute that pays for it: that of the
 weight's own reader. A runtime that prefetches would run a gather beside the compute before;
 in a stack of layers that are alike the picture is the same, one layer later.
+
+A bucket is drawn as the one collective that it is, with all its bytes. Its time is the sum of its
+members' prices, each of which counts a latency, so it is an upper estimate. What of it is hidden
+is drawn beside the readers of its members, each part with the name and the bytes of the whole.
 """
 
 from collections.abc import Sequence
@@ -17,22 +21,31 @@ import numpy as np
 from autoshard.collection import collection_paused
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
+from autoshard.plan.buckets import buckets_of
 from autoshard.plan.document import Conversion, Direction, Plan, Stage
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.memory.record import Instruction
 from autoshard.plan.memory.schedule import Phase, Schedule
 from autoshard.plan.memory.tape import Tape
 from autoshard.plan.memory.timeline import timeline
-from autoshard.plan.simulation.events import COMPUTE, Category, Event, Simulation, conversion_label
+from autoshard.plan.simulation.events import (
+    COMPUTE,
+    Category,
+    Event,
+    Simulation,
+    bucket_label,
+    conversion_label,
+)
 from autoshard.plan.simulation.timing import ConversionTiming, Piece, Timing
 
 
 @collection_paused()
-def simulate(plan: Plan) -> Simulation:
+def simulate(plan: Plan, *, bucketed: bool = True) -> Simulation:
     """One step of a plan over time.
 
     Args:
         plan: that was found.
+        bucketed: whether conversions that share collectives are drawn together, as they run.
 
     Raises:
         PlanError: the document holds no plan, or one that contradicts itself.
@@ -41,11 +54,11 @@ def simulate(plan: Plan) -> Simulation:
         raise PlanError(f"the document has no plan to simulate: {plan.reason}")
     (stage,) = plan.stages
     graph = graph_from_json(stage.program)
-    return _Simulator(plan, stage, graph).simulation()
+    return _Simulator(plan, stage, graph, bucketed=bucketed).simulation()
 
 
 class _Simulator:
-    def __init__(self, plan: Plan, stage: Stage, graph: Graph) -> None:
+    def __init__(self, plan: Plan, stage: Stage, graph: Graph, *, bucketed: bool) -> None:
         self._plan = plan
         self._stage = stage
         self._graph = graph
@@ -55,9 +68,13 @@ class _Simulator:
         self._gradients = gradients
         self._tape = Tape(stage, graph, gradients)
         self._placed = {placed.name: placed for placed in stage.nodes}
-        self._targets = {placed.name: placed.target for placed in stage.inputs}
+        targets = {placed.name: placed.target for placed in stage.inputs}
         self._conversions = {c.use: c for c in stage.conversions}
         self._timings = {c.use: self._timing.conversion(c) for c in stage.conversions}
+        self._labels = {c.use: conversion_label(c, targets) for c in stage.conversions}
+        for bucket in buckets_of(stage, graph) if bucketed else ():
+            self._timings.update(self._timing.bucket(bucket))
+            self._labels.update(dict.fromkeys(bucket.uses, bucket_label(bucket, targets)))
         self._into: dict[str, list[Conversion]] = {}
         for conversion in stage.conversions:
             self._into.setdefault(conversion.consumer or "", []).append(conversion)
@@ -130,7 +147,7 @@ class _Simulator:
         end, self._now = self._now, start
         for conversion in () if again else self._into.get(node.name, ()):
             timing = self._timings[conversion.use]
-            label = conversion_label(conversion, self._targets)
+            label = self._labels[conversion.use]
             if backward:
                 self._run(timing.again.hidden, label, Phase.RECOMPUTE, "recompute", hidden=True)
                 self._run(timing.backward.hidden, label, phase, "communication", hidden=True)
@@ -152,7 +169,7 @@ class _Simulator:
     def _convert(self, conversion: Conversion, phase: Phase) -> None:
         """What compute waits for of a conversion."""
         timing: ConversionTiming = self._timings[conversion.use]
-        label = conversion_label(conversion, self._targets)
+        label = self._labels[conversion.use]
         if phase is Phase.RECOMPUTE:
             self._run(timing.again.waited, label, phase, "recompute")
         elif phase is Phase.BACKWARD:

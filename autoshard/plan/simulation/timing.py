@@ -1,14 +1,15 @@
 """How long each part of a stage takes, forward, once more and backward."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from autoshard.costs import Overlap, Passes, hidden_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node
 from autoshard.layouts import Action, Layout, Step, again_price, parse_type
-from autoshard.plan.document import Conversion, PlacedNode, Plan, PlannedStep, Stage
+from autoshard.plan.buckets import Bucket
+from autoshard.plan.document import Conversion, PlacedNode, Plan, PlannedStep, Stage, Use
 from autoshard.plan.formulation.legality import share_of
 from autoshard.plan.formulation.pricing import Prices
 from autoshard.plan.gradients import Gradient, Gradients
@@ -141,6 +142,31 @@ class Timing:
             Split.of(backward, trailing),
         )
 
+    def bucket(self, bucket: Bucket) -> dict[Use, ConversionTiming]:
+        """What the conversions of a bucket run, for each of them.
+
+        All that compute waits for is said of the first, as one piece for each step; what is
+        hidden stays with its own. Every piece has the bytes of the bucket.
+        """
+        own = [self.conversion(conversion) for conversion in bucket.conversions]
+        nbytes = {step.axis: total for step, total in bucket.steps}
+        return {
+            use: ConversionTiming(
+                *(
+                    Split(
+                        tuple(_together([s.waited for s in splits], nbytes)) if i == 0 else (),
+                        tuple(_together([splits[i].hidden], nbytes)),
+                    )
+                    for splits in (
+                        [timing.forward for timing in own],
+                        [timing.again for timing in own],
+                        [timing.backward for timing in own],
+                    )
+                )
+            )
+            for i, use in enumerate(bucket.uses)
+        }
+
     def _pieces(self, step: PlannedStep) -> tuple[Piece, Piece]:
         """What a step runs forward and backward."""
         priced = Step(
@@ -181,6 +207,21 @@ class Timing:
 
 def _seconds(pieces: Sequence[Piece]) -> float:
     return sum(piece.seconds for piece in pieces)
+
+
+def _together(members: Sequence[Sequence[Piece]], nbytes: Mapping[str, int]) -> Iterator[Piece]:
+    """Alike pieces of several conversions as one; each is on an axis of its own.
+
+    Args:
+        members: pieces of each conversion.
+        nbytes: of all conversions, by the axis of their steps.
+    """
+    seconds: dict[tuple[str, str], float] = {}
+    for piece in chain.from_iterable(members):
+        key = piece.name, piece.axis
+        seconds[key] = seconds.get(key, 0.0) + piece.seconds
+    for (name, axis), total in seconds.items():
+        yield Piece(name, axis, total, nbytes[axis])
 
 
 def _lasting(piece: Piece, seconds: float) -> Piece:

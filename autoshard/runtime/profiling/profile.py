@@ -114,7 +114,7 @@ def profile(
     own = torch.tensor([[step.get(part, 0.0) for part in parts] for step in seconds[1:]])
     measured = _over_ranks(own.to(torch.float64).median(dim=0).values, parts, launched.device)
     return Profile(
-        simulate(plan),
+        simulate(plan, bucketed=False),
         tuple(_events(parts, measured, probe, begin)),
         _median(timer.seconds[1:]),
         timer.predicted,
