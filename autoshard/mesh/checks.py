@@ -5,6 +5,9 @@ from sys import float_info
 
 from autoshard.errors import MeshError
 
+MAX_NAME = 255
+"""Characters of a name."""
+
 
 def check_positive(value: float, what: str) -> None:
     """Raise unless a figure is a finite number above zero."""
@@ -19,7 +22,13 @@ def check_not_negative(value: float, what: str) -> None:
 
 
 def check_name(name: str, what: str) -> None:
-    """Raise where a name is empty or has spaces around it."""
+    """Raise where a name is empty, too long, not printable or has spaces around it."""
+    if len(name) > MAX_NAME:
+        raise MeshError(
+            f"{what} {name[:32]!r}... must have a name of at most {MAX_NAME} characters"
+        )
+    if not name.isprintable():
+        raise MeshError(f"{what} {name!r} must have a name without control characters")
     if not name or name != name.strip():
         raise MeshError(f"{what} {name!r} must have a name without spaces around it")
 

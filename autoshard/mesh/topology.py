@@ -118,6 +118,8 @@ class Device:
                 f"device {self.name!r} has paces of {len(self.operators)} operators; "
                 f"{MAX_PACES} are enough for all there are"
             )
+        for operator in self.operators:
+            check_name(operator, f"operator of device {self.name!r}")
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s in a dtype; float32's where the dtype is not listed."""

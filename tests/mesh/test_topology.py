@@ -5,11 +5,21 @@ from typing import Any
 import pytest
 
 from autoshard.errors import MeshError
-from autoshard.mesh import Device, Link, Topology, get_topology, topology_names
+from autoshard.mesh import (
+    Axis,
+    Device,
+    Link,
+    Pace,
+    Paces,
+    Topology,
+    get_topology,
+    topology_names,
+)
 
 DEVICE = Device("gpu", {"float32": 1e12, "bfloat16": 8e12}, memory_bandwidth=1e12, memory=10**9)
 NODE = Link("nvlink", 8, 100e9, 1e-6)
 NETWORK = Link("network", None, 10e9, 5e-6)
+PACES = Paces(Pace(0.0, 1.0), Pace(0.0, 1.0))
 
 
 def test_an_unlisted_dtype_has_the_peak_of_float32() -> None:
@@ -32,6 +42,11 @@ def test_an_impossible_device_is_refused(field: str, value: float) -> None:
         ({"peak_flops": {"float32": nan}}, r"peak_flops\['float32'\] of device 'gpu' is nan"),
         ({"launch_overhead": -1e-6}, "launch_overhead of device 'gpu'"),
         ({"name": " gpu"}, "spaces"),
+        ({"name": "gpu\x1b[2J"}, "device 'gpu.x1b.2J' must have a name without control"),
+        ({"name": "g" * 256}, "must have a name of at most 255 characters"),
+        ({"operators": {"": PACES}}, "operator of device 'gpu' '' must have a name"),
+        ({"operators": {"o" * 256: PACES}}, "at most 255 characters"),
+        ({"operators": {"aten.add\n": PACES}}, "without control characters"),
     ],
 )
 def test_an_impossible_device_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -79,6 +94,20 @@ def test_an_unknown_backend_is_refused() -> None:
 def test_a_topology_holds_what_its_outermost_level_holds() -> None:
     assert Topology("box", DEVICE, (NODE,)).max_devices == 8
     assert Topology("cluster", DEVICE, (NODE, NETWORK)).max_devices is None
+
+
+def test_names_may_be_long() -> None:
+    assert len(replace(DEVICE, name="g" * 255).name) == 255
+
+
+@pytest.mark.parametrize("name", ["a\x00b", "a\nb", "n" * 256])
+def test_a_name_is_short_and_printable(name: str) -> None:
+    with pytest.raises(MeshError, match=r"topology .* must have a name"):
+        Topology(name, DEVICE, (NODE,))
+    with pytest.raises(MeshError, match=r"link .* must have a name"):
+        replace(NODE, name=name)
+    with pytest.raises(MeshError, match=r"axis .* must have a name"):
+        Axis(name, 2)
 
 
 @pytest.mark.parametrize("name", topology_names())

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from autoshard.errors import PlanError
-from autoshard.layouts import S
-from autoshard.rules import InnerCollective, Operation, rule_for, strategies
+from autoshard.layouts import Layout, R, S
+from autoshard.rules import InnerCollective, Operation, Strategy, rule_for, strategies
 
 MakeExample = Callable[..., Any]
 Prove = Callable[..., set[str]]
@@ -310,3 +310,15 @@ def test_sizes_that_came_later_are_refused_where_slices_do_not_fit(
     (cut,) = (s for s in strategies(rule_for(planned.call), (3,)) if s.inputs[0].types == (S(2),))
     with pytest.raises(PlanError, match="choose sizes that strides and ranks divide"):
         simulation(given, cut, (3,)).run_rank((0,), given.values)
+
+
+def test_a_dim_that_two_axes_cut_has_no_neighbours(
+    example: MakeExample, simulation: Callable[..., Any]
+) -> None:
+    """No plan of ours cuts it so, but one from elsewhere may."""
+    weight = real(1, 1, 3, 1)
+    given = example(CONV2D, input=real(1, 1, 12, 1), weight=weight, padding=[1, 0])
+    image, whole = Layout((S(2), S(2))), Layout((R, R))
+    cut = Strategy((image, whole), (image,), {})
+    with pytest.raises(PlanError, match="'node' exchanges edges along a dim that 2 mesh axes cut"):
+        simulation(given, cut, (2, 2)).run_rank((0, 0), given.values)

@@ -60,8 +60,9 @@ class Borders:
             fill: the number beyond the ends.
 
         Raises:
-            PlanError: slices are too short, or not what the operator makes of each other, as
-                may be at other sizes than those that the plan was made for.
+            PlanError: a dim is cut by several axes; or slices are too short, or not what the
+                operator makes of each other, as may be at other sizes than those that the plan
+                was made for.
         """
         found = []
         rank = len(local.input_shapes[0])
@@ -69,8 +70,7 @@ class Borders:
             dim = i - len(edges)
             axes = local.axes_cutting((rank + dim,))
             if axes and (before or after):
-                (axis,) = axes
-                found.append(Border(dim, axis, before, after))
+                found.append(Border(dim, _only(axes, local), before, after))
                 _check(local, found[-1], ratio)
         return cls(tuple(found), local.place.ranks, fill) if found else None
 
@@ -153,6 +153,16 @@ class Borders:
             place.copy_(end.expand_as(place))
         else:
             place.fill_(self.fill)
+
+
+def _only(axes: Sequence[int], local: LocalNode) -> int:
+    """The axis whose ranks are neighbours."""
+    if len(axes) > 1:
+        raise PlanError(
+            f"node {local.node.name!r} exchanges edges along a dim that {len(axes)} mesh axes cut; "
+            f"a plan may cut it by one"
+        )
+    return axes[0]
 
 
 def _check(local: LocalNode, border: Border, ratio: tuple[int, int]) -> None:
