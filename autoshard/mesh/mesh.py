@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ConfigDict
 
 from autoshard.errors import MeshError
@@ -132,12 +131,12 @@ class Mesh:
     @cached_property
     def _spans(self) -> tuple[tuple[Span, ...], ...]:
         limit = self.num_devices
-        devices = np.arange(limit).reshape(self.axis_sizes)
         sizes = [min(link.size or limit, limit) for link in self.topology.levels]
+        stride = limit
         spans = []
-        for axis, num_ranks in enumerate(self.axis_sizes):
-            peers = np.moveaxis(devices, axis, -1).reshape(-1, num_ranks)
-            spans.append(tuple(_span(peers // size) for size in sizes))
+        for num_ranks in self.axis_sizes:
+            stride //= num_ranks
+            spans.append(tuple(_span(num_ranks, stride, size, limit) for size in sizes))
         return tuple(spans)
 
     @cached_property
@@ -161,8 +160,18 @@ class Mesh:
         return tuple(line._replace(fixed=overhead + line.fixed) for line in found)
 
 
-def _span(groups: NDArray[np.intp]) -> Span:
-    """The span of many rows of ranks, given each rank's group; groups ascend along a row."""
+def _span(num_ranks: int, stride: int, size: int, num_devices: int) -> Span:
+    """How groups of ranks that lie a stride apart lie over links that join so many devices."""
+    if size >= num_devices:
+        return Span(1, num_ranks)
+    if size <= stride:
+        return Span(num_ranks, 1)
+    # Where a group begins counts only up to whole links: few of many devices differ in that.
+    block = num_ranks * stride
+    number = min(num_devices // block, size // gcd(size, block))
+    blocks = np.arange(number)[:, None] * block
+    firsts = np.unique((blocks + np.arange(stride)) % size)
+    groups = (firsts[:, None] + np.arange(num_ranks) * stride) // size
     starts = np.diff(groups, axis=1, prepend=-1) != 0
     runs = np.diff(np.flatnonzero(starts), append=starts.size)
     return Span(int(starts.sum(axis=1).max()), int(runs.min()))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isqrt
 from threading import Lock, Thread
 from typing import IO, Any
 
@@ -129,12 +130,22 @@ def search_meshes(
 
 
 def candidate_meshes(
-    num_devices: int, *, topology: str | Topology | None = None, max_axes: int = 3
+    num_devices: int,
+    *,
+    topology: str | Topology | None = None,
+    max_axes: int = 3,
+    most: int | None = None,
 ) -> tuple[Mesh, ...]:
     """Every mesh of so many devices, fewest axes first.
 
     Axes have two ranks or more. Meshes whose axes have the same sizes and lie over the
     links in the same way are one: the order of such axes changes no price.
+
+    Args:
+        num_devices: ranks of each mesh.
+        topology: a preset's name, or a topology.
+        max_axes: largest number of axes.
+        most: look for no more meshes than this; for all if left out.
 
     Raises:
         OptionError: a number is out of its range.
@@ -145,21 +156,35 @@ def candidate_meshes(
     if not 1 <= max_axes <= MOST_AXES:
         raise OptionError(f"max_axes is {max_axes}; give a number from 1 to {MOST_AXES}")
     distinct: dict[object, Mesh] = {}
-    for shape in sorted(_factorisations(num_devices, max_axes), key=lambda s: (len(s), s)):
+    for shape in _shapes(num_devices, max_axes):
         mesh = make_mesh(shape, topology=topology)
         axes = Counter((size, mesh.spans(axis)) for axis, size in enumerate(shape))
         distinct.setdefault(frozenset(axes.items()), mesh)
+        if len(distinct) == most:
+            break
     return tuple(distinct.values())
 
 
-def _factorisations(number: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factors of 2 or more whose product is the number; (1,) for 1."""
+def _shapes(number: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Ordered factors of 2 or more whose product is the number, fewest first; (1,) for 1."""
     yield (number,)
-    if most > 1:
-        for first in range(2, number // 2 + 1):
-            if number % first == 0:
-                for rest in _factorisations(number // first, most - 1):
-                    yield (first, *rest)
+    small = [d for d in range(2, isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
+    for count in range(2, most + 1):
+        yield from _factorisations(number, count, divisors)
+
+
+def _factorisations(number: int, count: int, divisors: list[int]) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (number,)
+        return
+    for first in divisors:
+        # Every factor that is left is 2 or more.
+        if first << (count - 1) > number:
+            return
+        if number % first == 0:
+            for rest in _factorisations(number // first, count - 1, divisors):
+                yield (first, *rest)
 
 
 class _Worker:

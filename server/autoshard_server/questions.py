@@ -103,9 +103,13 @@ def search_task(request: SearchRequest, graph: bytes, settings: Settings) -> Tas
     _check_time_limit(request.options, settings)
     _check_devices(request.num_devices, settings)
     topology = request.topology_value
-    meshes = candidate_meshes(request.num_devices, topology=topology, max_axes=request.max_axes)
-    if len(meshes) > settings.max_search_meshes:
-        raise _over("meshes of a search", len(meshes), "max_search_meshes", settings)
+    limit = settings.max_search_meshes
+    # One more than allowed is enough to know: large numbers have very many factorisations.
+    meshes = candidate_meshes(
+        request.num_devices, topology=topology, max_axes=request.max_axes, most=limit + 1
+    )
+    if len(meshes) > limit:
+        raise _over("or more meshes of a search", len(meshes), "max_search_meshes", settings)
     asked = {
         "num_devices": request.num_devices,
         "max_axes": request.max_axes,

@@ -1,5 +1,7 @@
+from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autoshard.errors import MeshError
@@ -172,3 +174,19 @@ def test_alpha_and_beta_must_fit_the_mesh() -> None:
     mesh = make_mesh((2, 2))
     with pytest.raises(MeshError, match="1 entries, but the mesh has 2 axes"):
         Mesh(mesh.axes, mesh.topology, AlphaBeta((1.0,), (1.0,)))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 4), (4, 3, 2), (6, 10), (5, 2, 3, 2), (1, 48), (3, 1, 16), (7, 9)]
+)
+def test_spans_are_those_of_every_single_group(shape: tuple[int, ...]) -> None:
+    mesh = nodes_of_eight(*shape)
+    devices = np.arange(prod(shape)).reshape(shape)
+    for axis, num_ranks in enumerate(shape):
+        rows = np.moveaxis(devices, axis, -1).reshape(-1, num_ranks)
+        for span, link in zip(mesh.spans(axis), mesh.topology.levels, strict=True):
+            counts = [
+                np.unique(row // (link.size or prod(shape)), return_counts=True) for row in rows
+            ]
+            assert span.num_groups == max(len(groups) for groups, _ in counts)
+            assert span.ranks_per_group == min(sizes.min() for _, sizes in counts)

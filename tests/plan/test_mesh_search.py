@@ -1,5 +1,6 @@
 """Every mesh of so many devices, planned in processes of their own."""
 
+import time
 from dataclasses import replace
 from errno import ENOSPC
 from functools import partial
@@ -166,3 +167,15 @@ def test_a_topology_must_hold_the_devices() -> None:
     small = replace(get_topology("h100-sxm"), levels=get_topology("h100-sxm").levels[:1])
     with pytest.raises(MeshError, match="holds 8"):
         candidate_meshes(16, topology=small)
+
+
+def test_candidates_are_looked_for_only_as_far_as_needed() -> None:
+    start = time.monotonic()
+    for num_devices, max_axes in ((5040, 6), (720720, 3), (1 << 20, 6)):
+        found = shapes(num_devices, max_axes=max_axes, most=65)
+        assert len(set(found)) == 65
+        assert all(prod(shape) == num_devices for shape in found)
+        assert [len(shape) for shape in found] == sorted(len(shape) for shape in found)
+    # All of them take minutes.
+    assert time.monotonic() - start < 20
+    assert shapes(16, most=4) == shapes(16)[:4]

@@ -1,6 +1,7 @@
 """Graphs that are stored once by digest, and all that can be asked about them."""
 
 import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,17 @@ def test_meshes_are_searched(start_service: Any, graph: bytes, tmp_path: Path) -
     assert best.costs == alone.costs
     again = service.http.post("/v1/searches", json=body)
     assert again.headers["Autoshard-Cache"] == "hit"
+
+
+def test_a_search_of_very_many_meshes_is_refused_at_once(service: Any, digest: str) -> None:
+    start = time.monotonic()
+    for num_devices, max_axes in ((5040, 6), (720720, 3)):
+        body = {"graph_sha256": digest, "num_devices": num_devices, "max_axes": max_axes}
+        answer = service.http.post("/v1/searches", json=body)
+        assert answer.status_code == 422
+        assert answer.json()["limit_name"] == "AUTOSHARD_MAX_SEARCH_MESHES"
+        assert "65 or more meshes" in answer.json()["detail"]
+    assert time.monotonic() - start < 15
 
 
 def test_a_choice_is_explained(service: Any, plan: Plan) -> None:
