@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import islice
 from math import isfinite
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 from uuid import uuid4
 
@@ -63,6 +63,8 @@ class Local(Talk):
             folder = os.environ.get(FOLDER_VARIABLE) or None
             self._tables = Shelf(FolderCache(folder), "blocks")
         self._jobs: dict[str, _Job] = {}
+        # Threads that share a client ask at the same time.
+        self._lock = Lock()
 
     def request_plan(
         self,
@@ -100,13 +102,10 @@ class Local(Talk):
             InputError: the request cannot be planned.
         """
         known = yield from work(lambda: plan_id(asked.program, asked.mesh, asked.options))
-        job = next((j for j in self._jobs.values() if j.plan_id == known and j.is_usable), None)
-        cached = job is not None and job.done.is_set()
-        if job is None:
-            job = _Job(known, lambda made: self._solve(asked, made))
-            self._remember(job)
+        job, is_new = self._join(known, lambda made: self._solve(asked, made), wait=wait)
+        cached = not is_new and job.done.is_set()
         if wait:
-            yield from self._await(job, on_progress)
+            yield from self._await_joined(job, on_progress)
             if job.failure is not None:
                 raise job.failure
             return PlanResult(job.status().get_plan(), cached, job.id, source="local")
@@ -114,7 +113,7 @@ class Local(Talk):
 
     def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Conversation[Plan]:
         """As `Talk.get_plan`."""
-        made = (job.plan for job in self._jobs.values() if job.plan_id == plan_id)
+        made = (job.plan for job in self._known_jobs() if job.plan_id == plan_id)
         plan = next((plan for plan in made if plan is not None), None)
         kept = self._kept
         if plan is None and kept is not None and offline != "never":
@@ -134,7 +133,8 @@ class Local(Talk):
     ) -> Conversation[Plan]:
         """As `Talk.wait_for_job`."""
         job = self._find_job(job_id)
-        yield from self._await(job, on_progress, cancel=False)
+        job.is_told = True
+        yield from self._await(job, on_progress)
         return job.status().get_plan()
 
     def cancel(self, job_id: str) -> Conversation[JobStatus]:
@@ -170,7 +170,7 @@ class Local(Talk):
         self, *, graph_digest: str | None = None, most: int = 100
     ) -> Conversation[tuple[PlanEntry, ...]]:
         """As `Talk.list_plans`; those that were made in this process."""
-        made = yield from work(lambda: [j for j in reversed(self._jobs.values()) if j.plan])
+        made = yield from work(lambda: [j for j in reversed(self._known_jobs()) if j.plan])
         fitting = (
             _entry(job.plan, job.created_at)
             for job in made
@@ -182,7 +182,7 @@ class Local(Talk):
         self, *, states: Sequence[str] = (), most: int = 100
     ) -> Conversation[tuple[JobStatus, ...]]:
         """As `Talk.list_jobs`."""
-        found = yield from work(lambda: [j.status() for j in reversed(self._jobs.values())])
+        found = yield from work(lambda: [j.status() for j in reversed(self._known_jobs())])
         fitting = (job for job in found if not states or job.state in states)
         return tuple(replace(job, plan=None) for job in islice(fitting, most))
 
@@ -199,28 +199,48 @@ class Local(Talk):
             raise _not_found(f"there is no job {job_id!r} in this process")
         return job
 
-    def _remember(self, job: "_Job") -> None:
-        self._jobs[job.id] = job
-        while len(self._jobs) > _MOST_JOBS:
-            self._jobs.pop(next(iter(self._jobs)))
+    def _known_jobs(self) -> "list[_Job]":
+        with self._lock:
+            return list(self._jobs.values())
 
-    def _await(
-        self, job: "_Job", on_progress: OnProgress | None, *, cancel: bool = True
-    ) -> Conversation[None]:
-        told: JobProgress | None = None
+    def _join(
+        self, known: str, solve: "Callable[[_Job], Plan]", *, wait: bool
+    ) -> "tuple[_Job, bool]":
+        """The job that makes a plan, with one more who wants it, and whether it is new."""
+        with self._lock:
+            usable = (j for j in self._jobs.values() if j.plan_id == known and j.is_usable)
+            job = next(usable, None)
+            is_new = job is None
+            if job is None:
+                job = _Job(known, solve)
+                self._jobs[job.id] = job
+                while len(self._jobs) > _MOST_JOBS:
+                    self._jobs.pop(next(iter(self._jobs)))
+            job.waiters += wait
+            job.is_told |= not wait
+            return job, is_new
+
+    def _await_joined(self, job: "_Job", on_progress: OnProgress | None) -> Conversation[None]:
+        """Wait for a job; the last who stops waiting cancels it, unless somebody has its id."""
+        is_over = False
         try:
-            while True:
-                is_done = yield from work(lambda: job.done.wait(_LOOK))
-                if on_progress is not None and job.progress is not told:
-                    told = job.progress
-                    yield Tell(on_progress, told)
-                if is_done:
-                    return
-        except BaseException:
-            # Nobody else can be waiting for what nobody was told of.
-            if cancel:
-                job.cancel.set()
-            raise
+            yield from self._await(job, on_progress)
+            is_over = True
+        finally:
+            with self._lock:
+                job.waiters -= 1
+                if not (is_over or job.waiters or job.is_told):
+                    job.cancel.set()
+
+    def _await(self, job: "_Job", on_progress: OnProgress | None) -> Conversation[None]:
+        told: JobProgress | None = None
+        while True:
+            is_done = yield from work(lambda: job.done.wait(_LOOK))
+            if on_progress is not None and job.progress is not told:
+                told = job.progress
+                yield Tell(on_progress, told)
+            if is_done:
+                return
 
     def _solve(self, asked: Asked, job: "_Job") -> Plan:
         plan = make_plan(
@@ -239,13 +259,19 @@ class Local(Talk):
 
 
 class _Job:
-    """One solve in a thread."""
+    """One solve in a thread.
+
+    Attributes:
+        waiters: how many wait for it who were not told its id.
+        is_told: whether somebody was.
+    """
 
     def __init__(self, plan_id: str, solve: "Callable[[_Job], Plan]") -> None:
         self.id = uuid4().hex
         self.plan_id = plan_id
         self.created_at = datetime.now(UTC)
         self.done, self.cancel = Event(), Event()
+        self.waiters, self.is_told = 0, False
         self.progress = JobProgress("running", None, None, None, 0.0)
         self.plan: Plan | None = None
         self.failure: Exception | None = None

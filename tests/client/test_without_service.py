@@ -3,8 +3,11 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,7 +24,7 @@ from autoshard.errors import (
     ServiceUnavailableError,
 )
 from autoshard.graph import export_model
-from autoshard.plan import Plan, PlanOptions
+from autoshard.plan import Plan, PlanOptions, make_plan
 from autoshard_server import ThreadExecutor
 from autoshard_server.solving import solve
 from autoshard_server.store import ApiKeyStore, migrate
@@ -224,6 +227,86 @@ def test_a_task_that_is_cancelled_cancels_what_it_waits_for(graph: bytes) -> Non
         return (await client.plan(graph, mesh=(2, 2))).id
 
     assert len(asyncio.run(ask())) == 64
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, list[Any]]]:
+    """Solves in this process wait for an event, and are counted."""
+    go, solves = Event(), []
+
+    def hold(*args: Any, **kwargs: Any) -> Plan:
+        solves.append(args)
+        while not (go.wait(0.05) or kwargs["cancel"].is_set()):
+            pass
+        return make_plan(*args, **kwargs)
+
+    monkeypatch.setattr("autoshard.client.local.make_plan", hold)
+    yield go, solves
+    go.set()
+
+
+async def wanted(client: AsyncClient, waiters: int) -> list[Any]:
+    """The jobs of a client, once so many wait for the latest."""
+    while not (jobs := client._talk._known_jobs()) or jobs[-1].waiters < waiters:
+        await asyncio.sleep(0.02)  # noqa: ASYNC110  a job tells nobody who joins it
+    return jobs
+
+
+def test_who_stops_waiting_cancels_for_nobody_else(
+    graph: bytes, held: tuple[Event, list[Any]]
+) -> None:
+    go, solves = held
+
+    async def ask() -> Plan:
+        client = AsyncClient.local(cache=False)
+        first, second = (asyncio.create_task(client.plan(graph, mesh=(2, 2))) for _ in range(2))
+        await wanted(client, 2)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        # Whoever has the id may come back for it.
+        other = (await client.request_plan(graph, mesh=(4,), wait=False)).job_id
+        third = asyncio.create_task(client.plan(graph, mesh=(4,)))
+        await wanted(client, 1)
+        third.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await third
+        go.set()
+        assert (await client.wait_for_job(other)).found
+        return await second
+
+    assert asyncio.run(ask()).found
+    assert len(solves) == 2
+
+
+def test_the_last_who_stops_waiting_cancels(graph: bytes, held: tuple[Event, list[Any]]) -> None:
+    async def ask() -> str:
+        client = AsyncClient.local(cache=False)
+        tasks = [asyncio.create_task(client.plan(graph, mesh=(2, 2))) for _ in range(2)]
+        (job,) = await wanted(client, 2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(RequestRejectedError):
+            await client.wait_for_job(job.id)
+        state: str = (await client.get_job(job.id)).state
+        return state
+
+    assert asyncio.run(ask()) == "cancelled"
+
+
+def test_threads_that_share_a_client_share_a_solve(
+    graph: bytes, held: tuple[Event, list[Any]]
+) -> None:
+    go, solves = held
+    client = Client.local(cache=False)
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(client.plan, graph, mesh=(2, 2)) for _ in range(8)]
+        while sum(job.waiters for job in client._talk._known_jobs()) < 8:
+            time.sleep(0.02)
+        go.set()
+        assert len({plan.result().id for plan in asked}) == 1
+    assert len(solves) == 1
 
 
 async def _heard(graph: bytes) -> list[JobProgress]:
