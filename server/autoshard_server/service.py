@@ -42,7 +42,7 @@ class Answer:
         kind: what it is.
         result_id: its id.
         body: the document.
-        kept: whether it is in the cache, under its id.
+        kept: whether this document is in the cache, under its id.
         cached: whether it was there before anybody asked this time.
     """
 
@@ -213,7 +213,8 @@ class Service:
         made = await anyio.to_thread.run_sync(self.jobs.result, job.id)
         if made is None:
             raise ServerError(NOT_FOUND, f"the job {job.id!r} has just been forgotten: ask again")
-        return Answer(kind, job.plan_id, made, kept=kept is not None, cached=False)
+        # A later job may have made more of the same request than this one had time for.
+        return Answer(kind, job.plan_id, made, kept=kept == made, cached=False)
 
     async def check(self) -> None:
         """Whether requests can be served.

@@ -247,8 +247,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, list[Any]]]:
 
 async def wanted(client: AsyncClient, waiters: int) -> list[Any]:
     """The jobs of a client, once so many wait for the latest."""
-    while not (jobs := client._talk._known_jobs()) or jobs[-1].waiters < waiters:
-        await asyncio.sleep(0.02)  # noqa: ASYNC110  a job tells nobody who joins it
+    # A job tells nobody who joins it.
+    while not (jobs := client._talk._known_jobs()) or jobs[-1].waiters < waiters:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
     return jobs
 
 
@@ -279,7 +280,8 @@ def test_who_stops_waiting_cancels_for_nobody_else(
     assert len(solves) == 2
 
 
-def test_the_last_who_stops_waiting_cancels(graph: bytes, held: tuple[Event, list[Any]]) -> None:
+@pytest.mark.usefixtures("held")
+def test_the_last_who_stops_waiting_cancels(graph: bytes) -> None:
     async def ask() -> str:
         client = AsyncClient.local(cache=False)
         tasks = [asyncio.create_task(client.plan(graph, mesh=(2, 2))) for _ in range(2)]

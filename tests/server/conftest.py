@@ -37,7 +37,9 @@ class Running:
     ) -> httpx2.Response:
         asked = {"mesh": {"shape": [2, 2]}} if request is None else request
         text = asked if isinstance(asked, str) else json.dumps(asked)
-        headers = {} if wait is None else {"Prefer": f"wait={wait:g}"}
+        headers = options.pop("headers", {})
+        if wait is not None:
+            headers = {**headers, "Prefer": f"wait={wait:g}"}
         files = {
             "graph": ("graph.pt2", graph, "application/octet-stream"),
             "request": (None, text, "application/json"),

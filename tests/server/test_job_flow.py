@@ -12,8 +12,9 @@ import pytest
 
 from autoshard.plan import Plan
 from autoshard_server import ProcessExecutor, ThreadExecutor
-from autoshard_server.executor import Advanced, Work
+from autoshard_server.executor import Advanced, Solved, Work
 from autoshard_server.problems import TYPE_PREFIX
+from autoshard_server.solving import solve
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -222,3 +223,27 @@ def test_a_service_that_shuts_down_is_not_ready(start_service: Any) -> None:
     assert response.status_code == 503
     assert response.json()["type"] == TYPE_PREFIX + "unavailable"
     assert service.http.get("/livez").status_code == 200
+
+
+def test_what_an_unfinished_job_made_is_not_taken_for_what_a_later_one_did(
+    start_service: Any, graph: bytes
+) -> None:
+    made: list[Solved] = []
+
+    def hurried(work: Work, *more: Any, **options: Any) -> Solved:
+        solved = solve(work, *more, **options)
+        is_first = not made
+        made.append(Solved(solved.plan + b" " * is_first, keep=not is_first))
+        return made[-1]
+
+    service = start_service(executor=ThreadExecutor(hurried))
+    first = {"Idempotency-Key": "first", "Prefer": "wait=60"}
+    answer = service.post(graph, headers=first)
+    assert answer.content == made[0].plan
+    assert "ETag" not in answer.headers
+    later = service.post(graph, wait=60)
+    assert later.content == made[1].plan
+    assert later.headers["ETag"]
+    again = service.post(graph, headers=first)
+    assert again.content == made[0].plan
+    assert not {"etag", "content-location"} & set(again.headers)
