@@ -11,12 +11,13 @@ import pytest
 import structlog
 import torch
 from rich.console import Console
+from support.proxy import Say, proxied
 from support.services import Mlp, serving
 from typer.testing import CliRunner, Result
 
 from autoshard.cli import app, remote
 from autoshard.client import JobProgress
-from autoshard.errors import OptionError, ServiceUnavailableError
+from autoshard.errors import OptionError, RequestRejectedError, ServiceUnavailableError
 from autoshard.graph import export_model
 from autoshard.plan import Plan
 from autoshard_server import ThreadExecutor
@@ -107,3 +108,24 @@ def test_the_bar_shows_phase_best_bound_and_gap(monkeypatch: pytest.MonkeyPatch)
     shown: Any = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     for text in ("branching", "best 20.000 ms", "bound 19.000 ms", "gap 5.00%"):
         assert text in shown, shown
+
+
+def test_a_key_goes_only_to_the_service_that_is_ours(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOSHARD_API_KEY", "secret")
+    address = "/v1/plans/" + "0" * 64
+    unlocked = Say(401, {}, b'{"title": "An API key is needed", "status": 401}')
+    with proxied(url) as ours, proxied(url) as theirs:
+        monkeypatch.setenv("AUTOSHARD_SERVER", ours.url)
+        with pytest.raises(RequestRejectedError, match="no plan"):
+            remote.fetched_plan(ours.url + address, tmp_path)
+        assert ours.passed[0].headers["Authorization"] == "Bearer secret"
+        theirs.faults.append(unlocked)
+        with pytest.raises(OptionError, match=f"AUTOSHARD_SERVER={theirs.url}"):
+            remote.fetched_plan(theirs.url + address, tmp_path)
+        monkeypatch.delenv("AUTOSHARD_SERVER")
+        with pytest.raises(RequestRejectedError, match="no plan"):
+            remote.fetched_plan(theirs.url + address, tmp_path)
+        assert len(theirs.passed) == 2
+        assert all("authorization" not in {k.lower() for k in r.headers} for r in theirs.passed)

@@ -5,7 +5,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from httpx2 import codes
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from autoshard.cli.output import errors
@@ -13,7 +15,7 @@ from autoshard.cli.programs import import_modules
 from autoshard.cli.render import milliseconds
 from autoshard.client import Client, JobProgress
 from autoshard.client.effects import OnProgress
-from autoshard.errors import OptionError
+from autoshard.errors import OptionError, RequestRejectedError
 from autoshard.mesh import Mesh
 from autoshard.plan import Plan, PlanOptions
 
@@ -57,19 +59,40 @@ def plan_remotely(
 def fetched_plan(text: str, folder: Path) -> Path:
     """The file of a plan: its path, or where its id or address leads, written to a folder.
 
+    The user's API key is sent to AUTOSHARD_SERVER alone: an address may come from anybody.
+
     Raises:
-        OptionError: an id without a server to ask.
+        OptionError: an id without a server to ask, or another server that wants a key.
         ServiceError: the service has no such plan; or it does not answer, and none is kept.
     """
     found = _PLAN_URL.fullmatch(text)
     if found is None and not _PLAN_ID.fullmatch(text):
         return Path(text)
     server, plan_id = (found["server"], found["id"]) if found else (_server(text), text)
-    with Client(server) as client:
-        plan = client.get_plan(plan_id)
+    is_ours = _origin(server) == _origin(os.environ.get(SERVER_VARIABLE, ""))
+    try:
+        with Client(server, api_key=None if is_ours else False) as client:
+            plan = client.get_plan(plan_id)
+    except RequestRejectedError as error:
+        if is_ours or error.status != codes.UNAUTHORIZED:
+            raise
+        raise OptionError(
+            f"{server} wants an API key, which is sent only to the service that "
+            f"{SERVER_VARIABLE} names; set {SERVER_VARIABLE}={server} if you trust it"
+        ) from error
     path = folder / "plan.json"
     path.write_text(plan.to_json(), encoding="utf-8")
     return path
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        # Who sends a request there is told.
+        return url, None, None
+    return parts.scheme, parts.hostname, port
 
 
 def _server(plan_id: str) -> str:

@@ -73,7 +73,7 @@ class _Base(Generic[C]):
         url: str,
         *,
         timeout: float = 30.0,
-        api_key: str | None = None,
+        api_key: str | Literal[False] | None = None,
         retry: Retry | None = None,
         cache: bool | str | Path = True,
         fallback: Literal["local"] | None = None,
@@ -104,7 +104,7 @@ class Client(_Base[Blocking]):
         url: of the service, such as http://127.0.0.1:8000.
         timeout: seconds that a single request may take; planning may take longer.
         api_key: AUTOSHARD_API_KEY, the file that AUTOSHARD_API_KEY_FILE names, or `api-key` in
-            the user's folder of settings, if left out.
+            the user's folder of settings, if left out; none is sent if False.
         retry: how patient to be when the service does not answer, or is too busy.
         cache: whether plans are kept on this machine for when the service is down, or the
             folder to keep them in; AUTOSHARD_CACHE, or the user's cache folder, if True.
@@ -186,9 +186,9 @@ def _kept(cache: bool | str | Path) -> OfflinePlans | None:  # noqa: FBT001  as 
     return OfflinePlans(None if cache is True else cache)
 
 
-def _headers(url: str, api_key: str | None) -> dict[str, str]:
+def _headers(url: str, api_key: str | Literal[False] | None) -> dict[str, str]:
     headers = {"User-Agent": f"autoshard/{version('autoshard')}"}
-    key = find_api_key(api_key)
+    key = None if api_key is False else find_api_key(api_key)
     if key is None:
         return headers
     address = urlsplit(url)

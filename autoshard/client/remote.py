@@ -296,6 +296,8 @@ class Remote(Talk):
             _warn_offline(found, error)
             return found
         plan = Plan.from_json(answer.body)
+        if plan.id != plan_id:
+            raise ServiceError(f"asked for the plan {plan_id}, the service sent {plan.id}")
         yield from self._keep_offline(plan)
         return plan
 

@@ -23,7 +23,7 @@ from support.services import serving
 from autoshard.client import AsyncClient, Client, JobProgress, Retry
 from autoshard.client.effects import Answer
 from autoshard.client.link import retry_after
-from autoshard.errors import RequestRejectedError, ServiceUnavailableError
+from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.plan import Plan
 from autoshard_server import ThreadExecutor
 from autoshard_server.solving import solve
@@ -102,6 +102,15 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
     proxy.faults.append(Cut())
     assert call(proxy.url, "get_plan", plan.id) == plan
     assert proxy.paths("GET").count(f"/v1/plans/{plan.id}") >= 2
+
+
+def test_another_plan_than_the_one_asked_for_is_refused(
+    call: Call, proxy: Proxy, graph: bytes
+) -> None:
+    plan = call(proxy.url, "plan", graph, mesh=(2, 2))
+    proxy.faults.append(Say(200, {"Content-Type": "application/json"}, plan.to_json().encode()))
+    with pytest.raises(ServiceError, match=f"the service sent {plan.id}"):
+        call(proxy.url, "get_plan", "0" * 64)
 
 
 def test_it_gives_up_in_the_end(call: Call, proxy: Proxy) -> None:
