@@ -14,6 +14,9 @@ from autoshard.errors import ServiceUnavailableError
 _PAUSE = 1.0
 """Seconds between two looks at a job where the service does not say."""
 
+_MOST_SILENT = 3
+"""Streams in a row that break before they say anything, and nobody asks for another."""
+
 _NO_STREAMS = frozenset({404, 405, 406, 501})
 """Statuses that say that the service has no such route."""
 
@@ -33,6 +36,7 @@ class Follower:
         self._on_progress = on_progress
         self._streams = True
         self._last_event = ""
+        self._silent = 0
         self._started: datetime | None = None
 
     def until_done(self, pause: float = 0.0) -> Conversation[JobStatus]:
@@ -47,8 +51,9 @@ class Follower:
         """
         trouble = Trouble(self._link.retry, waiting=True)
         while not self._job.done:
+            # A stream that fails says nothing of the job: only who cannot even be asked is away.
+            broke = yield from self._listen()
             try:
-                yield from self._listen()
                 if not self._streams:
                     yield Pause(pause)
                 pause = yield from self._look()
@@ -56,6 +61,9 @@ class Follower:
                 yield Pause(trouble.pause(error))
                 continue
             trouble.over()
+            self._silent += broke
+            if self._silent == _MOST_SILENT:
+                self._streams = False
             if self._streams and not self._job.done:
                 # The service ended the stream before the job was done: it is going down.
                 yield Pause(pause)
@@ -70,10 +78,10 @@ class Follower:
         asked = retry_after(answer)
         return _PAUSE if asked is None else asked
 
-    def _listen(self) -> Conversation[None]:
-        """Hear what happens to the job until the stream ends."""
+    def _listen(self) -> Conversation[bool]:
+        """Hear what happens to the job until the stream ends; whether it broke instead."""
         if not self._streams:
-            return
+            return False
         given = {"Last-Event-ID": self._last_event} if self._last_event else {}
         try:
             stream = yield Open(f"/v1/jobs/{self._job.id}/events", given)
@@ -81,15 +89,17 @@ class Follower:
                 self._streams = stream.status not in _NO_STREAMS
                 if self._streams:
                     self._link.accepted(stream)
-                return
+                return False
             while (event := (yield Next(stream))) is not None:
                 self._last_event = event.id or self._last_event
+                self._silent = 0
                 yield from self._hear(event)
-        except httpx2.SSEError:
-            # What answers is no stream of events, whatever its status says.
+        except (httpx2.SSEError, httpx2.ReadTimeout):
+            # What answers is no stream of events, or something before it keeps them back.
             self._streams = False
-        except httpx2.TransportError as error:
-            raise self._link.silence(error) from error
+        except (httpx2.TransportError, ServiceUnavailableError):
+            return True
+        return False
 
     def _hear(self, event: httpx2.ServerSentEvent) -> Conversation[None]:
         """Tell the caller what an event says; what this client does not know is no news."""

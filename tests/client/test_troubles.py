@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import Any
 
 import pytest
@@ -249,6 +249,23 @@ def test_without_streams_it_asks_from_time_to_time(
         assert call(proxy.url, "plan", graph, mesh=(4,), on_progress=hear).found
     assert seen[-1] != "queued"
     assert len(proxy.faults) == 8
+
+
+def test_streams_that_fail_are_no_outage(stepping: tuple[str, Event], graph: bytes) -> None:
+    url, go = stepping
+    seen: list[str] = []
+    impatient = Retry(first=0.02, longest=0.1, outage=0.5)
+    with proxied(url) as proxy, Client(proxy.url, retry=impatient, cache=False) as client:
+        proxy.only = lambda request: request.path.endswith("/events")
+        proxy.faults.extend([Say(502), Drop()] * 50)
+        ending = Timer(3.0, go.set)
+        ending.start()
+        started = time.monotonic()
+        assert client.plan(graph, mesh=(2, 2), on_progress=lambda p: seen.append(p.phase)).found
+        assert time.monotonic() - started > 2
+        # They are given up after a few, for asking from time to time.
+        assert len([path for path in proxy.paths("GET") if path.endswith("/events")]) == 3
+    assert "step 3" in seen
 
 
 def free_port() -> int:
