@@ -169,3 +169,17 @@ def test_a_database_that_is_not_there_says_so() -> None:
     assert found.exit_code == 1
     assert "cannot open the database" in found.output
     assert "secret" not in found.output
+
+
+def test_nothing_but_a_cache_is_looked_after(tmp_path: Path) -> None:
+    own = tmp_path / "work" / "src" / "Makefile"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"all:")
+    place = ["--cache", str(tmp_path / "work")]
+    assert "dropped 0" in run("gc", "--max-bytes", "0", *place).output
+    assert run("verify", *place).exit_code == 0
+    assert run("verify", "-n", "src", *place).exit_code == 0
+    found = run("verify", "-n", own.parent, *place)
+    assert found.exit_code == 1
+    assert "no namespace" in found.output.replace("\n", " ")
+    assert own.exists()

@@ -19,6 +19,7 @@ from autoshard_solver_cache import (
     EntryInfo,
     ExchangeError,
     FolderCache,
+    NamespaceError,
     export_entries,
     import_entries,
     verify_entries,
@@ -158,7 +159,7 @@ def _opened(folder: Path | None, store: str | None) -> Iterator[Cache]:
     """The folder or the database; what is wrong with it is told as what is wrong with input."""
     with reported():
         if store is None:
-            with _told(ExchangeError), closing(FolderCache(folder)) as found:
+            with _told(ExchangeError, NamespaceError), closing(FolderCache(folder)) as found:
                 yield found
             return
         # A database library takes long to import.

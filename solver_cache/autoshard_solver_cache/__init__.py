@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoshard_solver_cache.cache import Cache, CacheStats, EntryInfo
+    from autoshard_solver_cache.cache import Cache, CacheStats, EntryInfo, NamespaceError
     from autoshard_solver_cache.engine import (
         StoreFullError,
         StoreUnavailableError,
@@ -39,6 +39,7 @@ __all__ = [
     "FolderCache",
     "Imported",
     "MemoryCache",
+    "NamespaceError",
     "Shelf",
     "SolverCache",
     "StoreFullError",
@@ -61,6 +62,7 @@ _HOMES = {
     "FolderCache": "folder",
     "Imported": "exchange",
     "MemoryCache": "memory",
+    "NamespaceError": "cache",
     "Shelf": "shelf",
     "SolverCache": "sql",
     "StoreFullError": "engine",

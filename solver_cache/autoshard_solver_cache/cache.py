@@ -45,6 +45,10 @@ class EntryInfo:
     used_at: float
 
 
+class NamespaceError(ValueError):
+    """A name cannot be that of a namespace."""
+
+
 class Cache(Protocol):
     """Bytes under keys, in namespaces; safe to share between threads."""
 

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import tempfile
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from urllib.parse import quote, unquote
 
 import platformdirs
 
-from autoshard_solver_cache.cache import CacheStats, EntryInfo
+from autoshard_solver_cache.cache import CacheStats, EntryInfo, NamespaceError
 from autoshard_solver_cache.room import Room
 
 _log = logging.getLogger(__name__)
@@ -33,12 +34,23 @@ _HASHED = "="
 _UNFINISHED = "+"
 """Begins the names of files that are being written."""
 
+_NAMESPACE = re.compile(r"[a-z0-9_-]{1,64}")
+
+_TAG = "CACHEDIR.TAG"
+"""Stands in every folder of entries that we made: without it nothing is deleted there."""
+
+_TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
+# Made by autoshard: whatever is in this folder can be made again, and may be deleted.
+# See https://bford.info/cachedir/
+"""
+
 
 class FolderCache:
     """One file per entry, written whole or not at all, and checked on every read.
 
     Safe to share between threads and processes. An entry whose bytes no longer match their
-    digest is dropped and counts as a miss.
+    digest is dropped and counts as a miss. Each namespace is a folder inside; one that was there
+    before, with something in it, is somebody else's: nothing is written or deleted there.
 
     Args:
         path: the folder, made when it is first written to; in the user's cache folder if
@@ -71,6 +83,8 @@ class FolderCache:
             return None
         seal, body = content[:_SEAL_SIZE], content[_SEAL_SIZE:]
         if hashlib.sha256(body).digest() != seal:
+            if not self._is_ours(namespace):
+                return None
             self._count(namespace, "corrupted")
             _log.warning("dropped the corrupted cache entry %s", path)
             path.unlink(missing_ok=True)
@@ -78,9 +92,13 @@ class FolderCache:
         return body
 
     def put(self, namespace: str, key: str, body: bytes) -> bool:
-        """Store bytes under a key; False if the key is taken, which leaves it as it is."""
+        """Store bytes under a key; False if the key is taken, which leaves it as it is.
+
+        Raises:
+            OSError: the folder cannot be written, or somebody else's files are in it.
+        """
         path = self._path(namespace, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._prepare(namespace)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_UNFINISHED) as file:
             file.write(hashlib.sha256(body).digest() + body)
             file.flush()
@@ -95,8 +113,11 @@ class FolderCache:
 
     def delete(self, namespace: str, key: str) -> bool:
         """Drop an entry; False if there is none."""
+        path = self._path(namespace, key)
+        if not self._is_ours(namespace):
+            return False
         try:
-            self._path(namespace, key).unlink()
+            path.unlink()
         except FileNotFoundError:
             return False
         return True
@@ -116,21 +137,20 @@ class FolderCache:
         """Namespaces that hold something, sorted."""
         if not self.path.is_dir():
             return []
-        return sorted(f.name for f in self.path.iterdir() if f.is_dir() and _files(f))
+        names = (f.name for f in self.path.iterdir() if _NAMESPACE.fullmatch(f.name))
+        return sorted(name for name in names if self._files(name))
 
     def entries(self, namespace: str) -> Iterator[EntryInfo]:
         """What a namespace holds, by key; entries with very long keys are left out."""
-        found = [(Path(path).name, status) for path, status in _files(self.path / namespace)]
+        found = [(Path(path).name, status) for path, status in self._files(namespace)]
         named = ((unquote(name), s) for name, s in found if not name.startswith(_HASHED))
         for key, status in sorted(named, key=lambda pair: pair[0]):
             yield _info(namespace, key, status)
 
     def collect(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
         """Drop what was used longest ago until both limits hold; how many entries."""
-        if not self.path.is_dir():
-            return 0
         oldest = 0.0 if max_age is None else time.time() - max_age
-        files = [f for folder in self.path.iterdir() if folder.is_dir() for f in _files(folder)]
+        files = [file for namespace in self.namespaces() for file in self._files(namespace)]
         kept, dropped = 0, 0
         for path, status in sorted(files, key=lambda file: file[1].st_mtime, reverse=True):
             kept += status.st_size
@@ -141,7 +161,7 @@ class FolderCache:
 
     def stats(self, namespace: str) -> CacheStats:
         """What a namespace holds, and how it has been used."""
-        sizes = [status.st_size for _, status in _files(self.path / namespace)]
+        sizes = [status.st_size for _, status in self._files(namespace)]
         with self._lock:
             return CacheStats(
                 num_entries=len(sizes),
@@ -154,12 +174,41 @@ class FolderCache:
     def close(self) -> None:
         """Nothing stays open between calls."""
 
+    def _folder(self, namespace: str) -> Path:
+        if not _NAMESPACE.fullmatch(namespace):
+            raise NamespaceError(
+                f"{namespace!r} is no namespace of a cache: give up to 64 small letters, digits, "
+                "'-' and '_', such as 'plans' or 'blocks'"
+            )
+        return self.path / namespace
+
     def _path(self, namespace: str, key: str) -> Path:
-        # No key leads out of the folder: what has a meaning in paths is quoted.
-        name = quote(key, safe="").replace(".", "%2E")
-        if len(name) > _LONGEST_NAME:
-            name = _HASHED + hashlib.sha256(key.encode()).hexdigest()
-        return self.path / namespace / name
+        return self._folder(namespace) / _name(key)
+
+    def _is_ours(self, namespace: str) -> bool:
+        """Whether we made the folder of a namespace, so that we may delete in it."""
+        # The one of the user's cache folder is ours by its place: releases before had no tag.
+        return (self._folder(namespace) / _TAG).is_file() or self.path == default_folder()
+
+    def _prepare(self, namespace: str) -> None:
+        """Make the folder of a namespace, with its tag."""
+        if self._is_ours(namespace):
+            self._folder(namespace).mkdir(parents=True, exist_ok=True)
+            return
+        folder = self._folder(namespace)
+        folder.mkdir(parents=True, exist_ok=True)
+        is_used = any(folder.iterdir())
+        # Others may make it in this moment: the tag comes before anything else.
+        if is_used and not self._is_ours(namespace):
+            raise FileExistsError(
+                f"{folder} holds files that no cache has written (it has no {_TAG}); "
+                "give another folder for the cache"
+            )
+        (folder / _TAG).write_text(_TAG_TEXT, encoding="utf-8")
+
+    def _files(self, namespace: str) -> list[tuple[str, os.stat_result]]:
+        """Path and status of each entry."""
+        return _entry_files(self._folder(namespace)) if self._is_ours(namespace) else []
 
     def _count(self, namespace: str, event: str) -> None:
         with self._lock:
@@ -185,7 +234,22 @@ def _info(namespace: str, key: str, status: os.stat_result) -> EntryInfo:
     return EntryInfo(namespace, key, size, status.st_size, made_at, status.st_mtime)
 
 
-def _files(folder: Path) -> list[tuple[str, os.stat_result]]:
+def _name(key: str) -> str:
+    # No key leads out of the folder: what has a meaning in paths is quoted.
+    name = quote(key, safe="").replace(".", "%2E")
+    return (
+        name if len(name) <= _LONGEST_NAME else _HASHED + hashlib.sha256(key.encode()).hexdigest()
+    )
+
+
+def _is_name(name: str) -> bool:
+    """Whether a file may be an entry: it has a name that we give."""
+    if name.startswith(_HASHED):
+        return re.fullmatch(r"[0-9a-f]{64}", name[len(_HASHED) :]) is not None
+    return _name(unquote(name)) == name
+
+
+def _entry_files(folder: Path) -> list[tuple[str, os.stat_result]]:
     """Path and status of each whole file; those that vanish meanwhile are left out."""
     found = []
     try:
@@ -193,11 +257,9 @@ def _files(folder: Path) -> list[tuple[str, os.stat_result]]:
     except FileNotFoundError:
         return []
     for entry in entries:
-        if entry.name.startswith(_UNFINISHED):
-            continue
         try:
-            status = entry.stat()
+            if _is_name(entry.name) and entry.is_file(follow_symlinks=False):
+                found.append((entry.path, entry.stat()))
         except FileNotFoundError:
             continue
-        found.append((entry.path, status))
     return found

@@ -18,6 +18,7 @@ from autoshard_solver_cache import (
     Cache,
     FolderCache,
     MemoryCache,
+    NamespaceError,
     Shelf,
     SolverCache,
     StoreUnavailableError,
@@ -229,7 +230,7 @@ def test_a_damaged_file_is_dropped_and_can_be_written_again(
 ) -> None:
     cache = FolderCache(tmp_path)
     cache.put("blocks", "k", b"body")
-    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    file = tmp_path / "blocks" / "k"
     file.write_bytes(content)
     assert cache.get("blocks", "k") is None
     assert str(file) in caplog.text
@@ -246,6 +247,33 @@ def test_no_key_leaves_the_folder(tmp_path: Path) -> None:
         assert cache.get("blocks", key) == key.encode()
     assert [path.name for path in tmp_path.iterdir()] == ["inside"]
     assert cache.stats("blocks").num_entries == 6
+    for namespace in ("..", "/abs", "a/b", "", "A", "x" * 65):
+        with pytest.raises(NamespaceError, match="no namespace"):
+            cache.put(namespace, "k", b"body")
+        with pytest.raises(NamespaceError, match="no namespace"):
+            list(cache.entries(namespace))
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("src/Makefile", "plans/id_rsa", "notes", "ours/k.txt")]
+    for path in others[:3]:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(noise(0, 3000))
+    cache = FolderCache(tmp_path, max_bytes=500)
+    for key in ("a", "b"):
+        cache.put("ours", key, noise(1, 300))
+    others[3].write_bytes(b"put there later")
+    (tmp_path / "ours" / "folder").mkdir()
+    # A folder that was there before, with something in it, is not taken over.
+    with pytest.raises(FileExistsError, match="another folder"):
+        cache.put("plans", "k", b"body")
+    assert cache.get("plans", "id_rsa") is None
+    assert not cache.delete("plans", "id_rsa")
+    assert cache.namespaces() == ["ours"]
+    assert list(cache.entries("src")) == []
+    assert [entry.key for entry in cache.entries("ours")] == ["b"]
+    assert cache.collect(max_bytes=0, max_age=-1) == 1
+    assert all(path.exists() for path in others)
 
 
 def test_a_shelf_is_one_namespace() -> None:
