@@ -195,6 +195,13 @@ UNAVAILABLE = ProblemType(
 CANCELLED = ProblemType(
     "cancelled", 409, "The job was cancelled", "Somebody cancelled the job before it was done."
 )
+OTHER_RELEASE = ProblemType(
+    "other-release",
+    409,
+    "The job was asked of another release",
+    "The release that runs jobs is not the one that took this one, as after an upgrade; "
+    "ask again, and it is asked of this one.",
+)
 CRASHED = ProblemType(
     "solver-crashed",
     500,
@@ -253,6 +260,7 @@ PROBLEM_TYPES = (
     TOO_MANY,
     UNAVAILABLE,
     CANCELLED,
+    OTHER_RELEASE,
     CRASHED,
     DEADLINE,
     MEMORY,

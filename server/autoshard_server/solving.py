@@ -9,19 +9,29 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.metadata import version
 from math import isfinite
 from threading import Event, Thread
 from typing import IO, Any
 
+from pydantic import ValidationError
+
+from autoshard.errors import InputError
 from autoshard.graph import Graph
-from autoshard.mesh import mesh_from_json
+from autoshard.mesh import Mesh, mesh_from_json
 from autoshard.plan import PlanOptions, make_plan, plan_id, torch_version
 from autoshard.rules import has_rule
 from autoshard.solve import Progress, TableStore
 from autoshard_server.executor import Solved, Work
 from autoshard_server.frames import FrameKind, read_frame, write_frame
 from autoshard_server.kinds import JobKind
-from autoshard_server.problems import INTERNAL, ServerError, problem_of, problem_type_of
+from autoshard_server.problems import (
+    INTERNAL,
+    OTHER_RELEASE,
+    ServerError,
+    problem_of,
+    problem_type_of,
+)
 from autoshard_server.settings import Settings
 from autoshard_server.tasks import UNFINISHED, Assignment, requested_graph, run_task
 from autoshard_solver_cache import Shelf, SolverCache, StoreUnavailableError, open_engine
@@ -37,6 +47,9 @@ RULES = "rules"
 
 _DISCOVERY_SECONDS = 20.0
 """For all operators of a program."""
+
+_MOST_STRATEGIES: int = Settings.model_fields["max_strategies"].default
+"""For jobs whose release knew no limit."""
 
 _BUSY_TIMEOUT = 1.0
 """Seconds to wait for another writer: then solving without the cache is quicker."""
@@ -63,20 +76,18 @@ def solve(
 
     Raises:
         InputError: the graph cannot be planned as asked.
+        ServerError: OTHER_RELEASE, where this release would have asked something else.
     """
     request = json.loads(work.request)
-    if JobKind(request["kind"]) is not JobKind.PLAN:
+    if _kind(request) is not JobKind.PLAN:
         find_rules = partial(_with_found_rules, store=rules)
         assigned = Assignment(request, work.graph, on_progress, cancel, tables, plans, find_rules)
         return run_task(assigned)
     graph = requested_graph(request, work.graph)
-    mesh = mesh_from_json(json.dumps(request["mesh"]))
-    options = PlanOptions.model_validate(request["options"])
+    mesh, options = _mesh_and_options(request)
     asked = plan_id(graph, mesh, options)
     if asked != request["plan_id"]:
-        raise ServerError(
-            INTERNAL, "the worker and the service that took the job run different versions"
-        )
+        raise _other_release()
     found, is_complete = _with_found_rules(graph, rules)
     plan = make_plan(
         found,
@@ -85,12 +96,37 @@ def solve(
         on_progress=lambda progress: on_progress(_report(progress)),
         cancel=cancel,
         tables=tables,
-        max_strategies=request["max_strategies"],
+        max_strategies=request.get("max_strategies", _MOST_STRATEGIES),
     )
     # What we find ourselves follows from the request, and so does not change its id.
     plan = plan if plan.id == asked else plan.model_copy(update={"id": asked})
     is_final = is_complete and plan.certificate.status not in UNFINISHED
     return Solved(plan.to_json().encode(), keep=is_final)
+
+
+def _kind(request: Mapping[str, Any]) -> JobKind:
+    try:
+        # The first release made plans only, and did not say so.
+        return JobKind(request.get("kind", JobKind.PLAN))
+    except ValueError:
+        raise _other_release() from None
+
+
+def _mesh_and_options(request: Mapping[str, Any]) -> tuple[Mesh, PlanOptions]:
+    """What to plan for: the service has checked it, so what cannot be read is not of ours."""
+    try:
+        mesh = mesh_from_json(json.dumps(request["mesh"]))
+        return mesh, PlanOptions.model_validate(request["options"])
+    except (InputError, ValidationError) as error:
+        raise _other_release() from error
+
+
+def _other_release() -> ServerError:
+    return ServerError(
+        OTHER_RELEASE,
+        f"the job was asked of another release than {version('autoshard')}, which was to run it; "
+        "ask again",
+    )
 
 
 def _with_found_rules(graph: Graph, store: TableStore | None) -> tuple[Graph, bool]:

@@ -37,6 +37,8 @@ _PROGRESS_SHARE = 0.02
 _HOUSEKEEPING = 60.0
 """Seconds between looks for what can be forgotten."""
 
+_KINDS = frozenset(JobKind)
+
 _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
@@ -115,12 +117,23 @@ class Workers:
 
     def _answer_from_cache(self, claim: Claim) -> bool:
         """Finish a job whose document somebody has made since it was asked for."""
-        known = self._stores.cache.get(JobKind(claim.kind).namespace, claim.plan_id)
+        known = self._known(claim)
         if known is None:
             return False
         self._patiently(lambda: self._jobs.succeed(claim, known))
         _log.info("job_known", job_id=claim.id, plan_id=claim.plan_id)
         return True
+
+    def _known(self, claim: Claim) -> bytes | None:
+        if claim.kind not in _KINDS:
+            # Of a newer release: its solver says so.
+            return None
+        try:
+            return self._stores.cache.get(JobKind(claim.kind).namespace, claim.plan_id)
+        except StoreUnavailableError as error:
+            # The job is ours, and nobody else would run it: better made again than left.
+            _log.warning("store_unavailable", reason=str(error))
+            return None
 
     def _run(self, claim: Claim, solver: Solver) -> None:
         about = {**claim.context, "job_id": claim.id, "plan_id": claim.plan_id}

@@ -237,9 +237,9 @@ def _info(namespace: str, key: str, status: os.stat_result) -> EntryInfo:
 def _name(key: str) -> str:
     # No key leads out of the folder: what has a meaning in paths is quoted.
     name = quote(key, safe="").replace(".", "%2E")
-    return (
-        name if len(name) <= _LONGEST_NAME else _HASHED + hashlib.sha256(key.encode()).hexdigest()
-    )
+    if len(name) > _LONGEST_NAME:
+        return _HASHED + hashlib.sha256(key.encode()).hexdigest()
+    return name
 
 
 def _is_name(name: str) -> bool:

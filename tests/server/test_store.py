@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import sqlite3
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, text
+from support.crew import crew
 
-from autoshard.plan import Plan
-from autoshard_server import Settings
+from autoshard.mesh import mesh_from_json
+from autoshard.plan import Plan, PlanOptions, plan_id
+from autoshard_server import ProcessExecutor, Settings
 from autoshard_server.job import JobState
+from autoshard_server.problems import TYPE_PREFIX
 from autoshard_server.store import (
     PLANS,
     ApiKeyStore,
@@ -29,6 +35,7 @@ from autoshard_server.store import (
 )
 from autoshard_server.store.tables import metadata
 from autoshard_server.stores import open_stores
+from autoshard_server.tasks import requested_graph
 from autoshard_solver_cache import SolverCache, StoreUnavailableError, open_engine
 
 OLD = Path(__file__).parent / "data" / "store-0.1.0.db"
@@ -115,14 +122,44 @@ def test_a_database_of_the_first_release_goes_on(tmp_path: Path) -> None:
     assert [(p.id, p.objective) for p in stores.plans.page()] == [(OLD_PLAN, plan.costs.total)]  # type: ignore[union-attr]  it has costs
     assert [job.state for job in stores.jobs.page()] == [JobState.RUNNING, JobState.SUCCEEDED]
     assert stores.jobs.result(stores.jobs.page()[1].id) == document
-    # What ran when the old release ended is run again, once its worker counts as dead.
+    # What ran when the old release ended is taken again, once its worker counts as dead.
     stores.jobs._leases._lease = 0.0
     assert stores.jobs.recover() == 1
     claim = stores.jobs.claim("me")
     assert claim is not None
     assert claim.id == OLD_RUNNING
-    assert stores.jobs.succeed(claim, b"{}")
+    assert stores.jobs.release(claim)
     stores.close()
+
+
+def test_jobs_of_the_first_release_are_run_or_say_why_not(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    shutil.copy(OLD, tmp_path / "store.sqlite3")
+    executor = ProcessExecutor(environment={"AUTOSHARD_STORE_URL": url})
+    with crew(executor, store_url=url, num_workers=1, lease=1.1) as here:
+        # Its plan id is one of that release, and so would be the answer.
+        old = here.await_job(OLD_RUNNING)
+        assert old.state is JobState.FAILED
+        assert old.error is not None
+        assert old.error["type"] == TYPE_PREFIX + "other-release"
+        assert "ask again" in old.error["detail"]
+        with closing(sqlite3.connect(OLD)) as file:
+            query = "SELECT request, graph FROM jobs WHERE id = ?"
+            text, packed = file.execute(query, (OLD_RUNNING,)).fetchone()
+        request, archive = json.loads(text), zlib.decompress(packed)
+        mesh = mesh_from_json(json.dumps(request["mesh"]))
+        options = PlanOptions.model_validate(request["options"])
+        same = plan_id(requested_graph(request, archive), mesh, options)
+        # Where the id is still the same, what is not in the request has its default.
+        jobs = here.stores.jobs
+        asked = json.dumps({**request, "plan_id": same})
+        known = here.await_job(jobs.submit(same, asked, archive, max_queued=9).id)
+        assert (known.state, known.error) == (JobState.SUCCEEDED, None)
+        assert Plan.from_json(jobs.result(known.id) or b"").id == same
+        newer = json.dumps({"kind": "dream"})
+        unknown = here.await_job(jobs.submit("x", newer, b"", max_queued=9, kind="dream").id)
+        assert unknown.error is not None
+        assert unknown.error["type"] == TYPE_PREFIX + "other-release"
 
 
 def test_an_idempotency_key_stands_for_the_first_answer(engine: Engine) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from sqlalchemy import create_engine, text
 from support.crew import crew, is_running
 
 from autoshard_server import ProcessExecutor, Settings
@@ -72,6 +73,20 @@ def test_what_somebody_else_has_made_meanwhile_is_not_made_again() -> None:
         here.stores.cache.put("validations", "known", b'"made before"')
         job = here.await_job(here.submit("known", answer='"made again"'))
         assert here.stores.jobs.result(job.id) == b'"made before"'
+
+
+def test_a_cache_that_cannot_be_read_costs_a_job_nothing(postgres: Any) -> None:
+    url = postgres.create_database()
+    impatient = f"{url}&options=-c%20lock_timeout%3D200"
+    other = create_engine(url)
+    with crew(ProcessExecutor(TOLD), store_url=impatient, num_workers=1) as here:
+        with other.begin() as connection:
+            connection.execute(text("LOCK TABLE cache_entries IN ACCESS EXCLUSIVE MODE"))
+            job_id = here.submit("p", reports=1, answer='"made"')
+            here.await_job(job_id, lambda job: bool(job.progress))
+        assert here.await_job(job_id).state is JobState.SUCCEEDED
+        assert here.starts(job_id) == 1
+    other.dispose()
 
 
 def test_reports_in_quick_succession_are_few_events() -> None:
