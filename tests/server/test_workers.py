@@ -82,7 +82,7 @@ def test_a_cache_that_cannot_be_read_costs_a_job_nothing(postgres: Any) -> None:
     with crew(ProcessExecutor(TOLD), store_url=impatient, num_workers=1) as here:
         with other.begin() as connection:
             connection.execute(text("LOCK TABLE cache_entries IN ACCESS EXCLUSIVE MODE"))
-            job_id = here.submit("p", reports=1, answer='"made"')
+            job_id = here.submit("p", reports=1, seconds=1, answer='"made"')
             here.await_job(job_id, lambda job: bool(job.progress))
         assert here.await_job(job_id).state is JobState.SUCCEEDED
         assert here.starts(job_id) == 1
