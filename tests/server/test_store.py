@@ -286,6 +286,32 @@ def test_plans_are_listed_from_new_to_old_without_opening_them(engine: Engine) -
     assert index.page(limit=1)[0].id == "imported"
 
 
+def test_a_plan_that_cannot_be_listed_hides_no_other(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = SolverCache(engine)
+    index = PlanIndex(engine, cache)
+    large = json.loads(plan_document(1))
+    large["graph"]["num_parameters"] = large["memory"]["peak"] = 1 << 70
+    odd = json.loads(plan_document(2))
+    odd["graph"]["num_nodes"] = 1 << 70
+    bad = {"a": b"no JSON", "b": b"[]", "c": b"{}", "d": json.dumps(odd).encode()}
+    good = {"e": json.dumps(large).encode(), "f": plan_document(3)}
+    for key, document in (bad | good).items():
+        cache.put(PLANS, key, document)
+    while index.refresh():
+        pass
+    assert {plan.id for plan in index.page()} == set(good)
+    assert {plan.num_parameters for plan in index.page()} == {(1 << 63) - 1, 1 << 40}
+    assert len(caplog.records) == len(bad)
+    # Nor does it hold up who has made it; put anew, it is looked at anew.
+    index.add("g", b"no JSON")
+    cache.delete(PLANS, "a")
+    assert index.refresh() == 0
+    cache.put(PLANS, "a", plan_document(4))
+    assert index.refresh() == 1
+
+
 def test_a_cache_in_postgresql_keeps_bytes_intact(postgres: Any) -> None:
     url = postgres.create_database()
     cache = SolverCache(url, max_bytes=3500)

@@ -1,6 +1,7 @@
 """An index of the plans in the cache, so that they can be listed without opening them."""
 
 import json
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,18 @@ from sqlalchemy.exc import IntegrityError
 
 from autoshard_server.store.cursor import Cursor, beyond, newest_first
 from autoshard_server.store.tables import plans
-from autoshard_solver_cache import Cache, reader
+from autoshard_solver_cache import Cache, StoreUnavailableError, reader
+
+_log = logging.getLogger(__name__)
 
 PLANS = "plans"
 """Namespace of plan documents in the cache, by plan id."""
 
 _BATCH = 100
 """Plans that are added at once, so that nobody else waits for long."""
+
+_LARGEST = (1 << 63) - 1
+"""What a column of a database holds; larger figures are shown as this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +77,21 @@ class PlanIndex:
         self._engine = engine
         self._reader = reader(engine)
         self._cache = cache
+        self._unfit: frozenset[str] = frozenset()
 
     def add(self, plan_id: str, document: bytes) -> None:
-        """Add a plan, unless it is there."""
-        self._insert(_summary_columns(plan_id, document))
+        """Add a plan, unless it is there; one that cannot be listed is left out, and logged.
+
+        Raises:
+            StoreUnavailableError: the database cannot be used now.
+        """
+        try:
+            self._insert(_summary_columns(plan_id, document))
+        except StoreUnavailableError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it is, other plans are still listed
+            self._unfit |= {plan_id}
+            _log.warning("the plan %r cannot be listed: %s", plan_id, type(error).__name__)
 
     def page(
         self, *, after: Cursor | None = None, graph_digest: str | None = None, limit: int = 50
@@ -102,7 +119,9 @@ class PlanIndex:
         with self._reader.begin() as connection:
             known = set(connection.execute(select(plans.c.id)).scalars())
         held = {entry.key for entry in self._cache.entries(PLANS)}
-        missing, gone = sorted(held - known)[:_BATCH], sorted(known - held)[:_BATCH]
+        # What cannot be listed is tried again by the next process, or when it is put anew.
+        self._unfit &= held
+        missing, gone = sorted(held - known - self._unfit)[:_BATCH], sorted(known - held)[:_BATCH]
         for plan_id in missing:
             document = self._cache.get(PLANS, plan_id)
             if document is not None:
@@ -141,13 +160,13 @@ def _summary_columns(plan_id: str, document: bytes) -> dict[str, Any]:
         "objective": certificate["objective"],
         "bound": certificate["bound"],
         "gap": certificate["gap"],
-        "peak_memory": None if memory is None else memory["peak"],
+        "peak_memory": None if memory is None else min(memory["peak"], _LARGEST),
         "mode": plan["options"]["mode"],
         "mesh": json.dumps(axes),
         "topology": plan["mesh"]["topology"]["name"],
         "graph_digest": graph["digest"],
         "num_nodes": graph["num_nodes"],
-        "num_parameters": graph["num_parameters"],
+        "num_parameters": min(graph["num_parameters"], _LARGEST),
     }
 
 
