@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, text
@@ -33,6 +34,7 @@ from autoshard_server.store import (
     migrate,
     newest_revision,
 )
+from autoshard_server.store.migrate import _config
 from autoshard_server.store.tables import metadata
 from autoshard_server.stores import open_stores
 from autoshard_server.tasks import requested_graph
@@ -93,6 +95,25 @@ def test_a_database_of_a_newer_release_is_refused(open_one: OpenEngine, engine: 
     assert not is_current(other)
     with pytest.raises(StoreUnavailableError, match=f"9999.*up to {newest_revision()}.*newer"):
         migrate(other)
+
+
+def test_many_jobs_are_numbered_in_their_order(open_one: OpenEngine) -> None:
+    engine, count = open_one(), 15_000
+    with engine.begin() as connection:
+        config = _config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        # Several of each second.
+        columns = "id, plan_id, state, attempts, created_at, request"
+        row = "(:id, :id, 'succeeded', 1, :at, '{}')"
+        rows = [{"id": f"{i:032x}", "at": float(-(i // 3))} for i in range(count)]
+        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES {row}"), rows)  # noqa: S608  ours
+    started = time.monotonic()
+    migrate(engine)
+    assert time.monotonic() - started < 10
+    with engine.begin() as connection:
+        found = connection.execute(text("SELECT number FROM jobs ORDER BY created_at, id"))
+        assert list(found.scalars()) == list(range(1, count + 1))
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(open_one: OpenEngine) -> None:

@@ -27,8 +27,9 @@ def _extend_jobs() -> None:
     op.drop_index("jobs_by_state", "jobs")
     op.drop_column("jobs", "lease_until")
     op.execute(
-        "UPDATE jobs SET number = (SELECT count(*) FROM jobs AS earlier"
-        " WHERE earlier.created_at <= jobs.created_at)"
+        "UPDATE jobs SET number = ranked.number FROM ("
+        "SELECT id, row_number() OVER (ORDER BY created_at, id) AS number FROM jobs"
+        ") AS ranked WHERE jobs.id = ranked.id"
     )
     op.create_index("jobs_by_number", "jobs", ["state", "number"])
     op.create_index("jobs_by_age", "jobs", ["created_at", "id"])
