@@ -133,6 +133,22 @@ def test_workloads_end_later_than_the_service_lets_solves_run_on() -> None:
         assert name == "db" or int(service["stop_grace_period"].removesuffix("s")) > grace
 
 
+def test_a_solve_that_needs_too_much_fails_before_its_pod() -> None:
+    units = {"Mi": 1 << 20, "Gi": 1 << 30}
+    for pod, container in containers():
+        given = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+        mine = {k.removeprefix(PREFIX).lower(): v for k, v in given.items() if v}
+        settings = Settings(**{"store_url": "sqlite://", **mine})
+        limit = container["resources"]["limits"]["memory"]
+        scratch = [v["emptyDir"] for v in pod["volumes"] if v["emptyDir"].get("medium") == "Memory"]
+        room, *taken = (
+            int(size[:-2]) * units[size[-2:]]
+            for size in [limit, *(s["sizeLimit"] for s in scratch)]
+        )
+        # The service itself needs some, too.
+        assert settings.num_workers * settings.max_job_bytes + sum(taken) + (1 << 29) < room
+
+
 def test_no_password_is_committed() -> None:
     for service in compose()["services"].values():
         for name, value in service.get("environment", {}).items():
