@@ -252,6 +252,16 @@ def test_a_key_that_is_rotated_counts_for_a_while(
     assert keys.rotate("nobody", grace=60) is None
 
 
+def test_a_key_that_is_rotated_lives_no_longer_for_it(engine: Engine) -> None:
+    keys = ApiKeyStore(engine)
+    end = time.time() + 3600
+    old, _ = keys.create("me", ["plan"], expires_at=end)
+    rotated = keys.rotate(old.id, grace=60)
+    assert rotated is not None
+    assert rotated[0].expires_at == end
+    assert {key.id: key.expires_at for key in keys.list()}[rotated[0].id] == end
+
+
 def test_graphs_are_kept_by_their_digests(engine: Engine) -> None:
     cache = SolverCache(engine)
     graphs = GraphStore(cache)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, RowMapping, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, insert, select, update
 
 from autoshard_server.store.tables import api_keys as keys
 from autoshard_solver_cache import reader
@@ -64,21 +64,8 @@ class ApiKeyStore:
         self, name: str, scopes: Collection[str], *, expires_at: float | None = None
     ) -> tuple[ApiKey, str]:
         """A new key, and its token, which cannot be had again."""
-        secret = secrets.token_urlsafe(_SECRET_BYTES)
-        made = ApiKey(
-            secrets.token_hex(_ID_BYTES), name, frozenset(scopes), time.time(), expires_at, None
-        )
-        values = {
-            "id": made.id,
-            "name": name,
-            "secret_sha256": _digest(secret),
-            "scopes": json.dumps(sorted(made.scopes)),
-            "created_at": made.created_at,
-            "expires_at": expires_at,
-        }
         with self._engine.begin() as connection:
-            connection.execute(insert(keys).values(values))
-        return made, f"{_PREFIX}_{made.id}_{secret}"
+            return _insert(connection, name, scopes, expires_at)
 
     def authenticate(self, token: str) -> ApiKey | None:
         """The live key that a token shows, or None."""
@@ -105,21 +92,43 @@ class ApiKeyStore:
         return self._update(where, revoked_at=time.time())
 
     def rotate(self, key_id: str, *, grace: float) -> tuple[ApiKey, str] | None:
-        """A new key like a live one, which counts for so many more seconds; None without one."""
+        """A new key like a live one, which counts for so many more seconds; None without one.
+
+        The new one expires when the old one would have.
+        """
         now = time.time()
-        with self._reader.begin() as connection:
-            row = connection.execute(select(keys).where(keys.c.id == key_id)).mappings().first()
-        if row is None or not _key(row).is_live(now):
-            return None
-        old = _key(row)
-        made = self.create(old.name, old.scopes)
-        last = now + grace if old.expires_at is None else min(now + grace, old.expires_at)
-        self._update(keys.c.id == key_id, expires_at=last)
-        return made
+        same = keys.c.id == key_id
+        with self._engine.begin() as connection:
+            row = connection.execute(select(keys).where(same)).mappings().first()
+            if row is None or not _key(row).is_live(now):
+                return None
+            old = _key(row)
+            last = now + grace if old.expires_at is None else min(now + grace, old.expires_at)
+            connection.execute(update(keys).where(same).values(expires_at=last))
+            return _insert(connection, old.name, old.scopes, old.expires_at)
 
     def _update(self, where: ColumnElement[bool], **values: Any) -> bool:
         with self._engine.begin() as connection:
             return connection.execute(update(keys).where(where).values(values)).rowcount == 1
+
+
+def _insert(
+    connection: Connection, name: str, scopes: Collection[str], expires_at: float | None
+) -> tuple[ApiKey, str]:
+    secret = secrets.token_urlsafe(_SECRET_BYTES)
+    made = ApiKey(
+        secrets.token_hex(_ID_BYTES), name, frozenset(scopes), time.time(), expires_at, None
+    )
+    values = {
+        "id": made.id,
+        "name": name,
+        "secret_sha256": _digest(secret),
+        "scopes": json.dumps(sorted(made.scopes)),
+        "created_at": made.created_at,
+        "expires_at": expires_at,
+    }
+    connection.execute(insert(keys).values(values))
+    return made, f"{_PREFIX}_{made.id}_{secret}"
 
 
 def _key(row: RowMapping) -> ApiKey:
