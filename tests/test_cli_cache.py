@@ -1,7 +1,10 @@
 """`autoshard cache`, for folders and for databases."""
 
+import gzip
+import hashlib
 import io
 import json
+import lzma
 import tarfile
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +16,16 @@ from sqlalchemy import text
 from typer.testing import CliRunner, Result
 
 from autoshard.cli import app
-from autoshard_solver_cache import Cache, FolderCache, SolverCache, open_engine
+from autoshard_solver_cache import (
+    Cache,
+    ExchangeError,
+    FolderCache,
+    MemoryCache,
+    SolverCache,
+    export_entries,
+    import_entries,
+    open_engine,
+)
 
 Run = Callable[..., Result]
 
@@ -162,6 +174,45 @@ def test_a_file_that_is_cut_off_says_so(filled: list[str], tmp_path: Path, keep:
     found = run("import", file, "--cache", tmp_path / "other")
     assert found.exit_code == 1
     assert "cannot be read as a tar file" in found.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("coding", ["gz", "xz"])
+def test_a_file_that_was_damaged_says_so(tmp_path: Path, coding: str) -> None:
+    file = tmp_path / "x.tar"
+    source = MemoryCache()
+    for i in range(20):
+        source.put("plans", str(i), bytes((i * j * j) % 251 for j in range(300)))
+    export_entries(source, file)
+    coder: Any = {"gz": gzip, "xz": lzma}[coding]
+    whole = coder.compress(file.read_bytes())
+    outcomes = set()
+    for at in range(0, len(whole), max(1, len(whole) // 100)):
+        content = bytearray(whole)
+        content[at] ^= 1 << at % 8
+        file.write_bytes(content)
+        try:
+            import_entries(MemoryCache(), file)
+            outcomes.add("read")
+        except ExchangeError:
+            outcomes.add("refused")
+    assert "refused" in outcomes
+
+
+def test_an_import_takes_no_entry_that_is_larger_than_it_looks(tmp_path: Path) -> None:
+    file = tmp_path / "x.tar"
+    sparse, body = bytes(1 << 20), b"hello"
+    with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo(f"plans/sparse/{hashlib.sha256(sparse).hexdigest()}")
+        member.pax_headers = {"GNU.sparse.map": "0,5", "GNU.sparse.size": str(1 << 20)}
+        member.size = 5
+        tar.addfile(member, io.BytesIO(bytes(5)))
+        for key in ("k" * 256, "a%00b", "k"):
+            member = tarfile.TarInfo(f"plans/{key}/{hashlib.sha256(body).hexdigest()}")
+            member.size = len(body)
+            tar.addfile(member, io.BytesIO(body))
+    found = import_entries(cache := MemoryCache(), file)
+    assert (found.num_added, len(found.refused)) == (1, 3)
+    assert [entry.key for entry in cache.entries("plans")] == ["k"]
 
 
 def test_a_database_that_is_not_there_says_so() -> None:

@@ -1,8 +1,11 @@
 """Entries as a tar file: taken along, checked, and put into another cache."""
 
+import gzip
 import hashlib
+import lzma
 import re
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -12,10 +15,16 @@ from urllib.parse import quote, unquote
 
 from autoshard_solver_cache.cache import Cache, EntryInfo
 
-MAX_ENTRY = 1 << 32
+MAX_ENTRY = 512 << 20
 """No entry is longer; a member that says so is not read."""
 
+_LONGEST_KEY = 255
+"""What a database has room for."""
+
 _NAME = re.compile(r"(?P<namespace>[a-z0-9_-]{1,64})/(?P<key>[^/]+)/(?P<sha256>[0-9a-f]{64})")
+
+_UNREADABLE = (tarfile.TarError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
+"""What a damaged file raises, by the way in which it is compressed."""
 
 
 class ExchangeError(ValueError):
@@ -93,14 +102,15 @@ def import_entries(cache: Cache, path: Path) -> Imported:
         with tarfile.open(path, "r:*") as file:
             for member in file:
                 found = _NAME.fullmatch(member.name)
-                body = _body(file, member)
+                key = "" if found is None else unquote(found["key"])
+                body = _body(file, member) if _is_key(key) else None
                 if found is None or body is None or not _is_intact(body, found["sha256"]):
                     refused.append(member.name)
-                elif cache.put(found["namespace"], unquote(found["key"]), body):
+                elif cache.put(found["namespace"], key, body):
                     added += 1
                 else:
                     known += 1
-    except (tarfile.TarError, EOFError) as error:
+    except _UNREADABLE as error:
         raise ExchangeError(
             f"{path} cannot be read as a tar file of cache entries: {error}; "
             f"{added} new entries before that were imported"
@@ -117,8 +127,13 @@ def _quoted(key: str) -> str:
     return quote(key, safe="").replace(".", "%2E")
 
 
+def _is_key(key: str) -> bool:
+    return 0 < len(key) <= _LONGEST_KEY and "\0" not in key
+
+
 def _body(file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | None:
-    if not member.isreg() or member.size > MAX_ENTRY:
+    # A sparse one is a few bytes in the file, and as long as it likes in memory.
+    if not member.isreg() or member.issparse() or member.size > MAX_ENTRY:
         return None
     stream = file.extractfile(member)
     return None if stream is None else stream.read()
