@@ -9,6 +9,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     MetaData,
+    PoolProxiedConnection,
     QueuePool,
     create_engine,
     event,
@@ -25,6 +26,7 @@ from sqlalchemy.exc import (
     NoSuchModuleError,
     OperationalError,
 )
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 _READ_ONLY = "store_read_only"
 
@@ -160,6 +162,19 @@ def _name_trouble(context: ExceptionContext) -> None:
         ) from cause
 
 
+class _Pool(QueuePool):
+    """Says that it is busy as a store that cannot be used now."""
+
+    def connect(self) -> PoolProxiedConnection:
+        try:
+            return super().connect()
+        except PoolTimeoutError as error:
+            raise StoreUnavailableError(
+                f"all connections to the database are in use; none was free in "
+                f"{self.timeout():g} seconds: ask again"
+            ) from error
+
+
 def _create(url: URL) -> Engine:
     if url.get_backend_name() != "sqlite":
         return _create_remote(url)
@@ -167,23 +182,23 @@ def _create(url: URL) -> Engine:
         # A database in memory belongs to its connection: all threads take turns on one.
         return create_engine(
             url,
-            poolclass=QueuePool,
+            poolclass=_Pool,
             pool_size=1,
             max_overflow=0,
             connect_args={"check_same_thread": False},
         )
     path = Path(url.database).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    return create_engine(url.set(database=str(path)))
+    return create_engine(url.set(database=str(path)), poolclass=_Pool)
 
 
 def _create_remote(url: URL) -> Engine:
     if url.get_backend_name() != "postgresql":
-        return create_engine(url, pool_pre_ping=True)
+        return create_engine(url, pool_pre_ping=True, poolclass=_Pool)
     if url.drivername == "postgresql":
         url = url.set(drivername="postgresql+psycopg")
     given = {k: v for k, v in _POSTGRES_ARGUMENTS.items() if k not in url.query}
-    return create_engine(url, pool_pre_ping=True, connect_args=given)
+    return create_engine(url, pool_pre_ping=True, poolclass=_Pool, connect_args=given)
 
 
 def _set_up_sqlite(engine: Engine, busy_timeout: float, synchronous: str) -> None:

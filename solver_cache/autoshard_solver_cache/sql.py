@@ -6,6 +6,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import NamedTuple
 
@@ -30,7 +31,13 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from autoshard_solver_cache.cache import CacheStats, EntryInfo
-from autoshard_solver_cache.engine import create_tables, default_url, open_engine, reader
+from autoshard_solver_cache.engine import (
+    StoreUnavailableError,
+    create_tables,
+    default_url,
+    open_engine,
+    reader,
+)
 from autoshard_solver_cache.room import Room
 
 _log = logging.getLogger(__name__)
@@ -236,7 +243,8 @@ class SolverCache:
         now = time.time()
         if now - entry.used_at < _TOUCH_INTERVAL:
             return
-        with self._engine.begin() as connection:
+        # Whoever reads has what was asked for, also where the disk is full.
+        with suppress(StoreUnavailableError), self._engine.begin() as connection:
             connection.execute(update(_entries).where(_is(namespace, key)).values(used_at=now))
 
     def _make_room(self, max_bytes: int) -> int:

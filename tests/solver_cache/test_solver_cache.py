@@ -6,7 +6,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -355,6 +355,33 @@ def test_a_file_that_is_no_database_says_so(tmp_path: Path) -> None:
     path.write_bytes(b"something else entirely" * 100)
     with pytest.raises(StoreUnavailableError, match=r"store\.sqlite3"):
         SolverCache(f"sqlite:///{path}")
+
+
+def test_a_store_whose_connections_are_all_in_use_says_so(url: str) -> None:
+    for store in ("sqlite://", url):
+        engine = open_engine(store)
+        engine.pool._timeout = 0.05  # type: ignore[attr-defined]  half a minute otherwise
+        room = 1 if store == "sqlite://" else 15
+        with ExitStack() as held:
+            for _ in range(room):
+                held.enter_context(engine.connect())
+            with pytest.raises(StoreUnavailableError, match="in use"):
+                engine.connect()
+        engine.dispose()
+
+
+def test_what_can_be_read_but_not_written_is_read() -> None:
+    engine = open_engine("sqlite://")
+    cache = SolverCache(engine)
+    cache.put("plans", "k", b"body")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE cache_entries SET used_at = 0"))
+    with engine.connect() as connection:
+        connection.execute(text("PRAGMA query_only = ON"))
+    with pytest.raises(StoreUnavailableError):
+        cache.put("plans", "l", b"body")
+    assert cache.get("plans", "k") == b"body"
+    engine.dispose()
 
 
 def test_a_password_in_the_url_is_not_shown() -> None:
