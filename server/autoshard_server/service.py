@@ -80,8 +80,9 @@ class Service:
         self._workers.start()
 
     def drain(self) -> None:
-        """Stop waiting for jobs, and report not ready."""
+        """Claim no more, stop waiting for jobs, and report not ready; time to end runs from now."""
         self.draining = True
+        self._workers.drain()
 
     def close(self) -> None:
         """Stop the workers, and close the database."""

@@ -80,10 +80,19 @@ class Workers:
         """Whether every worker runs."""
         return all(t.is_alive() for t in (*self._threads, self._housekeeper))
 
+    def drain(self) -> None:
+        """Claim no more; after the grace period, from now on, running jobs go back to the queue.
+
+        Waits for nothing and takes no lock that others hold for long, as it runs in a signal
+        handler: idle workers notice within a second.
+        """
+        if not self._stopping.is_set():
+            self._deadline = time.monotonic() + self._settings.shutdown_grace
+            self._stopping.set()
+
     def stop(self) -> None:
-        """Claim no more; after the grace period running jobs go back to the queue."""
-        self._deadline = time.monotonic() + self._settings.shutdown_grace
-        self._stopping.set()
+        """Drain, and wait until it is done."""
+        self.drain()
         for _ in self._threads:
             self._submitted.release()
         for thread in (*self._threads, self._housekeeper):
