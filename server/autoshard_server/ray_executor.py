@@ -119,6 +119,9 @@ class _RaySolver:
         self._started = self._actor.start.remote(work.request, work.graph)
 
     def receive(self, timeout: float) -> Message | None:
+        failure = _failure(self._started)
+        if failure is not None:
+            return self._lost(failure)
         if self._pending is None:
             self._pending = self._actor.receive.remote()
         ready, _ = ray.wait([self._pending], timeout=timeout)
@@ -139,14 +142,16 @@ class _RaySolver:
             ray.kill(self._actor)
 
     def _lost(self, error: RayError) -> Message | None:
-        began = self._started is None or _succeeded(self._started)
+        began = self._started is None or _has_ended(self._started)
+        began = began and _failure(self._started) is None
         if self._work is not None and not began:
             # It was lost before it got the work, which says nothing about the work.
             work, self._work = self._work, None
             self._actor = self._make.remote(*self._arguments)
             self._started = self._actor.start.remote(work.request, work.graph)
+            self._pending = None
             return None
-        first = str(error).strip().splitlines()[0]
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         detail = f"the Ray worker of the job was lost: {first}"
         return Died(problem_document(CRASHED, detail))
 
@@ -165,15 +170,19 @@ def _connect(address: str, options: Mapping[str, Any]) -> None:
     _log.info("ray_connected", address=address, python=sys.version.split()[0])
 
 
-def _succeeded(reference: Any) -> bool:
-    ready, _ = ray.wait([reference], timeout=0)
-    if not ready:
-        return False
+def _has_ended(reference: Any) -> bool:
+    return bool(ray.wait([reference], timeout=0)[0])
+
+
+def _failure(reference: Any) -> RayError | None:
+    """What a call has raised; None where it has not, or not yet, or was never made."""
+    if reference is None or not _has_ended(reference):
+        return None
     try:
         ray.get(reference)
-    except RayError:
-        return False
-    return True
+    except RayError as error:
+        return error
+    return None
 
 
 def _packed(message: Message) -> Answer:

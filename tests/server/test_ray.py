@@ -11,6 +11,7 @@ import psutil
 import pytest
 from support.crew import Crew, crew, is_running
 
+from autoshard_server.executor import Died, Work
 from autoshard_server.job import JobState
 from autoshard_server.problems import TYPE_PREFIX
 
@@ -74,6 +75,29 @@ def test_cancel_on_ray_frees_the_processor_within_a_second(here: Crew) -> None:
     while is_running(parent) or is_running(child):
         assert time.monotonic() - started < 1.0
         time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_solver_that_cannot_be_given_its_work_is_lost(tmp_path: Path) -> None:
+    from autoshard_server.ray_executor import RayExecutor  # noqa: PLC0415  where Ray is installed
+
+    program = tmp_path / "once"
+    program.write_text('#!/bin/sh\nrm "$0"\n', encoding="utf-8")
+    program.chmod(0o755)
+    # The process is gone when the work comes, and cannot be started again.
+    solver = RayExecutor(command=[str(program)], cpus=0).prepare()
+    for _ in range(500):
+        if not program.exists():
+            break
+        time.sleep(0.02)
+    time.sleep(0.2)
+    solver.start(Work("{}", b""))
+    messages = (solver.receive(0.2) for _ in range(100))
+    found = next(message for message in messages if message is not None)
+    assert isinstance(found, Died)
+    assert found.problem["type"] == TYPE_PREFIX + "solver-crashed"
+    assert "lost" in found.problem["detail"]
+    solver.stop()
 
 
 def test_a_ray_worker_that_is_killed_has_its_job_tried_again(here: Crew) -> None:
