@@ -77,6 +77,7 @@ def search_meshes(
     on_progress: Callable[[SearchProgress], None] | None = None,
     cancel: CancelToken | None = None,
     tables: TableStore | None = None,
+    max_strategies: int | None = None,
 ) -> tuple[Candidate, ...]:
     """Plan a program on every mesh of so many devices, best first.
 
@@ -94,6 +95,7 @@ def search_meshes(
         cancel: once set, the processes are killed and what is done is returned.
         tables: keeps solved blocks, as for `make_plan`; asked from several threads. Where it
             raises OSError, the worker that met it goes on without it.
+        max_strategies: as for `make_plan`; a mesh whose problem is larger has an error.
 
     Raises:
         OptionError: a number is out of its range, or the options fit no mesh.
@@ -108,7 +110,12 @@ def search_meshes(
         waiting.put(mesh)
     asked = (options or PlanOptions()).model_dump(mode="json")
     request = json.dumps(
-        {"graph": graph_to_json(graph), "options": asked, "tables": tables is not None}
+        {
+            "graph": graph_to_json(graph),
+            "options": asked,
+            "tables": tables is not None,
+            "max_strategies": max_strategies,
+        }
     )
     workers = [
         _Worker(request, waiting, answers, tables) for _ in range(min(num_workers, len(meshes)))

@@ -51,8 +51,9 @@ def main() -> None:
     graph = graph_from_json(request["graph"])
     options = PlanOptions.model_validate(request["options"])
     tables = _RemoteTables(lines, answers) if request["tables"] else None
+    most = request["max_strategies"]
     while True:
-        _say(answers, _answer(graph, json.loads(lines.get()), options, tables))
+        _say(answers, _answer(graph, json.loads(lines.get()), options, tables, most))
 
 
 def _say(answers: TextIO, message: dict[str, Any]) -> None:
@@ -61,10 +62,10 @@ def _say(answers: TextIO, message: dict[str, Any]) -> None:
 
 
 def _answer(
-    graph: Graph, mesh: str, options: PlanOptions, tables: TableStore | None
+    graph: Graph, mesh: str, options: PlanOptions, tables: TableStore | None, most: int | None
 ) -> dict[str, Any]:
     try:
-        plan = make_plan(graph, mesh_from_json(mesh), options, tables=tables)
+        plan = make_plan(graph, mesh_from_json(mesh), options, tables=tables, max_strategies=most)
         return {"plan": plan.to_json()}
     except InputError as error:
         return {"error": str(error)}

@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.errors import OptionError
 from autoshard.graph import RULES_VERSION, rules_from_json, rules_to_json
 from autoshard.mesh import Mesh, mesh_to_json, topology_to_json
-from autoshard.plan import PLAN_VERSION, PlanOptions, candidate_meshes, torch_version
+from autoshard.plan import PLAN_VERSION, candidate_meshes, torch_version
 from autoshard_server.kinds import JobKind
 from autoshard_server.problems import LIMIT, ServerError
 from autoshard_server.requests import CoverageRequest, MeshInput, PlanRequest, SearchRequest
@@ -50,7 +50,7 @@ class Question:
     """
 
     def __init__(self, request: PlanRequest, graph_sha256: str, settings: Settings) -> None:
-        _check_time_limit(request.options, settings)
+        _check_time_limit(request.options.time_limit, settings)
         self.graph_sha256 = graph_sha256
         self.options = request.options
         self.rules = rules_from_json(list(request.rules))
@@ -100,7 +100,7 @@ def search_task(request: SearchRequest, graph: bytes, settings: Settings) -> Tas
         OptionError: a number is out of its range.
         ServerError: LIMIT, where there are more devices or meshes than this service allows.
     """
-    _check_time_limit(request.options, settings)
+    _check_time_limit(request.options.time_limit, settings)
     _check_devices(request.num_devices, settings)
     topology = request.topology_value
     limit = settings.max_search_meshes
@@ -116,6 +116,8 @@ def search_task(request: SearchRequest, graph: bytes, settings: Settings) -> Tas
         "topology": json.loads(topology_to_json(meshes[0].topology)),
         "options": request.options.model_dump(mode="json"),
         "rules": list(request.rules),
+        # In the digest too: a mesh that was too large need not stay so.
+        "max_strategies": settings.max_strategies,
     }
     return _graph_task(JobKind.SEARCH, request.graph_sha256, asked, graph, settings)
 
@@ -134,9 +136,20 @@ def coverage_task(request: CoverageRequest, graph: bytes, settings: Settings) ->
 
 
 def explanation_task(
-    plan_id: str, plan: bytes, *, name: str, value: bool, time_limit: float
+    plan_id: str,
+    plan: bytes,
+    settings: Settings,
+    *,
+    name: str,
+    value: bool,
+    time_limit: float,
 ) -> Task:
-    """Pricing every alternative of one choice of a plan."""
+    """Pricing every alternative of one choice of a plan.
+
+    Raises:
+        OptionError: the time limit exceeds this service's.
+    """
+    _check_time_limit(time_limit, settings)
     asked = {"name": name, "value": value, "time_limit": time_limit}
     kind = JobKind.EXPLANATION
     work = json.dumps({"kind": kind, **asked})
@@ -174,11 +187,11 @@ def _check_devices(number: int, settings: Settings) -> None:
         raise _over("devices of a mesh", number, "max_devices", settings)
 
 
-def _check_time_limit(options: PlanOptions, settings: Settings) -> None:
+def _check_time_limit(seconds: float, settings: Settings) -> None:
     limit = settings.max_time_limit
-    if options.time_limit > limit:
+    if seconds > limit:
         raise OptionError(
-            f"time_limit is {options.time_limit:g} seconds, but this service allows "
+            f"time_limit is {seconds:g} seconds, but this service allows "
             f"{limit:g}; ask for less, or raise AUTOSHARD_MAX_TIME_LIMIT"
         )
 

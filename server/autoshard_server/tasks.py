@@ -133,6 +133,7 @@ def _search(task: Assignment) -> tuple[bytes, bool]:
         on_progress=lambda progress: task.report(_searched(progress)),
         cancel=task.cancel,
         tables=task.tables,
+        max_strategies=task.asked.get("max_strategies"),
     )
     keep = task.plans if is_complete else None
     ids = [plan_id(graph, candidate.mesh, options) for candidate in found]

@@ -10,6 +10,8 @@ import pytest
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, candidate_meshes, make_plan, problem_size
+from autoshard_server import ThreadExecutor
+from autoshard_server.solving import solve
 
 MESH = {"shape": [2, 2]}
 
@@ -112,6 +114,22 @@ def test_a_problem_can_be_too_large(start_service: Any, graph: bytes) -> None:
     answer = small.post(graph, wait=60)
     assert answer.status_code == 422
     assert "at most 10" in answer.json()["detail"]
+    body = {"graph_sha256": put(small, graph).json()["sha256"], "num_devices": 2}
+    search = small.http.post("/v1/searches", json=body, headers={"Prefer": "wait=60"})
+    assert search.status_code == 422, search.text
+    assert "at most 10" in search.json()["detail"]
+
+
+def test_an_explanation_may_take_no_longer_than_a_plan(start_service: Any, graph: bytes) -> None:
+    service = start_service(max_time_limit=20, executor=ThreadExecutor(solve))
+    options = {"time_limit": 20}
+    plan = service.post(graph, {"mesh": MESH, "options": options}, wait=60).json()
+    path = f"/v1/plans/{plan['id']}/explain"
+    asked = {"name": plan["stages"][0]["nodes"][0]["name"]}
+    assert service.http.get(path, params={**asked, "time_limit": 20}).status_code == 200
+    refused = service.http.get(path, params={**asked, "time_limit": 21})
+    assert refused.status_code == 422
+    assert "AUTOSHARD_MAX_TIME_LIMIT" in refused.json()["detail"]
 
 
 def test_a_request_is_validated_without_solving(
@@ -199,6 +217,9 @@ def test_a_plan_is_exported(service: Any, plan: Plan) -> None:
     table = service.http.get(path, params={"to": "csv"})
     assert table.status_code == 200
     assert table.headers["content-type"].startswith("text/csv")
+    # Another release may write it otherwise, so it is asked for again, under a tag of its own.
+    assert table.headers["Cache-Control"] == "private, no-cache"
+    assert hashlib.sha256(table.content).hexdigest() in table.headers["ETag"]
     known = {"If-None-Match": table.headers["ETag"]}
     assert service.http.get(path, params={"to": "csv"}, headers=known).status_code == 304
     code = service.http.get(path, params={"to": "fsdp2"})

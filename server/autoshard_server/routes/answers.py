@@ -17,6 +17,9 @@ from autoshard_server.uploads import preferred_wait
 IMMUTABLE = "private, max-age=31536000, immutable"
 """Cache-Control of what never changes under its address."""
 
+ASK_AGAIN = "private, no-cache"
+"""Cache-Control of what may be kept, but not used without asking."""
+
 JSON = "application/json"
 
 
@@ -82,9 +85,11 @@ async def job_response(
     return Response(body, status, media_type=JSON, headers=sent)
 
 
-def immutable_response(request: Request, body: bytes, tag: str, media_type: str) -> Response:
-    """Something that never changes under its address; nothing where the caller has it."""
-    headers = {"ETag": f'"{tag}"', "Cache-Control": IMMUTABLE}
+def tagged_response(
+    request: Request, body: bytes, tag: str, media_type: str, *, cache: str = IMMUTABLE
+) -> Response:
+    """Something that is the same under its tag; nothing where the caller has it."""
+    headers = {"ETag": f'"{tag}"', "Cache-Control": cache}
     if is_known(request, tag):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
     return Response(body, media_type=media_type, headers=headers)

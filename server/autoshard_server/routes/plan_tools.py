@@ -1,5 +1,6 @@
 """What can be asked of a plan that was made."""
 
+import hashlib
 from functools import partial
 from typing import Annotated, Literal
 
@@ -12,7 +13,7 @@ from autoshard_server.auth import Planner, Reader
 from autoshard_server.documents import JobDocument
 from autoshard_server.questions import explanation_task
 from autoshard_server.requests import PlanPair
-from autoshard_server.routes.answers import JSON, found_response, immutable_response
+from autoshard_server.routes.answers import ASK_AGAIN, JSON, found_response, tagged_response
 from autoshard_server.routes.parameters import PlanId, ServiceHere
 from autoshard_server.routes.plans import kept_plan
 from autoshard_server.specification import PAIR_BODY, answer_headers, guarded_answers, takes
@@ -79,7 +80,9 @@ async def explain_plan(
 ) -> Response:
     """Every alternative of one choice of a plan, with its price; waits 10 s unless told."""
     body = await kept_plan(service, plan_id)
-    task = explanation_task(plan_id, body, name=name, value=value, time_limit=time_limit)
+    task = explanation_task(
+        plan_id, body, service.settings, name=name, value=value, time_limit=time_limit
+    )
     found = await service.run(task, caller=caller.name)
     return await found_response(request, service, found, patience=_PATIENCE)
 
@@ -138,7 +141,9 @@ async def export_as(
     body = await kept_plan(service, plan_id)
     text = await service.aside(partial(_export, body, to))
     kind = _MEDIA_TYPES.get(to, "text/x-python")
-    return immutable_response(request, text, f"{plan_id}-{to}", kind)
+    # The plan never changes, but another release may write it otherwise.
+    tag = hashlib.sha256(text).hexdigest()
+    return tagged_response(request, text, tag, kind, cache=ASK_AGAIN)
 
 
 def _difference(before: bytes, after: bytes) -> bytes:

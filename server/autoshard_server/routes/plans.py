@@ -21,7 +21,7 @@ from autoshard_server.questions import Question
 from autoshard_server.repetition import once
 from autoshard_server.requests import GraphPlanOrder, PlanLookup, PlanOrder
 from autoshard_server.results import Validation
-from autoshard_server.routes.answers import JSON, found_response, immutable_response
+from autoshard_server.routes.answers import JSON, found_response, tagged_response
 from autoshard_server.routes.parameters import PlanId, ServiceHere
 from autoshard_server.service import Answer, Service
 from autoshard_server.specification import (
@@ -185,7 +185,7 @@ async def get_plan(
 ) -> Response:
     """A plan that was made before; it is immutable."""
     body = await kept_plan(service, plan_id)
-    return immutable_response(request, body, plan_id, JSON)
+    return tagged_response(request, body, plan_id, JSON)
 
 
 async def kept_plan(service: Service, plan_id: str) -> bytes:
