@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Annotated
 
@@ -24,6 +25,9 @@ PageToken = Annotated[
 
 _DEFAULT = 50
 
+_KEY = re.compile(r"[0-9a-f]{1,64}")
+"""Ids of what is listed: jobs and plans."""
+
 
 def page_limit(page_size: int) -> int:
     """Entries of a page."""
@@ -45,8 +49,9 @@ def cursor_of(token: str) -> Cursor | None:
         return None
     try:
         created_at, key = json.loads(urlsafe_b64decode(token.encode()))
-        if isinstance(created_at, float) and math.isfinite(created_at) and isinstance(key, str):
-            return Cursor(created_at, key.replace("\0", ""))
+        is_time = isinstance(created_at, float) and math.isfinite(created_at)
+        if is_time and isinstance(key, str) and _KEY.fullmatch(key):
+            return Cursor(created_at, key)
     except (ValueError, TypeError):
         pass
     found = [{"pointer": "/query/page_token", "detail": "no token of a page"}]

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy import make_url
 
 from autoshard_solver_cache import default_url
 
@@ -128,6 +129,12 @@ class Settings(BaseSettings):
         description="Seconds that running solves get to finish on shutdown; "
         "the rest go back to the queue.",
     )
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the store is in the memory of one process, and no other sees it."""
+        url = make_url(self.store_url)
+        return url.get_backend_name() == "sqlite" and url.database in {None, "", ":memory:"}
 
     @property
     def environment(self) -> dict[str, str]:

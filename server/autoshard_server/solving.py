@@ -189,7 +189,8 @@ def _open_shelves(settings: Settings) -> tuple[Shelf | None, Shelf | None, Shelf
     except StoreUnavailableError as error:
         _log.warning("solving without the cache: %s", error)
         return None, None, None
-    return Shelf(cache, BLOCKS), Shelf(cache, RULES), Shelf(cache, JobKind.PLAN.namespace)
+    plans = None if settings.is_in_memory else Shelf(cache, JobKind.PLAN.namespace)
+    return Shelf(cache, BLOCKS), Shelf(cache, RULES), plans
 
 
 def _claim_stdout() -> IO[bytes]:

@@ -139,7 +139,10 @@ def _search(task: Assignment) -> tuple[bytes, bool]:
     ids = [plan_id(graph, candidate.mesh, options) for candidate in found]
     meshes = tuple(_searched_mesh(c, i, keep) for c, i in zip(found, ids, strict=True))
     is_final = all(c.plan is None or _is_final(c.plan) for c in found)
-    return MeshSearch(meshes=meshes).model_dump_json().encode(), is_complete and is_final
+    # Where plans could not be put away, who asks again gets them.
+    are_kept = keep is None or all(m.plan_id for m in meshes if not m.error)
+    document = MeshSearch(meshes=meshes).model_dump_json().encode()
+    return document, is_complete and is_final and are_kept
 
 
 def _searched(progress: SearchProgress) -> dict[str, Any]:
@@ -159,9 +162,11 @@ def _searched_mesh(candidate: Candidate, known: str, keep: TableStore | None) ->
     plan = candidate.plan
     if plan is None:
         return SearchedMesh(mesh=candidate.mesh, error=candidate.error)
-    is_kept = keep is not None and _is_final(plan)
-    if keep is not None and is_kept:
+    is_kept = False
+    if keep is not None and _is_final(plan):
         keep.put(known, plan.model_copy(update={"id": known}).to_json().encode())
+        # A store in trouble says nothing.
+        is_kept = keep.get(known) is not None
     return SearchedMesh(
         mesh=candidate.mesh,
         plan_id=known if is_kept else None,

@@ -192,6 +192,9 @@ def test_a_job_is_followed_and_taken_up_again(start_service: Any, graph: bytes) 
     assert any(e["data"].get("incumbent") == 2.0 for e in whole if e["kind"] == "progress")
     assert live == [f"event: {e['kind']}" for e in whole]
     assert events(service, job_id, last=2) == whole[2:]
+    start = time.monotonic()
+    assert events(service, job_id, last=len(whole)) == []
+    assert time.monotonic() - start < 3
     assert service.http.get(f"/v1/jobs/{'0' * 32}/events").status_code == 404
 
 

@@ -1,7 +1,10 @@
 """Graphs that are stored once by digest, and all that can be asked about them."""
 
 import hashlib
+import json
 import time
+from base64 import urlsafe_b64encode
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +180,26 @@ def test_meshes_are_searched(start_service: Any, graph: bytes, tmp_path: Path) -
     assert again.headers["Autoshard-Cache"] == "hit"
 
 
+class Deaf:
+    """A shelf that keeps nothing, and says nothing of it."""
+
+    def get(self, _key: str) -> None: ...
+
+    def put(self, _key: str, _body: bytes) -> None: ...
+
+
+def test_a_search_names_only_plans_that_are_kept(start_service: Any, graph: bytes) -> None:
+    # A process of its own has a memory of its own; a full disk keeps nothing.
+    deaf = ThreadExecutor(partial(solve, plans=Deaf()))
+    for executor, cached in ((None, "hit"), (deaf, "miss")):
+        service = start_service(executor=executor)
+        body = {"graph_sha256": put(service, graph).json()["sha256"], "num_devices": 2}
+        answer = service.http.post("/v1/searches", json=body, headers={"Prefer": "wait=60"})
+        assert [mesh.get("plan_id") for mesh in answer.json()["meshes"]] == [None]
+        assert answer.json()["meshes"][0]["certificate"]["status"] == "optimal"
+        assert service.http.post("/v1/searches", json=body).headers["Autoshard-Cache"] == cached
+
+
 def test_a_search_of_very_many_meshes_is_refused_at_once(service: Any, digest: str) -> None:
     start = time.monotonic()
     for num_devices, max_axes in ((5040, 6), (720720, 3)):
@@ -256,6 +279,10 @@ def test_plans_are_listed_in_pages(service: Any, plan: Plan) -> None:
     wrong = service.http.get("/v1/plans", params={"page_token": "x"})
     assert wrong.status_code == 422
     assert wrong.json()["errors"][0]["pointer"] == "/query/page_token"
+    for key in ("\ud800", "\0", "", "x" * 8):
+        forged = urlsafe_b64encode(json.dumps([1.0, key]).encode()).decode()
+        for path in ("/v1/plans", "/v1/jobs"):
+            assert service.http.get(path, params={"page_token": forged}).status_code == 422
 
 
 def test_topologies_are_there_to_start_from(service: Any, digest: str) -> None:

@@ -129,6 +129,9 @@ async def stream_events(
             yield _sent(event)
         if events and _is_last(events[-1]):
             return
+        if not events and job.state.done:
+            # Seen to its end before, or done under a release that wrote no events.
+            return
         if service.draining:
             yield ServerSentEvent(retry=_RETRY, comment="shutting down: come back")
             return
