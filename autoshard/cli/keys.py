@@ -49,6 +49,8 @@ def create(
     """Make a key and print its secret, which is not kept and cannot be shown again.
 
     A name has at most two keys that count, so that one can take over from the other.
+    Keys of one service share its graphs, jobs and plans: give them to people who may see each
+    other's.
     """
     from autoshard_server.auth import Scope  # noqa: PLC0415  the library works without it
 

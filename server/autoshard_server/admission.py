@@ -20,7 +20,7 @@ def check_queue(connection: Connection, max_queued: int) -> None:
             TOO_MANY,
             f"{waiting} jobs are waiting, and the limit is {max_queued}; come back later",
             headers={"Retry-After": "10"},
-            extensions={"limit": max_queued},
+            extensions={"limit": max_queued, "limit_name": "AUTOSHARD_MAX_QUEUED_JOBS"},
         )
 
 
@@ -40,5 +40,5 @@ def check_caller(connection: Connection, caller: str | None, max_active: int | N
             f"{active} of your jobs wait or run, and the limit is {max_active} for each caller; "
             "come back when one is done, or cancel one",
             headers={"Retry-After": "10"},
-            extensions={"limit": max_active},
+            extensions={"limit": max_active, "limit_name": "AUTOSHARD_MAX_CALLER_JOBS"},
         )

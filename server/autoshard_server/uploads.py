@@ -40,20 +40,26 @@ async def read_json(request: Request, model: type[_Asked], settings: Settings) -
     """
     if media_type(request) != JSON:
         raise ServerError(MEDIA_TYPE, f"send {JSON}")
-    return parse(model, await read_bytes(request, settings.max_request_bytes), "body")
+    return parse(model, await read_bytes(request, settings, "max_request_bytes"), "body")
 
 
-async def read_bytes(request: Request, limit: int) -> bytes:
+async def read_bytes(request: Request, settings: Settings, limit_name: str) -> bytes:
     """The whole body.
 
+    Args:
+        request: whose body.
+        settings: of the service.
+        limit_name: the one that says how many bytes there may be.
+
     Raises:
-        ServerError: TOO_LARGE, where there is more than the limit.
+        ServerError: TOO_LARGE, where there are more.
     """
+    limit = getattr(settings, limit_name)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
-            raise _too_large("body", limit)
+            raise _too_large("body", limit, limit_name)
     return bytes(body)
 
 
@@ -63,9 +69,12 @@ def media_type(request: Request) -> str:
     return given.partition(";")[0].strip().lower()
 
 
-def _too_large(what: str, limit: int) -> ServerError:
+def _too_large(what: str, limit: int, limit_name: str) -> ServerError:
+    name = f"AUTOSHARD_{limit_name.upper()}"
     return ServerError(
-        TOO_LARGE, f"the {what} exceeds {limit:,} bytes", extensions={"limit": limit}
+        TOO_LARGE,
+        f"the {what} exceeds {limit:,} bytes ({name})",
+        extensions={"limit": limit, "limit_name": name},
     )
 
 
@@ -88,7 +97,7 @@ async def _take_parts(form: FormData, limit: int) -> dict[str, bytes]:
         raise ServerError(MULTIPART, "send the part 'graph' as a file, with a filename")
     text = await asked.read() if isinstance(asked, UploadFile) else asked.encode()
     if len(text) > limit:
-        raise _too_large("part 'request'", limit)
+        raise _too_large("part 'request'", limit, "max_request_bytes")
     return {"graph": await graph.read(), "request": text}
 
 

@@ -108,8 +108,14 @@ def test_a_caller_can_have_so_many_jobs(start_service: Any, store: str, make_gra
     busy = service.post(make_graph(24))
     assert busy.headers["Retry-After"]
     assert busy.json()["limit"] == 2
+    assert busy.json()["limit_name"] == "AUTOSHARD_MAX_CALLER_JOBS"
     service.http.headers.update(bearer(tokens[1]))
     assert service.post(make_graph(24)).status_code == 202
+    listed = []
+    for token in (*tokens, make(store, "root", "admin")[1]):
+        service.http.headers.update(bearer(token))
+        listed.append(len(service.http.get("/v1/jobs").json()["jobs"]))
+    assert listed == [2, 1, 3]
 
 
 @pytest.mark.parametrize(

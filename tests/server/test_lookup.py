@@ -75,6 +75,7 @@ def test_the_body_is_json_of_bounded_length(start_service: Any) -> None:
     too_long = service.http.post("/v1/plans:lookup", content=long, headers=headers)
     assert too_long.status_code == 413
     assert too_long.json()["limit"] == 1000
+    assert too_long.json()["limit_name"] == "AUTOSHARD_MAX_REQUEST_BYTES"
 
 
 def test_a_client_sends_a_graph_once(start_service: Any, graph: bytes, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ async def put_graph(
     """Store a graph, which is read and checked first. The least recently used go in time."""
     if media_type(request) not in ("", _BYTES):
         raise ServerError(MEDIA_TYPE, f"send {_BYTES}")
-    body = await read_bytes(request, service.settings.max_body_bytes)
+    body = await read_bytes(request, service.settings, "max_body_bytes")
     found = await service.aside(lambda: hashlib.sha256(body).hexdigest())
     if found != digest:
         raise ServerError(CONTENT, f"the bytes have the sha256 {found}, and the path says {digest}")

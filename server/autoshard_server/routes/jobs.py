@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from autoshard_server import problems
-from autoshard_server.auth import Planner, Reader
+from autoshard_server.auth import Planner, Reader, Scope
 from autoshard_server.documents import JobDocument, JobEvent, JobPage, job_entry, moment
 from autoshard_server.job import Job, JobState
 from autoshard_server.pages import PageSize, PageToken, cursor_of, page_limit, token_of
@@ -42,18 +42,22 @@ _RETRY = 2000
 )
 async def list_jobs(
     service: ServiceHere,
-    _caller: Reader,
+    caller: Reader,
     page_size: PageSize = 0,
     page_token: PageToken = "",
     state: Annotated[
         list[JobState] | None, Query(max_length=10, description="only jobs in one of these")
     ] = None,
 ) -> JobPage:
-    """Jobs that are remembered, newest first."""
+    """Jobs that are remembered, newest first: those that the key's name asked for first.
+
+    A key with the scope `admin` sees all. By its id any job can be looked at.
+    """
     limit = page_limit(page_size)
     read = partial(
         service.jobs.page,
         after=cursor_of(page_token),
+        caller=None if Scope.ADMIN in caller.scopes else caller.name,
         states=tuple(state or ()),
         limit=limit,
     )

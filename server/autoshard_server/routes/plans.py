@@ -215,7 +215,7 @@ async def _read_order(
             "send multipart/form-data with the parts 'graph' and 'request', or application/json "
             "with the 'graph_sha256' of a graph that is stored",
         )
-    text = await read_bytes(request, service.settings.max_request_bytes)
+    text = await read_bytes(request, service.settings, "max_request_bytes")
     stored = parse(GraphPlanOrder, text, "body")
     return stored, stored.graph_sha256, None, text
 
