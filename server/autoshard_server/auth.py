@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from threading import Lock
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import anyio.to_thread
 import structlog
@@ -81,9 +82,12 @@ class Guard:
         """Who asks.
 
         Raises:
-            ServerError: UNAUTHENTICATED, where a key is needed and none that counts was sent.
+            ServerError: UNAUTHENTICATED, where a key is needed and none that counts was sent;
+                FORBIDDEN, where none is needed, but a page of another site asks.
         """
         if not self.is_needed(request):
+            if self._mode == "auto":
+                _refuse_other_sites(request)
             return ANYBODY
         if token is None:
             raise _unauthenticated("send 'Authorization: Bearer KEY'")
@@ -116,6 +120,34 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Keep out pages in a browser of this machine, and names that lead here (DNS rebinding).
+
+    Raises:
+        ServerError: FORBIDDEN.
+    """
+    server = request.scope.get("server")
+    if server and server[0].startswith("/"):
+        # No browser reaches a socket in the file system.
+        return
+    host, origin = request.headers.get("host"), request.headers.get("origin")
+    for header, address in (("Host", host and f"//{host}"), ("Origin", origin)):
+        if address and not is_loopback(_host_of(address)):
+            raise ServerError(
+                FORBIDDEN,
+                f"the {header} {address.removeprefix('//')!r} is not this machine, and without "
+                "keys only this machine may ask; start the service with --auth and send a key, "
+                "or with --no-auth",
+            )
+
+
+def _host_of(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:
+        return ""
 
 
 _bearer = HTTPBearer(

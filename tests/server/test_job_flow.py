@@ -188,6 +188,7 @@ def test_a_full_queue_asks_to_come_back(start_service: Any, make_graph: Any) -> 
     refused = service.post(make_graph(16))
     assert refused.status_code == 429
     assert refused.json()["type"] == TYPE_PREFIX + "too-many-jobs"
+    assert refused.json()["limit_name"] == "AUTOSHARD_MAX_QUEUED_JOBS"
     assert int(refused.headers["Retry-After"]) > 0
     assert service.post(make_graph(64)).status_code == 202
 

@@ -126,6 +126,33 @@ def test_which_addresses_are_this_machine(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:8000", "Origin": "http://127.0.0.1:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "rebound.example"}, 403),
+        ({"Host": "127.0.0.1.rebound.example:8000"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_pages_of_other_sites_cannot_ask(
+    service: Any, headers: dict[str, str], status: int
+) -> None:
+    answer = service.http.get("/v1/jobs", headers=headers)
+    assert answer.status_code == status
+    if status != 200:
+        assert answer.json()["type"].endswith("#forbidden")
+        assert "--auth" in answer.json()["detail"]
+
+
+def test_whoever_wants_no_keys_is_asked_for_nothing(start_service: Any) -> None:
+    service = start_service(auth="off", num_workers=0)
+    assert service.http.get("/v1/jobs", headers={"Host": "planner.example"}).status_code == 200
+
+
 def test_it_does_not_start_where_nobody_could_ask(store: str) -> None:
     command = [sys.executable, "-m", "autoshard_server", "--host", "0.0.0.0", "--port", "0"]  # noqa: S104
     ended = subprocess.run(  # noqa: S603  ours
