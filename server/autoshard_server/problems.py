@@ -160,8 +160,8 @@ FORBIDDEN = ProblemType(
     "forbidden",
     403,
     "The API key does not allow this",
-    "The key lacks the scope that 'detail' names; or, where no key is needed, the request is one of "
-    "another site's page, by its Host or Origin.",
+    "The key lacks the scope that 'detail' names; or, where no key is needed, the request is that "
+    "of another site's page, by its Host or Origin.",
 )
 KEY_REUSED = ProblemType(
     "idempotency-key-reused",
