@@ -69,6 +69,7 @@ def first_of(differences: Sequence[str], most: int) -> str:
 def _differences(model: nn.Module, stage: Stage, frozen: frozenset[str]) -> Iterator[str]:
     present = dict(model.named_parameters(remove_duplicate=False))
     known: set[str] = set()
+    placed_as: dict[int, str] = {}
     for placed in stage.parameters:
         names = (placed.target, *placed.aliases)
         known.update(names)
@@ -77,6 +78,13 @@ def _differences(model: nn.Module, stage: Stage, frozen: frozenset[str]) -> Iter
             yield from (f"the model has no parameter {name!r}" for name in missing)
             continue
         parameter = present[placed.target]
+        first = placed_as.setdefault(id(parameter), placed.target)
+        if first != placed.target:
+            yield (
+                f"the parameters {first}, {placed.target} are one in the model, but not in the "
+                f"plan; export the model with export_model where they are one: it may be built "
+                f"on the meta device, but model.to('meta') makes them two"
+            )
         if any(present[name] is not parameter for name in names):
             yield f"the parameters {', '.join(names)} are one in the plan, but not in the model"
         if tuple(parameter.shape) != placed.shape:
