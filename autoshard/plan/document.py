@@ -222,7 +222,12 @@ class Costs(Document):
 
     total: Seconds
     compute: Seconds = Field(description="operators, and the writing and holding of inputs")
-    communication: Seconds = Field(description="collectives and the local copies around them")
+    communication: Seconds = Field(
+        description=(
+            "collectives and the local copies around them; each conversion pays its own latency, "
+            "also where several share a collective: an upper estimate"
+        )
+    )
     optimizer: Seconds = Field(description="the local optimizer update")
     recompute: Seconds = Field(
         default=0.0, description="operators and conversions that backward runs once more"
@@ -321,7 +326,12 @@ class Plan(Document):
     options: PlanOptions
     costs: Costs | None
     memory: Memory | None
-    collectives: tuple[CollectiveCount, ...]
+    collectives: tuple[CollectiveCount, ...] = Field(
+        description=(
+            "what runs in a step; conversions of parameters that share a collective are one, while "
+            "costs charge each its own latency"
+        )
+    )
     stages: tuple[Stage, ...]
     provenance: Provenance
 
