@@ -147,8 +147,14 @@ class Elimination:
             for v in factor.scope:
                 if v not in keep:
                     member[v].add(f)
-        if order is not None:
-            return all(self._remove(v, member, most_work, check) is not None for v in order)
+        if order is None:
+            return self._order_by_estimate(member, most_work, check)
+        return all(self._remove(v, member, most_work, check) is not None for v in order)
+
+    def _order_by_estimate(
+        self, member: dict[int, set[int]], most_work: float, check: Callable[[], None]
+    ) -> bool:
+        """Eliminate the variables that cost least first; whether it is not too much."""
         heap = [(self._estimate(v, member[v]), v) for v in member]
         heapq.heapify(heap)
         while member:

@@ -21,7 +21,7 @@ from autoshard.solve.orders import Order, best_order
 from autoshard.solve.problem import FloatArray
 from autoshard.solve.stage import Stage
 
-LEAST_PAIRS = 20_000
+_LEAST_PAIRS = 20_000
 """Entries of matrices up to which a linear program is as quick."""
 _FIRST_WORK, _GROWTH = 3e7, 10.0
 """Additions that a part may take at first, and how many times more where that brings little."""
@@ -44,7 +44,7 @@ def thin(stage: Stage) -> None:
     """
     search, work = stage.search, _FIRST_WORK
     for _ in range(_MOST_ROUNDS):
-        if stage.done or search.closed or work > MOST_WORK or _num_pairs(stage) < LEAST_PAIRS:
+        if stage.done or search.closed or work > MOST_WORK or _num_pairs(stage) < _LEAST_PAIRS:
             return
         search.enter("pass messages")
         ascent = Ascent(stage)

@@ -69,7 +69,7 @@ def test_thinning_ends_with_the_optimum(random_problem: RandomProblem, seed: int
     if stage.network.infeasible or truth.choice is None:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(thinning, "LEAST_PAIRS", 0)
+        patch.setattr(thinning, "_LEAST_PAIRS", 0)
         patch.setattr(thinning, "_FIRST_WORK", 4.0)
         # Without it, what is left is so small that it is solved outright.
         patch.setattr("autoshard.solve.reductions.width.SolveNarrow._solve", lambda *_: None)

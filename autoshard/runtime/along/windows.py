@@ -231,16 +231,14 @@ def _pool(local: LocalNode, borders: Borders, windows: Sequence[Window], *, is_m
     if rank == 1:
         kernel, strides, dilations = [1, *kernel], [1, *strides], [1, *dilations]
         paddings = [0, *paddings]
-    packet = f"{'avg' if is_mean else 'max'}_pool{max(rank, 2)}d"
+    packet = ("avg_pool{}d" if is_mean else "max_pool{}d_with_indices").format(max(rank, 2))
     ceil = bool(node.argument("ceil_mode", False))
     aten = torch.ops.aten
+    operators = getattr(aten, packet).default, getattr(aten, f"{packet}_backward").default
     if not is_mean:
-        packet = f"{packet}_with_indices"
-        operators = getattr(aten, packet).default, getattr(aten, f"{packet}_backward").default
         return _Pool(borders, operators, (kernel, strides, paddings, dilations, ceil))
     counts = bool(node.argument("count_include_pad", True))
     divisor = node.argument("divisor_override")
-    operators = getattr(aten, packet).default, getattr(aten, f"{packet}_backward").default
     settings = (kernel, strides, paddings, ceil, counts, divisor)
     shares = () if counts or divisor is not None else _shares(local, borders, windows)
     return _Pool(borders, operators, settings, shares)
