@@ -43,22 +43,18 @@ def _convolution(call: Call, *, transposed: bool = False) -> OperatorRule:
         space.in_order(inner)  # or the kernel would take a slice of each group for groups
     first, second = (inner, outer) if transposed else (outer, inner)
     small, large = (image, result) if transposed else (result, image)
-    at = _Places(
-        space,
-        convolution_windows(call, weight[2:]),
-        small[batch + 1 :],
-        large[batch + 1 :],
-        exchanged=_is_symmetric(call, weight[2:], transposed=transposed),
-    )
+    windows = convolution_windows(call, weight[2:])
+    exchanged = _is_symmetric(call, weight[2:], transposed=transposed)
+    at = _Places(space, windows, small[batch + 1 :], large[batch + 1 :], exchanged=exchanged)
     before, after = (at.small, at.large) if transposed else (at.large, at.small)
-    biases = call.positions("bias")
+    biases, made = call.positions("bias"), (*group, *outer)
     rule = space.rule(
         [
             (*samples, (*group, *inner), *before),
             ((*group, *first), second, *space.fixed_dims(weight[2:])),
-            *[((*group, *outer),) for _ in biases],
+            *[(made,) for _ in biases],
         ],
-        [(*samples, (*group, *outer), *after)],
+        [(*samples, made, *after)],
         contracted=inner,
         linear=[{0, *biases}, {1, *biases}],
         addends=biases,

@@ -1,7 +1,7 @@
 """From measurements on ranks to a topology that plans take."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -97,16 +97,8 @@ def calibrate(
     levels = _levels(num_ranks, per_node)
     device = _device()
     mesh = _mesh(tuple(shape or (num_ranks // per_node, per_node)), num_ranks, levels, device)
-    axes = _axes(mesh)
-    groups = init_device_mesh(device.type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names)
-
-    samples = []
-    stopwatch = Stopwatch(device, busy=busy)
-    for axis, level in axes.items():
-        report(f"collectives over {axis}, {min(sizes)} to {max(sizes)} bytes")
-        every = sorted({*sizes, *checked})
-        group = groups.get_group(axis)
-        samples += [(axis, s) for s in _sampled(group, level, every, stopwatch, num_passes)]
+    every = sorted({*sizes, *checked})
+    samples = list(_measured(mesh, every, Stopwatch(device, busy=busy), num_passes, report))
     fitted = [sample for _, sample in samples if not is_checked(sample, checked)]
     links, overhead = fit_links(fitted, levels)
     report("matrix products, copies and operators")
@@ -119,12 +111,34 @@ def calibrate(
         source=f"measured on {num_ranks} ranks, {per_node} per node, torch {torch.__version__}",
     )
     known = Mesh(mesh.axes, topology)
-    comparisons = (
-        Comparison(axis, sample, _predicted(known, axis, sample))
-        for axis, sample in samples
-        if is_checked(sample, checked)
+    return Calibration(topology, tuple(_compared(known, samples, checked)))
+
+
+def _measured(
+    mesh: Mesh,
+    sizes: Sequence[int],
+    stopwatch: Stopwatch,
+    num_passes: int,
+    report: Callable[[str], None],
+) -> Iterator[tuple[str, CollectiveSample]]:
+    """Samples over each axis of more than one rank, with the axis's name.
+
+    Args:
+        mesh: to measure.
+        sizes: bytes, ascending.
+        stopwatch: measures.
+        num_passes: over all sizes.
+        report: told what is measured next.
+    """
+    axes = _axes(mesh)
+    groups = init_device_mesh(
+        stopwatch.device.type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
     )
-    return Calibration(topology, tuple(comparisons))
+    for axis, level in axes.items():
+        report(f"collectives over {axis}, {sizes[0]} to {sizes[-1]} bytes")
+        group = groups.get_group(axis)
+        for sample in _sampled(group, level, sizes, stopwatch, num_passes):
+            yield axis, sample
 
 
 def _sampled(
@@ -146,6 +160,15 @@ def _sampled(
 def is_checked(sample: CollectiveSample, checked: Sequence[int]) -> bool:
     """Whether a sample is of a size that is compared with the fit; sizes were rounded up."""
     return sample.nbytes in {shared_size(nbytes, sample.num_ranks) for nbytes in checked}
+
+
+def _compared(
+    mesh: Mesh, samples: Iterable[tuple[str, CollectiveSample]], checked: Sequence[int]
+) -> Iterator[Comparison]:
+    """The samples that the fit did not see, by name of their axis, with what it predicts."""
+    for axis, sample in samples:
+        if is_checked(sample, checked):
+            yield Comparison(axis, sample, _predicted(mesh, axis, sample))
 
 
 def _predicted(mesh: Mesh, axis: str, sample: CollectiveSample) -> float:

@@ -45,43 +45,75 @@ def _calls(elements: int) -> Iterator[tuple[str, dict[str, Any], tuple[Shape, ..
 def _asked(elements: int) -> Iterator[tuple[Any, ...]]:
     """Likewise; where no shapes are said, the result is like the first tensor."""
     rows = elements // _WIDTH
-    batch, heads = max(rows // _LENGTH, 1), _WIDTH // _HEAD
+    batch = max(rows // _LENGTH, 1)
     length = rows // batch
-    x, row, column = _float(batch, length, _WIDTH), _float(_WIDTH), _float(batch, length, 1)
-    flat, square = _float(rows, _WIDTH), _float(_WIDTH, _WIDTH)
-    head, turned = _float(batch, heads, length, _HEAD), (batch, length, heads, _HEAD)
-    half = (batch, length, _WIDTH // 2)
+    yield from _streams(batch, length)
+    yield from _tables(batch, length)
+    yield from _products(batch, length)
+    yield from _attention(batch, length)
+    yield from _views(batch, length)
+
+
+def _streams(batch: int, length: int) -> Iterator[tuple[Any, ...]]:
+    """Operators that go over an activation."""
+    x, row, column = _float(batch, length, _WIDTH), _float(_WIDTH), (batch, length, 1)
     for name in ("neg", "rsqrt", "exp", "tanh", "sigmoid", "relu", "silu", "gelu"):
         yield f"aten.{name}.default", {"self": x}
     for name in ("add", "sub", "mul", "div"):
         yield f"aten.{name}.Tensor", {"self": x, "other": x}
     yield "aten.pow.Tensor_Scalar", {"self": x, "exponent": 2}
-    yield "aten.mean.dim", {"self": x, "dim": (-1,), "keepdim": True}, column.shape
-    yield "aten.sum.dim_IntList", {"self": x, "dim": (-1,), "keepdim": True}, column.shape
+    yield "aten.mean.dim", {"self": x, "dim": (-1,), "keepdim": True}, column
+    yield "aten.sum.dim_IntList", {"self": x, "dim": (-1,), "keepdim": True}, column
     yield "aten.softmax.int", {"self": x, "dim": -1}
     yield "aten.layer_norm.default", _norm(x, row) | {"bias": row}
     yield "aten.rms_norm.default", _norm(x, row)
     yield "aten.dropout.default", {"input": x, "p": 0.1, "train": True}
     yield "aten.cat.default", {"tensors": (x, x), "dim": -1}, (batch, length, 2 * _WIDTH)
     yield "aten.clone.default", {"self": x}
-    yield "aten.embedding.default", {"weight": flat, "indices": _ids(batch, length)}, x.shape
+
+
+def _tables(batch: int, length: int) -> Iterator[tuple[Any, ...]]:
+    """Operators that look up ids or labels."""
+    rows, made = batch * length, (batch, length, _WIDTH)
+    flat = _float(rows, _WIDTH)
+    yield "aten.embedding.default", {"weight": flat, "indices": _ids(batch, length)}, made
     yield "aten.cross_entropy_loss.default", {"self": flat, "target": _ids(rows)}, ()
+
+
+def _products(batch: int, length: int) -> Iterator[tuple[Any, ...]]:
+    """Matrix products and convolutions."""
+    rows, heads = batch * length, _WIDTH // _HEAD
+    x, row = _float(batch, length, _WIDTH), _float(_WIDTH)
+    flat, square = _float(rows, _WIDTH), _float(_WIDTH, _WIDTH)
     yield "aten.addmm.default", {"self": row, "mat1": flat, "mat2": square}, flat.shape
     yield "aten.linear.default", {"input": x, "weight": square}
     yield "aten.mm.default", {"self": flat, "mat2": square}
-    keys, scores = _float(batch, heads, _HEAD, length), (batch, heads, length, length)
-    yield "aten.matmul.default", {"self": head, "other": keys}, scores
+    head, keys = _float(batch, heads, length, _HEAD), _float(batch, heads, _HEAD, length)
+    yield "aten.matmul.default", {"self": head, "other": keys}, (batch, heads, length, length)
     products, factor = _float(heads, rows, _HEAD), _float(heads, _HEAD, _HEAD)
     yield "aten.bmm.default", {"self": products, "mat2": factor}
     image, kernel = _float(batch, 16, length, _WIDTH // 16), _float(16, 16, 3, 3)
     yield "aten.conv2d.default", {"input": image, "weight": kernel, "padding": (1, 1)}
+
+
+def _attention(batch: int, length: int) -> Iterator[tuple[Any, ...]]:
+    """Fused attention, masked and causal, with dropout and without."""
+    head = _float(batch, _WIDTH // _HEAD, length, _HEAD)
     qkv, mask = {"query": head, "key": head, "value": head}, _mask(batch, 1, length, length)
     for dropped in (0.0, 0.1):
         attention = "aten.scaled_dot_product_attention.default"
         yield attention, qkv | {"attn_mask": mask, "dropout_p": dropped}
         yield attention, qkv | {"dropout_p": dropped, "is_causal": True}
+
+
+def _views(batch: int, length: int) -> Iterator[tuple[Any, ...]]:
+    """Operators that only look at memory in another way."""
+    x, column = _float(batch, length, _WIDTH), _float(batch, length, 1)
+    heads, flat = _WIDTH // _HEAD, (batch * length, _WIDTH)
+    head, turned = _float(batch, heads, length, _HEAD), (batch, length, heads, _HEAD)
+    half = (batch, length, _WIDTH // 2)
     yield "aten.expand.default", {"self": column, "size": x.shape}, x.shape
-    yield "aten.reshape.default", {"self": x, "shape": flat.shape}, flat.shape
+    yield "aten.reshape.default", {"self": x, "shape": flat}, flat
     yield "aten.transpose.int", {"self": head, "dim0": 1, "dim1": 2}, turned
     yield "aten.permute.default", {"self": head, "dims": (0, 2, 1, 3)}, turned
     yield "aten.unsqueeze.default", {"self": x, "dim": 1}, (batch, 1, length, _WIDTH)
