@@ -62,6 +62,12 @@ def check_training(
     with recorder:
         outputs[0].backward(cotangent)
     _compare_outputs(outputs, expected, tolerance)
+    _compare_parameters(planned, reference, tolerance)
+    _compare_collectives(summarize(recorder.records), plan, mesh)
+
+
+def _compare_parameters(planned: nn.Module, reference: nn.Module, tolerance: float) -> None:
+    """Names, values and gradients are those of the model on one device."""
     names = dict(reference.named_parameters(remove_duplicate=False))
     assert list(names) == [n for n, _ in planned.named_parameters(remove_duplicate=False)]
     assert list(planned.state_dict()) == list(reference.state_dict())
@@ -76,7 +82,10 @@ def check_training(
         # Fused optimizers look at memory, not at strides.
         assert parameter.grad.to_local().is_contiguous(), name
         close(parameter.grad.full_tensor(), names[name].grad, f"gradient of {name}", tolerance)
-    found = summarize(recorder.records)
+
+
+def _compare_collectives(found: tuple[CollectiveCount, ...], plan: Plan, mesh: DeviceMesh) -> None:
+    """What this rank ran in a step is what the plan counts."""
     if orders_rows(plan):
         found = mean_over_ranks(found)
     if exchanges_edges(plan):
