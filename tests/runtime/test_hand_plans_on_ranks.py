@@ -6,8 +6,10 @@ from functools import cache
 
 import pytest
 import torch
+from runtime import two_layers
 from runtime.comparison import check_inference, check_training, close, device_mesh, whole
-from runtime.hand_plans import HandPlan, cpu_mesh
+from runtime.hand_plans import HandPlan
+from runtime.two_layers import MEAN, POW, Net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -19,91 +21,21 @@ from autoshard.runtime import parallelize
 NUM_RANKS = 4
 
 
-class Net(nn.Module):
-    """Two linear layers and a loss: linear, relu, linear, pow, mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.down(torch.relu(self.up(x)))
-        return y.pow(2).mean(), y
-
-
-UP, RELU, DOWN, POW, MEAN = range(5)
-
-
 def net() -> tuple[Net, torch.Tensor]:
     torch.manual_seed(1)
-    return Net(), torch.randn(4, 8, 8)
+    return Net(8, 16), torch.randn(4, 8, 8)
 
 
 def megatron() -> HandPlan:
-    """Column- then row-parallel over tp; biases enter once; batch over dp."""
-    model, x = net()
-    return HandPlan(
-        model,
-        (x,),
-        cpu_mesh(dp=2, tp=2),
-        at_rest={
-            "x": "S(0),R",
-            "up.weight": "I,S(0)",
-            "up.bias": "I,S(0)",
-            "down.weight": "I,S(1)",
-        },
-        nodes={
-            UP: (["S(0),R", "R,S(0)", "R,S(0)"], ["S(0),S(2)"]),
-            RELU: (["S(0),S(2)"], ["S(0),S(2)"]),
-            DOWN: (["S(0),S(2)", "R,S(1)", "R,P"], ["S(0),P"]),
-            POW: (["S(0),I"], ["S(0),I"]),
-            MEAN: (["S(0),I"], ["P,I"]),
-        },
-        shared={"linear_1": "S(0),I"},
-        outputs={1: "S(0),I"},
-    )
+    return two_layers.megatron(net())
 
 
 def sequence_parallel() -> HandPlan:
-    """As Megatron, but between the linear layers' pair the sequence is cut over tp."""
-    model, x = net()
-    return HandPlan(
-        model,
-        (x,),
-        cpu_mesh(tp=4),
-        at_rest={"x": "S(1)", "up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
-        nodes={
-            UP: (["R", "S(0)", "S(0)"], ["S(2)"]),
-            RELU: (["S(2)"], ["S(2)"]),
-            DOWN: (["S(2)", "S(1)", "P"], ["P"]),
-            POW: (["S(1)"], ["S(1)"]),
-            MEAN: (["S(1)"], ["P"]),
-        },
-        shared={"linear_1": "S(1)"},
-        outputs={1: "S(1)"},
-    )
+    return two_layers.sequence_parallel(net())
 
 
 def batch_cut(at_rest: dict[str, str], **axes: int) -> HandPlan:
-    """Batch over all axes, parameters whole where they are used."""
-    model, x = net()
-    num_axes = len(axes)
-    cut, whole_, sum_ = (",".join([t] * num_axes) for t in ("S(0)", "R", "P"))
-    return HandPlan(
-        model,
-        (x,),
-        cpu_mesh(**axes),
-        at_rest={"x": cut, **at_rest},
-        nodes={
-            UP: ([cut, whole_, whole_], [cut]),
-            RELU: ([cut], [cut]),
-            DOWN: ([cut, whole_, whole_], [cut]),
-            POW: ([cut], [cut]),
-            MEAN: ([cut], [sum_]),
-        },
-        outputs={1: cut},
-    )
+    return two_layers.batch_cut(net(), at_rest, **axes)
 
 
 def data_parallel() -> HandPlan:
@@ -141,11 +73,7 @@ def sharded_tensor_parallel() -> HandPlan:
 
 
 def moved_shards() -> HandPlan:
-    """All-to-all: batch cut in the linear layers, sequence cut around and between them."""
-    plan = data_parallel()
-    plan.at_rest = {"x": "S(1)"}
-    plan.nodes = {**plan.nodes, RELU: (["S(1)"], ["S(1)"])}
-    return plan
+    return two_layers.moved_shards(net(), {"x": "S(1)"})
 
 
 def megatron_inference() -> HandPlan:
@@ -274,7 +202,7 @@ def check_mesh_that_does_not_fit(plan: Plan) -> None:
 def check_model_that_does_not_fit(plan: Plan) -> None:
     """The error names the differences, and the model is as it was."""
     mesh = device_mesh(plan)
-    model = Net()
+    model, _ = net()
     model.up = nn.Linear(8, 32)
     model.extra = nn.Parameter(torch.zeros(1))
     model.down.weight = nn.Parameter(model.down.weight.detach().double())

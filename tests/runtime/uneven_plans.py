@@ -5,9 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from runtime import two_layers
 from runtime.comparison import check_training, close, device_mesh, whole
-from runtime.hand_plans import HandPlan, cpu_mesh
+from runtime.hand_plans import HandPlan
 from runtime.recomputation import edited
+from runtime.two_layers import Net
 from runtime.uneven_steps import EXACT, NUM_RANKS
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -17,44 +19,14 @@ from autoshard.plan import Plan
 from autoshard.runtime import parallelize
 
 
-class Net(nn.Module):
-    """Two linear layers and a loss: linear, relu, linear, pow, mean. Hidden are 18, or 17."""
-
-    def __init__(self, hidden: int = 18) -> None:
-        super().__init__()
-        self.up = nn.Linear(7, hidden)
-        self.down = nn.Linear(hidden, 7)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.down(torch.relu(self.up(x)))
-        return y.pow(2).mean(), y
-
-
-UP, RELU, DOWN, POW, MEAN = range(5)
-
-
 def net(batch: int = 10, length: int = 10, hidden: int = 18) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(1)
-    return Net(hidden).double(), torch.randn(batch, length, 7, dtype=torch.float64)
+    return Net(7, hidden).double(), torch.randn(batch, length, 7, dtype=torch.float64)
 
 
 def data_parallel(at_rest: dict[str, str] | None = None) -> HandPlan:
     """A batch of 10 on 4 ranks: R -> S, and gradients reduced over ranks with other shares."""
-    model, x = net()
-    return HandPlan(
-        model,
-        (x,),
-        cpu_mesh(dp=4),
-        at_rest={"x": "S(0)", **(at_rest or {})},
-        nodes={
-            UP: (["S(0)", "R", "R"], ["S(0)"]),
-            RELU: (["S(0)"], ["S(0)"]),
-            DOWN: (["S(0)", "R", "R"], ["S(0)"]),
-            POW: (["S(0)"], ["S(0)"]),
-            MEAN: (["S(0)"], ["P"]),
-        },
-        outputs={1: "S(0)"},
-    )
+    return two_layers.batch_cut(net(), at_rest or {}, dp=4)
 
 
 def fully_sharded() -> HandPlan:
@@ -70,29 +42,12 @@ def whole_batch() -> HandPlan:
 
 def moved_shards() -> HandPlan:
     """S(a) -> S(b), both uneven, and one of them even."""
-    plan = data_parallel({"x": "S(2)"})
-    plan.nodes = {**plan.nodes, RELU: (["S(1)"], ["S(1)"])}
-    return plan
+    return two_layers.moved_shards(net(), {"x": "S(2)"})
 
 
 def sequence_parallel() -> HandPlan:
     """S -> R and P -> S of a length of 10 around 18 hidden features."""
-    model, x = net()
-    return HandPlan(
-        model,
-        (x,),
-        cpu_mesh(tp=4),
-        at_rest={"x": "S(1)", "up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
-        nodes={
-            UP: (["R", "S(0)", "S(0)"], ["S(2)"]),
-            RELU: (["S(2)"], ["S(2)"]),
-            DOWN: (["S(2)", "S(1)", "P"], ["P"]),
-            POW: (["S(1)"], ["S(1)"]),
-            MEAN: (["S(1)"], ["P"]),
-        },
-        shared={"linear_1": "S(1)"},
-        outputs={1: "S(1)"},
-    )
+    return two_layers.sequence_parallel(net())
 
 
 def whole_at_rest() -> HandPlan:
@@ -104,27 +59,7 @@ def whole_at_rest() -> HandPlan:
 
 def megatron(batch: int, hidden: int) -> HandPlan:
     """Column- then row-parallel over tp, batch over dp."""
-    model, x = net(batch, hidden=hidden)
-    return HandPlan(
-        model,
-        (x,),
-        cpu_mesh(dp=2, tp=2),
-        at_rest={
-            "x": "S(0),R",
-            "up.weight": "I,S(0)",
-            "up.bias": "I,S(0)",
-            "down.weight": "S(0),S(1)",
-        },
-        nodes={
-            UP: (["S(0),R", "R,S(0)", "R,S(0)"], ["S(0),S(2)"]),
-            RELU: (["S(0),S(2)"], ["S(0),S(2)"]),
-            DOWN: (["S(0),S(2)", "R,S(1)", "R,P"], ["S(0),P"]),
-            POW: (["S(0),I"], ["S(0),I"]),
-            MEAN: (["S(0),I"], ["P,I"]),
-        },
-        shared={"linear_1": "S(0),I"},
-        outputs={1: "S(0),I"},
-    )
+    return two_layers.megatron(net(batch, hidden=hidden), down="S(0),S(1)")
 
 
 HAND = {
