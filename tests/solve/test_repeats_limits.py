@@ -8,9 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layered import edge, free_node, layered, with_times
 
-from autoshard.solve import Node, Problem, Repeat, Status, Trail, minimum_usage, solve_problem
+from autoshard.solve import (
+    Node,
+    Problem,
+    Repeat,
+    Solution,
+    Status,
+    Trail,
+    minimum_usage,
+    solve_problem,
+)
 from autoshard.solve.cuts import best_mixture, best_prices, cheapest_mixture
-from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
+from autoshard.solve.repeats import Outcome, find_runs, limited, solve_repeats
 from autoshard.solve.repeats.condensed import Condensed
 from autoshard.solve.repeats.filling import Filling
 from autoshard.solve.repeats.runs import Run
@@ -21,9 +30,14 @@ from autoshard.solve.search import Search
 SHARES = st.sampled_from([0.0, 0.05, 0.2, 0.4, 0.7])
 
 
-def told(problem: Problem, *, gap: float = 1e-9) -> tuple[Outcome, Search]:
+def told(
+    problem: Problem, *, gap: float = 1e-9, few: int = limited.FEW_STRATEGIES
+) -> tuple[Outcome, Search]:
+    """What runs tell a search; branches over counts too if there are at least so few strategies."""
     search = Search(problem, gap=gap)
-    return solve_repeats(search), search
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limited, "FEW_STRATEGIES", few)
+        return solve_repeats(search), search
 
 
 @settings(max_examples=60)
@@ -39,17 +53,30 @@ def test_bounds_and_choices_under_a_limit_at_many_times(
 ) -> None:
     plain = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
     problem = with_times(plain, seed, share)
-    expected = solve_problem(replace(problem, repeats=()))
-    outcome, search = told(problem)
-    if outcome is Outcome.INFEASIBLE:
-        assert expected.status is Status.INFEASIBLE
-        return
-    assert search.bound <= expected.objective * (1 + 1e-12)
-    assert (search.choice is None) or problem.is_feasible(search.choice)
-    assert search.objective >= expected.objective - 1e-9
+    expected = check_told(problem, few=limited.FEW_STRATEGIES)
     solution = solve_problem(problem)
     assert solution.status is expected.status
     assert solution.objective == pytest.approx(expected.objective)
+
+
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 5), share=SHARES)
+def test_bounds_and_choices_of_branches(seed: int, num_layers: int, share: float) -> None:
+    plain = layered(seed, num_layers=num_layers, num_inner=1, num_hubs=0)
+    check_told(with_times(plain, seed, share), few=0)
+
+
+def check_told(problem: Problem, few: int) -> Solution:
+    """Bounds are true and choices are possible; gives what is right."""
+    expected = solve_problem(replace(problem, repeats=()))
+    outcome, search = told(problem, few=few)
+    if outcome is Outcome.INFEASIBLE:
+        assert expected.status is Status.INFEASIBLE
+        return expected
+    assert search.bound <= expected.objective * (1 + 1e-12)
+    assert (search.choice is None) or problem.is_feasible(search.choice)
+    assert search.objective >= expected.objective - 1e-9
+    return expected
 
 
 @settings(max_examples=20)
@@ -178,7 +205,7 @@ def chain(num_groups: int, limit: float) -> Problem:
 def test_a_group_cannot_be_switched_in_part(limit: float) -> None:
     """Prices alone prove no more than that groups that are switched in part fill the room."""
     problem = chain(6, limit)
-    _, search = told(problem)
+    _, search = told(problem, few=0)
     assert search.objective == 12 - int(limit)
     assert search.closed
     assert search.statistics["repeats.branches"] > 0

@@ -39,6 +39,8 @@ _MOST_SWEPT = 7
 _MOST_MET = 3
 _STEEPER = 8.0
 _CHEAPER = 0.8
+FEW_STRATEGIES = 10_000
+"""Strategies of all nodes of a problem that HiGHS closes sooner than branches over counts do."""
 
 
 class PricedUsage:
@@ -57,6 +59,7 @@ class PricedUsage:
         self._problem = search.problem
         self._runs = runs
         self._solver = solver
+        self._num_strategies = sum(node.num_strategies for node in search.problem.nodes)
         self._watch = Watch(search.problem, runs)
         self._pricing = Pricing(search, self._watch, solver.minimise)
         for choice in search.trail.best:
@@ -242,9 +245,9 @@ class PricedUsage:
                 low, high = (middle, high) if fits else (low, middle)
 
     def _branch(self, prices: FloatArray) -> None:
-        """Tell apart how many groups are what."""
+        """Tell apart how many groups are what, where there is too much for HiGHS to do that."""
         search = self._search
-        if search.closed or search.choice is None:
+        if search.closed or search.choice is None or self._num_strategies < FEW_STRATEGIES:
             return
         search.enter("count repeated groups")
         branching = Branching(
