@@ -104,7 +104,8 @@ class Workers:
         while not self._stopping.is_set():
             try:
                 solver = solver or self._executor.prepare()
-                claim = self._jobs.claim(owner)
+                # Preparing takes a while, in which we may have been told to stop.
+                claim = None if self._stopping.is_set() else self._jobs.claim(owner)
                 pause = _TICK
                 if claim is None:
                     self._submitted.acquire(timeout=_IDLE)
