@@ -112,15 +112,17 @@ def test_a_worker_that_stops_gives_its_job_back(tmp_path: Path) -> None:
 def test_who_drains_claims_no_more_and_has_one_grace_period(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
     with crew(ProcessExecutor(TOLD), store_url=url, shutdown_grace=2) as here:
-        long = here.submit("long", seconds=3600, answer="1")
-        here.await_job(long, lambda job: job.state is JobState.RUNNING)
+        jobs = [here.submit(name, seconds=3600, answer="1") for name in ("one", "other")]
+        for job in jobs:
+            here.await_job(job, lambda job: job.state is JobState.RUNNING)
         here.workers.drain()
         late = here.submit("late", answer="1")
         # The grace period began with draining, and ends before anybody asks to stop.
-        here.await_job(long, lambda job: job.state is JobState.QUEUED)
+        for job in jobs:
+            here.await_job(job, lambda job: job.state is JobState.QUEUED)
         here.workers.stop()
-        assert {here.job(job).state for job in (long, late)} == {JobState.QUEUED}
-        assert here.starts(late) == 0
+        assert {here.job(job).state for job in (*jobs, late)} == {JobState.QUEUED}
+        assert [here.starts(job) for job in (*jobs, late)] == [1, 1, 0]
 
 
 def test_a_solver_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
