@@ -16,7 +16,7 @@ import psycopg
 _OWNER = "postgres"
 """Who runs the server where we are root, which it refuses to be."""
 
-_QUICK = "fsync=off\nsynchronous_commit=off\nfull_page_writes=off\nmax_connections=60\n"
+_QUICK = "fsync=off\nfull_page_writes=off\nmax_connections=60\n"
 
 
 def binaries() -> Path | None:

@@ -152,12 +152,12 @@ def compiled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -
 CASES: dict[str, Callable[[], None]] = {
     **{
         f"gradients {check.__name__}, parameters {name}": Case(options, check)
-        for name, options in [
-            ("whole", WHOLE),
-            ("cut", CUT),
-            ("gathered again", CUT | {"reconversion": "always"}),
+        for name, options, checks in [
+            ("whole", WHOLE, (accumulated, hooked)),
+            ("cut", CUT, (asked_for, hooked)),
+            ("gathered again", CUT | {"reconversion": "always"}, (accumulated, asked_for)),
         ]
-        for check in (accumulated, asked_for, hooked)
+        for check in checks
     },
     "one of two results, parameters whole": Case(HEADS, one_of_two, heads),
     "one of two results, parameters cut": Case(MLP, one_of_two, heads),

@@ -40,7 +40,7 @@ def told(
         return solve_repeats(search), search
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     num_layers=st.integers(2, 4),
