@@ -1,5 +1,6 @@
 """What containers and clusters are told agrees with the program, and nothing is left unpinned."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -188,7 +189,8 @@ def test_the_build_gets_all_that_it_copies() -> None:
 
 
 def test_hadolint_finds_nothing() -> None:
-    hadolint = shutil.which("hadolint")
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    hadolint = shutil.which("hadolint", path=programs)
     if hadolint is None:
         pytest.skip("hadolint is not installed")
     done = subprocess.run(  # noqa: S603  a linter, and our own file

@@ -47,7 +47,7 @@ def test_cancelled_on_the_way_keeps_the_best_choice(hard_problem: Problem, phase
 
 
 def test_the_time_limit_ends_branch_and_bound_with_a_choice(hard_problem: Problem) -> None:
-    solution = solve_problem(hard_problem, time_limit=1.0)
+    solution = solve_problem(hard_problem, time_limit=3.0)
     assert solution.status is Status.FEASIBLE
     assert hard_problem.is_feasible(solution.choice)
     assert 0 < solution.bound < solution.objective
