@@ -1,7 +1,7 @@
 """The same conversations without a service: plans are made in this process."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -11,20 +11,18 @@ from threading import Event, Lock, Thread
 from typing import Any
 from uuid import uuid4
 
-from autoshard.client.asked import Asked, MeshLike, ModelLike, ask, merged_options
+from autoshard.client.asked import Asked
 from autoshard.client.effects import Conversation, OnProgress, Tell, work
 from autoshard.client.offline import FOLDER_VARIABLE, OfflinePlans
 from autoshard.client.results import JobProgress, JobStatus, PlanEntry, PlanResult, rejected
 from autoshard.client.talk import Offline, Talk
 from autoshard.client.versions import versions
-from autoshard.errors import RequestRejectedError, ServiceUnavailableError
+from autoshard.errors import RequestRejectedError
 from autoshard.graph import Graph, graph_from_json
 from autoshard.plan import (
     Explanation,
-    Mode,
     Plan,
     PlanDifference,
-    PlanOptions,
     compare_plans,
     explain,
     export_plan,
@@ -57,7 +55,7 @@ class Local(Talk):
     """
 
     def __init__(self, kept: OfflinePlans | None = None, *, blocks: bool = True) -> None:
-        self._kept = kept
+        super().__init__(kept)
         self._tables: TableStore | None = None
         if blocks:
             folder = os.environ.get(FOLDER_VARIABLE) or None
@@ -66,41 +64,15 @@ class Local(Talk):
         # Threads that share a client ask at the same time.
         self._lock = Lock()
 
-    def request_plan(
+    def answer(
         self,
-        model: ModelLike,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        mesh: MeshLike,
-        options: PlanOptions | None = None,
-        mode: Mode | None = None,
-        memory_budget: int | None = None,
-        discover: bool = True,
+        asked: Asked,
         on_progress: OnProgress | None = None,
-        offline: Offline = "fallback",
+        *,
+        offline: Offline = "never",  # noqa: ARG002  here is always somebody who answers
         wait: bool = True,
     ) -> Conversation[PlanResult]:
-        """As `Talk.request_plan`."""
-        merged = merged_options(options, mode, memory_budget)
-        asked = yield from work(
-            lambda: ask(model, args, kwargs, mesh=mesh, options=merged, discover=discover)
-        )
-        if offline == "only":
-            plan = None if self._kept is None else (yield from work(lambda: self._find(asked)))
-            if plan is None:
-                raise ServiceUnavailableError("no plan of this request is kept on this machine")
-            return PlanResult(plan, cached=True, source="offline")
-        return (yield from self.answer(asked, on_progress, wait=wait))
-
-    def answer(
-        self, asked: Asked, on_progress: OnProgress | None = None, *, wait: bool = True
-    ) -> Conversation[PlanResult]:
-        """Make the plan of a request.
-
-        Raises:
-            InputError: the request cannot be planned.
-        """
+        """As `Talk.answer`."""
         known = yield from work(lambda: plan_id(asked.program, asked.mesh, asked.options))
         job, is_new = self._join(known, lambda made: self._solve(asked, made), wait=wait)
         cached = not is_new and job.done.is_set()
@@ -189,9 +161,6 @@ class Local(Talk):
     def health(self) -> Conversation[dict[str, str]]:
         """As `Talk.health`."""
         return (yield from work(versions))
-
-    def _find(self, asked: Asked) -> Plan | None:
-        return None if self._kept is None else self._kept.find(asked)
 
     def _find_job(self, job_id: str) -> "_Job":
         job = self._jobs.get(job_id)

@@ -2,14 +2,14 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from httpx2 import codes
 from pydantic import TypeAdapter, ValidationError
 
-from autoshard.client.asked import Asked, MeshLike, ModelLike, ask, merged_options
+from autoshard.client.asked import Asked
 from autoshard.client.effects import Answer, Conversation, OnProgress, Send, work
 from autoshard.client.following import Follower, finished
 from autoshard.client.link import Link, document_of, get, member, post, post_form, retry_after
@@ -19,7 +19,7 @@ from autoshard.client.packing import packed
 from autoshard.client.results import JobStatus, PlanEntry, PlanResult, read_job
 from autoshard.client.talk import Offline, Talk
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
-from autoshard.plan import Explanation, Mode, Plan, PlanDifference, PlanOptions
+from autoshard.plan import Explanation, Plan, PlanDifference
 
 T = TypeVar("T")
 
@@ -57,38 +57,22 @@ class Remote(Talk):
     def __init__(
         self, link: Link, kept: OfflinePlans | None = None, fallback: Local | None = None
     ) -> None:
+        super().__init__(kept)
         self._link = link
-        self._kept = kept
         self._fallback = fallback
         self._plans: dict[str, Plan] = {}
         self._stores_graphs = True
         self._unpacks = True
 
-    def request_plan(
+    def answer(
         self,
-        model: ModelLike,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        mesh: MeshLike,
-        options: PlanOptions | None = None,
-        mode: Mode | None = None,
-        memory_budget: int | None = None,
-        discover: bool = True,
+        asked: Asked,
         on_progress: OnProgress | None = None,
-        offline: Offline = "fallback",
+        *,
+        offline: Offline = "never",
         wait: bool = True,
     ) -> Conversation[PlanResult]:
-        """As `Talk.request_plan`."""
-        merged = merged_options(options, mode, memory_budget)
-        asked = yield from work(
-            lambda: ask(model, args, kwargs, mesh=mesh, options=merged, discover=discover)
-        )
-        if offline == "only":
-            plan = yield from self._find_kept(asked)
-            if plan is None:
-                raise ServiceUnavailableError("no plan of this request is kept on this machine")
-            return PlanResult(plan, cached=True, source="offline")
+        """As `Talk.answer`."""
         try:
             result = yield from self._from_service(asked, on_progress, wait=wait)
         except ServiceUnavailableError as error:
@@ -300,10 +284,6 @@ class Remote(Talk):
             raise ServiceError(f"asked for the plan {plan_id}, the service sent {plan.id}")
         yield from self._keep_offline(plan)
         return plan
-
-    def _find_kept(self, asked: Asked) -> Conversation[Plan | None]:
-        kept = self._kept
-        return None if kept is None else (yield from work(lambda: kept.find(asked)))
 
     def _keep(self, plan: Plan) -> None:
         """Keep a plan for when it is asked for again: it never changes under its id."""

@@ -4,10 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from autoshard.client.asked import MeshLike, ModelLike
-from autoshard.client.effects import Conversation, OnProgress
+from autoshard.client.asked import Asked, MeshLike, ModelLike, ask, merged_options
+from autoshard.client.effects import Conversation, OnProgress, work
+from autoshard.client.offline import OfflinePlans
 from autoshard.client.results import JobStatus, PlanEntry, PlanResult
-from autoshard.errors import ServiceError
+from autoshard.errors import ServiceError, ServiceUnavailableError
 from autoshard.plan import Explanation, Mode, Plan, PlanDifference, PlanOptions
 
 Offline = Literal["fallback", "never", "only"]
@@ -16,7 +17,14 @@ never, or without asking the service at all."""
 
 
 class Talk(ABC):
-    """The methods of a client, as conversations."""
+    """The methods of a client, as conversations.
+
+    Args:
+        kept: plans on this machine; None where none are kept.
+    """
+
+    def __init__(self, kept: OfflinePlans | None = None) -> None:
+        self._kept = kept
 
     def plan(
         self,
@@ -75,7 +83,6 @@ class Talk(ABC):
             raise ServiceError("the service ended the request without a plan")
         return result.plan
 
-    @abstractmethod
     def request_plan(
         self,
         model: ModelLike,
@@ -106,6 +113,39 @@ class Talk(ABC):
             offline: likewise.
             wait: whether to wait for a plan that is not known yet; if not, ask for the job
                 later with `get_job`, or wait with `wait_for_job`.
+        """
+        merged = merged_options(options, mode, memory_budget)
+        asked = yield from work(
+            lambda: ask(model, args, kwargs, mesh=mesh, options=merged, discover=discover)
+        )
+        if offline == "only":
+            plan = yield from self._find_kept(asked)
+            if plan is None:
+                raise ServiceUnavailableError("no plan of this request is kept on this machine")
+            return PlanResult(plan, cached=True, source="offline")
+        return (yield from self.answer(asked, on_progress, offline=offline, wait=wait))
+
+    @abstractmethod
+    def answer(
+        self,
+        asked: Asked,
+        on_progress: OnProgress | None = None,
+        *,
+        offline: Offline = "never",
+        wait: bool = True,
+    ) -> Conversation[PlanResult]:
+        """The plan of a request that was put together, as `request_plan`.
+
+        Args:
+            asked: the request.
+            on_progress: as in `plan`.
+            offline: whether a plan that is kept may take the place of a service that is not there.
+            wait: as in `request_plan`.
+
+        Raises:
+            InputError: the request cannot be planned.
+            RequestRejectedError: the service refused; carries the problem details.
+            ServiceUnavailableError: the service does not answer, or is too busy.
         """
 
     @abstractmethod
@@ -221,3 +261,8 @@ class Talk(ABC):
         Raises:
             ServiceUnavailableError: it does not answer, or is not ready.
         """
+
+    def _find_kept(self, asked: Asked) -> Conversation[Plan | None]:
+        """The plan of a request, if it is kept on this machine."""
+        kept = self._kept
+        return None if kept is None else (yield from work(lambda: kept.find(asked)))

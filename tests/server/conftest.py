@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx2
 import pytest
 import structlog
 import torch
-import uvicorn
+from support.services import listening
 
 from autoshard.graph import export_model
 from autoshard_server import Executor, ProcessExecutor, Settings, ThreadExecutor, create_app
@@ -79,22 +78,8 @@ class Recording:
 @contextmanager
 def running(settings: Settings, executor: Executor | None = None) -> Iterator[Running]:
     app = create_app(settings, executor=executor)
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=5)
-    )
-    thread = Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the service did not start"
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        url = f"http://127.0.0.1:{port}"
-        with httpx2.Client(base_url=url, timeout=60) as http:
-            yield Running(url, http, app)
-    finally:
-        server.should_exit = True
-        thread.join()
+    with listening(app) as url, httpx2.Client(base_url=url, timeout=60) as http:
+        yield Running(url, http, app)
 
 
 @pytest.fixture(scope="session", autouse=True)

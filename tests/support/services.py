@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from fastapi import FastAPI
 
 from autoshard_server import Executor, Settings, create_app
 
@@ -27,7 +28,13 @@ class Mlp(torch.nn.Module):
 def serving(executor: Executor, **settings: Any) -> Iterator[str]:
     """A service in a thread; yields its address."""
     given = {"store_url": "sqlite://", "num_workers": 1, "shutdown_grace": 0, **settings}
-    app = create_app(Settings(**given), executor=executor)
+    with listening(create_app(Settings(**given), executor=executor)) as url:
+        yield url
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """An application in a thread, on a port that was free; yields its address."""
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=5)
     )
@@ -35,7 +42,7 @@ def serving(executor: Executor, **settings: Any) -> Iterator[str]:
     thread.start()
     try:
         while not server.started:
-            assert thread.is_alive()
+            assert thread.is_alive(), "the service did not start"
             sleep(0.01)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
