@@ -57,6 +57,10 @@ def render_calibration(calibration: "Calibration") -> RenderableType:
             f"{device.name}: {peaks} FLOP/s, {format_bytes(device.memory_bandwidth)} per second "
             f"of memory, {milliseconds(device.launch_overhead)} per operator"
         ),
+        Text(
+            f"between other work a collective takes {milliseconds(calibration.skew)} more, in "
+            f"which ranks wait for the last of them"
+        ),
         table,
     )
 

@@ -7,6 +7,7 @@ from autoshard.layouts.conversions import (
     Pricer,
     Step,
     again_price,
+    makes_whole,
     step_price,
 )
 from autoshard.layouts.layout import (
@@ -46,6 +47,7 @@ __all__ = [
     "largest_share",
     "layout_of_texts",
     "legal_layouts",
+    "makes_whole",
     "parse_type",
     "placement_texts",
     "reduced",

@@ -65,6 +65,12 @@ STEPS: dict[tuple[Kind, Kind], tuple[Action, Action]] = {
 }
 """(from, to) -> (forward, backward). S -> P is legal but never pays, so it is not offered."""
 
+
+def makes_whole(source: AxisType, target: AxisType) -> bool:
+    """Whether a step makes what is cut, or the same on all ranks, whole for use."""
+    return target.kind is _R and source.kind in (_I, _S)
+
+
 _OFFERED = frozenset(STEPS)
 
 
@@ -108,6 +114,11 @@ class Step:
         """Whether a copy stands next to each collective."""
         return self.reorders or self.padded
 
+    @property
+    def shareable(self) -> bool:
+        """Whether it can share its collectives with like steps of other tensors."""
+        return makes_whole(self.source, self.target) and not self.padded
+
 
 class Pricer(Protocol):
     """Prices in seconds; a mesh is one."""
@@ -127,23 +138,30 @@ STEP_OVERHEAD = 1e-9
 """Seconds added to every step but a mere slice, so that among equal chains the shortest wins."""
 
 
-def step_price(step: Step, pricer: Pricer) -> float:
-    """Seconds that a step takes, forward plus backward."""
+def step_price(step: Step, pricer: Pricer, carried: float = 1.0) -> float:
+    """Seconds that a step takes, forward plus backward.
+
+    Args:
+        step: the step.
+        pricer: prices of collectives and copies.
+        carried: how many times its own bytes the collectives carry that it can share; it takes
+            its part of their time.
+    """
     if (step.forward, step.backward) == (Action.SLICE, Action.NOTHING) and not step.reorders:
         return 0.0
     return STEP_OVERHEAD + sum(
-        _action_price(action, step, pricer) for action in (step.forward, step.backward)
+        _action_price(action, step, pricer, carried) for action in (step.forward, step.backward)
     )
 
 
-def again_price(step: Step, pricer: Pricer) -> float:
-    """Seconds that the forward action of a step takes once more."""
+def again_price(step: Step, pricer: Pricer, carried: float = 1.0) -> float:
+    """Seconds that the forward action of a step takes once more; arguments of `step_price`."""
     if step.forward is Action.NOTHING or (step.forward is Action.SLICE and not step.reorders):
         return 0.0
-    return STEP_OVERHEAD + _action_price(step.forward, step, pricer)
+    return STEP_OVERHEAD + _action_price(step.forward, step, pricer, carried)
 
 
-def _action_price(action: Action, step: Step, pricer: Pricer) -> float:
+def _action_price(action: Action, step: Step, pricer: Pricer, carried: float) -> float:
     if action is Action.NOTHING:
         return 0.0
     reordered = pricer.copy_time(step.nbytes) if step.reorders else 0.0
@@ -152,7 +170,10 @@ def _action_price(action: Action, step: Step, pricer: Pricer) -> float:
         return reordered
     if action.is_collective:
         beside = pricer.copy_time(step.nbytes) if step.copies else 0.0
-        return beside + pricer.collective_time(action, step.axis, step.nbytes, inner=step.is_inner)
+        parts = carried if step.shareable else 1.0
+        together = round(step.nbytes * parts)
+        seconds = pricer.collective_time(action, step.axis, together, inner=step.is_inner)
+        return beside + seconds / parts
     return reordered + pricer.copy_time(step.nbytes)
 
 
@@ -172,6 +193,7 @@ class Conversions:
         still: dims whose slices stay where they are: no step cuts one, gathers it, or exchanges
             it for another.
         pricer: prices of collectives and copies.
+        carried: how many times the tensor's bytes the collectives carry that it can share.
     """
 
     def __init__(
@@ -186,12 +208,14 @@ class Conversions:
         chunked: Collection[AxisType] = (),
         still: Collection[int] = (),
         pricer: Pricer,
+        carried: float = 1.0,
     ) -> None:
         self._shape = tuple(shape)
         self._itemsize = itemsize
         self._axis_sizes = tuple(axis_sizes)
         self._backward = differentiable and backward
         self._pricer = pricer
+        self._carried = carried
         self._still = frozenset(still)
         self._before: dict[int, NDArray[np.int32]] = {}
         self.layouts = legal_layouts(
@@ -221,7 +245,7 @@ class Conversions:
         """Every step by the numbers of the layouts before and after it, and its seconds."""
         moves = self._moves
         # Few moves differ in what is priced.
-        prices = [step_price(step, self._pricer) for step in self._examples]
+        prices = [step_price(step, self._pricer, self._carried) for step in self._examples]
         return moves.sources, moves.targets, np.array(prices)[moves.classes]
 
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
@@ -310,7 +334,7 @@ class Conversions:
         seconds, nothing = np.zeros((n, n)), np.zeros((n, n), dtype=np.bool_)
         moves, examples = self._moves, self._examples
         pairs = moves.sources, moves.targets
-        again = [again_price(step, self._pricer) for step in examples]
+        again = [again_price(step, self._pricer, self._carried) for step in examples]
         idle = [step.forward is Action.NOTHING for step in examples]
         seconds[pairs] = np.array(again)[moves.classes]
         nothing[pairs] = np.array(idle, dtype=np.bool_)[moves.classes]

@@ -10,11 +10,11 @@ All follows from the stage: the runtime, the count of collectives and the memory
 here.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.graph import Graph, find_blocks
-from autoshard.layouts import Action, Kind, parse_type
+from autoshard.layouts import Action, makes_whole, parse_type
 from autoshard.plan.document import Conversion, PlannedStep, Stage, Use
 from autoshard.plan.memory.spans import checkpoint_spans, readers_inside
 
@@ -24,8 +24,6 @@ SMALL = 2 * 2**20
 LARGEST = 8 * 2**20
 """Bytes of the whole parameters of a bucket. The first reader waits for all of it, and in
 backward nothing of it moves before the last gradient is there."""
-
-_MOVES = {(Kind.INVARIANT, Kind.REPLICATE), (Kind.SHARD, Kind.REPLICATE)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +57,16 @@ class Bucket:
         """A step of the first conversion, and the bytes of this step in all of them."""
         for steps in zip(*(conversion.steps for conversion in self.conversions), strict=True):
             yield steps[0], sum(step.nbytes for step in steps)
+
+
+def carried_beside(graph: Graph) -> Mapping[str, float]:
+    """How many times its own bytes a full bucket moves, by parameter that shares one.
+
+    What a parameter's conversion is priced by: what it shares a collective with is not known
+    before there is a plan, and the price of a layer should not depend on the layers around it.
+    """
+    tensors = {parameter.name: graph.values[parameter.name] for parameter in graph.parameters}
+    return {name: LARGEST / t.nbytes for name, t in tensors.items() if 0 < t.nbytes <= SMALL}
 
 
 def buckets_of(stage: Stage, graph: Graph) -> tuple[Bucket, ...]:
@@ -102,7 +110,7 @@ def _key(conversion: Conversion, stage: Stage, graph: Graph) -> Hashable | None:
         source, target = parse_type(step.source), parse_type(step.target)
         size = sizes.get(step.axis, 1)
         uneven = source.is_shard and shape[source.dim] % size
-        if (source.kind, target.kind) not in _MOVES or size == 1 or uneven:
+        if not makes_whole(source, target) or size == 1 or uneven:
             return None
         chain.append((step.axis, source.kind, step.forward, step.backward))
     tensor = graph.values[conversion.value]

@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
 from autoshard.plan import PlacedInput, Plan, Stage
 from autoshard.runtime.constants import constant_value
-from autoshard.runtime.conversions import made_contiguous
+from autoshard.runtime.local_parameters import local_getter
 from autoshard.runtime.parameters import Holder, check_parameters, distribute_parameters
 from autoshard.runtime.preparation import prepared_inputs
 from autoshard.runtime.program import LocalProgram
@@ -204,7 +203,7 @@ class PlannedForward:
                 self._held[placed.name] = self._find(model, placed)
         holders = distribute_parameters(model, self._stage, self._mesh, self.program.place)
         for placed, holder in zip(self._stage.parameters, holders, strict=True):
-            self._held[placed.name] = _local_getter(holder)
+            self._held[placed.name] = local_getter(holder)
 
     def _find(self, model: nn.Module, placed: PlacedInput) -> Callable[[], torch.Tensor]:
         device = self.program.place.device
@@ -276,24 +275,6 @@ class _Call:
     arguments: Arguments
     results: Results
     prepared: Mapping[str, torch.Tensor]
-
-
-def _local_getter(holder: Holder) -> Callable[[], torch.Tensor]:
-    def get() -> torch.Tensor:
-        parameter = holder.get()
-        if not isinstance(parameter, DTensor):
-            raise PlanError(
-                f"parameter {holder.name!r} of {type(holder.module).__name__} was replaced by a "
-                f"plain tensor after the plan was applied; load weights into the DTensor instead"
-            )
-        local: torch.Tensor = parameter.to_local()
-        if local.requires_grad and not torch.compiler.is_compiling():
-            # A DTensor says that its gradient is contiguous whatever the local one is, and
-            # fused optimizers believe it.
-            local.register_hook(made_contiguous)  # type: ignore[no-untyped-call]  # torch
-        return local
-
-    return get
 
 
 def _only_stage(plan: Plan) -> Stage:

@@ -64,6 +64,7 @@ class ConversionCheck:
         gradient: Gradient,
         *,
         still: AbstractSet[int] = frozenset(),
+        carried: float = 1.0,
     ) -> CheckedConversion:
         """A conversion of a tensor that backward meets in some way.
 
@@ -72,14 +73,21 @@ class ConversionCheck:
             tensor: what is converted.
             gradient: how backward meets it.
             still: dims whose slices stay where they are.
+            carried: how many times its own bytes the collectives carry that it can share.
         """
-        key = (tensor, gradient, conversion.source, conversion.target, conversion.steps, still)
+        what = tensor, gradient, still, carried
+        key = (*what, conversion.source, conversion.target, conversion.steps)
         if key not in self._checked:
-            self._checked[key] = self._check(conversion, tensor, gradient, still)
+            self._checked[key] = self._check(conversion, *what)
         return self._checked[key]
 
     def _check(
-        self, conversion: Conversion, tensor: Tensor, gradient: Gradient, still: AbstractSet[int]
+        self,
+        conversion: Conversion,
+        tensor: Tensor,
+        gradient: Gradient,
+        still: AbstractSet[int],
+        carried: float,
     ) -> CheckedConversion:
         source = Layout.parse(conversion.source)
         findings, end, forward, both = [], source, 0.0, 0.0
@@ -90,10 +98,11 @@ class ConversionCheck:
                 findings.append(str(error))
                 return CheckedConversion(source, tuple(findings), False, Passes(0.0, 0.0))
             findings += self._step_findings(stated, step, end, gradient)
+            findings += self._price_findings(stated, step, carried)
             if {step.source.dim, step.target.dim} & still:
                 findings.append(f"{stated.source} -> {stated.target} moves rows of experts")
-            forward += again_price(step, self._mesh)
-            both += step_price(step, self._mesh)
+            forward += again_price(step, self._mesh, carried)
+            both += step_price(step, self._mesh, carried)
             end = after
         if str(end) != conversion.target:
             findings.append(f"it ends in {end}, not {conversion.target}")
@@ -139,9 +148,11 @@ class ConversionCheck:
             )
         if stated.nbytes != step.nbytes:
             yield f"a step moves {step.nbytes} bytes, not {stated.nbytes}"
-        time = step_price(step, self._mesh)
-        if not isclose(time, stated.time, rel_tol=TOLERANCE):
-            yield f"a step takes {time} s, not {stated.time}"
         for action in (step.forward, step.backward):
             for label in self._steering.forbidding(action, self._axes, step.axis):
                 yield f"a step runs {action} on {stated.axis} against the {label}"
+
+    def _price_findings(self, stated: PlannedStep, step: Step, carried: float) -> Iterator[str]:
+        time = step_price(step, self._mesh, carried)
+        if not isclose(time, stated.time, rel_tol=TOLERANCE):
+            yield f"a step takes {time} s, not {stated.time}"

@@ -10,6 +10,7 @@ from autoshard.graph import Graph, Node, find_blocks
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import Kind, Layout, has_placements, placement_texts
 from autoshard.plan.active import ActiveAxes
+from autoshard.plan.buckets import carried_beside
 from autoshard.plan.checking.conversion_check import TOLERANCE, ConversionCheck
 from autoshard.plan.document import Conversion, InnerStep, Memory, PlacedNode, Plan, Stage, Use
 from autoshard.plan.formulation.legality import share_of, without_invariant
@@ -84,6 +85,7 @@ class StageCheck:
         self.work: dict[Hashable, _Work] = {}
         self.conversions = ConversionCheck(plan.mesh, self.steering)
         self.ragged = ragged_values(graph)
+        self.carried = carried_beside(graph)
         self.made: dict[str, Layout] = {}
         self.by_use = {c.use: c for c in stage.conversions}
         self.used: set[Use] = set()
@@ -286,7 +288,8 @@ class StageCheck:
         gradient = self._gradient(*conversion.use)
         still = RAGGED_DIMS if conversion.value in self.ragged else frozenset[int]()
         tensor = self.graph.values[conversion.value]
-        found = self.conversions.of(conversion, tensor, gradient, still=still)
+        carried = self.carried.get(conversion.value, 1.0)
+        found = self.conversions.of(conversion, tensor, gradient, still=still, carried=carried)
         if _as_seen(found.source, gradient) != _as_seen(source, gradient):
             yield f"{where} starts from {found.source}, but the value is made as {source}"
         yield from (f"{where}: {finding}" for finding in found.findings)

@@ -276,17 +276,18 @@ class Assembly:
         if key not in self._changes:
             differentiable = arc.gradient is not Gradient.NONE
             path = table.path(source, target)
-            forward = sum(again_price(step, self._axes) for step in path)
-            both = sum(step_price(step, self._axes) for step in path)
+            carried = self._formulation.carried.get(arc.value, 1.0)
+            forward = sum(again_price(step, self._axes, carried) for step in path)
+            both = sum(step_price(step, self._axes, carried) for step in path)
             self._changes[key] = (
                 str(self._axes.widen(source, differentiable=differentiable)),
                 str(self._axes.widen(target, differentiable=differentiable)),
-                tuple(self._step(step) for step in path),
+                tuple(self._step(step, carried) for step in path),
                 Passes(forward, max(both - forward, 0.0)),
             )
         return self._changes[key]
 
-    def _step(self, step: Step) -> PlannedStep:
+    def _step(self, step: Step, carried: float) -> PlannedStep:
         return PlannedStep(
             axis=self._axes.mesh.axis_names[self._axes.axes[step.axis]],
             source=str(step.source),
@@ -294,5 +295,5 @@ class Assembly:
             forward=step.forward.value,
             backward=step.backward.value,
             nbytes=step.nbytes,
-            time=step_price(step, self._axes),
+            time=step_price(step, self._axes, carried),
         )

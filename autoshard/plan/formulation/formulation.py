@@ -19,6 +19,7 @@ from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_b
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import Conversions, I, Kind, Layout, R, has_placements, legal_layouts
 from autoshard.plan.active import ActiveAxes
+from autoshard.plan.buckets import carried_beside
 from autoshard.plan.formulation.ends import Ends, Priced
 from autoshard.plan.formulation.hiding import Hiding
 from autoshard.plan.formulation.legality import without_invariant
@@ -75,6 +76,7 @@ class Formulation:
         self.gradients = Gradients(graph, training=prices.training)
         self._chunked = chunked_types(graph)
         self._ragged = ragged_values(graph)
+        self.carried = carried_beside(graph)
         self.hiding = Hiding(graph, axes.mesh, prices, self.gradients)
         self.variables: list[Variable] = []
         self.arcs: list[Arc] = []
@@ -171,7 +173,11 @@ class Formulation:
         share = None if reader is None else self.hiding.share(reader, arc.position)
         # Choices that share their strategies are about tensors of the same shape and type.
         ragged = arc.value in self._ragged
-        return (id(source), arc.output, id(target), arc.position, arc.gradient, share, ragged)
+        carried = self.carried.get(arc.value)
+        return (
+            *(id(source), arc.output, id(target), arc.position),
+            *(arc.gradient, share, ragged, carried),
+        )
 
     def ends(self, arc: Arc) -> Ends:
         """The ends of an arc, by layout and by the compute beside it."""
@@ -203,7 +209,9 @@ class Formulation:
         """The conversions of a value, shared between values of the same shape and type."""
         tensor = self.graph.values[value]
         still = RAGGED_DIMS if value in self._ragged else ()
-        key = (tensor.shape, tensor.dtype.itemsize, tensor.dtype is DType.BOOL, gradient, still)
+        carried = self.carried.get(value, 1.0)
+        kind = tensor.shape, tensor.dtype.itemsize, tensor.dtype is DType.BOOL
+        key = (*kind, gradient, still, carried)
         if key not in self._tables:
             self._tables[key] = Conversions(
                 tensor.shape,
@@ -215,6 +223,7 @@ class Formulation:
                 chunked=self._chunked.get(tensor.shape, ()),
                 still=still,
                 pricer=self._pricer,
+                carried=carried,
             )
         return self._tables[key]
 

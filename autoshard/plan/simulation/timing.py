@@ -8,7 +8,7 @@ from autoshard.costs import Overlap, Passes, hidden_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node
 from autoshard.layouts import Action, Layout, Step, again_price, parse_type
-from autoshard.plan.buckets import Bucket
+from autoshard.plan.buckets import Bucket, carried_beside
 from autoshard.plan.document import Conversion, PlacedNode, Plan, PlannedStep, Stage, Use
 from autoshard.plan.formulation.legality import share_of
 from autoshard.plan.formulation.pricing import Prices
@@ -95,6 +95,7 @@ class Timing:
         self._placed = {placed.name: placed for placed in stage.nodes}
         self._again = recomputed(graph, stage).conversions
         self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
+        self._carried = carried_beside(graph)
         self._known: dict[Hashable, Passes[float]] = {}
 
     def node(self, node: Node) -> Passes[float]:
@@ -130,7 +131,8 @@ class Timing:
 
     def conversion(self, conversion: Conversion) -> ConversionTiming:
         """What a conversion runs, and what of it is hidden."""
-        pairs = [self._pieces(step) for step in conversion.steps]
+        carried = self._carried.get(conversion.value, 1.0)
+        pairs = [self._pieces(step, carried) for step in conversion.steps]
         forward = [piece for pair in pairs for piece in islice(pair, 1) if piece.seconds]
         backward = [pair[1] for pair in reversed(pairs) if pair[1].seconds]
         again = forward if conversion.use in self._again else []
@@ -167,7 +169,7 @@ class Timing:
             for i, use in enumerate(bucket.uses)
         }
 
-    def _pieces(self, step: PlannedStep) -> tuple[Piece, Piece]:
+    def _pieces(self, step: PlannedStep, carried: float) -> tuple[Piece, Piece]:
         """What a step runs forward and backward."""
         priced = Step(
             axis=self._mesh.axis_names.index(step.axis),
@@ -177,7 +179,7 @@ class Timing:
             forward=Action(step.forward),
             backward=Action(step.backward),
         )
-        forward = min(again_price(priced, self._mesh), step.time)
+        forward = min(again_price(priced, self._mesh, carried), step.time)
         return (
             Piece(step.forward, step.axis, forward, step.nbytes),
             Piece(step.backward, step.axis, step.time - forward, step.nbytes),

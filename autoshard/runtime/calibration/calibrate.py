@@ -20,6 +20,7 @@ from autoshard.mesh.topology import INNER
 from autoshard.runtime.calibration.collectives import measure_collectives, shared_size
 from autoshard.runtime.calibration.kernels import measure_copies, measure_launch, measure_products
 from autoshard.runtime.calibration.operators import measure_operators
+from autoshard.runtime.calibration.skew import measure_skew
 from autoshard.runtime.calibration.stopwatch import KernelClock, Stopwatch
 
 SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
@@ -55,11 +56,14 @@ class Calibration:
 
     Attributes:
         topology: for plans.
-        comparisons: with collectives at other sizes.
+        comparisons: with collectives at other sizes, by themselves.
+        skew: seconds of the topology's overhead of a collective in which ranks wait for the last
+            of them.
     """
 
     topology: Topology
     comparisons: tuple[Comparison, ...]
+    skew: float
 
 
 def calibrate(
@@ -98,9 +102,12 @@ def calibrate(
     device = _device()
     mesh = _mesh(tuple(shape or (num_ranks // per_node, per_node)), num_ranks, levels, device)
     every = sorted({*sizes, *checked})
-    samples = list(_measured(mesh, every, Stopwatch(device, busy=busy), num_passes, report))
+    stopwatch = Stopwatch(device, busy=busy)
+    samples = list(_measured(mesh, every, stopwatch, num_passes, report))
     fitted = [sample for _, sample in samples if not is_checked(sample, checked)]
     links, overhead = fit_links(fitted, levels)
+    # Of what others do, waiting says more than of the ranks.
+    skew = 0.0 if busy else measure_skew(stopwatch, num_passes)
     report("matrix products, copies and operators")
     topology = Topology(
         name=name,
@@ -110,8 +117,10 @@ def calibrate(
         collective_overhead=overhead,
         source=f"measured on {num_ranks} ranks, {per_node} per node, torch {torch.__version__}",
     )
-    known = Mesh(mesh.axes, topology)
-    return Calibration(topology, tuple(_compared(known, samples, checked)))
+    alone = Mesh(mesh.axes, topology)
+    comparisons = tuple(_compared(alone, samples, checked))
+    in_a_step = replace(topology, collective_overhead=overhead + skew)
+    return Calibration(in_a_step, comparisons, skew)
 
 
 def _measured(
