@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.graph import Graph, find_blocks
 from autoshard.layouts import Action, makes_whole, parse_type
+from autoshard.mesh import Mesh
 from autoshard.plan.document import Conversion, PlannedStep, Stage, Use
 from autoshard.plan.memory.spans import checkpoint_spans, readers_inside
 
@@ -59,12 +60,15 @@ class Bucket:
             yield steps[0], sum(step.nbytes for step in steps)
 
 
-def carried_beside(graph: Graph) -> Mapping[str, float]:
+def carried_beside(graph: Graph, mesh: Mesh) -> Mapping[str, float]:
     """How many times its own bytes a full bucket moves, by parameter that shares one.
 
     What a parameter's conversion is priced by: what it shares a collective with is not known
     before there is a plan, and the price of a layer should not depend on the layers around it.
+    Published prices are those of one collective per tensor.
     """
+    if mesh.collectives is not None:
+        return {}
     tensors = {parameter.name: graph.values[parameter.name] for parameter in graph.parameters}
     return {name: LARGEST / t.nbytes for name, t in tensors.items() if 0 < t.nbytes <= SMALL}
 

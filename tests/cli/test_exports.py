@@ -16,7 +16,8 @@ from autoshard.plan import EXPORT_TARGETS, Plan, export_plan
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, kwargs = meta(gpt2)
+    # So large an embedding that its gradient shares no collective.
+    model, kwargs = meta(gpt2, vocabulary=1 << 16)
     path = tmp_path_factory.mktemp("exports") / "gpt2.pt2"
     path.write_bytes(export_model(model, (), kwargs))
     return path

@@ -20,16 +20,20 @@ def collectives(plan: Plan) -> dict[tuple[str, str], int]:
 
 def test_many_tokens_and_small_weights_give_data_parallelism(planned: Planner) -> None:
     plan = planned(meta(mlp, 65536, 512, 512, 512), (4,))
-    assert set(layouts(plan).values()) == {"I"}
-    # The gradients of four parameters, which share one.
-    assert collectives(plan) == {("all_reduce", "backward"): 1}
+    # An all-reduce is a reduce-scatter and an all-gather; between the two each rank updates its
+    # part alone. The four parameters share one of each.
+    assert set(layouts(plan).values()) == {"S(0)"}
+    assert collectives(plan) == {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}
+    whole = planned(meta(mlp, 65536, 512, 512, 512), (4,), pins={"parameters": {"*": "I"}})
+    assert collectives(whole) == {("all_reduce", "backward"): 1}
+    assert plan.costs.optimizer < whole.costs.optimizer / 3
     (batch,) = [i for i in plan.stages[0].inputs if i.kind == "user"]
     assert batch.layout == "S(0)"
 
 
 def test_data_parallelism_uses_both_axes(planned: Planner) -> None:
     plan = planned(meta(mlp, 65536, 512, 512, 512), (2, 4))
-    assert set(layouts(plan).values()) == {"I,I"}
+    assert not any("S(1)" in node for n in plan.stages[0].nodes for node in n.inputs)
     (batch,) = [i for i in plan.stages[0].inputs if i.kind == "user"]
     assert batch.local_shape == (65536 // 8, 512)
 
@@ -54,7 +58,7 @@ def test_inference_with_one_token_never_gathers_a_weight(planned: Planner) -> No
 def test_a_memory_budget_shards_parameters_at_rest(planned: Planner) -> None:
     case = meta(mlp, 8192, 1024, 1024, 1024)
     free = planned(case, (4,))
-    assert set(layouts(free).values()) == {"I"}
+    assert "I" in layouts(free).values()
     whole = free.memory.parameters + free.memory.gradients + free.memory.optimizer
     tight = planned(case, (4,), memory_budget=free.memory.peak - whole // 2)
     assert tight.memory.peak <= free.memory.peak - whole // 2

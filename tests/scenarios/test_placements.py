@@ -149,9 +149,9 @@ def test_d7_a_dim_that_not_all_ranks_divide_is_cut_on_some() -> None:
     graph = build(FeedForward, 1024, 280, bias=True, x=(256, 1024))
     loose = placed(graph, TALL)
     assert loose.memory is not None
-    tight = placed(graph, TALL, memory_budget=loose.memory.peak // 10)
+    tight = placed(graph, TALL, memory_budget=loose.memory.peak // 7)
     assert tight.memory is not None
-    assert tight.memory.peak <= loose.memory.peak // 10
+    assert tight.memory.peak <= loose.memory.peak // 7
     whole = {"pins": {"parameters": {"up.weight": "S(0),S(0)"}}}
     with pytest.raises(OptionError, match="does not divide into 256"):
         placed(graph, TALL, **whole)

@@ -42,14 +42,16 @@ def mlp(batch: int = 16, features: int = 64, hidden: int = 128, outputs: int = 6
     return Mlp(features, hidden, outputs), {"x": torch.randn(batch, features)}
 
 
-def gpt2(*, layers: int = 2, batch: int = 4, sequence: int = 8, hidden: int = 32) -> Case:
+def gpt2(
+    *, layers: int = 2, batch: int = 4, sequence: int = 8, hidden: int = 32, vocabulary: int = 64
+) -> Case:
     """A small GPT-2 with labels."""
     config = GPT2Config(
         n_layer=layers,
         n_embd=hidden,
         n_head=4,
         n_positions=16,
-        vocab_size=64,
+        vocab_size=vocabulary,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

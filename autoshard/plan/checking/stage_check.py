@@ -85,7 +85,7 @@ class StageCheck:
         self.work: dict[Hashable, _Work] = {}
         self.conversions = ConversionCheck(plan.mesh, self.steering)
         self.ragged = ragged_values(graph)
-        self.carried = carried_beside(graph)
+        self.carried = carried_beside(graph, plan.mesh)
         self.made: dict[str, Layout] = {}
         self.by_use = {c.use: c for c in stage.conversions}
         self.used: set[Use] = set()

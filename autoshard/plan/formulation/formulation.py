@@ -76,7 +76,7 @@ class Formulation:
         self.gradients = Gradients(graph, training=prices.training)
         self._chunked = chunked_types(graph)
         self._ragged = ragged_values(graph)
-        self.carried = carried_beside(graph)
+        self.carried = carried_beside(graph, axes.mesh)
         self.hiding = Hiding(graph, axes.mesh, prices, self.gradients)
         self.variables: list[Variable] = []
         self.arcs: list[Arc] = []

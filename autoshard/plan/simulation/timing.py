@@ -95,7 +95,7 @@ class Timing:
         self._placed = {placed.name: placed for placed in stage.nodes}
         self._again = recomputed(graph, stage).conversions
         self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
-        self._carried = carried_beside(graph)
+        self._carried = carried_beside(graph, plan.mesh)
         self._known: dict[Hashable, Passes[float]] = {}
 
     def node(self, node: Node) -> Passes[float]:
