@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -16,6 +17,7 @@ from autoshard.layouts import (
     R,
     S,
     Step,
+    again_price,
     step_price,
 )
 
@@ -151,6 +153,32 @@ def test_fully_sharded_is_shard_to_replicate() -> None:
     (step,) = conversions().path(Layout.parse("I,S(0)"), Layout.parse("I,R"))
     assert (step.forward, step.backward) == (Action.ALL_GATHER, Action.REDUCE_SCATTER)
     assert step.nbytes == 8 * 16 * 4
+
+
+@pytest.mark.parametrize("source", ["I,I", "I,S(0)"])
+def test_what_makes_a_tensor_whole_pays_its_part_of_a_collective_for_many(source: str) -> None:
+    (step,) = conversions().path(Layout.parse(source), Layout.parse("I,R"))
+    eightfold = replace(step, nbytes=8 * step.nbytes)
+    assert step_price(step, Prices(), 8) == pytest.approx(step_price(eightfold, Prices()) / 8)
+    assert step_price(step, Prices(), 8) < step_price(step, Prices())
+    assert again_price(step, Prices(), 8) <= step_price(step, Prices(), 8)
+
+
+@pytest.mark.parametrize("ends", [("P,I", "I,I"), ("S(0),I", "S(1),I"), ("S(0),I", "I,I")])
+def test_what_else_a_tensor_goes_through_shares_nothing(ends: tuple[str, str]) -> None:
+    (step,) = conversions().path(*map(Layout.parse, ends))
+    assert step_price(step, Prices(), 8) == step_price(step, Prices())
+
+
+def test_a_table_of_a_tensor_that_shares_collectives_has_lower_prices() -> None:
+    alone = Conversions(SHAPE, 4, SIZES, differentiable=True, pricer=Prices())
+    shared = Conversions(SHAPE, 4, SIZES, differentiable=True, pricer=Prices(), carried=8)
+    ends = (alone.index[Layout.parse(text)] for text in ("I,S(0)", "I,R"))
+    source, target = ends
+    (step,) = alone.path(alone.layouts[source], alone.layouts[target])
+    assert shared.cost[source, target] == pytest.approx(step_price(step, Prices(), 8))
+    assert shared.again_cost[source, target] == pytest.approx(again_price(step, Prices(), 8))
+    assert (shared.cost <= alone.cost).all()
 
 
 def test_the_outer_axis_is_gathered_through_the_inner_one() -> None:

@@ -9,6 +9,7 @@ from support import models
 from support.meshes import slow_devices
 
 from autoshard.graph import Graph, graph_from_json
+from autoshard.mesh import AlphaBeta, Axis, Mesh
 from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
 from autoshard.plan import buckets as plan_buckets
 from autoshard.plan.buckets import Bucket, buckets_of
@@ -75,6 +76,32 @@ def test_large_parameters_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(max(row) > 300 for row in sizes)
     for row in sizes:
         assert len(row) == 1 or (max(row) <= 300 and sum(row) <= 400)
+
+
+def test_a_member_pays_its_part_of_a_full_bucket() -> None:
+    plan, graph = planned("whole")
+    mesh = plan.mesh
+    for bucket in buckets("whole"):
+        for conversion in bucket.conversions:
+            (step,) = conversion.steps
+            parts = plan_buckets.LARGEST / graph.values[conversion.value].nbytes
+            full = mesh.collective_time("all_reduce", 0, plan_buckets.LARGEST)
+            assert step.time == pytest.approx(full / parts, rel=1e-3)
+
+
+def test_a_parameter_too_large_to_share_pays_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, graph = planned("whole")
+    monkeypatch.setattr(plan_buckets, "SMALL", 300)
+    found = plan_buckets.carried_beside(graph, slow_devices(dp=4))
+    small = {p.name for p in graph.parameters if graph.values[p.name].nbytes <= 300}
+    assert set(found) == small
+    assert len(small) < len(list(graph.parameters))
+
+
+def test_published_prices_are_of_one_collective_per_tensor() -> None:
+    _, graph = planned("whole")
+    published = Mesh((Axis("dp", 4),), slow_devices(dp=4).topology, AlphaBeta((1.0,), (1.0,)))
+    assert plan_buckets.carried_beside(graph, published) == {}
 
 
 def test_a_checkpoint_has_none() -> None:
