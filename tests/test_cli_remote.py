@@ -21,7 +21,7 @@ from autoshard.errors import OptionError, RequestRejectedError, ServiceUnavailab
 from autoshard.graph import export_model
 from autoshard.plan import Plan
 from autoshard_server import ThreadExecutor
-from autoshard_server.solving import solve
+from autoshard_server.solvers.solving import solve
 
 NOBODY = "http://127.0.0.1:9"
 

@@ -219,7 +219,7 @@ def test_planning_and_serving_need_no_torch() -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'spmd_types', 'safetensors'): sys.modules[name] = None\n"
-        "import autoshard.cli, autoshard_server.serve, autoshard_server.solving\n"
+        "import autoshard.cli, autoshard_server.serve, autoshard_server.solvers.solving\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own program
 

@@ -52,7 +52,7 @@ def create(
     Keys of one service share its graphs, jobs and plans: give them to people who may see each
     other's.
     """
-    from autoshard_server.auth import Scope  # noqa: PLC0415  the library works without it
+    from autoshard_server.http.auth import Scope  # noqa: PLC0415  the library works without it
 
     with _opened(store) as keys:
         scopes = scope or [Scope.PLAN.value]

@@ -22,8 +22,8 @@ import torch
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, make_plan
-from autoshard_server.job import JobState
-from autoshard_server.jobs import JobStore
+from autoshard_server.jobs.job import JobState
+from autoshard_server.jobs.job_store import JobStore
 from autoshard_server.store import EventKind
 from autoshard_solver_cache import open_engine
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoshard_server.app import create_app
-    from autoshard_server.executor import Executor, ProcessExecutor, ThreadExecutor
     from autoshard_server.serve import serve
     from autoshard_server.settings import Settings
+    from autoshard_server.solvers.executor import Executor, ProcessExecutor, ThreadExecutor
 
 __all__ = [
     "Executor",
@@ -19,10 +19,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Executor": "executor",
-    "ProcessExecutor": "executor",
+    "Executor": "solvers.executor",
+    "ProcessExecutor": "solvers.executor",
     "Settings": "settings",
-    "ThreadExecutor": "executor",
+    "ThreadExecutor": "solvers.executor",
     "create_app": "app",
     "serve": "serve",
 }

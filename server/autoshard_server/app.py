@@ -12,12 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette_compress import CompressMiddleware
 
-from autoshard_server.auth import Guard
-from autoshard_server.coding import BodyLimit
-from autoshard_server.executor import Executor
-from autoshard_server.executors import make_executor
-from autoshard_server.methods import allowed_methods
-from autoshard_server.middleware import RequestLog
+from autoshard_server.answering.service import Service
+from autoshard_server.http.auth import Guard
+from autoshard_server.http.coding import BodyLimit
+from autoshard_server.http.methods import allowed_methods
+from autoshard_server.http.middleware import RequestLog
+from autoshard_server.http.specification import specification
 from autoshard_server.problems import (
     EXCEPTION_PROBLEMS,
     HTTP,
@@ -30,9 +30,9 @@ from autoshard_server.problems import (
     problem_of,
 )
 from autoshard_server.routes import router, routers
-from autoshard_server.service import Service
 from autoshard_server.settings import Settings
-from autoshard_server.specification import specification
+from autoshard_server.solvers.executor import Executor
+from autoshard_server.solvers.executors import make_executor
 from autoshard_solver_cache import StoreUnavailableError
 
 _log = structlog.get_logger(__name__)

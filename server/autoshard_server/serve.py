@@ -1,6 +1,5 @@
 """Running the service in this process."""
 
-import logging
 import socket
 import time
 from contextlib import suppress
@@ -12,10 +11,11 @@ from fastapi import FastAPI
 from sqlalchemy import make_url
 
 from autoshard_server.app import create_app
-from autoshard_server.auth import is_loopback
+from autoshard_server.http.auth import is_loopback
 from autoshard_server.settings import Settings
 from autoshard_server.stores import open_stores
-from autoshard_server.tracing import start_tracing
+from autoshard_server.telemetry.logs import configure_logging
+from autoshard_server.telemetry.tracing import start_tracing
 from autoshard_solver_cache import StoreUnavailableError
 
 STARTUP_FAILED = 3
@@ -124,41 +124,3 @@ def _expect_keys(host: str, settings: Settings) -> None:
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def configure_logging(level: str = "info") -> None:
-    """One JSON object per line on stderr, ours and those of the libraries.
-
-    Args:
-        level: debug, info, warning or error.
-
-    Raises:
-        ValueError: there is no such level.
-    """
-    number = logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise ValueError(f"log level {level!r} is none of debug, info, warning and error")
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
-    ]
-    structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=True,
-    )
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.JSONRenderer(),
-            ],
-        )
-    )
-    logging.basicConfig(handlers=[handler], level=number, force=True)

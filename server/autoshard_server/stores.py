@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Engine
 
-from autoshard_server.jobs import JobStore
+from autoshard_server.jobs.job_store import JobStore
 from autoshard_server.settings import Settings
 from autoshard_server.store import (
     ApiKeyStore,

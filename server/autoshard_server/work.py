@@ -5,12 +5,13 @@ from threading import Event
 
 import structlog
 
-from autoshard_server.executors import make_executor
-from autoshard_server.serve import STARTUP_FAILED, configure_logging
+from autoshard_server.serve import STARTUP_FAILED
 from autoshard_server.settings import Settings
+from autoshard_server.solvers.executors import make_executor
+from autoshard_server.solvers.workers import Workers
 from autoshard_server.stores import open_stores
-from autoshard_server.tracing import start_tracing
-from autoshard_server.workers import Workers
+from autoshard_server.telemetry.logs import configure_logging
+from autoshard_server.telemetry.tracing import start_tracing
 from autoshard_solver_cache import StoreUnavailableError
 
 _log = structlog.get_logger(__name__)

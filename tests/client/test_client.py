@@ -26,7 +26,7 @@ from autoshard.errors import (
 from autoshard.mesh import make_mesh
 from autoshard.plan import PlanOptions
 from autoshard_server import ThreadExecutor
-from autoshard_server.solving import solve
+from autoshard_server.solvers.solving import solve
 
 
 @pytest.fixture(scope="module")

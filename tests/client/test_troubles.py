@@ -26,7 +26,7 @@ from autoshard.client.link import retry_after
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.plan import Plan
 from autoshard_server import ThreadExecutor
-from autoshard_server.solving import solve
+from autoshard_server.solvers.solving import solve
 
 QUICK = Retry(attempts=4, first=0.02, longest=1.5, outage=30.0)
 BUSY = Say(429, {"Retry-After": "0"})

@@ -26,7 +26,7 @@ from autoshard.errors import (
 from autoshard.graph import export_model
 from autoshard.plan import Plan, PlanOptions, make_plan
 from autoshard_server import ThreadExecutor
-from autoshard_server.solving import solve
+from autoshard_server.solvers.solving import solve
 from autoshard_server.store import ApiKeyStore, migrate
 from autoshard_solver_cache import open_engine
 

@@ -17,8 +17,8 @@ from support.services import listening
 
 from autoshard.graph import export_model
 from autoshard_server import Executor, ProcessExecutor, Settings, ThreadExecutor, create_app
-from autoshard_server.executor import Solver
-from autoshard_server.solving import solve
+from autoshard_server.solvers.executor import Solver
+from autoshard_server.solvers.solving import solve
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -11,8 +11,8 @@ import httpx2
 import pytest
 import zstandard
 
-from autoshard_server.executor import Solved, ThreadExecutor
-from autoshard_server.solving import solve
+from autoshard_server.solvers.executor import Solved, ThreadExecutor
+from autoshard_server.solvers.solving import solve
 
 MESH = {"mesh": {"shape": [2, 2]}}
 

@@ -14,7 +14,7 @@ from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, candidate_meshes, make_plan, problem_size
 from autoshard_server import ThreadExecutor
-from autoshard_server.solving import solve
+from autoshard_server.solvers.solving import solve
 
 MESH = {"shape": [2, 2]}
 

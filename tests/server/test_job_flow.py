@@ -12,9 +12,9 @@ import pytest
 
 from autoshard.plan import Plan
 from autoshard_server import ProcessExecutor, ThreadExecutor
-from autoshard_server.executor import Advanced, Solved, Work
 from autoshard_server.problems import TYPE_PREFIX
-from autoshard_server.solving import solve
+from autoshard_server.solvers.executor import Advanced, Solved, Work
+from autoshard_server.solvers.solving import solve
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from autoshard_server.jobs import TRANSITIONS, Claim, JobState, JobStore
+from autoshard_server.jobs.job import TRANSITIONS, Claim, JobState
+from autoshard_server.jobs.job_store import JobStore
 from autoshard_server.problems import TOO_MANY, ServerError
 from autoshard_server.store import EventKind, migrate
 from autoshard_solver_cache import open_engine

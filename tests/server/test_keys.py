@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autoshard.cli.main import app
-from autoshard_server.auth import is_loopback
+from autoshard_server.http.auth import is_loopback
 
 
 def keys(store: str, *arguments: str, status: int = 0) -> str:

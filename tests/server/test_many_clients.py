@@ -10,8 +10,8 @@ import httpx2
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan, plan_id
-from autoshard_server.executor import ThreadExecutor
-from autoshard_server.solving import solve
+from autoshard_server.solvers.executor import ThreadExecutor
+from autoshard_server.solvers.solving import solve
 
 CLIENTS = 200
 DIFFERENT = 20

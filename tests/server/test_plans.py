@@ -10,8 +10,8 @@ import pytest
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh, mesh_to_json
 from autoshard.plan import Plan, PlanOptions, plan_id
-from autoshard_server.executor import ThreadExecutor
-from autoshard_server.solving import solve
+from autoshard_server.solvers.executor import ThreadExecutor
+from autoshard_server.solvers.solving import solve
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_request_seen_before_is_not_parsed_again(
     def parse(*_args: object, **_options: object) -> None:
         raise AssertionError("the graph was parsed")
 
-    monkeypatch.setattr("autoshard_server.service.load_graph", parse)
+    monkeypatch.setattr("autoshard_server.answering.service.load_graph", parse)
     assert service.post(graph).content == answered.content
 
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from support.crew import Crew, crew, is_running
 
-from autoshard_server.executor import Died, Work
-from autoshard_server.job import JobState
+from autoshard_server.jobs.job import JobState
 from autoshard_server.problems import TYPE_PREFIX
+from autoshard_server.solvers.executor import Died, Work
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autoshard[ray]'")
 
@@ -29,7 +29,7 @@ TOLD = [sys.executable, str(Path(__file__).parent / "programs" / "told.py")]
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Crew]:
-    from autoshard_server.ray_executor import RayExecutor  # noqa: PLC0415  where Ray is installed
+    from autoshard_server.solvers.ray_executor import RayExecutor  # noqa: PLC0415  where Ray is installed
 
     before = signal.getsignal(signal.SIGTERM)
     options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
@@ -79,7 +79,7 @@ def test_cancel_on_ray_frees_the_processor_within_a_second(here: Crew) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_solver_that_cannot_be_given_its_work_is_lost(tmp_path: Path) -> None:
-    from autoshard_server.ray_executor import RayExecutor  # noqa: PLC0415  where Ray is installed
+    from autoshard_server.solvers.ray_executor import RayExecutor  # noqa: PLC0415  where Ray is installed
 
     program = tmp_path / "once"
     program.write_text('#!/bin/sh\nrm "$0"\n', encoding="utf-8")

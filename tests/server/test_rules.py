@@ -18,10 +18,10 @@ from autoshard.graph import export_model, load_graph, rules_to_json
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan, plan_id
 from autoshard_server import ThreadExecutor
-from autoshard_server.questions import Question
-from autoshard_server.requests import PlanRequest
+from autoshard_server.answering.questions import Question
+from autoshard_server.answering.requests import PlanRequest
 from autoshard_server.settings import Settings
-from autoshard_server.solving import solve
+from autoshard_server.solvers.solving import solve
 
 LARGE = partial(custom_operators.mixer, batch=64, sequence=256, features=512)
 """Large enough that cutting it pays."""
@@ -220,7 +220,7 @@ def test_a_plan_is_not_kept_where_there_was_no_time_to_try(
     archive = export_model(Distances(), (torch.zeros(32, 8, 16),))
     running = start_service(executor=ThreadExecutor(solve))
     with monkeypatch.context() as patched:
-        patched.setattr("autoshard_server.solving._DISCOVERY_SECONDS", 0.0)
+        patched.setattr("autoshard_server.solvers.solving._DISCOVERY_SECONDS", 0.0)
         hurried = ask(running, archive, [])
         assert "rules" not in hurried.json()["stages"][0]["program"]
     full = ask(running, archive, [])
@@ -249,5 +249,5 @@ def test_a_question_says_what_would_find_rules(monkeypatch: pytest.MonkeyPatch) 
     request = PlanRequest.model_validate_json('{"mesh": {"shape": [4]}}')
     before = Question(request, "0" * 64, Settings()).digest
     assert Question(request, "0" * 64, Settings()).digest == before
-    monkeypatch.setattr("autoshard_server.questions.RULES_VERSION", 2)
+    monkeypatch.setattr("autoshard_server.answering.questions.RULES_VERSION", 2)
     assert Question(request, "0" * 64, Settings()).digest != before

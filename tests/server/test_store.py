@@ -21,8 +21,9 @@ from support.crew import crew
 from autoshard.mesh import mesh_from_json
 from autoshard.plan import Plan, PlanOptions, plan_id
 from autoshard_server import ProcessExecutor, Settings
-from autoshard_server.job import JobState
+from autoshard_server.jobs.job import JobState
 from autoshard_server.problems import TYPE_PREFIX
+from autoshard_server.solvers.tasks import requested_graph
 from autoshard_server.store import (
     PLANS,
     ApiKeyStore,
@@ -37,7 +38,6 @@ from autoshard_server.store import (
 from autoshard_server.store.migrate import _config
 from autoshard_server.store.tables import metadata
 from autoshard_server.stores import open_stores
-from autoshard_server.tasks import requested_graph
 from autoshard_solver_cache import SolverCache, StoreUnavailableError, open_engine
 
 OLD = Path(__file__).parent / "data" / "store-0.1.0.db"

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 from support.crew import crew, is_running
 
 from autoshard_server import ProcessExecutor, Settings
-from autoshard_server.job import JobState
+from autoshard_server.jobs.job import JobState
 from autoshard_server.problems import TYPE_PREFIX
 from autoshard_server.store import EventKind
 from autoshard_server.stores import open_stores

@@ -6,13 +6,13 @@ from http import HTTPStatus
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
-from autoshard_server.documents import job_document
-from autoshard_server.jobs import Job, JobState
-from autoshard_server.kinds import JobKind
-from autoshard_server.metrics import results_total
+from autoshard_server.answering.service import Answer, Service
+from autoshard_server.http.documents import job_document
+from autoshard_server.http.uploads import preferred_wait
+from autoshard_server.jobs.job import Job, JobState
+from autoshard_server.jobs.kinds import JobKind
 from autoshard_server.problems import PROBLEM_MEDIA_TYPE
-from autoshard_server.service import Answer, Service
-from autoshard_server.uploads import preferred_wait
+from autoshard_server.telemetry.figures import results_total
 
 IMMUTABLE = "private, max-age=31536000, immutable"
 """Cache-Control of what never changes under its address."""

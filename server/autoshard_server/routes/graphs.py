@@ -8,23 +8,23 @@ import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
 from autoshard_server import problems
-from autoshard_server.auth import Planner, Reader
-from autoshard_server.documents import (
+from autoshard_server.answering.service import Service
+from autoshard_server.http.auth import Planner, Reader
+from autoshard_server.http.documents import (
     GraphDocument,
     UploadedGraph,
     graph_document,
     uploaded_graph,
 )
-from autoshard_server.problems import CONTENT, GRAPH_UNKNOWN, MEDIA_TYPE, ServerError
-from autoshard_server.routes.parameters import GraphDigest, ServiceHere
-from autoshard_server.service import Service
-from autoshard_server.specification import (
+from autoshard_server.http.specification import (
     GRAPH_BODY,
     answer_headers,
     guarded_answers,
     takes,
 )
-from autoshard_server.uploads import media_type, read_bytes
+from autoshard_server.http.uploads import media_type, read_bytes
+from autoshard_server.problems import CONTENT, GRAPH_UNKNOWN, MEDIA_TYPE, ServerError
+from autoshard_server.routes.parameters import GraphDigest, ServiceHere
 
 router = APIRouter(tags=["graphs"])
 

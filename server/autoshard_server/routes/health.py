@@ -3,10 +3,10 @@
 from fastapi import APIRouter
 
 from autoshard_server import problems
-from autoshard_server.documents import Alive, Versions
+from autoshard_server.answering.service import versions
+from autoshard_server.http.documents import Alive, Versions
+from autoshard_server.http.specification import problem_answers
 from autoshard_server.routes.parameters import ServiceHere
-from autoshard_server.service import versions
-from autoshard_server.specification import problem_answers
 
 router = APIRouter(tags=["health"])
 

@@ -11,13 +11,13 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from autoshard_server import problems
-from autoshard_server.auth import Planner, Reader, Scope
-from autoshard_server.documents import JobDocument, JobEvent, JobPage, job_entry, moment
-from autoshard_server.job import Job, JobState
-from autoshard_server.pages import PageSize, PageToken, cursor_of, page_limit, token_of
+from autoshard_server.http.auth import Planner, Reader, Scope
+from autoshard_server.http.documents import JobDocument, JobEvent, JobPage, job_entry, moment
+from autoshard_server.http.pages import PageSize, PageToken, cursor_of, page_limit, token_of
+from autoshard_server.http.specification import answer_headers, guarded_answers
+from autoshard_server.jobs.job import Job, JobState
 from autoshard_server.routes.answers import job_response
 from autoshard_server.routes.parameters import JobId, ServiceHere
-from autoshard_server.specification import answer_headers, guarded_answers
 from autoshard_server.store import Event, EventKind
 
 router = APIRouter(tags=["jobs"])

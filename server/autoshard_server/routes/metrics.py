@@ -5,10 +5,10 @@ from functools import partial
 import anyio.to_thread
 from fastapi import APIRouter, Response
 
-from autoshard_server.auth import Scraper
-from autoshard_server.metrics import CONTENT_TYPE, exposition
+from autoshard_server.http.auth import Scraper
+from autoshard_server.http.exposition import CONTENT_TYPE, exposition
+from autoshard_server.http.specification import guarded_answers
 from autoshard_server.routes.parameters import ServiceHere
-from autoshard_server.specification import guarded_answers
 
 router = APIRouter(tags=["health"])
 

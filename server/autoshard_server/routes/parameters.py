@@ -4,8 +4,8 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Path, Request
 
-from autoshard_server import methods  # noqa: F401  registers the kind of path that routes have
-from autoshard_server.service import Service
+from autoshard_server.answering.service import Service
+from autoshard_server.http import methods  # noqa: F401  registers the kind of path that routes have
 
 
 def _service(request: Request) -> Service:

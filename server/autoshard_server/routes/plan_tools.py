@@ -9,15 +9,15 @@ from pydantic import TypeAdapter
 
 from autoshard.plan import Explanation, Plan, PlanDifference, compare_plans, export_plan
 from autoshard_server import problems
-from autoshard_server.auth import Planner, Reader
-from autoshard_server.documents import JobDocument
-from autoshard_server.questions import explanation_task
-from autoshard_server.requests import PlanPair
+from autoshard_server.answering.questions import explanation_task
+from autoshard_server.answering.requests import PlanPair
+from autoshard_server.http.auth import Planner, Reader
+from autoshard_server.http.documents import JobDocument
+from autoshard_server.http.specification import PAIR_BODY, answer_headers, guarded_answers, takes
+from autoshard_server.http.uploads import read_json
 from autoshard_server.routes.answers import ASK_AGAIN, JSON, found_response, tagged_response
 from autoshard_server.routes.parameters import PlanId, ServiceHere
 from autoshard_server.routes.plans import kept_plan
-from autoshard_server.specification import PAIR_BODY, answer_headers, guarded_answers, takes
-from autoshard_server.uploads import read_json
 
 router = APIRouter(tags=["plans"])
 

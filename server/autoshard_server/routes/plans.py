@@ -11,28 +11,21 @@ from fastapi import APIRouter, Query, Request, Response
 
 from autoshard.plan import Plan
 from autoshard_server import problems
-from autoshard_server.auth import Planner, Reader
-from autoshard_server.documents import JobDocument, KnownPlan, PlanPage, plan_entry
-from autoshard_server.job import Job
-from autoshard_server.kinds import JobKind
-from autoshard_server.pages import PageSize, PageToken, cursor_of, page_limit, token_of
-from autoshard_server.problems import MEDIA_TYPE, NOT_FOUND, ServerError
-from autoshard_server.questions import Question
-from autoshard_server.repetition import once
-from autoshard_server.requests import GraphPlanOrder, PlanLookup, PlanOrder
-from autoshard_server.results import Validation
-from autoshard_server.routes.answers import JSON, found_response, tagged_response
-from autoshard_server.routes.parameters import PlanId, ServiceHere
-from autoshard_server.service import Answer, Service
-from autoshard_server.specification import (
+from autoshard_server.answering.questions import Question
+from autoshard_server.answering.requests import GraphPlanOrder, PlanLookup, PlanOrder
+from autoshard_server.answering.service import Answer, Service
+from autoshard_server.http.auth import Planner, Reader
+from autoshard_server.http.documents import JobDocument, KnownPlan, PlanPage, plan_entry
+from autoshard_server.http.pages import PageSize, PageToken, cursor_of, page_limit, token_of
+from autoshard_server.http.repetition import once
+from autoshard_server.http.specification import (
     LOOKUP_BODY,
     PLAN_BODY,
     answer_headers,
     guarded_answers,
     takes,
 )
-from autoshard_server.store import Cursor
-from autoshard_server.uploads import (
+from autoshard_server.http.uploads import (
     MULTIPART_FORM,
     media_type,
     parse,
@@ -40,6 +33,13 @@ from autoshard_server.uploads import (
     read_json,
     read_upload,
 )
+from autoshard_server.jobs.job import Job
+from autoshard_server.jobs.kinds import JobKind
+from autoshard_server.problems import MEDIA_TYPE, NOT_FOUND, ServerError
+from autoshard_server.routes.answers import JSON, found_response, tagged_response
+from autoshard_server.routes.parameters import PlanId, ServiceHere
+from autoshard_server.solvers.results import Validation
+from autoshard_server.store import Cursor
 
 router = APIRouter(tags=["plans"])
 

@@ -7,24 +7,24 @@ from fastapi import APIRouter, Request, Response
 
 from autoshard.plan import Coverage
 from autoshard_server import problems
-from autoshard_server.auth import Planner
-from autoshard_server.documents import JobDocument
-from autoshard_server.job import Job
-from autoshard_server.questions import coverage_task, search_task
-from autoshard_server.repetition import once
-from autoshard_server.requests import CoverageRequest, SearchRequest
-from autoshard_server.results import MeshSearch
-from autoshard_server.routes.answers import found_response
-from autoshard_server.routes.parameters import ServiceHere
-from autoshard_server.service import Answer, Service
-from autoshard_server.specification import (
+from autoshard_server.answering.questions import coverage_task, search_task
+from autoshard_server.answering.requests import CoverageRequest, SearchRequest
+from autoshard_server.answering.service import Answer, Service
+from autoshard_server.http.auth import Planner
+from autoshard_server.http.documents import JobDocument
+from autoshard_server.http.repetition import once
+from autoshard_server.http.specification import (
     COVERAGE_BODY,
     SEARCH_BODY,
     answer_headers,
     guarded_answers,
     takes,
 )
-from autoshard_server.uploads import read_json
+from autoshard_server.http.uploads import read_json
+from autoshard_server.jobs.job import Job
+from autoshard_server.routes.answers import found_response
+from autoshard_server.routes.parameters import ServiceHere
+from autoshard_server.solvers.results import MeshSearch
 
 router = APIRouter(tags=["graphs"])
 

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Path
 from autoshard.errors import MeshError
 from autoshard.mesh import Topology, get_topology, topology_names
 from autoshard_server import problems
-from autoshard_server.auth import Reader
-from autoshard_server.documents import Topologies
+from autoshard_server.http.auth import Reader
+from autoshard_server.http.documents import Topologies
+from autoshard_server.http.specification import guarded_answers
 from autoshard_server.problems import NOT_FOUND, ServerError
-from autoshard_server.specification import guarded_answers
 
 router = APIRouter(tags=["topologies"])
 

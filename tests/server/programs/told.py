@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from autoshard_server.frames import FrameKind, read_frame, write_frame
+from autoshard_server.solvers.frames import FrameKind, read_frame, write_frame
 
 
 def spin() -> None:

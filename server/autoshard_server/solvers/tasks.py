@@ -26,9 +26,9 @@ from autoshard.plan import (
 )
 from autoshard.rules import with_rules
 from autoshard.solve import Status, TableStore
-from autoshard_server.executor import Solved
-from autoshard_server.kinds import JobKind
-from autoshard_server.results import MeshSearch, SearchedMesh, Validation
+from autoshard_server.jobs.kinds import JobKind
+from autoshard_server.solvers.executor import Solved
+from autoshard_server.solvers.results import MeshSearch, SearchedMesh, Validation
 
 UNFINISHED = frozenset({Status.TIMED_OUT, Status.CANCELLED})
 """Outcomes that say nothing about the next time."""

@@ -8,8 +8,8 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from autoshard_server.answering.requests import PlanOrder
 from autoshard_server.problems import MEDIA_TYPE, MULTIPART, REQUEST, TOO_LARGE, ServerError
-from autoshard_server.requests import PlanOrder
 from autoshard_server.settings import Settings
 
 _Asked = TypeVar("_Asked", bound=BaseModel)

@@ -12,9 +12,14 @@ from autoshard.errors import OptionError
 from autoshard.graph import RULES_VERSION, rules_from_json, rules_to_json
 from autoshard.mesh import Mesh, mesh_to_json, topology_to_json
 from autoshard.plan import PLAN_VERSION, candidate_meshes, torch_version
-from autoshard_server.kinds import JobKind
+from autoshard_server.answering.requests import (
+    CoverageRequest,
+    MeshInput,
+    PlanRequest,
+    SearchRequest,
+)
+from autoshard_server.jobs.kinds import JobKind
 from autoshard_server.problems import LIMIT, ServerError
-from autoshard_server.requests import CoverageRequest, MeshInput, PlanRequest, SearchRequest
 from autoshard_server.settings import Settings
 
 

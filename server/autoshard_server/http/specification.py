@@ -9,7 +9,15 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from autoshard_server.documents import Problem
+from autoshard_server.answering.requests import (
+    CoverageRequest,
+    GraphPlanOrder,
+    PlanLookup,
+    PlanOrder,
+    PlanPair,
+    SearchRequest,
+)
+from autoshard_server.http.documents import Problem
 from autoshard_server.problems import (
     FORBIDDEN,
     INTERNAL,
@@ -19,14 +27,6 @@ from autoshard_server.problems import (
     UNAVAILABLE,
     ProblemType,
     problem_document,
-)
-from autoshard_server.requests import (
-    CoverageRequest,
-    GraphPlanOrder,
-    PlanLookup,
-    PlanOrder,
-    PlanPair,
-    SearchRequest,
 )
 
 _REF = "#/components/schemas/{model}"

@@ -1,7 +1,7 @@
 """Which executor the settings ask for."""
 
-from autoshard_server.executor import Executor, ProcessExecutor
 from autoshard_server.settings import Settings
+from autoshard_server.solvers.executor import Executor, ProcessExecutor
 
 
 def make_executor(settings: Settings) -> Executor:
@@ -14,7 +14,7 @@ def make_executor(settings: Settings) -> Executor:
     if settings.executor == "process":
         return ProcessExecutor(environment=settings.environment, max_bytes=settings.max_job_bytes)
     try:
-        from autoshard_server.ray_executor import RayExecutor  # noqa: PLC0415  an extra
+        from autoshard_server.solvers.ray_executor import RayExecutor  # noqa: PLC0415  an extra
     except ImportError as error:
         raise RuntimeError(
             "AUTOSHARD_EXECUTOR is 'ray', but Ray is not installed: pip install 'autoshard[ray]'"

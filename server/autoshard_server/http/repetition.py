@@ -7,10 +7,10 @@ from functools import partial
 import anyio.to_thread
 from fastapi import Request
 
-from autoshard_server.auth import Caller
-from autoshard_server.job import Job
+from autoshard_server.answering.service import Answer, Service
+from autoshard_server.http.auth import Caller
+from autoshard_server.jobs.job import Job
 from autoshard_server.problems import KEY_REUSED, REQUEST, ServerError
-from autoshard_server.service import Answer, Service
 
 _HEADER = "Idempotency-Key"
 _LONGEST = 255

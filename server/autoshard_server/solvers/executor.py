@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import psutil
 import structlog
 
-from autoshard_server.frames import FrameKind, read_frame, write_frame
 from autoshard_server.problems import CRASHED, INTERNAL, MEMORY, problem_document, problem_of
+from autoshard_server.solvers.frames import FrameKind, read_frame, write_frame
 
 _log = structlog.get_logger(__name__)
 
-_SOLVER = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solving")
+_SOLVER = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solvers.solving")
 
 _MEMORY_TICK = 0.05
 """Seconds between looks at a process's memory; what it can fill meanwhile is its overshoot."""
@@ -115,7 +115,7 @@ class ProcessExecutor:
     """One process per solve, started before it is needed and killed when it is not wanted.
 
     Attributes:
-        command: what to run; it speaks `autoshard_server.frames` on stdin and stdout.
+        command: what to run; it speaks `autoshard_server.solvers.frames` on stdin and stdout.
         environment: variables that it gets besides those of this process.
         max_bytes: resident memory of the process and those that it starts; with more they are
             killed. None watches nothing.

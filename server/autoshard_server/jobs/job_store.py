@@ -38,9 +38,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from autoshard_server.admission import check_caller, check_queue
-from autoshard_server.job import TRANSITIONS, Claim, Job, JobState
-from autoshard_server.leases import Leases
+from autoshard_server.jobs.admission import check_caller, check_queue
+from autoshard_server.jobs.job import TRANSITIONS, Claim, Job, JobState
+from autoshard_server.jobs.leases import Leases
 from autoshard_server.problems import CANCELLED, CRASHED, problem_document
 from autoshard_server.store.cursor import Cursor, beyond, newest_first
 from autoshard_server.store.events import (
@@ -55,8 +55,6 @@ from autoshard_server.store.tables import jobs as _jobs
 from autoshard_solver_cache import reader
 
 _log = logging.getLogger(__name__)
-
-__all__ = ["TRANSITIONS", "Claim", "Job", "JobState", "JobStore"]
 
 _SUMMARY = (
     _jobs.c.id,

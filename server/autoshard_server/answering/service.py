@@ -13,17 +13,17 @@ import structlog
 from autoshard.graph import ArchiveLimits, Graph, load_graph
 from autoshard.plan import PLAN_VERSION, plan_id
 from autoshard.rules import with_rules
-from autoshard_server.executor import Executor
-from autoshard_server.hot import Hot
-from autoshard_server.job import Job
-from autoshard_server.kinds import JobKind
+from autoshard_server.answering.hot import Hot
+from autoshard_server.answering.questions import Question, Task, check_graph_size, validation_id
+from autoshard_server.jobs.job import Job
+from autoshard_server.jobs.kinds import JobKind
+from autoshard_server.jobs.waiting import Waiting
 from autoshard_server.problems import GRAPH_UNKNOWN, NOT_FOUND, UNAVAILABLE, ServerError
-from autoshard_server.questions import Question, Task, check_graph_size, validation_id
 from autoshard_server.settings import Settings
+from autoshard_server.solvers.executor import Executor
+from autoshard_server.solvers.workers import Workers
 from autoshard_server.stores import open_stores
-from autoshard_server.tracing import carried_context
-from autoshard_server.waiting import Waiting
-from autoshard_server.workers import Workers
+from autoshard_server.telemetry.tracing import carried_context
 
 Made = TypeVar("Made")
 

@@ -13,13 +13,14 @@ from uuid import uuid4
 
 import structlog
 
-from autoshard_server.executor import Advanced, Died, Executor, Failed, Solved, Solver, Work
-from autoshard_server.jobs import Claim, JobStore
-from autoshard_server.kinds import JobKind
+from autoshard_server.jobs.job import Claim
+from autoshard_server.jobs.job_store import JobStore
+from autoshard_server.jobs.kinds import JobKind
 from autoshard_server.problems import DEADLINE, problem_document
 from autoshard_server.settings import Settings
+from autoshard_server.solvers.executor import Advanced, Died, Executor, Failed, Solved, Solver, Work
 from autoshard_server.stores import Stores
-from autoshard_server.tracing import job_span
+from autoshard_server.telemetry.tracing import job_span
 from autoshard_solver_cache import StoreUnavailableError
 
 _TICK = 0.2

@@ -22,9 +22,7 @@ from autoshard.mesh import Mesh, mesh_from_json
 from autoshard.plan import PlanOptions, make_plan, plan_id, torch_version
 from autoshard.rules import has_rule
 from autoshard.solve import Progress, TableStore
-from autoshard_server.executor import Solved, Work
-from autoshard_server.frames import FrameKind, read_frame, write_frame
-from autoshard_server.kinds import JobKind
+from autoshard_server.jobs.kinds import JobKind
 from autoshard_server.problems import (
     INTERNAL,
     OTHER_RELEASE,
@@ -33,7 +31,9 @@ from autoshard_server.problems import (
     problem_type_of,
 )
 from autoshard_server.settings import Settings
-from autoshard_server.tasks import UNFINISHED, Assignment, requested_graph, run_task
+from autoshard_server.solvers.executor import Solved, Work
+from autoshard_server.solvers.frames import FrameKind, read_frame, write_frame
+from autoshard_server.solvers.tasks import UNFINISHED, Assignment, requested_graph, run_task
 from autoshard_solver_cache import Shelf, SolverCache, StoreUnavailableError, open_engine
 
 _log = logging.getLogger(__name__)

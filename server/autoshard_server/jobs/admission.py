@@ -2,7 +2,7 @@
 
 from sqlalchemy import Connection, func, select
 
-from autoshard_server.job import JobState
+from autoshard_server.jobs.job import JobState
 from autoshard_server.problems import TOO_MANY, ServerError
 from autoshard_server.store.tables import ACTIVE_STATES, jobs
 

@@ -10,8 +10,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from autoshard_server.metrics import request_seconds, requests_total
 from autoshard_server.problems import INTERNAL, PROBLEM_MEDIA_TYPE, problem_of
+from autoshard_server.telemetry.figures import request_seconds, requests_total
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

@@ -7,9 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from autoshard.graph import Graph
 from autoshard.plan import Coverage, Explanation, Plan
-from autoshard_server.job import Job, JobState
-from autoshard_server.kinds import JobKind
-from autoshard_server.results import MeshSearch, Validation
+from autoshard_server.jobs.job import Job, JobState
+from autoshard_server.jobs.kinds import JobKind
+from autoshard_server.solvers.results import MeshSearch, Validation
 from autoshard_server.store import EventKind, GraphInfo, PlanSummary
 
 

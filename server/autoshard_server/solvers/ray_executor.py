@@ -20,7 +20,8 @@ import ray
 import structlog
 from ray.exceptions import GetTimeoutError, RayError
 
-from autoshard_server.executor import (
+from autoshard_server.problems import CRASHED, problem_document
+from autoshard_server.solvers.executor import (
     Advanced,
     Died,
     Failed,
@@ -30,7 +31,6 @@ from autoshard_server.executor import (
     Solver,
     Work,
 )
-from autoshard_server.problems import CRASHED, problem_document
 
 _POLL = 0.5
 """Seconds that an actor waits for a message before it says that there is none."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from autoshard_server.job import Job
+from autoshard_server.jobs.job import Job
 
 _SHORTEST_LOOK = 0.02
 _LONGEST_LOOK = 0.25

@@ -1,0 +1,1 @@
+"""What is between the wire and the routes: callers, bodies, problems, the specification."""

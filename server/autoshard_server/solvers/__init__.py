@@ -1,0 +1,1 @@
+"""Where jobs are done: workers, and the processes that solve for them."""

@@ -1,0 +1,1 @@
+"""What can be seen of the service from outside: figures, traces, logs."""
