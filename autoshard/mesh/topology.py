@@ -44,6 +44,12 @@ as they are in practice, and cuts of one extent down to a few tiles visibly dear
 MAX_PACES = 4096
 """Of a device; there are fewer operators."""
 
+MAX_DTYPES = 64
+"""Of a device's peaks; PyTorch has fewer."""
+
+MAX_SOURCE = 4096
+"""Characters that say where the figures of a topology come from."""
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -107,7 +113,13 @@ class Device:
                 f"device {self.name!r} has no peak_flops for float32, which stands in "
                 "for every dtype that is not listed"
             )
+        if len(self.peak_flops) > MAX_DTYPES:
+            raise MeshError(
+                f"device {self.name!r} has peak_flops for {len(self.peak_flops)} dtypes; "
+                f"{MAX_DTYPES} are enough for all there are"
+            )
         for dtype, flops in self.peak_flops.items():
+            check_name(dtype, f"dtype of device {self.name!r}")
             check_positive(flops, f"peak_flops[{dtype!r}] of device {self.name!r}")
         check_positive(self.memory_bandwidth, f"memory_bandwidth of device {self.name!r}")
         check_positive(self.memory, f"memory of device {self.name!r}")
@@ -241,6 +253,11 @@ class Topology:
 
     def __post_init__(self) -> None:
         check_name(self.name, "topology")
+        if len(self.source) > MAX_SOURCE:
+            raise MeshError(
+                f"the source of topology {self.name!r} has {len(self.source):,} characters; "
+                f"say in {MAX_SOURCE:,} where the figures come from, or give an address"
+            )
         check_backend(self.backend)
         check_not_negative(
             self.collective_overhead, f"collective_overhead of topology {self.name!r}"

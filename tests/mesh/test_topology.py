@@ -15,6 +15,7 @@ from autoshard.mesh import (
     get_topology,
     topology_names,
 )
+from autoshard.mesh.topology import MAX_DTYPES, MAX_SOURCE
 
 DEVICE = Device("gpu", {"float32": 1e12, "bfloat16": 8e12}, memory_bandwidth=1e12, memory=10**9)
 NODE = Link("nvlink", 8, 100e9, 1e-6)
@@ -108,6 +109,21 @@ def test_a_name_is_short_and_printable(name: str) -> None:
         replace(NODE, name=name)
     with pytest.raises(MeshError, match=r"axis .* must have a name"):
         Axis(name, 2)
+
+
+@pytest.mark.parametrize("name", ["", "a\x00b", "n" * 256])
+def test_a_dtype_has_a_name(name: str) -> None:
+    with pytest.raises(MeshError, match=r"dtype of device '.*' .* must have a name"):
+        replace(DEVICE, peak_flops={"float32": 1e12, name: 1e12})
+
+
+def test_texts_and_tables_of_a_topology_have_limits() -> None:
+    assert len(Topology("box", DEVICE, (NODE,), source="s" * MAX_SOURCE).source) == MAX_SOURCE
+    with pytest.raises(MeshError, match=r"source of topology 'box' has 4,097 characters; say in"):
+        Topology("box", DEVICE, (NODE,), source="s" * (MAX_SOURCE + 1))
+    peaks = dict.fromkeys(("float32", *(f"float{i}x" for i in range(MAX_DTYPES))), 1e12)
+    with pytest.raises(MeshError, match=f"peak_flops for {MAX_DTYPES + 1} dtypes"):
+        replace(DEVICE, peak_flops=peaks)
 
 
 @pytest.mark.parametrize("name", topology_names())
