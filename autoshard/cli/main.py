@@ -327,6 +327,16 @@ def worker(
     workers: Annotated[
         int | None, typer.Option(help="Solves that run at once; default AUTOSHARD_NUM_WORKERS.")
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address for --port; default AUTOSHARD_WORKER_HOST, or 127.0.0.1."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="Answer /livez and /metrics on this port; default AUTOSHARD_WORKER_PORT, or none."
+        ),
+    ] = None,
     log_level: Annotated[
         str, typer.Option(help="Least to log: debug, info, warning or error.")
     ] = "info",
@@ -334,7 +344,7 @@ def worker(
     """Run jobs of a service on this host too; SIGTERM lets running ones finish, within limits."""
     from autoshard_server.work import work  # noqa: PLC0415  the library works without it
 
-    work(store_url=store, num_workers=workers, log_level=log_level)
+    work(store_url=store, num_workers=workers, host=host, port=port, log_level=log_level)
 
 
 @app.command()

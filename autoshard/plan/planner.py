@@ -115,7 +115,7 @@ def make_plan(
         prices = Prices(mesh, options)
         steering = Steering.of(graph, mesh, options)
         formulation = Formulation(graph, ActiveAxes.of(mesh), prices, steering=steering)
-        _check_size(formulation, max_strategies)
+        check_size(formulation, max_strategies)
     with clock.phase("solve"), collection_of_new():
         planning = Planning(
             formulation, options, on_progress=on_progress, cancel=cancel, tables=tables
@@ -145,7 +145,12 @@ def check_mode(graph: Graph, options: PlanOptions) -> None:
         _check_rules(graph)
 
 
-def _check_size(formulation: Formulation, most: int | None) -> None:
+def check_size(formulation: Formulation, most: int | None) -> None:
+    """Refuse a problem with more strategies than that; None allows any number.
+
+    Raises:
+        OptionError: it has more.
+    """
     number = sum(len(variable.strategies) for variable in formulation.variables)
     if most is not None and number > most:
         raise OptionError(

@@ -12,7 +12,7 @@ from autoshard.plan.formulation.formulation import Formulation
 from autoshard.plan.formulation.pricing import Prices
 from autoshard.plan.formulation.variables import Role, Variable
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.planner import check_mode
+from autoshard.plan.planner import check_mode, check_size
 from autoshard.plan.steering.restriction import Steering
 
 
@@ -34,18 +34,32 @@ class ProblemSize(Document):
 
 
 @collection_paused()
-def problem_size(graph: Graph, mesh: Mesh, options: PlanOptions | None = None) -> ProblemSize:
+def problem_size(
+    graph: Graph,
+    mesh: Mesh,
+    options: PlanOptions | None = None,
+    *,
+    max_strategies: int | None = None,
+) -> ProblemSize:
     """Formulate a request, and say how large it is.
+
+    Args:
+        graph: the normalised program.
+        mesh: the devices and what communication over them costs.
+        options: as for `make_plan`.
+        max_strategies: of all choices together; a larger problem is refused.
 
     Raises:
         GraphError: the graph cannot be planned in the mode asked for.
-        OptionError: an option makes no sense, or leaves something nothing to choose from.
+        OptionError: an option makes no sense, or leaves something nothing to choose from, or
+            the problem is larger than allowed.
     """
     options = options or PlanOptions()
     check_mode(graph, options)
     prices = Prices(mesh, options)
     steering = Steering.of(graph, mesh, options)
     formulation = Formulation(graph, ActiveAxes.of(mesh), prices, steering=steering)
+    check_size(formulation, max_strategies)
     inputs = (v for v in formulation.variables if v.role is Role.INPUT)
     bound = sum(_least_bytes(variable) for variable in inputs)
     return ProblemSize(

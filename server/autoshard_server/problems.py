@@ -169,6 +169,12 @@ KEY_REUSED = ProblemType(
     "The Idempotency-Key was used for another request",
     "A key stands for one request for 24 hours; make a new one for each request.",
 )
+PRESET = ProblemType(
+    "topology-preset",
+    409,
+    "The topology is built in",
+    "Names of built-in topologies always mean those; store yours under another name.",
+)
 NO_PLAN = ProblemType(
     "plan",
     422,
@@ -200,8 +206,8 @@ OTHER_RELEASE = ProblemType(
     "other-release",
     409,
     "The job was asked of another release",
-    "The release that runs jobs is not the one that took this one, as after an upgrade; "
-    "ask again, and it is asked of this one.",
+    "Several releases share a database, as during an upgrade: the one that runs jobs is not the "
+    "one that took this one, so ask again; or only a newer one knows what was made.",
 )
 CRASHED = ProblemType(
     "solver-crashed",
@@ -252,6 +258,7 @@ PROBLEM_TYPES = (
     LIMIT,
     CONTENT,
     KEY_REUSED,
+    PRESET,
     NO_PLAN,
     UNAUTHENTICATED,
     FORBIDDEN,

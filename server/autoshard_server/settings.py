@@ -37,6 +37,13 @@ class Settings(BaseSettings):
     num_workers: int = Field(
         default=2, ge=0, le=256, description="Solves that run at once; 0 only queues."
     )
+    worker_host: str = Field(
+        default="127.0.0.1",
+        description="Address on which `autoshard worker` answers `/livez` and `/metrics`.",
+    )
+    worker_port: int = Field(
+        default=0, ge=0, lt=1 << 16, description="Port of the same; 0 opens none."
+    )
     executor: Literal["process", "ray"] = Field(
         default="process",
         description="Where solves run: each in a process of this machine, or on a Ray cluster.",
@@ -86,6 +93,12 @@ class Settings(BaseSettings):
         default=_MIB,
         gt=0,
         description="Largest JSON that asks for something: a body, or the form part 'request'.",
+    )
+    max_topologies: int = Field(
+        default=1000, ge=0, description="Topologies that may be stored under names."
+    )
+    max_topology_bytes: int = Field(
+        default=_MIB // 4, gt=0, description="Largest JSON of a topology that is stored."
     )
     max_time_limit: float = Field(
         default=3600.0, gt=0, description="Largest time_limit that a request may ask for, seconds."

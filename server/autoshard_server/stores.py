@@ -11,6 +11,7 @@ from autoshard_server.store import (
     GraphStore,
     IdempotencyStore,
     PlanIndex,
+    TopologyStore,
     is_current,
     migrate,
 )
@@ -27,6 +28,7 @@ class Stores:
         jobs: what was accepted, until it is done and forgotten.
         graphs: uploads by digest, in the cache.
         plans: a list of the plans in the cache.
+        topologies: those that requests can name, beside the presets.
         idempotency: what was answered under which Idempotency-Key.
         api_keys: who may ask.
     """
@@ -36,6 +38,7 @@ class Stores:
     jobs: JobStore
     graphs: GraphStore
     plans: PlanIndex
+    topologies: TopologyStore
     idempotency: IdempotencyStore
     api_keys: ApiKeyStore
 
@@ -63,6 +66,7 @@ def open_stores(settings: Settings) -> Stores:
         jobs=JobStore(engine, lease=settings.lease, max_attempts=settings.max_attempts),
         graphs=GraphStore(cache),
         plans=PlanIndex(engine, cache),
+        topologies=TopologyStore(engine),
         idempotency=IdempotencyStore(engine),
         api_keys=ApiKeyStore(engine),
     )

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import io
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.proxy import Cut, Drop, Passed, Proxy, Say, proxied
-from support.services import serving
+from support.services import free_port, serving
 
 from autoshard.client import AsyncClient, Client, JobProgress, Retry
 from autoshard.client.effects import Answer
@@ -266,12 +265,6 @@ def test_streams_that_fail_are_no_outage(stepping: tuple[str, Event], graph: byt
         # They are given up after a few, for asking from time to time.
         assert len([path for path in proxy.paths("GET") if path.endswith("/events")]) == 3
     assert "step 3" in seen
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class Server:

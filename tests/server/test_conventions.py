@@ -5,6 +5,8 @@ import hashlib
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -136,6 +138,57 @@ def test_a_key_stands_for_one_request(start_service: Any, graph: bytes, program:
     assert ask(MESH, "x" * 256).status_code == 422
 
 
+def test_of_two_requests_under_one_key_one_starts_a_job(start_service: Any, graph: bytes) -> None:
+    service = start_service(num_workers=0)
+    meshes = [{"shape": [size]} for size in (2, 4, 8, 16)]
+
+    def ask(key: str, mesh: Any) -> Any:
+        return service.post(graph, {"mesh": mesh}, headers={"Idempotency-Key": key})
+
+    with ThreadPoolExecutor(len(meshes)) as pool:
+        for number in range(8):
+            answers = list(pool.map(partial(ask, f"key {number}"), meshes))
+            taken = [a for a in answers if a.status_code == 202]
+            refused = [a.json()["type"] for a in answers if a.status_code == 422]
+            assert len(taken) == 1
+            assert [kind.rpartition("#")[2] for kind in refused] == ["idempotency-key-reused"] * 3
+            # What was refused has started nothing.
+            jobs = service.http.get("/v1/jobs", params={"state": "queued"}).json()["jobs"]
+            assert [job["id"] for job in jobs] == [taken[0].json()["id"]]
+            service.http.post(f"/v1/jobs/{jobs[0]['id']}:cancel")
+
+
+def test_a_refused_request_may_be_sent_again_under_its_key(
+    start_service: Any, graph: bytes
+) -> None:
+    service = start_service(num_workers=0, max_queued_jobs=1)
+    first = service.post(graph).json()["id"]
+    key = {"Idempotency-Key": "k"}
+    asked = {"mesh": {"shape": [4]}}
+    assert service.post(graph, asked, headers=key).status_code == 429
+    service.http.post(f"/v1/jobs/{first}:cancel")
+    assert service.post(graph, headers=key).status_code == 422
+    again = [service.post(graph, asked, headers=key) for _ in range(2)]
+    assert [answer.status_code for answer in again] == [202, 202]
+    assert again[0].json()["id"] == again[1].json()["id"]
+
+
+def test_a_job_of_a_kind_of_a_newer_release(start_service: Any) -> None:
+    service = start_service(num_workers=0)
+    jobs = service.app.state.service.jobs
+    known, other = (jobs.submit(name, "{}", b"", max_queued=9, kind="dream") for name in "ab")
+    assert [job["kind"] for job in service.http.get("/v1/jobs").json()["jobs"]] == ["dream"] * 2
+    waiting = service.job(known.id)
+    assert (waiting["kind"], waiting["state"], "plan_id" in waiting) == ("dream", "queued", False)
+    cancelled = service.http.post(f"/v1/jobs/{other.id}:cancel")
+    assert (cancelled.status_code, cancelled.json()["state"]) == (200, "cancelled")
+    assert jobs.succeed(jobs.claim("me"), b'{"of": "sheep"}')
+    made = service.http.get(f"/v1/jobs/{known.id}")
+    assert made.status_code == 409
+    assert made.json()["type"].endswith("#other-release")
+    assert "'dream'" in made.json()["detail"]
+
+
 def test_jobs_are_listed_in_pages(start_service: Any, make_graph: Any) -> None:
     service = start_service(num_workers=0)
     made = [service.post(make_graph(width)).json()["id"] for width in (8, 16, 24)]
@@ -218,6 +271,7 @@ def test_figures_are_there_for_prometheus(service: Any, graph: bytes) -> None:
     assert 'autoshard_http_requests_total{method="POST",route="/v1/plans",status="200"}' in text
     assert 'autoshard_jobs{state="succeeded"}' in text
     assert 'autoshard_cache_entries{namespace="plans"}' in text
+    assert 'autoshard_job_duration_seconds_count{kind="plan",outcome="succeeded"}' in text
     assert "autoshard_build_info{" in text
     job = service.http.get("/v1/jobs").json()["jobs"][0]["id"]
     assert job not in text

@@ -117,6 +117,10 @@ def test_a_problem_can_be_too_large(start_service: Any, graph: bytes) -> None:
     answer = small.post(graph, wait=60)
     assert answer.status_code == 422
     assert "at most 10" in answer.json()["detail"]
+    only_looked_at = small.post(graph, {"mesh": MESH, "validate_only": True}, wait=60)
+    assert only_looked_at.status_code == 422
+    assert only_looked_at.json()["type"].endswith("#options")
+    assert "at most 10" in only_looked_at.json()["detail"]
     body = {"graph_sha256": put(small, graph).json()["sha256"], "num_devices": 2}
     search = small.http.post("/v1/searches", json=body, headers={"Prefer": "wait=60"})
     assert search.status_code == 422, search.text

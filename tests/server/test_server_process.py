@@ -5,13 +5,19 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
+from support.services import free_port
 
 from autoshard.client import Client
 from autoshard.plan import Plan
+from autoshard_server import Settings
+from autoshard_server.stores import open_stores
 
 
 def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> None:
@@ -42,6 +48,67 @@ def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> 
     assert [entry["plan_id"] for entry in finished] == [first.plan.id]
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(f"{found[0]}/livez")
+
+
+def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    stores = open_stores(Settings(store_url=store))
+    port = free_port()
+    command = [sys.executable, "-m", "autoshard.cli", "worker", "--store", store, "--workers", "1"]
+    shown = ["--port", str(port)]
+
+    def until(status: int, *, kill: bool = False) -> None:
+        for _ in range(600):
+            if kill:
+                for solver in psutil.Process(process.pid).children():
+                    solver.kill()
+            with suppress(httpx2.TransportError):
+                if http.get("/livez").status_code == status:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"/livez did not become {status}")
+
+    def do_job() -> None:
+        # Of a kind that nobody knows: the solver itself says so.
+        job = stores.jobs.submit("a", '{"kind": "dream"}', b"", max_queued=9, kind="dream")
+        for _ in range(600):
+            found = stores.jobs.get(job.id)
+            if found is not None and found.state.done:
+                return
+            time.sleep(0.05)
+        raise AssertionError("the job was not done")
+
+    with (
+        subprocess.Popen([*command, *shown], stderr=subprocess.PIPE, text=True) as process,  # noqa: S603  ours
+        httpx2.Client(base_url=f"http://127.0.0.1:{port}") as http,
+    ):
+        until(200)
+        do_job()
+        assert job_count(http) == 1
+        until(503, kill=True)
+        assert "autoshard_worker_alive 0.0" in http.get("/metrics").text
+        taken = subprocess.run([*command, *shown], capture_output=True, text=True, check=False)  # noqa: S603  ours
+        assert (taken.returncode, f"127.0.0.1:{port}" in taken.stderr) == (3, True)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        events = [json.loads(line)["event"] for line in process.stderr if line.startswith("{")]
+    assert process.returncode == 0
+    told = [event for event in events if event.startswith("worker_")]
+    assert told == [
+        "worker_started",
+        "worker_shown",
+        "worker_unfit",
+        "worker_draining",
+        "worker_ended",
+    ]
+    stores.close()
+
+
+def job_count(http: httpx2.Client) -> float:
+    counted = r'^autoshard_job_duration_seconds_count\{kind="other",outcome="failed"\} (.*)$'
+    found = re.search(counted, http.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
 @pytest.mark.parametrize(

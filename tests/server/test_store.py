@@ -1,5 +1,6 @@
 """The service's database: migrations, and what is kept beside jobs, on both databases."""
 
+import hashlib
 import json
 import shutil
 import sqlite3
@@ -22,7 +23,8 @@ from autoshard.mesh import mesh_from_json
 from autoshard.plan import Plan, PlanOptions, plan_id
 from autoshard_server import ProcessExecutor, Settings
 from autoshard_server.jobs.job import JobState
-from autoshard_server.problems import TYPE_PREFIX
+from autoshard_server.jobs.job_store import JobStore
+from autoshard_server.problems import TYPE_PREFIX, ServerError
 from autoshard_server.solvers.tasks import requested_graph
 from autoshard_server.store import (
     PLANS,
@@ -31,6 +33,9 @@ from autoshard_server.store import (
     GraphStore,
     IdempotencyStore,
     PlanIndex,
+    Reply,
+    StoredTopology,
+    TopologyStore,
     is_current,
     migrate,
     newest_revision,
@@ -183,14 +188,68 @@ def test_jobs_of_the_first_release_are_run_or_say_why_not(tmp_path: Path) -> Non
         assert unknown.error["type"] == TYPE_PREFIX + "other-release"
 
 
-def test_an_idempotency_key_stands_for_the_first_answer(engine: Engine) -> None:
+def test_a_database_of_the_migration_before_goes_on(open_one: OpenEngine) -> None:
+    engine = open_one()
+    with engine.begin() as connection:
+        config = _config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0002")
+        values = {"caller": "me", "key": hashlib.sha256(b"k").hexdigest(), "at": time.time()}
+        connection.execute(
+            text(
+                "INSERT INTO idempotency_keys (caller, key_sha256, body_sha256, answer, created_at)"
+                " VALUES (:caller, :key, 'b', '{\"job\": \"j\"}', :at)"
+            ),
+            values,
+        )
+    jobs = JobStore(engine, lease=30, max_attempts=2)
+    job = jobs.submit("p", "{}", b"", max_queued=9)
+    assert not is_current(engine)
+    migrate(engine)
+    assert jobs.get(job.id) == job
+    assert IdempotencyStore(engine).find("me", "k") == Reply("b", {"job": "j"})
+    topologies = TopologyStore(engine)
+    info, is_new = topologies.put("mine", "{}", most=1)
+    assert (is_new, topologies.list()) == (True, [info])
+    assert topologies.get("mine") == StoredTopology(info, "{}")
+
+
+def test_topologies_are_replaced_under_their_names(engine: Engine) -> None:
+    store = TopologyStore(engine)
+    with ThreadPoolExecutor(6) as pool:
+        put = list(pool.map(lambda i: store.put("a", f"{i}", most=9), range(12)))
+    assert sum(is_new for _, is_new in put) == 1
+    assert len({info.created_at for info, _ in put}) == 1
+    kept = store.get("a")
+    assert kept is not None
+    assert kept.info in [info for info, _ in put]
+    assert kept.info.sha256 == hashlib.sha256(kept.document.encode()).hexdigest()
+    for name in ("b", "B"):
+        store.put(name, "{}", most=3)
+    assert [info.name for info in store.list()] == ["B", "a", "b"]
+    with pytest.raises(ServerError, match=r"3 topologies are stored.*AUTOSHARD_MAX_TOPOLOGIES"):
+        store.put("c", "{}", most=3)
+    assert not store.put("b", "[]", most=3)[1]
+    assert store.get("c") is None
+    assert store.get("a\x00") is None
+    assert (store.delete("b"), store.delete("b")) == (True, False)
+
+
+def test_an_idempotency_key_stands_for_the_first_request(engine: Engine) -> None:
     keys = IdempotencyStore(engine)
     assert keys.find("me", "k") is None
+    bodies = [letter * 64 for letter in "abcdefgh"]
     with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(lambda i: keys.remember("me", "k", "b" * 64, {"job": i}), range(8)))
-    assert len({json.dumps(dict(reply.answer)) for reply in got}) == 1
-    assert keys.find("me", "k") == got[0]
-    assert keys.remember("me", "k", "c" * 64, {}) == got[0]
+        got = list(pool.map(lambda body: keys.reserve("me", "k", body), bodies))
+    assert len({reply.body_sha256 for reply in got}) == 1
+    first = got[0]
+    assert first.answer == {}
+    keys.answer("me", "k", "z" * 64, {"job": "another body's"})
+    assert keys.find("me", "k") == first
+    for job in (1, 2):
+        keys.answer("me", "k", first.body_sha256, {"job": job})
+    assert keys.find("me", "k") == keys.reserve("me", "k", "c" * 64)
+    assert keys.reserve("me", "k", "c" * 64) == Reply(first.body_sha256, {"job": 1})
     assert keys.find("you", "k") is None
     assert keys.find("me", "K" * 10_000) is None
     assert keys.purge() == 0
@@ -200,12 +259,13 @@ def test_an_idempotency_key_is_forgotten_in_time(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = IdempotencyStore(engine, lifetime=60)
-    keys.remember("me", "k", "b" * 64, {"job": 1})
+    keys.reserve("me", "k", "b" * 64)
+    keys.answer("me", "k", "b" * 64, {"job": 1})
     later = time.time() + 61
     monkeypatch.setattr(time, "time", lambda: later)
     assert keys.find("me", "k") is None
-    assert keys.remember("me", "k", "c" * 64, {"job": 2}).answer == {"job": 2}
-    keys.remember("me", "l", "c" * 64, {"job": 3})
+    assert keys.reserve("me", "k", "c" * 64) == Reply("c" * 64, {})
+    keys.reserve("me", "l", "c" * 64)
     monkeypatch.setattr(time, "time", lambda: later + 61)
     assert keys.purge() == 2
 

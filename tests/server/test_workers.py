@@ -3,18 +3,24 @@
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 from sqlalchemy import create_engine, text
 from support.crew import crew, is_running
+from support.services import listening
 
 from autoshard_server import ProcessExecutor, Settings
 from autoshard_server.jobs.job import JobState
 from autoshard_server.problems import TYPE_PREFIX
+from autoshard_server.solvers.executor import Solver
+from autoshard_server.solvers.health import MOST_LOST, Health
 from autoshard_server.store import EventKind
 from autoshard_server.stores import open_stores
+from autoshard_server.worker_app import create_worker_app
 
 TOLD = [sys.executable, str(Path(__file__).parent / "programs" / "told.py")]
 
@@ -95,6 +101,68 @@ def test_reports_in_quick_succession_are_few_events() -> None:
         here.await_job(job_id)
         told = [e for e in here.stores.jobs.events(job_id) if e.kind is EventKind.PROGRESS]
         assert 1 <= len(told) <= 20
+
+
+def test_solvers_lost_in_a_row_say_that_a_worker_is_unfit() -> None:
+    now = 0.0
+    health = Health(lambda: now)
+    pauses = []
+    for _ in range(MOST_LOST - 1):
+        health.lost()
+        pauses.append(health.pause)
+        assert health.is_good
+    health.proved()
+    for _ in range(9):
+        health.lost()
+        pauses.append(health.pause)
+    assert not health.is_good
+    assert pauses == [0, 1, 0, 1, 2, 4, 8, 16, 30, 30, 30]
+    health.prepared()
+    now = 9.0
+    health.waited()
+    assert not health.is_good
+    now = 10.0
+    health.waited()
+    assert health.is_good
+
+
+def test_a_worker_without_solvers_is_not_alive_until_it_has_some() -> None:
+    @dataclass
+    class Broken:
+        """Starts nothing at first, then programs that end at once, and then what works."""
+
+        commands: list[list[str] | None]
+
+        def prepare(self) -> Solver:
+            command = self.commands.pop(0) if self.commands else TOLD
+            if command is None:
+                raise OSError("no more processes")
+            return ProcessExecutor(command).prepare()
+
+    ends = [sys.executable, "-S", "-c", "pass"]
+    with crew(Broken([None, ends, ends]), num_workers=1) as here:
+        assert here.workers.alive
+        deadline = time.monotonic() + 20
+        while here.workers.alive:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert here.workers.are_running
+        job = here.submit("p", answer="1")
+        assert here.await_job(job).state is JobState.SUCCEEDED
+        assert here.workers.alive
+
+
+def test_a_worker_shows_figures_to_who_has_a_key(tmp_path: Path) -> None:
+    settings = Settings(store_url=f"sqlite:///{tmp_path / 's.sqlite3'}", auth="required")
+    with crew(ProcessExecutor(TOLD), store_url=settings.store_url) as here:
+        _, token = here.stores.api_keys.create("prometheus", ["metrics"])
+        app = create_worker_app(here.workers, here.stores, settings)
+        with listening(app) as url, httpx2.Client(base_url=url) as http:
+            assert http.get("/livez").json() == {"status": "ok"}
+            assert http.get("/metrics").status_code == 401
+            bearer = {"Authorization": f"Bearer {token}"}
+            assert "autoshard_worker_alive 1.0" in http.get("/metrics", headers=bearer).text
+            assert http.get("/v1/jobs", headers=bearer).json()["type"].endswith("#not-found")
 
 
 def test_a_worker_that_stops_gives_its_job_back(tmp_path: Path) -> None:

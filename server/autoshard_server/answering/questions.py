@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard.errors import OptionError
 from autoshard.graph import RULES_VERSION, rules_from_json, rules_to_json
-from autoshard.mesh import Mesh, mesh_to_json, topology_to_json
+from autoshard.mesh import Mesh, Topology, mesh_to_json, topology_to_json
 from autoshard.plan import PLAN_VERSION, candidate_meshes, torch_version
 from autoshard_server.answering.requests import (
     CoverageRequest,
@@ -47,6 +47,8 @@ class Question:
         request: what to plan for.
         graph_sha256: digest of the uploaded bytes, 64 hex digits.
         settings: limits of this service.
+        topology: what the name of a topology in the request stands for, where that is no preset.
+            What depends on the request depends on all of it, and not on its name.
 
     Raises:
         MeshError: the mesh is impossible.
@@ -54,12 +56,19 @@ class Question:
         ServerError: LIMIT, where the mesh exceeds one.
     """
 
-    def __init__(self, request: PlanRequest, graph_sha256: str, settings: Settings) -> None:
+    def __init__(
+        self,
+        request: PlanRequest,
+        graph_sha256: str,
+        settings: Settings,
+        *,
+        topology: Topology | None = None,
+    ) -> None:
         _check_time_limit(request.options.time_limit, settings)
         self.graph_sha256 = graph_sha256
         self.options = request.options
         self.rules = rules_from_json(list(request.rules))
-        self.mesh = checked_mesh(request.mesh, settings)
+        self.mesh = checked_mesh(request.mesh, settings, topology)
         self._limits = settings.archive_limits
         self._most = settings.max_strategies
 
@@ -79,7 +88,8 @@ class Question:
     def validation(self, plan_id: str, graph: bytes) -> Task:
         """Only formulating what would be solved for the plan."""
         kind = JobKind.VALIDATION
-        return Task(kind, validation_id(plan_id), self._work(plan_id=plan_id, kind=kind), graph)
+        work = self._work(plan_id=plan_id, kind=kind, max_strategies=self._most)
+        return Task(kind, validation_id(plan_id), work, graph)
 
     def _work(self, **more: Any) -> str:
         mesh, options, rules = self._asked
@@ -97,8 +107,10 @@ def validation_id(plan_id: str) -> str:
     return _digest(JobKind.VALIDATION, plan_id)
 
 
-def search_task(request: SearchRequest, graph: bytes, settings: Settings) -> Task:
-    """Planning a graph on every mesh of so many devices.
+def search_task(
+    request: SearchRequest, graph: bytes, settings: Settings, *, topology: Topology | None = None
+) -> Task:
+    """Planning a graph on every mesh of so many devices, of a stored topology if there is one.
 
     Raises:
         MeshError: the topology is unknown, or does not hold so many devices.
@@ -107,11 +119,13 @@ def search_task(request: SearchRequest, graph: bytes, settings: Settings) -> Tas
     """
     _check_time_limit(request.options.time_limit, settings)
     _check_devices(request.num_devices, settings)
-    topology = request.topology_value
     limit = settings.max_search_meshes
     # One more than allowed is enough to know: large numbers have very many factorisations.
     meshes = candidate_meshes(
-        request.num_devices, topology=topology, max_axes=request.max_axes, most=limit + 1
+        request.num_devices,
+        topology=request.topology_value(topology),
+        max_axes=request.max_axes,
+        most=limit + 1,
     )
     if len(meshes) > limit:
         raise _over("or more meshes of a search", len(meshes), "max_search_meshes", settings)
@@ -127,14 +141,16 @@ def search_task(request: SearchRequest, graph: bytes, settings: Settings) -> Tas
     return _graph_task(JobKind.SEARCH, request.graph_sha256, asked, graph, settings)
 
 
-def coverage_task(request: CoverageRequest, graph: bytes, settings: Settings) -> Task:
-    """How far the rules reach in a graph, on a mesh or on any.
+def coverage_task(
+    request: CoverageRequest, graph: bytes, settings: Settings, *, topology: Topology | None = None
+) -> Task:
+    """How far the rules reach in a graph, on a mesh (of a stored topology if given) or on any.
 
     Raises:
         MeshError: the mesh is impossible.
         ServerError: LIMIT, where the mesh exceeds one.
     """
-    mesh = None if request.mesh is None else checked_mesh(request.mesh, settings)
+    mesh = None if request.mesh is None else checked_mesh(request.mesh, settings, topology)
     sizes = [] if mesh is None else sorted({size for size in mesh.axis_sizes if size > 1})
     asked = {"axis_sizes": sizes, "rules": list(request.rules)}
     return _graph_task(JobKind.COVERAGE, request.graph_sha256, asked, graph, settings)
@@ -161,14 +177,14 @@ def explanation_task(
     return Task(kind, _digest(kind, *_versions(), plan_id, asked), work, plan)
 
 
-def checked_mesh(given: MeshInput, settings: Settings) -> Mesh:
+def checked_mesh(given: MeshInput, settings: Settings, topology: Topology | None) -> Mesh:
     """A mesh within this service's limits.
 
     Raises:
         MeshError: it is impossible.
         ServerError: LIMIT, where it has too many axes or devices.
     """
-    mesh = given.build()
+    mesh = given.build(topology)
     if len(mesh.axes) > settings.max_mesh_axes:
         raise _over("axes of a mesh", len(mesh.axes), "max_mesh_axes", settings)
     _check_devices(prod(mesh.axis_sizes), settings)

@@ -11,6 +11,7 @@ from autoshard.plan import PlanOptions
 
 Bandwidth = Annotated[float, Field(description="bytes per second per device and direction")]
 Latency = Annotated[float, Field(description="seconds per step")]
+TopologyName = Annotated[str, Field(max_length=255, description="a name of GET /v1/topologies")]
 
 
 class MeshShorthand(BaseModel):
@@ -22,15 +23,18 @@ class MeshShorthand(BaseModel):
         description="size of each axis, outermost first", examples=[[2, 4]]
     )
     axes: tuple[str, ...] | None = Field(default=None, description="name of each axis")
-    topology: str | None = Field(default=None, description="a name of GET /v1/topologies")
+    topology: TopologyName | None = None
     intra_bandwidth: Bandwidth | None = None
     inter_bandwidth: Bandwidth | None = None
     intra_latency: Latency | None = None
     inter_latency: Latency | None = None
     backend: str | None = Field(default=None, description="nccl or gloo")
 
-    def build(self) -> Mesh:
+    def build(self, named: Topology | None = None) -> Mesh:
         """The mesh.
+
+        Args:
+            named: what the name of the topology stands for, where that is no preset.
 
         Raises:
             MeshError: it is impossible.
@@ -38,7 +42,7 @@ class MeshShorthand(BaseModel):
         return make_mesh(
             self.shape,
             axes=self.axes,
-            topology=self.topology,
+            topology=named or self.topology,
             intra_bandwidth=self.intra_bandwidth,
             inter_bandwidth=self.inter_bandwidth,
             intra_latency=self.intra_latency,
@@ -50,8 +54,8 @@ class MeshShorthand(BaseModel):
 class MeshDocument(RootModel[dict[str, Any]]):
     """A whole mesh with every figure, as `mesh_to_json` writes it."""
 
-    def build(self) -> Mesh:
-        """The mesh.
+    def build(self, _named: Topology | None = None) -> Mesh:
+        """The mesh, which has its topology with it.
 
         Raises:
             MeshError: it is impossible, or not a mesh.
@@ -66,6 +70,12 @@ def _kind_of_mesh(value: object) -> str:
 
 
 MeshInput = MeshShorthand | MeshDocument
+
+
+def topology_name(mesh: MeshInput | None) -> str | None:
+    """The topology that a mesh names; None where it names none, or brings its own."""
+    return mesh.topology if isinstance(mesh, MeshShorthand) else None
+
 
 MeshField = Annotated[
     Annotated[MeshShorthand, Tag("shorthand")] | Annotated[MeshDocument, Tag("document")],
@@ -142,7 +152,7 @@ class SearchRequest(WithRules):
 
     graph_sha256: GraphField
     num_devices: int = Field(ge=1, description="devices that each mesh has", examples=[8])
-    topology: str | dict[str, Any] | None = Field(
+    topology: TopologyName | dict[str, Any] | None = Field(
         default=None,
         description="a name of GET /v1/topologies, or a whole topology as `topology_to_json` "
         "writes it; the default one if null.",
@@ -153,14 +163,21 @@ class SearchRequest(WithRules):
     )
 
     @property
-    def topology_value(self) -> str | Topology | None:
+    def topology_name(self) -> str | None:
+        """The topology that is named; None where none is, or a whole one is there."""
+        return self.topology if isinstance(self.topology, str) else None
+
+    def topology_value(self, named: Topology | None = None) -> str | Topology | None:
         """The topology as `make_mesh` takes it.
+
+        Args:
+            named: what the name stands for, where that is no preset.
 
         Raises:
             MeshError: the document is not a topology.
         """
         given = self.topology
-        return topology_from_json(json.dumps(given)) if isinstance(given, dict) else given
+        return topology_from_json(json.dumps(given)) if isinstance(given, dict) else named or given
 
 
 class CoverageRequest(WithRules):

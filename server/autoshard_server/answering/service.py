@@ -10,15 +10,23 @@ import anyio
 import anyio.to_thread
 import structlog
 
+from autoshard.errors import MeshError
 from autoshard.graph import ArchiveLimits, Graph, load_graph
+from autoshard.mesh import Topology, topology_from_json, topology_names
 from autoshard.plan import PLAN_VERSION, plan_id
 from autoshard.rules import with_rules
 from autoshard_server.answering.hot import Hot
 from autoshard_server.answering.questions import Question, Task, check_graph_size, validation_id
 from autoshard_server.jobs.job import Job
-from autoshard_server.jobs.kinds import JobKind
+from autoshard_server.jobs.kinds import JobKind, known_kind
 from autoshard_server.jobs.waiting import Waiting
-from autoshard_server.problems import GRAPH_UNKNOWN, NOT_FOUND, UNAVAILABLE, ServerError
+from autoshard_server.problems import (
+    GRAPH_UNKNOWN,
+    NOT_FOUND,
+    OTHER_RELEASE,
+    UNAVAILABLE,
+    ServerError,
+)
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
 from autoshard_server.solvers.workers import Workers
@@ -161,6 +169,22 @@ class Service:
         """A document that is kept, or None."""
         return await self._read_kept(kind.namespace, result_id)
 
+    async def named_topology(self, name: str | None) -> Topology | None:
+        """The stored topology of a name, as it is now; None where a preset or none is named.
+
+        Raises:
+            MeshError: there is neither.
+        """
+        if name is None or name in topology_names():
+            return None
+        found = await anyio.to_thread.run_sync(self.stores.topologies.get, name)
+        if found is None:
+            raise MeshError(
+                f"topology {name!r} is unknown; choose one of {', '.join(topology_names())}, or "
+                "store it with PUT /v1/topologies/{name}"
+            )
+        return topology_from_json(found.document)
+
     async def stored_graph(self, sha256: str) -> bytes:
         """The bytes of a graph that was uploaded.
 
@@ -208,8 +232,19 @@ class Service:
         return job
 
     async def answer(self, job: Job) -> Answer:
-        """The result of a job that succeeded."""
-        kind = JobKind(job.kind)
+        """The result of a job that succeeded.
+
+        Raises:
+            ServerError: OTHER_RELEASE, where only a newer release knows what it is; NOT_FOUND,
+                where it has just been forgotten.
+        """
+        kind = known_kind(job.kind)
+        if kind is None:
+            raise ServerError(
+                OTHER_RELEASE,
+                f"the job {job.id!r} has made a {job.kind!r}, which this release, "
+                f"{version('autoshard')}, does not know; ask a server of the newer one",
+            )
         kept = await self.find_result(kind, job.plan_id)
         made = await anyio.to_thread.run_sync(self.jobs.result, job.id)
         if made is None:
@@ -226,7 +261,7 @@ class Service:
         if self.draining:
             raise _unavailable("the service is shutting down")
         if not self._workers.alive:
-            raise _unavailable("a worker has died; restart the service")
+            raise _unavailable("a worker has died, or cannot start solvers; the log says why")
         try:
             current = await anyio.to_thread.run_sync(self.stores.is_current)
         except Exception as error:

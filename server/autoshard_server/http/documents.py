@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from autoshard.graph import Graph
 from autoshard.plan import Coverage, Explanation, Plan
 from autoshard_server.jobs.job import Job, JobState
-from autoshard_server.jobs.kinds import JobKind
+from autoshard_server.jobs.kinds import JobKind, known_kind
 from autoshard_server.solvers.results import MeshSearch, Validation
-from autoshard_server.store import EventKind, GraphInfo, PlanSummary
+from autoshard_server.store import EventKind, GraphInfo, PlanSummary, TopologyInfo
 
 
 class FieldProblem(BaseModel):
@@ -50,7 +50,9 @@ class JobEntry(BaseModel):
     """A job in a list."""
 
     id: str
-    kind: JobKind = Field(description="what it makes")
+    kind: JobKind | str = Field(
+        description="what it makes; another word where a newer release shares the database"
+    )
     plan_id: str | None = Field(
         default=None, description="id that the plan has when it is made; only where it makes one"
     )
@@ -147,10 +149,20 @@ class Versions(BaseModel):
     versions: dict[str, str]
 
 
+class StoredTopologyEntry(BaseModel):
+    """A topology that was stored under a name."""
+
+    name: str
+    sha256: str = Field(description="of the document; its ETag")
+    created_at: datetime
+    updated_at: datetime = Field(description="when this document came")
+
+
 class Topologies(BaseModel):
     """Clusters that a mesh can name."""
 
-    topologies: list[str]
+    topologies: list[str] = Field(description="every name")
+    stored: list[StoredTopologyEntry] = Field(description="those that are not built in")
 
 
 def job_entry(job: Job) -> JobEntry:
@@ -166,7 +178,7 @@ def job_document(job: Job) -> JobDocument:
 def _fields(job: Job) -> dict[str, Any]:
     figures: dict[str, Any] = {"phase": job.state.value, "incumbent": None, "bound": None}
     figures |= {"gap": None, **job.progress, "elapsed": round(job.elapsed, 3)}
-    kind = JobKind(job.kind)
+    kind = known_kind(job.kind) or job.kind
     return {
         "id": job.id,
         "kind": kind,
@@ -208,6 +220,16 @@ def _info(info: GraphInfo) -> dict[str, Any]:
         "created_at": moment(info.created_at),
         "used_at": moment(info.used_at),
     }
+
+
+def topology_entry(info: TopologyInfo) -> StoredTopologyEntry:
+    """What a list shows of a topology."""
+    return StoredTopologyEntry(
+        name=info.name,
+        sha256=info.sha256,
+        created_at=moment(info.created_at),
+        updated_at=moment(info.updated_at),
+    )
 
 
 def moment(seconds: float) -> datetime:

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import anyio.to_thread
 from fastapi import Request
@@ -25,6 +24,8 @@ async def once(
 ) -> Answer | Job:
     """What `ask` finds; or the job that it found when the key was new.
 
+    A key stands for its request from the moment that it arrives, also where that is refused.
+
     Args:
         request: whose header may have a key.
         service: which remembers keys for 24 hours.
@@ -43,14 +44,9 @@ async def once(
     digest = hashlib.sha256(request.url.path.encode() + b"\0" + asked).hexdigest()
     name = caller.name or ""
     store = service.stores.idempotency
-    known = await anyio.to_thread.run_sync(store.find, name, key)
-    if known is None:
-        found = await ask()
-        answer = {"job": found.id} if isinstance(found, Job) else {}
-        remember = partial(store.remember, name, key, digest, answer)
-        known = await anyio.to_thread.run_sync(remember)
-        if known.body_sha256 == digest:
-            return found
+    # Reserved before anything is started: of two that send it at once with different bodies,
+    # one has not started a job when it is refused.
+    known = await anyio.to_thread.run_sync(store.reserve, name, key, digest)
     if known.body_sha256 != digest:
         raise ServerError(
             KEY_REUSED,
@@ -58,5 +54,10 @@ async def once(
         )
     job_id = known.answer.get("job")
     job = None if job_id is None else await anyio.to_thread.run_sync(service.jobs.get, job_id)
-    # A plan that was there, or a job that is long forgotten: asking again changes nothing.
-    return await ask() if job is None else job
+    if job is not None:
+        return job
+    # New, or a plan that was there, or a job that is long forgotten: asking changes nothing.
+    found = await ask()
+    if isinstance(found, Job):
+        await anyio.to_thread.run_sync(store.answer, name, key, digest, {"job": found.id})
+    return found

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from autoshard.mesh import get_topology, topology_to_json
 from autoshard_server.answering.requests import (
     CoverageRequest,
     GraphPlanOrder,
@@ -19,10 +20,16 @@ from autoshard_server.answering.requests import (
 )
 from autoshard_server.http.documents import Problem
 from autoshard_server.problems import (
+    CANCELLED,
+    CRASHED,
+    DEADLINE,
     FORBIDDEN,
     INTERNAL,
+    MEMORY,
+    OTHER_RELEASE,
     PROBLEM_MEDIA_TYPE,
     STORE_FULL,
+    TOO_MANY,
     UNAUTHENTICATED,
     UNAVAILABLE,
     ProblemType,
@@ -35,8 +42,8 @@ _HEADERS = {
     "Autoshard-Cache": "`hit` where the plan was there before, else `miss`.",
     "Cache-Control": "Plans are immutable.",
     "Content-Location": "Where the plan can be had; absent where time ran out.",
-    "ETag": "The plan's id; strong.",
-    "Location": "The job.",
+    "ETag": "Digest of what is answered, of a plan its id; strong.",
+    "Location": "The job, or what was stored.",
     "Retry-After": "Seconds after which to ask again.",
 }
 
@@ -130,6 +137,17 @@ GRAPH_BODY: dict[str, Any] = {
 }
 """The body of PUT /v1/graphs/{digest}."""
 
+TOPOLOGY_BODY: dict[str, Any] = {
+    "application/json": {
+        "schema": {"$ref": _REF.format(model="Topology")},
+        "example": {
+            **json.loads(topology_to_json(get_topology("h100-sxm"), indent=None)),
+            "name": "my-cluster",
+        },
+    }
+}
+"""The body of PUT /v1/topologies/{name}."""
+
 
 def answer_headers(*names: str) -> dict[str, Any]:
     """Descriptions of the headers of an answer."""
@@ -148,6 +166,10 @@ def problem_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
             "content": {PROBLEM_MEDIA_TYPE: {"schema": schema, "examples": examples}},
         }
     return answers
+
+
+JOB_PROBLEMS = (CANCELLED, OTHER_RELEASE, TOO_MANY, CRASHED, MEMORY, DEADLINE)
+"""What can go wrong with a job, of a route that answers with what one makes."""
 
 
 def guarded_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:

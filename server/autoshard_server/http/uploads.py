@@ -38,9 +38,18 @@ async def read_json(request: Request, model: type[_Asked], settings: Settings) -
     Raises:
         ServerError: the body is no such JSON, or too large.
     """
+    return parse(model, await read_text(request, settings, "max_request_bytes"), "body")
+
+
+async def read_text(request: Request, settings: Settings, limit_name: str) -> bytes:
+    """The body of a request that says that it is JSON, as it came.
+
+    Raises:
+        ServerError: it says something else, or is larger than the limit of the name.
+    """
     if media_type(request) != JSON:
         raise ServerError(MEDIA_TYPE, f"send {JSON}")
-    return parse(model, await read_bytes(request, settings, "max_request_bytes"), "body")
+    return await read_bytes(request, settings, limit_name)
 
 
 async def read_bytes(request: Request, settings: Settings, limit_name: str) -> bytes:

@@ -18,6 +18,13 @@ class JobKind(StrEnum):
         return _NAMESPACES[self]
 
 
+def known_kind(name: str) -> JobKind | None:
+    """The kind of a job; None for one that only a newer release knows, of the same database."""
+    return JobKind(name) if name in _KNOWN else None
+
+
+_KNOWN = frozenset(JobKind)
+
 _NAMESPACES = {
     JobKind.PLAN: "plans",
     JobKind.VALIDATION: "validations",

@@ -24,6 +24,8 @@ router = APIRouter(tags=["jobs"])
 
 _KNOWN = guarded_answers(problems.NOT_FOUND, problems.REQUEST)
 
+_RESULT = guarded_answers(problems.NOT_FOUND, problems.REQUEST, problems.OTHER_RELEASE)
+
 _LOOK = 0.2
 """Seconds between looks for new events."""
 
@@ -76,7 +78,7 @@ async def list_jobs(
             "description": "The job; with its result when it has succeeded.",
             "headers": answer_headers("Retry-After"),
         },
-        **_KNOWN,
+        **_RESULT,
     },
 )
 async def get_job(job_id: JobId, service: ServiceHere, _caller: Reader) -> Response:
@@ -91,7 +93,7 @@ async def get_job(job_id: JobId, service: ServiceHere, _caller: Reader) -> Respo
     response_model=JobDocument,
     responses={
         200: {"description": "The job, cancelled; or as it is, where it was done already."},
-        **_KNOWN,
+        **_RESULT,
     },
 )
 async def cancel_job(job_id: JobId, service: ServiceHere, _caller: Planner) -> Response:

@@ -13,7 +13,13 @@ from autoshard_server.answering.questions import explanation_task
 from autoshard_server.answering.requests import PlanPair
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import JobDocument
-from autoshard_server.http.specification import PAIR_BODY, answer_headers, guarded_answers, takes
+from autoshard_server.http.specification import (
+    JOB_PROBLEMS,
+    PAIR_BODY,
+    answer_headers,
+    guarded_answers,
+    takes,
+)
 from autoshard_server.http.uploads import read_json
 from autoshard_server.routes.answers import ASK_AGAIN, JSON, found_response, tagged_response
 from autoshard_server.routes.parameters import PlanId, ServiceHere
@@ -54,10 +60,7 @@ Target = Literal["parallelize-module", "fsdp2", "hf-tp-plan", "torchtitan", "jso
             problems.OPTIONS,
             problems.NO_PLAN,
             problems.REQUEST,
-            problems.CANCELLED,
-            problems.TOO_MANY,
-            problems.CRASHED,
-            problems.DEADLINE,
+            *JOB_PROBLEMS,
         ),
     },
 )

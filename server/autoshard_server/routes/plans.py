@@ -12,13 +12,19 @@ from fastapi import APIRouter, Query, Request, Response
 from autoshard.plan import Plan
 from autoshard_server import problems
 from autoshard_server.answering.questions import Question
-from autoshard_server.answering.requests import GraphPlanOrder, PlanLookup, PlanOrder
+from autoshard_server.answering.requests import (
+    GraphPlanOrder,
+    PlanLookup,
+    PlanOrder,
+    topology_name,
+)
 from autoshard_server.answering.service import Answer, Service
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import JobDocument, KnownPlan, PlanPage, plan_entry
 from autoshard_server.http.pages import PageSize, PageToken, cursor_of, page_limit, token_of
 from autoshard_server.http.repetition import once
 from autoshard_server.http.specification import (
+    JOB_PROBLEMS,
     LOOKUP_BODY,
     PLAN_BODY,
     answer_headers,
@@ -67,7 +73,6 @@ _PATIENCE = 10.0
         **guarded_answers(
             problems.ARCHIVE,
             problems.MULTIPART,
-            problems.CANCELLED,
             problems.TOO_LARGE,
             problems.MEDIA_TYPE,
             problems.CODING,
@@ -81,9 +86,7 @@ _PATIENCE = 10.0
             problems.INPUT,
             problems.REQUEST,
             problems.KEY_REUSED,
-            problems.TOO_MANY,
-            problems.CRASHED,
-            problems.DEADLINE,
+            *JOB_PROBLEMS,
         ),
     },
 )
@@ -95,7 +98,8 @@ async def create_plan(request: Request, service: ServiceHere, caller: Planner) -
     the job that makes it. Equal requests share one job.
     """
     order, sha256, graph, text = await _read_order(request, service)
-    question = Question(order, sha256, service.settings)
+    topology = await service.named_topology(topology_name(order.mesh))
+    question = Question(order, sha256, service.settings, topology=topology)
     act = service.validate if order.validate_only else service.ask
     ask: Callable[[], Awaitable[Answer | Job]] = partial(act, question, graph, caller=caller.name)
     found = await once(request, service, caller, sha256.encode() + text, ask)
@@ -133,7 +137,9 @@ async def look_up_plan(
 ) -> KnownPlan:
     """Ask for a plan that was asked for before, without sending the graph again."""
     asked = await read_json(request, PlanLookup, service.settings)
-    found = await service.look_up(Question(asked, asked.graph_sha256, service.settings))
+    topology = await service.named_topology(topology_name(asked.mesh))
+    question = Question(asked, asked.graph_sha256, service.settings, topology=topology)
+    found = await service.look_up(question)
     response.headers["Content-Location"] = f"/v1/plans/{found}"
     return KnownPlan(id=found)
 

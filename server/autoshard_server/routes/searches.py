@@ -8,13 +8,18 @@ from fastapi import APIRouter, Request, Response
 from autoshard.plan import Coverage
 from autoshard_server import problems
 from autoshard_server.answering.questions import coverage_task, search_task
-from autoshard_server.answering.requests import CoverageRequest, SearchRequest
+from autoshard_server.answering.requests import (
+    CoverageRequest,
+    SearchRequest,
+    topology_name,
+)
 from autoshard_server.answering.service import Answer, Service
 from autoshard_server.http.auth import Planner
 from autoshard_server.http.documents import JobDocument
 from autoshard_server.http.repetition import once
 from autoshard_server.http.specification import (
     COVERAGE_BODY,
+    JOB_PROBLEMS,
     SEARCH_BODY,
     answer_headers,
     guarded_answers,
@@ -38,7 +43,6 @@ _JOB = {
 }
 
 _PROBLEMS = guarded_answers(
-    problems.CANCELLED,
     problems.TOO_LARGE,
     problems.MEDIA_TYPE,
     problems.CODING,
@@ -50,9 +54,7 @@ _PROBLEMS = guarded_answers(
     problems.INPUT,
     problems.REQUEST,
     problems.KEY_REUSED,
-    problems.TOO_MANY,
-    problems.CRASHED,
-    problems.DEADLINE,
+    *JOB_PROBLEMS,
 )
 
 
@@ -79,8 +81,10 @@ async def search_meshes(request: Request, service: ServiceHere, caller: Planner)
     asked = await read_json(request, SearchRequest, service.settings)
 
     async def ask() -> Answer | Job:
+        topology = await service.named_topology(asked.topology_name)
         graph = await service.stored_graph(asked.graph_sha256)
-        task = await service.aside(partial(search_task, asked, graph, service.settings))
+        make = partial(search_task, asked, graph, service.settings, topology=topology)
+        task = await service.aside(make)
         return await service.run(task, caller=caller.name)
 
     found = await once(request, service, caller, asked.model_dump_json().encode(), ask)
@@ -105,8 +109,9 @@ async def search_meshes(request: Request, service: ServiceHere, caller: Planner)
 async def cover_operators(request: Request, service: ServiceHere, caller: Planner) -> Response:
     """How far the rules reach in a stored graph, on a mesh or on any; waits 10 s unless told."""
     asked = await read_json(request, CoverageRequest, service.settings)
+    topology = await service.named_topology(topology_name(asked.mesh))
     graph = await service.stored_graph(asked.graph_sha256)
-    task = coverage_task(asked, graph, service.settings)
+    task = coverage_task(asked, graph, service.settings, topology=topology)
     found = await service.run(task, caller=caller.name)
     return await _respond(request, service, found, _PATIENCE)
 

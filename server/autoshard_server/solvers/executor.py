@@ -78,9 +78,11 @@ class Died:
 
     Attributes:
         problem: details, for when it has been tried often enough.
+        was_ready: whether it had said that it is ready; where not, all of them may be so.
     """
 
     problem: Mapping[str, Any]
+    was_ready: bool
 
 
 Message = Advanced | Solved | Failed | Died
@@ -98,6 +100,9 @@ class Solver(Protocol):
         Anything but `Advanced` is the last; it always comes, unless the solver is stopped
         before.
         """
+
+    def is_alive(self) -> bool:
+        """Whether it can still be given work, as far as is known; never waits."""
 
     def stop(self) -> None:
         """Stop at once if it runs, and give everything back; may be called again."""
@@ -138,6 +143,7 @@ class _ProcessSolver:
         self._process = self._spawn()
         self._max_bytes = max_bytes
         self._excess = 0
+        self._was_ready = False
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._threads: list[Thread] = []
 
@@ -160,6 +166,9 @@ class _ProcessSolver:
         with suppress(queue.Empty):
             return self._messages.get(timeout=timeout)
         return None
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def stop(self) -> None:
         # At once: a solver leaves nothing half done, and its processor is wanted.
@@ -191,6 +200,9 @@ class _ProcessSolver:
         assert self._process.stdout is not None
         try:
             while frame := read_frame(self._process.stdout):
+                if frame[0] is FrameKind.READY:
+                    self._was_ready = True
+                    continue
                 message = _message(*frame)
                 self._messages.put(message)
                 if not isinstance(message, Advanced):
@@ -203,7 +215,8 @@ class _ProcessSolver:
         if self._excess:
             self._messages.put(Failed(problem_document(MEMORY, self._too_much())))
         else:
-            self._messages.put(Died(problem_document(CRASHED, _last_words(code))))
+            problem = problem_document(CRASHED, _last_words(code))
+            self._messages.put(Died(problem, self._was_ready))
 
     def _guard(self, max_bytes: int) -> None:
         family: list[psutil.Process] = []
@@ -304,6 +317,9 @@ class _ThreadSolver:
         with suppress(queue.Empty):
             return self._messages.get(timeout=timeout)
         return None
+
+    def is_alive(self) -> bool:
+        return True
 
     def stop(self) -> None:
         self._cancel.set()

@@ -21,6 +21,8 @@ class FrameKind(Enum):
     """To the solver: JSON with mesh, options and limits."""
     GRAPH = b"g"
     """To the solver: the uploaded bytes."""
+    READY = b"h"
+    """From the solver, before anything else: it has all that it needs, and waits for work."""
     PROGRESS = b"p"
     """From the solver: JSON with phase, incumbent, bound and gap."""
     PLAN = b"r"

@@ -100,6 +100,10 @@ class Host:
         message = self._solver.receive(_POLL)
         return None if message is None else _packed(message)
 
+    def lives(self) -> bool:
+        """Whether the process that waits is still there."""
+        return self._solver.is_alive()
+
     def stop(self) -> None:
         """Kill the process."""
         self._solver.stop()
@@ -113,6 +117,7 @@ class _RaySolver:
         self._work: Work | None = None
         self._started: Any = None
         self._pending: Any = None
+        self._looking: Any = None
 
     def start(self, work: Work) -> None:
         self._work = work
@@ -134,6 +139,18 @@ class _RaySolver:
             return self._lost(error)
         return None if found is None else _unpacked(found)
 
+    def is_alive(self) -> bool:
+        # What was asked the last time; an actor that the cluster has no room for yet is no loss.
+        if self._looking is None:
+            self._looking = self._actor.lives.remote()
+        if not _has_ended(self._looking):
+            return True
+        looked, self._looking = self._looking, None
+        try:
+            return bool(ray.get(looked))
+        except RayError:
+            return False
+
     def stop(self) -> None:
         # Killing an actor does not wait; its process would see the end of its input.
         with suppress(RayError, GetTimeoutError):
@@ -153,7 +170,7 @@ class _RaySolver:
             return None
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         detail = f"the Ray worker of the job was lost: {first}"
-        return Died(problem_document(CRASHED, detail))
+        return Died(problem_document(CRASHED, detail), was_ready=began)
 
 
 def _connect(address: str, options: Mapping[str, Any]) -> None:
@@ -190,7 +207,9 @@ def _packed(message: Message) -> Answer:
         return ("keep" if message.keep else "once", "", message.plan)
     if isinstance(message, Advanced):
         return ("advanced", json.dumps(message.progress), b"")
-    word = "failed" if isinstance(message, Failed) else "died"
+    word = "failed"
+    if isinstance(message, Died):
+        word = "died" if message.was_ready else "stillborn"
     return (word, json.dumps(message.problem), b"")
 
 
@@ -201,4 +220,4 @@ def _unpacked(answer: Answer) -> Message:
     told = json.loads(text)
     if word == "advanced":
         return Advanced(told)
-    return Failed(told) if word == "failed" else Died(told)
+    return Failed(told) if word == "failed" else Died(told, was_ready=word == "died")

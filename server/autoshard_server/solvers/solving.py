@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from math import isfinite
@@ -164,6 +165,9 @@ def main() -> None:
     answers = _claim_stdout()
     # Opened before there is work, as everything is imported before.
     tables, rules, plans = _open_shelves(Settings())
+    with suppress(OSError):
+        # Where nobody is there any more, the end of stdin says so.
+        write_frame(answers, FrameKind.READY, b"")
     request, graph = _expect(source, FrameKind.WORK), _expect(source, FrameKind.GRAPH)
     Thread(target=_end_with_service, daemon=True).start()
 

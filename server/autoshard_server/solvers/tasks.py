@@ -90,7 +90,12 @@ def _validate(task: Assignment) -> tuple[bytes, bool]:
     mesh = mesh_from_json(json.dumps(task.asked["mesh"]))
     options = PlanOptions.model_validate(task.asked["options"])
     task.report({"phase": "formulate"})
-    size = problem_size(requested_graph(task.asked, task.payload), mesh, options)
+    size = problem_size(
+        requested_graph(task.asked, task.payload),
+        mesh,
+        options,
+        max_strategies=task.asked.get("max_strategies"),
+    )
     made = Validation(plan_id=task.asked["plan_id"], size=size)
     return made.model_dump_json().encode(), True
 

@@ -15,11 +15,13 @@ import structlog
 
 from autoshard_server.jobs.job import Claim
 from autoshard_server.jobs.job_store import JobStore
-from autoshard_server.jobs.kinds import JobKind
+from autoshard_server.jobs.kinds import JobKind, known_kind
 from autoshard_server.problems import DEADLINE, problem_document
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Advanced, Died, Executor, Failed, Solved, Solver, Work
+from autoshard_server.solvers.health import Health
 from autoshard_server.stores import Stores
+from autoshard_server.telemetry.figures import job_seconds
 from autoshard_server.telemetry.tracing import job_span
 from autoshard_solver_cache import StoreUnavailableError
 
@@ -38,7 +40,7 @@ _PROGRESS_SHARE = 0.02
 _HOUSEKEEPING = 60.0
 """Seconds between looks for what can be forgotten."""
 
-_KINDS = frozenset(JobKind)
+_OUTCOMES: Mapping[type, str] = {Solved: "succeeded", Failed: "failed", Died: "crashed"}
 
 _log = structlog.get_logger(__name__)
 
@@ -64,6 +66,7 @@ class Workers:
         self._stopping = Event()
         self._deadline = float("inf")
         names = [f"{self._name}-{i}" for i in range(settings.num_workers)]
+        self._health = {name: Health() for name in names}
         self._threads = [Thread(target=self._work, args=(n,), name=n, daemon=True) for n in names]
         self._housekeeper = Thread(target=self._keep_house, daemon=True)
 
@@ -78,7 +81,14 @@ class Workers:
 
     @property
     def alive(self) -> bool:
-        """Whether every worker runs."""
+        """Whether every worker runs, or was told to end, and has solvers that live."""
+        if self._stopping.is_set():
+            return True
+        return self.are_running and all(health.is_good for health in self._health.values())
+
+    @property
+    def are_running(self) -> bool:
+        """Whether every thread is there; none that is gone comes back."""
         return all(t.is_alive() for t in (*self._threads, self._housekeeper))
 
     def drain(self) -> None:
@@ -100,19 +110,21 @@ class Workers:
             thread.join()
 
     def _work(self, owner: str) -> None:
+        health = self._health[owner]
         solver: Solver | None = None
         pause = _TICK
         while not self._stopping.is_set():
             try:
-                solver = solver or self._executor.prepare()
+                solver = solver or self._prepared(health)
                 # Preparing takes a while, in which we may have been told to stop.
                 claim = None if self._stopping.is_set() else self._jobs.claim(owner)
                 pause = _TICK
                 if claim is None:
                     self._submitted.acquire(timeout=_IDLE)
+                    solver = _kept(solver, health)
                 elif not self._answer_from_cache(claim):
                     try:
-                        self._run(claim, solver)
+                        self._run(claim, solver, health)
                     finally:
                         solver.stop()
                         solver = None
@@ -126,55 +138,73 @@ class Workers:
         if solver is not None:
             solver.stop()
 
+    def _prepared(self, health: Health) -> Solver:
+        """A solver; after several that were lost, not at once."""
+        if health.pause:
+            self._stopping.wait(health.pause)
+        try:
+            solver = self._executor.prepare()
+        except Exception:
+            health.lost()
+            raise
+        health.prepared()
+        return solver
+
     def _answer_from_cache(self, claim: Claim) -> bool:
         """Finish a job whose document somebody has made since it was asked for."""
+        started = time.monotonic()
         known = self._known(claim)
         if known is None:
             return False
         self._patiently(lambda: self._jobs.succeed(claim, known))
         _log.info("job_known", job_id=claim.id, plan_id=claim.plan_id)
+        _observe(claim, "known", time.monotonic() - started)
         return True
 
     def _known(self, claim: Claim) -> bytes | None:
-        if claim.kind not in _KINDS:
-            # Of a newer release: its solver says so.
+        kind = known_kind(claim.kind)
+        if kind is None:
+            # Its solver says so.
             return None
         try:
-            return self._stores.cache.get(JobKind(claim.kind).namespace, claim.plan_id)
+            return self._stores.cache.get(kind.namespace, claim.plan_id)
         except StoreUnavailableError as error:
             # The job is ours, and nobody else would run it: better made again than left.
             _log.warning("store_unavailable", reason=str(error))
             return None
 
-    def _run(self, claim: Claim, solver: Solver) -> None:
+    def _run(self, claim: Claim, solver: Solver, health: Health) -> None:
         about = {**claim.context, "job_id": claim.id, "plan_id": claim.plan_id}
         name = f"job {claim.kind}"
         with structlog.contextvars.bound_contextvars(**about), job_span(name, claim.context):
-            self._watch(claim, solver)
+            watch = _Watch(self._jobs, claim, self._settings.lease)
+            outcome = self._watch(claim, solver, watch, health)
+            _observe(claim, outcome, watch.elapsed)
 
-    def _watch(self, claim: Claim, solver: Solver) -> None:
+    def _watch(self, claim: Claim, solver: Solver, watch: "_Watch", health: Health) -> str:
+        """Wait for what becomes of a job; a word for it."""
         _log.info("job_started")
-        watch = _Watch(self._jobs, claim, self._settings.lease)
         solver.start(Work(claim.request, claim.graph))
         while True:
             message = solver.receive(_TICK)
             if message is not None and not isinstance(message, Advanced):
                 solver.stop()
+                _note(message, health)
                 self._patiently(partial(self._finish, claim, message))
                 _log.info("job_finished", seconds=round(watch.elapsed, 3))
-                return
+                return _OUTCOMES[type(message)]
             if time.monotonic() > self._deadline:
                 self._jobs.release(claim)
                 _log.info("job_released")
-                return
+                return "released"
             if watch.elapsed > self._settings.max_job_seconds:
                 solver.stop()
                 self._patiently(lambda: self._jobs.fail(claim, self._too_long()))
                 _log.warning("job_too_long")
-                return
+                return "failed"
             if not watch.keep(message):
                 _log.info("job_withdrawn")
-                return
+                return "withdrawn"
 
     def _finish(self, claim: Claim, message: Solved | Failed | Died) -> None:
         if isinstance(message, Failed):
@@ -238,6 +268,29 @@ class Workers:
         self._stores.cache.collect(max_age=self._settings.cache_max_age)
         while self._stores.plans.refresh() and not self._stopping.is_set():
             pass
+
+
+def _kept(solver: Solver, health: Health) -> Solver | None:
+    """A solver that waits; None where it is gone, as when memory ran out."""
+    if solver.is_alive():
+        health.waited()
+        return solver
+    _log.warning("solver_lost")
+    health.lost()
+    solver.stop()
+    return None
+
+
+def _note(message: Solved | Failed | Died, health: Health) -> None:
+    if isinstance(message, Died) and not message.was_ready:
+        health.lost()
+    else:
+        health.proved()
+
+
+def _observe(claim: Claim, outcome: str, seconds: float) -> None:
+    kind = known_kind(claim.kind)
+    job_seconds.labels("other" if kind is None else kind.value, outcome).observe(seconds)
 
 
 class _Watch:

@@ -7,9 +7,16 @@ from autoshard_server.store.graphs import GRAPHS, GraphInfo, GraphStore
 from autoshard_server.store.idempotency import IdempotencyStore, Reply
 from autoshard_server.store.migrate import is_current, migrate, newest_revision
 from autoshard_server.store.plans import PLANS, PlanIndex, PlanSummary
+from autoshard_server.store.topologies import (
+    NAME_PATTERN,
+    StoredTopology,
+    TopologyInfo,
+    TopologyStore,
+)
 
 __all__ = [
     "GRAPHS",
+    "NAME_PATTERN",
     "PLANS",
     "ApiKey",
     "ApiKeyStore",
@@ -22,6 +29,9 @@ __all__ = [
     "PlanIndex",
     "PlanSummary",
     "Reply",
+    "StoredTopology",
+    "TopologyInfo",
+    "TopologyStore",
     "is_current",
     "migrate",
     "newest_revision",

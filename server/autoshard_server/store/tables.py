@@ -3,7 +3,7 @@
 Entries of the cache are not here: their table is the cache's own. Times are seconds since
 1970 by the clock of whoever wrote them; they are for people and for forgetting what is old.
 Nothing that must not go wrong when a clock jumps depends on them: jobs are taken in the
-order of `number`, and leases are counted (see `autoshard_server.jobs`).
+order of `number`, and leases are counted (see `autoshard_server.jobs.job_store`).
 """
 
 from sqlalchemy import (
@@ -89,6 +89,16 @@ plans = Table(
 )
 Index("plans_by_age", plans.c.created_at, plans.c.id)
 Index("plans_by_graph", plans.c.graph_digest, plans.c.created_at)
+
+topologies = Table(
+    "topologies",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("sha256", String(64), nullable=False),
+    Column("document", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("updated_at", Float, nullable=False),
+)
 
 idempotency_keys = Table(
     "idempotency_keys",

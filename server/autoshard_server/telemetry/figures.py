@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, multiproces
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
+_LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0, 7200.0)
+
 _registry = CollectorRegistry()
 
 requests_total = Counter(
@@ -29,6 +31,14 @@ results_total = Counter(
     "autoshard_results",
     "Requests for a result, by whether it was there before.",
     ("kind", "cache"),
+    registry=_registry,
+)
+job_seconds = Histogram(
+    "autoshard_job_duration_seconds",
+    "From a worker's claim of a job to what became of it there: known, succeeded, failed, crashed, "
+    "withdrawn or released.",
+    ("kind", "outcome"),
+    buckets=_LONG,
     registry=_registry,
 )
 
