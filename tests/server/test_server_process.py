@@ -1,6 +1,7 @@
 """The service as it is started for real: a process of its own, ended by a signal."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.services import free_port
 
 from autoshard.client import Client
@@ -102,6 +104,34 @@ def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
         "worker_ended",
     ]
     stores.close()
+
+
+def test_processes_that_count_together_show_each_figure_once(tmp_path: Path) -> None:
+    code = (
+        "from autoshard_server import Settings, ThreadExecutor\n"
+        "from autoshard_server.answering.service import Service\n"
+        "from autoshard_server.http.exposition import exposition\n"
+        "from autoshard_server.telemetry.figures import job_seconds\n"
+        "job_seconds.labels('plan', 'succeeded').observe(1)\n"
+        "service = Service(Settings(store_url='sqlite://', num_workers=0), ThreadExecutor(None))\n"
+        "exposition(service)\n"
+        "print(exposition(service).decode())\n"
+    )
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for number in (1, 2):
+        ended = subprocess.run(  # noqa: S603  ours
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        families = {f.name: f for f in text_string_to_metric_families(ended.stdout)}
+        names = re.findall("^# TYPE ([^ ]+)", ended.stdout, re.MULTILINE)
+        assert len(names) == len(set(names)) >= 6
+        assert "pid=" not in ended.stdout
+        counts = families["autoshard_job_duration_seconds"].samples
+        assert {s.value for s in counts if s.name.endswith("_count")} == {number}
 
 
 def job_count(http: httpx2.Client) -> float:
