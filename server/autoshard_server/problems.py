@@ -169,6 +169,12 @@ KEY_REUSED = ProblemType(
     "The Idempotency-Key was used for another request",
     "A key stands for one request for 24 hours; make a new one for each request.",
 )
+PRECONDITION = ProblemType(
+    "precondition-failed",
+    412,
+    "It is not what you have seen",
+    "If-Match or If-None-Match names what may be changed, and something else is there; look again.",
+)
 PRESET = ProblemType(
     "topology-preset",
     409,
@@ -258,6 +264,7 @@ PROBLEM_TYPES = (
     LIMIT,
     CONTENT,
     KEY_REUSED,
+    PRECONDITION,
     PRESET,
     NO_PLAN,
     UNAUTHENTICATED,

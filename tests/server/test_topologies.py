@@ -63,6 +63,24 @@ def test_a_topology_is_stored_replaced_and_forgotten(service: Any) -> None:
     assert "mine" not in service.http.get("/v1/topologies").json()["topologies"]
 
 
+def test_only_what_was_seen_is_changed(service: Any) -> None:
+    new = {"If-None-Match": "*"}
+    first = put(service, "seen", cluster("seen"), headers=new)
+    assert first.status_code == 201
+    seen = {"If-Match": f'"{"0" * 64}", {first.headers["ETag"]}'}
+    stale = {"If-Match": f'W/{first.headers["ETag"]}, "{"0" * 64}"'}
+    refused = [put(service, "seen", cluster("seen", 2e9), headers=h) for h in (new, stale)]
+    refused.append(service.http.delete("/v1/topologies/seen", headers=stale))
+    refused.append(put(service, "unseen", cluster("unseen"), headers={"If-Match": "*"}))
+    for answer in refused:
+        assert answer.status_code == 412
+        assert answer.json()["type"].endswith("#precondition-failed")
+    assert service.http.get("/v1/topologies/seen").headers["ETag"] == first.headers["ETag"]
+    assert put(service, "seen", cluster("seen", 2e9), headers=seen).status_code == 200
+    assert service.http.delete("/v1/topologies/seen", headers=seen).status_code == 412
+    assert service.http.delete("/v1/topologies/seen", headers={"If-Match": "*"}).status_code == 204
+
+
 def test_a_preset_has_a_tag_and_stays(service: Any) -> None:
     found = service.http.get("/v1/topologies/h100-sxm")
     assert topology_from_json(found.content) == get_topology("h100-sxm")

@@ -62,7 +62,11 @@ _HEADER_PARAMETERS = {
             "under the same key is refused."
         ),
     ),
-    "If-None-Match": (f'"{_DIGEST}"', "Answer 304 where this is what the caller has."),
+    "If-Match": (f'"{_DIGEST}"', "Change it only where this is what is there."),
+    "If-None-Match": (
+        f'"{_DIGEST}"',
+        "Answer 304 where this is what the caller has; with PUT, `*` replaces nothing.",
+    ),
     "Last-Event-ID": ("3", "Number of the last event that was seen; later ones follow."),
 }
 

@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse
 
 from autoshard_server.answering.service import Answer, Service
 from autoshard_server.http.documents import job_document
+from autoshard_server.http.preconditions import is_known
 from autoshard_server.http.uploads import preferred_wait
 from autoshard_server.jobs.job import Job, JobState
 from autoshard_server.jobs.kinds import JobKind
@@ -93,10 +94,3 @@ def tagged_response(
     if is_known(request, tag):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
     return Response(body, media_type=media_type, headers=headers)
-
-
-def is_known(request: Request, tag: str) -> bool:
-    """Whether If-None-Match says that the caller has it."""
-    given = ",".join(request.headers.getlist("if-none-match"))
-    tags = [known.strip().removeprefix("W/") for known in given.split(",")]
-    return "*" in tags or f'"{tag}"' in tags

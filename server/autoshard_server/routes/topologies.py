@@ -18,6 +18,7 @@ from autoshard.mesh import (
 from autoshard_server import problems
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import StoredTopologyEntry, Topologies, topology_entry
+from autoshard_server.http.preconditions import condition_of
 from autoshard_server.http.specification import (
     TOPOLOGY_BODY,
     answer_headers,
@@ -88,7 +89,7 @@ async def get_known_topology(
     "/v1/topologies/{name:segment}",
     operation_id="putTopology",
     summary="Store a topology",
-    openapi_extra=takes(**TOPOLOGY_BODY),
+    openapi_extra=takes("If-Match", "If-None-Match", **TOPOLOGY_BODY),
     responses={
         200: {
             "description": "It is stored now, in place of the one that had the name.",
@@ -101,6 +102,7 @@ async def get_known_topology(
         },
         **guarded_answers(
             problems.PRESET,
+            problems.PRECONDITION,
             problems.TOO_LARGE,
             problems.MEDIA_TYPE,
             problems.CODING,
@@ -133,6 +135,7 @@ async def put_topology(
         name,
         topology_to_json(topology, indent=None),
         most=service.settings.max_topologies,
+        fits=condition_of(request).holds,
     )
     info, is_new = await anyio.to_thread.run_sync(put)
     response.headers["ETag"] = f'"{info.sha256}"'
@@ -147,11 +150,17 @@ async def put_topology(
     operation_id="deleteTopology",
     summary="Forget a topology",
     status_code=HTTPStatus.NO_CONTENT,
-    responses=guarded_answers(problems.NOT_FOUND, problems.PRESET, problems.REQUEST),
+    openapi_extra=takes("If-Match"),
+    responses=guarded_answers(
+        problems.NOT_FOUND, problems.PRESET, problems.PRECONDITION, problems.REQUEST
+    ),
 )
-async def delete_topology(name: StoredName, service: ServiceHere, _caller: Planner) -> None:
+async def delete_topology(
+    name: StoredName, request: Request, service: ServiceHere, _caller: Planner
+) -> None:
     """Forget a topology. Plans that were made for it stay."""
-    if await anyio.to_thread.run_sync(service.stores.topologies.delete, name):
+    fits = condition_of(request).holds
+    if await anyio.to_thread.run_sync(partial(service.stores.topologies.delete, name, fits=fits)):
         return
     raise _is_preset(name) if name in topology_names() else _unknown(name)
 

@@ -3,12 +3,13 @@
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from autoshard_server.problems import LIMIT, ServerError
+from autoshard_server.problems import LIMIT, PRECONDITION, ServerError
 from autoshard_server.store.tables import topologies
 from autoshard_solver_cache import reader
 
@@ -16,6 +17,14 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 """Names that a topology can be stored under: one segment of a path."""
 
 _NAME = re.compile(NAME_PATTERN)
+
+
+Fits = Callable[[str | None], bool]
+"""Asked with the digest of what is stored under a name, None where nothing is."""
+
+
+def _anything(_sha256: str | None) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +76,25 @@ class TopologyStore:
         self._engine = engine
         self._reader = reader(engine)
 
-    def put(self, name: str, document: str, *, most: int) -> tuple[TopologyInfo, bool]:
+    def put(
+        self, name: str, document: str, *, most: int, fits: Fits = _anything
+    ) -> tuple[TopologyInfo, bool]:
         """Store a topology, in place of another of the name; and whether the name is new.
 
         Args:
             name: as `NAME_PATTERN` has it.
             document: JSON text.
             most: topologies that may be stored.
+            fits: whether what is there may be replaced.
 
         Raises:
-            ServerError: LIMIT, where there are so many already.
+            ServerError: LIMIT, where there are so many already; PRECONDITION, where what is
+                there does not fit.
         """
         while True:
             try:
                 with self._engine.begin() as connection:
+                    _check(connection, name, fits)
                     return _put(connection, name, document, most)
             except IntegrityError:
                 # Somebody else has stored the first one of this name: replace it.
@@ -102,11 +116,27 @@ class TopologyStore:
         # Databases order letters in ways of their own.
         return sorted(found, key=lambda info: info.name)
 
-    def delete(self, name: str) -> bool:
-        """Forget a topology; False if there is none."""
+    def delete(self, name: str, *, fits: Fits = _anything) -> bool:
+        """Forget a topology; False if there is none.
+
+        Raises:
+            ServerError: PRECONDITION, where what is there does not fit.
+        """
         with self._engine.begin() as connection:
+            _check(connection, name, fits)
             statement = delete(topologies).where(topologies.c.name == name)
             return connection.execute(statement).rowcount == 1
+
+
+def _check(connection: Connection, name: str, fits: Fits) -> None:
+    # Nobody replaces it before the transaction ends.
+    query = select(topologies.c.sha256).where(topologies.c.name == name).with_for_update()
+    if not fits(connection.execute(query).scalar_one_or_none()):
+        raise ServerError(
+            PRECONDITION,
+            f"topology {name!r} is not the one that If-Match or If-None-Match asks for; "
+            f"GET /v1/topologies/{name} has its ETag",
+        )
 
 
 def _put(connection: Connection, name: str, document: str, most: int) -> tuple[TopologyInfo, bool]:
