@@ -9,8 +9,14 @@ import jsonschema
 import pytest
 
 from autoshard import errors
+from autoshard_server.http.specification import JOB_PROBLEMS
 from autoshard_server.openapi import openapi_text
-from autoshard_server.problems import EXCEPTION_PROBLEMS, PROBLEM_TYPES, problem_type_of
+from autoshard_server.problems import (
+    EXCEPTION_PROBLEMS,
+    PROBLEM_MEDIA_TYPE,
+    PROBLEM_TYPES,
+    problem_type_of,
+)
 from autoshard_server.reference import PAGES
 from autoshard_server.settings import Settings
 from autoshard_solver_cache import StoreFullError, StoreUnavailableError
@@ -60,6 +66,23 @@ def test_every_error_answer_is_a_problem_with_an_example(specification: dict[str
             for example in examples.values():
                 jsonschema.validate(example["value"], problem)
                 assert example["value"]["status"] == int(status)
+
+
+def test_who_answers_with_a_job_says_what_can_go_wrong_in_it(specification: dict[str, Any]) -> None:
+    expected = {kind.slug for kind in JOB_PROBLEMS}
+    assert "other-release" in expected
+    everything = [operation["responses"] for _, _, operation in operations(specification)]
+    makers = [answers for answers in everything if "202" in answers]
+    assert len(makers) == 4
+    for answers in makers:
+        listed = {
+            slug
+            for answer in answers.values()
+            for slug in answer["content"].get(PROBLEM_MEDIA_TYPE, {}).get("examples", ())
+        }
+        assert expected <= listed
+    job = specification["paths"]["/v1/jobs/{job_id}"]["get"]["responses"]
+    assert "other-release" in job["409"]["content"][PROBLEM_MEDIA_TYPE]["examples"]
 
 
 def test_every_reference_leads_somewhere(specification: dict[str, Any]) -> None:
