@@ -13,6 +13,7 @@ from autoshard.errors import PlanError
 from autoshard.plan import PlacedInput, Plan, Stage
 from autoshard.runtime.constants import constant_value
 from autoshard.runtime.local_parameters import local_getter
+from autoshard.runtime.overflow import agree_on_overflow
 from autoshard.runtime.parameters import Holder, check_parameters, distribute_parameters
 from autoshard.runtime.preparation import prepared_inputs
 from autoshard.runtime.program import LocalProgram
@@ -96,6 +97,7 @@ def parallelize(
     members = {"__module__": original.__module__, "__doc__": original.__doc__}
     model.__class__ = type(f"Planned{original.__name__}", (Planned, original), members)
     vars(model)["_planned_forward"] = forward
+    agree_on_overflow()
     return model
 
 

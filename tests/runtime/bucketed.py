@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from runtime.comparison import close, device_mesh, whole
 from support import models
 from support.meshes import slow_devices
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard.graph import graph_from_json
 from autoshard.plan import Plan, PlanOptions, make_plan
@@ -20,6 +22,13 @@ ROWS = dict.fromkeys(("*.attn", "*.mlp", "*.c_*", "*.ln_*", "lm_head"), "S(0)")
 MLP = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}, "nodes": {"*": "S(0)"}}}
 HEADS = {"pins": {"parameters": {"*": "I"}, "inputs": {"*": "S(0)"}, "nodes": {"*": "S(0)"}}}
 CUT = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}, "nodes": ROWS}}
+MIXED = {
+    "pins": {
+        "parameters": {"*.wte.weight": "I", "*.h.*": "S(0)"},
+        "inputs": {"*": "S(0)"},
+        "nodes": ROWS,
+    }
+}
 WHOLE = {"pins": {"parameters": {"*": "I"}, "inputs": {"*": "S(0)"}, "nodes": ROWS}}
 
 
@@ -108,6 +117,84 @@ def hooked(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> 
     _compare(reference, planned)
 
 
+def scaled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
+    """Where a gradient is infinite on one rank alone, all ranks leave the step out."""
+    runs = []
+    for model in (reference, planned):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        runs.append((model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0)))
+    for step in range(3):
+        for model, optimizer, scaler in runs:
+            scaler.scale(_loss(model, inputs)).backward()
+            if step == 1:
+                _overflow(model.transformer.h[1].mlp.c_fc.weight.grad)
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert {scaler.get_scale() for *_, scaler in runs} == {512.0 if step else 1024.0}
+    found = dict(planned.named_parameters())
+    for name, parameter in reference.named_parameters():
+        close(whole(found[name].detach()), parameter.detach(), name)
+
+
+def _overflow(gradient: torch.Tensor) -> None:
+    """Make the last element infinite; of a gradient that is cut only the last rank has it."""
+    if isinstance(gradient, DTensor):
+        assert any(placement.is_shard() for placement in gradient.placements)
+        gradient = gradient.to_local()
+        if dist.get_rank() < dist.get_world_size() - 1:
+            return
+    gradient[-1, -1] = torch.inf
+
+
+class Narrow(nn.Module):
+    """Two products in float16, of parameters in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second):
+            x = nn.functional.linear(x.half(), layer.weight.half(), layer.bias.half())
+        return x.float()
+
+
+def narrow() -> models.Case:
+    """One of 16 rows is so large that its gradients overflow where a loss is scaled by 1024."""
+    x = torch.randn(16, 8)
+    x[-1] *= 100
+    return Narrow(), {"x": x}
+
+
+def scaled_narrow(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
+    """What overflows in float16 on the rank that has the row lowers the scale of all ranks."""
+    runs = []
+    for model in (reference, planned):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        runs.append((model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0)))
+    scales = []
+    for _ in range(12):
+        for model, optimizer, scaler in runs:
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            scaler.scale(model(**inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            stays = [
+                torch.equal(*map(whole, p)) for p in zip(before, model.parameters(), strict=True)
+            ]
+            scales.append((all(stays), scaler.get_scale()))
+        assert scales[-1] == scales[-2]
+    assert {stays for stays, _ in scales} == {True, False}
+    found = dict(planned.named_parameters())
+    for name, parameter in reference.named_parameters():
+        close(whole(found[name].detach()), parameter.detach(), name, 1e-3)
+
+
 class Heads(nn.Module):
     """Two results, each of parameters of its own."""
 
@@ -149,17 +236,26 @@ def compiled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -
     _compare(reference, planned, 1e-4)
 
 
+def _narrowed(parameters: str) -> dict[str, Any]:
+    """Options that make parameters whole before they are float16."""
+    nodes = {"linear*": "S(0)", **dict.fromkeys(("to_1", "to_2", "to_4", "to_5"), "R")}
+    return {"pins": {"parameters": {"*": parameters}, "inputs": {"*": "S(0)"}, "nodes": nodes}}
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{
         f"gradients {check.__name__}, parameters {name}": Case(options, check)
         for name, options, checks in [
             ("whole", WHOLE, (accumulated, hooked)),
             ("cut", CUT, (asked_for, hooked)),
+            ("cut and whole", MIXED, (hooked, scaled)),
             ("gathered again", CUT | {"reconversion": "always"}, (accumulated, asked_for)),
         ]
         for check in checks
     },
     "one of two results, parameters whole": Case(HEADS, one_of_two, heads),
     "one of two results, parameters cut": Case(MLP, one_of_two, heads),
+    "overflow in float16, parameters whole": Case(_narrowed("I"), scaled_narrow, narrow),
+    "overflow in float16, parameters cut": Case(_narrowed("S(0)"), scaled_narrow, narrow),
     "compiled, parameters cut": Case(MLP, compiled, models.mlp),
 }

@@ -1,14 +1,19 @@
 """A program for launched ranks; run by itself, or `train` called on every rank.
 
-As a program it fails on rank 1 if its argument is `fail`.
+As a program it fails on rank 1 if its argument is `fail`: in backward, while collectives are
+under way.
 """
 
 import sys
+import time
 import warnings
+from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.models import mlp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import Launched, launched, parallelize
 
@@ -39,14 +44,41 @@ def train(run: Launched, rate: float) -> tuple[int, tuple[str, ...], float, floa
     return run.rank, names, losses[0] - losses[1], float(gradient.abs().max())
 
 
+class Failing(TorchDispatchMode):
+    """Fails on rank 1 in the backward of a ReLU, and says how many collectives are under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.threshold_backward.default and dist.get_rank() == 1:
+            print(f"failed at {time.time()}", flush=True)  # noqa: T201
+            raise ValueError(f"a list[int] went wrong with {self._under_way} under way")
+        self._calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def _under_way(self) -> int:
+        """Functional collectives that have begun and nobody has waited for."""
+        found = {n: c for n, c in self._calls.items() if n.startswith("_c10d_functional::")}
+        return sum(found.values()) - 2 * found.get("_c10d_functional::wait_tensor", 0)
+
+
 def main() -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)
     run = launched()
     assert launched() is run
     for _ in range(STEPS):
         with run.step():
             dist.barrier()
-    if sys.argv[1:] == ["fail"] and run.rank == 1:
-        raise ValueError("a list[int] went wrong")
+    if sys.argv[1:] == ["fail"]:
+        model, batch = mlp()
+        parallelize(model, run.plan, run.device_mesh)
+        with Failing():
+            (model(**batch) ** 2).mean().backward()
     dist.barrier()
     print(f"rank {run.rank} is done with {sys.argv[1:]}", flush=True)  # noqa: T201
 

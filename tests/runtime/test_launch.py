@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ import autoshard
 from autoshard.cli import app
 from autoshard.client.offline import OfflinePlans
 from autoshard.errors import LaunchError, PlanError
+from autoshard.graph import graph_from_json
 from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan.buckets import buckets_of
 from autoshard.runtime.launch.failures import failures_noted, first_failure
 
 PROGRAM = Path(launched_program.__file__)
@@ -26,8 +29,17 @@ TIMEOUT = 300
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    options = PlanOptions(optimizer="sgd", pins={"inputs": {"x": "S(0)"}})
-    return make_plan(graph_of(meta(mlp)), slow_devices(rows=2), options)
+    """Two buckets, of which one gathers: the gradients of one are reduced beside the other's."""
+    pins = {
+        "inputs": {"x": "S(0)"},
+        "parameters": {"up.*": "S(0)", "down.*": "I"},
+        "nodes": {"*": "S(0)"},
+    }
+    options = PlanOptions(optimizer="sgd", pins=pins)
+    made = make_plan(graph_of(meta(mlp)), slow_devices(rows=2), options)
+    stage = made.stages[0]
+    assert len(buckets_of(stage, graph_from_json(stage.program))) == 2
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +78,13 @@ def test_a_failing_rank_ends_the_job_and_shows_its_traceback_once(
         timeout=TIMEOUT,
         check=False,
     )
+    ended = time.time()
     assert done.returncode == 1, done.stderr
+    failed_at = next(line for line in done.stdout.splitlines() if line.startswith("failed at"))
+    assert ended - float(failed_at.removeprefix("failed at")) < 15
     assert "that is kept on this machine" in done.stderr
     assert "error: rank 1 failed:" in done.stderr
-    assert done.stderr.count("ValueError: a list[int] went wrong") == 1
+    assert done.stderr.count("ValueError: a list[int] went wrong with 1 under way") == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1
     # The traceback begins with the user's program.
     assert "runpy" not in done.stderr
