@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         parameters_on_meta,
         save_checkpoint,
         shard_loader,
+        step_counter,
     )
     from autoshard.runtime.launch import Launched, launch, launched
 
@@ -79,6 +80,7 @@ __all__ = [
     "search_meshes",
     "shard_loader",
     "simulate",
+    "step_counter",
     "topology_names",
 ]
 
@@ -92,6 +94,7 @@ _NEEDS_TORCH = {
     "parallelize": "autoshard.runtime",
     "gathered": "autoshard.runtime",
     "shard_loader": "autoshard.runtime",
+    "step_counter": "autoshard.runtime",
     "load_checkpoint": "autoshard.runtime",
     "parameters_on_meta": "autoshard.runtime",
     "save_checkpoint": "autoshard.runtime",

@@ -37,6 +37,7 @@ PUBLIC = [
     "search_meshes",
     "shard_loader",
     "simulate",
+    "step_counter",
     "topology_names",
 ]
 

@@ -11,6 +11,7 @@ from autoshard.runtime.recorder import (
     record_collectives,
     summarize,
 )
+from autoshard.runtime.step_counter import StepCounter, step_counter
 from autoshard.runtime.weights import (
     LoadReport,
     load_checkpoint,
@@ -23,6 +24,7 @@ __all__ = [
     "CollectiveRecorder",
     "LoadReport",
     "LocalProgram",
+    "StepCounter",
     "checkpointable",
     "gathered",
     "load_checkpoint",
@@ -31,5 +33,6 @@ __all__ = [
     "record_collectives",
     "save_checkpoint",
     "shard_loader",
+    "step_counter",
     "summarize",
 ]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 def agree_on_overflow() -> None:
     """Let all ranks of this process's DTensors hear of an infinite gradient on any of them."""
     # As torch's own `loss_parallel` does; there is no public way.
-    handlers = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
     handlers[_UNSCALE] = _unscale
 
 

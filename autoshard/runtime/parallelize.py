@@ -68,7 +68,8 @@ def parallelize(
         custom_operators: operators of the model's own that the plan may call, as torch names
             them (`mylib::gate`), or their namespaces (`mylib`). A plan may come from elsewhere,
             so it calls none that it was not trusted with.
-        seed: of random operators such as dropout; the same on all ranks.
+        seed: of random operators such as dropout; the same on all ranks. Numbers follow from it
+            and the step, which `step_counter` keeps in a checkpoint.
 
     Returns:
         The same object; its class is now a subclass of the one it had.
@@ -133,6 +134,9 @@ class PlannedForward:
         mesh: the devices.
         training: whether gradients are computed.
         constants: values of captured tensors that the model does not hold.
+
+    Attributes:
+        step: number of the next step.
     """
 
     def __init__(
@@ -152,7 +156,7 @@ class PlannedForward:
         self._planned = self._call_of(stage)
         self._resized = lru_cache(_KEPT)(self._call_at)
         self._held: dict[str, Callable[[], torch.Tensor]] = {}
-        self._step = 0
+        self.step = 0
 
     @property
     def buffers(self) -> frozenset[str]:
@@ -254,8 +258,8 @@ class PlannedForward:
             call = self._resized(tuple(sizes.items())) if sizes else self._planned
             given = call.arguments.localize(leaves)
             inputs = (self._input(placed, given, call) for placed in self._stage.inputs)
-            outputs = call.program(inputs, step=self._step)
-            self._step += 1
+            outputs = call.program(inputs, step=self.step)
+            self.step += 1
             return call.results.nest(outputs)
 
     def _input(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from runtime.transformers_on_ranks import (
     planned,
 )
 from support import models
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from autoshard.plan import Conversion, Plan
 
@@ -38,25 +35,9 @@ def double(build: Callable[[], models.Case]) -> models.Case:
     return model.double(), inputs
 
 
-def noisy_gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    """A small GPT-2 with dropout everywhere."""
-    config = GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=4,
-        n_positions=16,
-        vocab_size=64,
-        resid_pdrop=0.2,
-        embd_pdrop=0.2,
-        attn_pdrop=0.2,
-    )
-    ids = torch.randint(0, 64, (4, 8))
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids, "use_cache": False}
-
-
 MODELS = {
     "gpt2": partial(double, models.gpt2),
-    "noisy gpt2": partial(double, noisy_gpt2),
+    "noisy gpt2": partial(double, partial(models.gpt2, dropout=0.2)),
     "llama": partial(double, models.llama),
 }
 LAYERS = {"gpt2": GPT2_LAYERS, "noisy gpt2": GPT2_LAYERS, "llama": LLAMA_LAYERS}

@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 from runtime import batches, bucketed
-from runtime.training import Training
+from runtime.training import Resumed, Training
 from runtime.transformers_on_ranks import OPTIONS
 from support import models
 
 NUM_RANKS = 4
+NOISE = {"dropout*": "S(0)", "scaled_dot_product_attention*": "S(0)"}
 
 CASES: dict[str, Callable[[], None]] = {
     **batches.CASES,
@@ -19,6 +20,13 @@ CASES: dict[str, Callable[[], None]] = {
         (
             ({"dp": 2, "tp": 2}, {"pins": {"parameters": {"*.c_attn.weight": "S(0),S(1)/1+1+1"}}}),
             ({"dp": 4}, OPTIONS["fsdp"]),
+        ),
+    ),
+    "gpt2 with dropout, goes on": Resumed(
+        partial(models.gpt2, dropout=0.2),
+        tuple(
+            {"pins": {"parameters": {"*": at_rest}, "inputs": {"*": "S(0)"}, "nodes": NOISE}}
+            for at_rest in ("I", "S(0)")
         ),
     ),
     "llama, sequence parallel to free": Training(

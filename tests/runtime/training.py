@@ -1,10 +1,11 @@
 """Many steps of training: unsharded, and under two plans one after the other."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from runtime.comparison import close, device_mesh, whole
@@ -15,8 +16,10 @@ from support.models import graph_of
 from torch import nn
 from torch.utils.data import DataLoader
 
+from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanOptions, make_plan
-from autoshard.runtime import checkpointable, parallelize, shard_loader
+from autoshard.runtime import checkpointable, parallelize, shard_loader, step_counter
+from autoshard.runtime.kernels import draws_random_numbers
 
 STEPS = 20
 SAVED_AFTER = 10
@@ -91,6 +94,68 @@ class Training:
         if steps.stop == SAVED_AFTER:
             dcp.save(checkpointable(state_of(model, optimizer)), checkpoint_id=folder)
         return losses
+
+
+@dataclass
+class Resumed:
+    """Losses with dropout, of a training that goes on under another plan as if nothing had been.
+
+    Attributes:
+        build: a model that drops, with inputs.
+        options: of the plan that begins and the one that goes on; both cut what is dropped alike.
+    """
+
+    build: Callable[[], Built]
+    options: tuple[dict[str, Any], dict[str, Any]]
+    _plans: list[Plan] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        graph = graph_of(self._built())
+        self._plans = [
+            make_plan(graph, slow_devices(dp=4), PlanOptions.model_validate(options))
+            for options in self.options
+        ]
+        drawing = {node.name for node in graph.nodes if draws_random_numbers(node)}
+        cuts = [
+            [p.outputs for p in plan.stages[0].nodes if p.name in drawing] for plan in self._plans
+        ]
+        assert cuts[0]
+        assert cuts[0] == cuts[1]
+
+    def _built(self) -> Built:
+        torch.manual_seed(0)
+        return self.build()
+
+    def __call__(self) -> None:
+        first, second = self._plans
+        model, inputs, optimizer = self._start(first)
+        losses = [_step(model, optimizer, inputs) for _ in range(6)]
+        with shared_folder() as folder:
+            model, inputs, optimizer = self._start(first)
+            found = [_step(model, optimizer, inputs) for _ in range(3)]
+            dcp.save(self._state(model, optimizer), checkpoint_id=folder)
+            assert "steps" not in model.state_dict()
+            model, inputs, optimizer = self._start(second)
+            _step(model, optimizer, inputs)  # so that there is a state to load into
+            dcp.load(self._state(model, optimizer), checkpoint_id=folder)
+        assert step_counter(model).value == 3
+        with torch.no_grad():
+            step_counter(model).value = 0
+            anew = float(whole(model(**inputs).loss))
+            step_counter(model).value = 3
+        found += [_step(model, optimizer, inputs) for _ in range(3)]
+        close(torch.tensor(found), torch.tensor(losses), "losses")
+        assert abs(anew - losses[3]) > 1e-3
+        with pytest.raises(PlanError, match="cannot be -1"):
+            step_counter(model).value = -1
+
+    def _start(self, plan: Plan) -> tuple[nn.Module, dict[str, Any], torch.optim.Optimizer]:
+        model, inputs = self._built()
+        parallelize(model, plan, device_mesh(plan), seed=3)
+        return model, inputs, _optimizer(model)
+
+    def _state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return checkpointable(state_of(model, optimizer) | {"steps": step_counter(model)})
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -43,7 +43,13 @@ def mlp(batch: int = 16, features: int = 64, hidden: int = 128, outputs: int = 6
 
 
 def gpt2(
-    *, layers: int = 2, batch: int = 4, sequence: int = 8, hidden: int = 32, vocabulary: int = 64
+    *,
+    layers: int = 2,
+    batch: int = 4,
+    sequence: int = 8,
+    hidden: int = 32,
+    vocabulary: int = 64,
+    dropout: float = 0.0,
 ) -> Case:
     """A small GPT-2 with labels."""
     config = GPT2Config(
@@ -52,9 +58,9 @@ def gpt2(
         n_head=4,
         n_positions=16,
         vocab_size=vocabulary,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
     )
     ids = torch.randint(0, 64, (batch, sequence))
     return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids, "use_cache": False}
