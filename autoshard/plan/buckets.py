@@ -10,13 +10,15 @@ All follows from the stage: the runtime, the count of collectives and the memory
 here.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoshard.graph import Graph, find_blocks
 from autoshard.layouts import Action, makes_whole, parse_type
 from autoshard.mesh import Mesh
 from autoshard.plan.document import Conversion, PlannedStep, Stage, Use
+from autoshard.plan.memory.recompute import recomputed
 from autoshard.plan.memory.spans import checkpoint_spans, readers_inside
 
 SMALL = 2 * 2**20
@@ -37,11 +39,13 @@ class Bucket:
         begins: number of the node before which it begins.
         reader: number of the node that reads it first; as many as there are nodes if that is
             the program's end.
+        checkpoint: number of the checkpoint inside of which it runs; -1 for none.
     """
 
     conversions: tuple[Conversion, ...]
     begins: int
     reader: int
+    checkpoint: int = -1
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -50,7 +54,7 @@ class Bucket:
 
     @property
     def again(self) -> bool:
-        """Whether backward runs its forward steps once more."""
+        """Whether backward runs its forward steps once more, apart from a checkpoint."""
         return self.conversions[0].again
 
     @property
@@ -77,32 +81,62 @@ def buckets_of(stage: Stage, graph: Graph) -> tuple[Bucket, ...]:
     """The buckets of a stage, in the order in which they are first read.
 
     A conversion is in one if it makes a parameter whole, and no other one of the parameter
-    comes before it. Inside a checkpoint none is: its conversions run once more with it.
+    comes before it.
 
-    What runs again is together with what the same repetition of a block reads. Whatever gathers
-    begins when the gather before it is read, so that one bucket is gathered
-    ahead; what only reduces gradients begins with the program.
+    What runs again is together with what the same repetition of a block reads, and what runs
+    again with a checkpoint with what else of the checkpoint does. Whatever gathers begins when
+    the gather before it is read, so that one bucket is gathered ahead; inside a checkpoint the
+    first begins with it. What only reduces gradients begins with the program, and is read before
+    a checkpoint, since running it once more would do nothing.
 
     Raises:
         PlanError: the stage's checkpoints do not fit its program.
     """
     spans = checkpoint_spans(graph, stage)
     insides = readers_inside(graph, stage, spans)
-    starts = {number: span.start for span in spans for number in span}
+    number_of = {node: number for number, span in enumerate(spans) for node in span}
     shared = {c.value for c in stage.conversions if c.consumer is None}
     blocks = _blocks(graph) if any(c.again for c in stage.conversions) else {}
-    found: list[tuple[int, int, Conversion, Hashable]] = []
+    once_more = recomputed(graph, stage).conversions if spans else frozenset()
+    found: list[_Member] = []
     parameters = {placed.name for placed in stage.parameters}
-    for order, (conversion, inside) in enumerate(zip(stage.conversions, insides, strict=True)):
+    for conversion, inside in zip(stage.conversions, insides, strict=True):
         own = conversion.consumer is None or conversion.value not in shared
-        key = _key(conversion, stage, graph)
-        if conversion.value in parameters and own and inside is None and key is not None:
-            reader = _first_reader(conversion, graph)
+        steps = _key(conversion, stage, graph)
+        if conversion.value not in parameters or not own or steps is None:
+            continue
+        reader = _first_reader(conversion, graph)
+        if inside is None or not _gathers(conversion):
             # What runs again does so for memory: only what a block needs is made at one time.
             block = blocks.get(reader, -1) if conversion.again else None
-            found.append((starts.get(reader, reader), order, conversion, (key, block)))
-    found.sort(key=lambda entry: entry[:2])
-    return tuple(_beginning(_packed([(r, c, key) for r, _, c, key in found], graph)))
+            if reader in number_of:
+                reader = spans[number_of[reader]].start
+            found.append(_Member(reader, conversion, -1, (steps, block)))
+        else:
+            key = steps, number_of[reader], conversion.use in once_more
+            found.append(_Member(reader, conversion, number_of[reader], key))
+    found.sort(key=lambda member: member.reader)
+    return tuple(_beginning(_packed(found, graph), spans, once_more))
+
+
+class _Member(NamedTuple):
+    """A conversion that is in a bucket.
+
+    Attributes:
+        reader: number of the node before which it must have come.
+        conversion: which one.
+        checkpoint: number of the checkpoint inside of which it runs; -1 for none.
+        key: what it has in common with the others of its bucket.
+    """
+
+    reader: int
+    conversion: Conversion
+    checkpoint: int
+    key: Hashable
+
+
+def _gathers(conversion: Conversion) -> bool:
+    return any(step.forward != Action.NOTHING for step in conversion.steps)
 
 
 def _key(conversion: Conversion, stage: Stage, graph: Graph) -> Hashable | None:
@@ -134,30 +168,34 @@ def _first_reader(conversion: Conversion, graph: Graph) -> int:
     return min((number for number, _ in graph.consumers.get(conversion.value, ())), default=end)
 
 
-def _packed(
-    found: Sequence[tuple[int, Conversion, Hashable]], graph: Graph
-) -> list[tuple[int, list[Conversion]]]:
-    """The first reader of each bucket, and its conversions."""
-    packed: list[tuple[int, list[Conversion]]] = []
-    open_buckets: dict[Hashable, tuple[list[Conversion], int]] = {}
-    for reader, conversion, key in found:
-        nbytes = graph.values[conversion.value].nbytes
-        members, held = open_buckets.get(key, ([], LARGEST))
+def _packed(found: Sequence[_Member], graph: Graph) -> list[list[_Member]]:
+    """The members of each bucket."""
+    packed: list[list[_Member]] = []
+    open_buckets: dict[Hashable, tuple[list[_Member], int]] = {}
+    for member in found:
+        nbytes = graph.values[member.conversion.value].nbytes
+        members, held = open_buckets.get(member.key, ([], LARGEST))
         if nbytes > SMALL:
-            packed.append((reader, [conversion]))
+            packed.append([member])
         elif held + nbytes > LARGEST:
-            packed.append((reader, [conversion]))
-            open_buckets[key] = packed[-1][1], nbytes
+            packed.append([member])
+            open_buckets[member.key] = packed[-1], nbytes
         else:
-            members.append(conversion)
-            open_buckets[key] = members, held + nbytes
+            members.append(member)
+            open_buckets[member.key] = members, held + nbytes
     return packed
 
 
-def _beginning(packed: Sequence[tuple[int, Sequence[Conversion]]]) -> Iterator[Bucket]:
-    before = 0
-    for reader, members in packed:
-        bucket = Bucket(tuple(members), 0, reader)
-        if any(step.forward != Action.NOTHING for step, _ in bucket.steps):
-            bucket, before = replace(bucket, begins=before), reader
-        yield bucket
+def _beginning(
+    packed: Sequence[Sequence[_Member]], spans: Sequence[range], once_more: Collection[Use]
+) -> Iterator[Bucket]:
+    before = {-1: 0} | {number: span.start for number, span in enumerate(spans)}
+    for members in packed:
+        reader, first, checkpoint, _ = members[0]
+        begins = 0
+        if checkpoint >= 0 and first.use not in once_more:
+            # Backward runs the checkpoint up to where this is read: it must not have begun.
+            begins = reader
+        elif _gathers(first):
+            begins, before[checkpoint] = before[checkpoint], reader
+        yield Bucket(tuple(m.conversion for m in members), begins, reader, checkpoint)

@@ -29,7 +29,7 @@ from autoshard.plan.formulation.formulation import Formulation
 from autoshard.plan.formulation.pricing import Prices
 from autoshard.plan.formulation.variables import Role
 from autoshard.plan.gradients import Gradients
-from autoshard.plan.memory.recompute import count_collectives
+from autoshard.plan.memory.counting import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.steering.restriction import Steering
 from autoshard.rules import has_rule

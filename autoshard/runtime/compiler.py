@@ -25,7 +25,8 @@ class Compiler:
 
     A conversion runs right before its first reader; one that is shared with nodes outside a
     checkpoint runs before the checkpoint. Those of a bucket begin where the bucket does, and
-    end before the first reader of any of them.
+    end before the first reader of any of them, or before the checkpoint that it is in if the
+    bucket is not.
 
     Args:
         stage: of a plan.
@@ -76,10 +77,10 @@ class Compiler:
         if len(self._conversions) < len(self._stage.conversions):
             raise PlanError(f"stage {self._stage.name!r} converts one use of a value twice")
         start = 0
-        for span in checkpoint_spans(self._graph, self._stage):
+        for number, span in enumerate(checkpoint_spans(self._graph, self._stage)):
             self._add_calls(self._graph.nodes[start : span.start])
             self._begin_buckets(span.start)
-            self._add_checkpoint(self._graph.nodes[span.start : span.stop])
+            self._add_checkpoint(self._graph.nodes[span.start : span.stop], number)
             start = span.stop
         self._add_calls(self._graph.nodes[start:])
         self._begin_buckets(len(self._graph.nodes))
@@ -108,21 +109,22 @@ class Compiler:
         self._num_slots += 1
         return self._num_slots - 1
 
-    def _add_checkpoint(self, nodes: Sequence[Node]) -> None:
-        for value in (value for node in nodes for value in node.inputs):
-            if value in self._slots:
-                self._share(value)
+    def _add_checkpoint(self, nodes: Sequence[Node], number: int) -> None:
+        for node in nodes:
+            for position, value in enumerate(node.inputs):
+                if value in self._slots:
+                    self._share(value)
+                self._end_bucket_of((value, node.name, position))
         outside, self.instructions = self.instructions, []
-        self._add_calls(nodes, inside=True)
+        self._add_calls(nodes, checkpoint=number)
         outside.append(Recompute.of(self.instructions))
         self.instructions = outside
 
-    def _add_calls(self, nodes: Sequence[Node], *, inside: bool = False) -> None:
+    def _add_calls(self, nodes: Sequence[Node], *, checkpoint: int = -1) -> None:
         for node in nodes:
             if node.name not in self._placed:
                 raise PlanError(f"stage {self._stage.name!r} has no layouts for node {node.name!r}")
-            if not inside:
-                self._begin_buckets(self._graph.numbers[node.name])
+            self._begin_buckets(self._graph.numbers[node.name], checkpoint)
             self._add_call(node, self._placed[node.name])
 
     def _add_call(self, node: Node, placed: PlacedNode) -> None:
@@ -194,11 +196,13 @@ class Compiler:
         if shared is not None:
             self._slots[value] = self._add_conversion(shared)
 
-    def _begin_buckets(self, number: int) -> None:
-        """Begin what begins before a node."""
-        begins = [bucket for bucket in self._waiting if bucket.begins <= number]
-        self._waiting = [bucket for bucket in self._waiting if bucket.begins > number]
-        for bucket in begins:
+    def _begin_buckets(self, number: int, checkpoint: int = -1) -> None:
+        """Begin what begins before a node, inside a checkpoint or outside of all."""
+        waiting, self._waiting = self._waiting, []
+        for bucket in waiting:
+            if bucket.begins > number or bucket.checkpoint != checkpoint:
+                self._waiting.append(bucket)
+                continue
             crossing = self._new_slot()
             sources = tuple(self._slots[conversion.value] for conversion in bucket.conversions)
             shapes = [self._graph.values[c.value].shape for c in bucket.conversions]
@@ -206,6 +210,11 @@ class Compiler:
             self.instructions.append(Begin(reads=sources, targets=(crossing,), steps=steps))
             begun = bucket, steps, crossing
             self._begun.update((use, begun) for use in bucket.uses)
+
+    def _end_bucket_of(self, use: Use) -> None:
+        """End the bucket of a use, if it has begun and is not over."""
+        if use in self._begun and use not in self._converted:
+            self._end_bucket(*self._begun[use])
 
     def _end_bucket(self, bucket: Bucket, steps: BucketSteps, crossing: int) -> None:
         for use in bucket.uses:
@@ -217,8 +226,7 @@ class Compiler:
 
     def _add_conversion(self, conversion: Conversion) -> int:
         use = conversion.use
-        if use in self._begun and use not in self._converted:
-            self._end_bucket(*self._begun[use])
+        self._end_bucket_of(use)
         if use in self._converted:
             return self._converted[use]
         source = self._slots[conversion.value]

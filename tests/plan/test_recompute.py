@@ -13,7 +13,8 @@ from autoshard.graph import Graph
 from autoshard.layouts import Action
 from autoshard.plan import Checkpoint, Stage
 from autoshard.plan.document import Use
-from autoshard.plan.memory.recompute import count_collectives, recomputed
+from autoshard.plan.memory.counting import count_collectives
+from autoshard.plan.memory.recompute import recomputed
 from autoshard.rules import Saved, call_of, saved_by
 
 Made = tuple[Graph, Stage]

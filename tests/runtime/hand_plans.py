@@ -29,7 +29,7 @@ from autoshard.plan import (
     Provenance,
     Stage,
 )
-from autoshard.plan.memory.recompute import count_collectives
+from autoshard.plan.memory.counting import count_collectives
 from autoshard.solve import Status
 
 Layouts = tuple[Sequence[str], Sequence[str]]

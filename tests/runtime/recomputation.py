@@ -13,7 +13,7 @@ from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.layouts import Action
 from autoshard.plan import Checkpoint, CollectiveCount, Conversion, Plan
 from autoshard.plan.document import Use
-from autoshard.plan.memory.recompute import count_collectives
+from autoshard.plan.memory.counting import count_collectives
 from autoshard.rules import Kernel, call_of, is_view, kernel_for, saved_by
 from autoshard.runtime import parallelize, record_collectives, summarize
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from runtime.transformers_on_ranks import (
 )
 from support import models
 
+from autoshard.graph import graph_from_json
 from autoshard.plan import Conversion, Plan
+from autoshard.plan import buckets as plan_buckets
+from autoshard.plan.buckets import buckets_of
 
 NUM_RANKS = 4
 
@@ -32,15 +36,27 @@ TOLERANCE = 1e-10
 def double(build: Callable[[], models.Case]) -> models.Case:
     """In double precision, where a difference of 1e-10 is a different computation."""
     model, inputs = build()
-    return model.double(), inputs
+    wide = {
+        name: value.double()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in inputs.items()
+    }
+    return model.double(), wide
 
 
 MODELS = {
     "gpt2": partial(double, models.gpt2),
     "noisy gpt2": partial(double, partial(models.gpt2, dropout=0.2)),
     "llama": partial(double, models.llama),
+    "residuals": partial(double, models.residuals),
 }
-LAYERS = {"gpt2": GPT2_LAYERS, "noisy gpt2": GPT2_LAYERS, "llama": LLAMA_LAYERS}
+LAYERS = {
+    "residuals": tuple(f"layers.{number}" for number in range(3)),
+    "gpt2": GPT2_LAYERS,
+    "noisy gpt2": GPT2_LAYERS,
+    "llama": LLAMA_LAYERS,
+}
 
 
 def parameters(plan: Plan) -> Callable[[Conversion], bool]:
@@ -56,15 +72,30 @@ class Case:
     mesh: str
     options: str
     edit: Callable[[Plan, tuple[str, ...]], Plan]
+    largest: int = plan_buckets.LARGEST
+    """Bytes of a bucket."""
     plain: Plan = field(init=False)
     plan: Plan = field(init=False)
 
     def prepare(self) -> None:
+        with patch.object(plan_buckets, "LARGEST", self.largest):
+            self._prepare()
+
+    def __call__(self) -> None:
+        with patch.object(plan_buckets, "LARGEST", self.largest):
+            self._check()
+
+    def _prepare(self) -> None:
         self.plain = holding_everything(planned(MODELS[self.model], self.mesh, self.options))
         edited = self.edit(self.plain, LAYERS[self.model])
         self.plan = Plan.from_json(edited.to_json())
+        if self.largest < plan_buckets.SMALL:
+            stage = self.plan.stages[0]
+            found = buckets_of(stage, graph_from_json(stage.program))
+            ahead = [b for b in found if b.checkpoint >= 0 and b.begins < b.reader]
+            assert len(ahead) >= len(LAYERS[self.model])
 
-    def __call__(self) -> None:
+    def _check(self) -> None:
         plain = run_step(self.plain, MODELS[self.model])
         whole = parameters(self.plan)
         # The last step of a gather makes the whole parameter; its slice is there anyway.
@@ -116,6 +147,10 @@ CASES = {
         ("noisy gpt2", "2x2", "sequence of gpt2", checkpoints),
         ("noisy gpt2", "2x2", "sequence of gpt2", everything_again),
     ]
+} | {
+    "residuals, one bucket of a checkpoint gathered ahead": Case(
+        "residuals", "4", "fsdp of residuals", checkpoints, largest=128 * 32 * 8
+    )
 }
 
 

@@ -31,6 +31,13 @@ def _sequence_parallel(norms: str) -> dict[str, Any]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "free": {},
     "fsdp": {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}},
+    "fsdp of residuals": {
+        "pins": {
+            "parameters": {"*": "S(0)"},
+            "inputs": {"*": "S(0)"},
+            "nodes": dict.fromkeys(("layer_norm*", "linear*", "relu*", "add*"), "S(0)"),
+        }
+    },
     "hsdp": {"pins": {"parameters": {"*": "*,S(0)"}, "inputs": {"*": "S(0),S(0)"}}},
     "megatron": {"algo": "megatron"},
     "sequence": _sequence_parallel("*layernorm"),

@@ -42,6 +42,36 @@ def mlp(batch: int = 16, features: int = 64, hidden: int = 128, outputs: int = 6
     return Mlp(features, hidden, outputs), {"x": torch.randn(batch, features)}
 
 
+class Residual(nn.Module):
+    """A layer whose last parameter backward has no need of."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(features)
+        self.up = nn.Linear(features, hidden, bias=False)
+        self.down = nn.Linear(hidden, features, bias=False)
+        self.shift = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x)))) + self.shift
+
+
+class Residuals(nn.Module):
+    """Layers that are alike, and a loss."""
+
+    def __init__(self, layers: int, features: int, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Residual(features, hidden) for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers(x).square().mean()}
+
+
+def residuals(*, layers: int = 3, batch: int = 64, features: int = 32, hidden: int = 128) -> Case:
+    """A small stack of residual layers."""
+    return Residuals(layers, features, hidden), {"x": torch.randn(batch, features)}
+
+
 def gpt2(
     *,
     layers: int = 2,

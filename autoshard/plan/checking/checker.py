@@ -14,7 +14,7 @@ from autoshard.graph import Graph, graph_digest, graph_from_json
 from autoshard.plan.checking.conversion_check import TOLERANCE
 from autoshard.plan.checking.stage_check import StageCheck
 from autoshard.plan.document import Plan
-from autoshard.plan.memory.recompute import count_collectives
+from autoshard.plan.memory.counting import count_collectives
 from autoshard.solve import Status, relative_gap
 
 

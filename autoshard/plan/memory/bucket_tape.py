@@ -51,28 +51,30 @@ class BucketTape:
         self._bucket_of: dict[Use, int] = {}
         self._ended: dict[Use, int] = {}  # slot of what has come out of a bucket
 
-    def begin(self, number: int, slots: Mapping[str, int]) -> None:
+    def begin(self, number: int, slots: Mapping[str, int], checkpoint: int = -1) -> None:
         """Start the collectives of the buckets that begin before a node.
 
         Args:
             number: of the node.
             slots: where each value is now.
+            checkpoint: number of the checkpoint that the node is in; -1 for none.
         """
         for order, bucket in enumerate(self._buckets):
-            if bucket.begins <= number and order not in self._under_way:
+            here = bucket.begins <= number and bucket.checkpoint == checkpoint
+            if here and order not in self._under_way:
                 self._under_way[order] = [
                     self._begin(c, order, slots[c.value]) for c in bucket.conversions
                 ]
                 self._bucket_of.update(dict.fromkeys(bucket.uses, order))
 
-    def converted(self, conversion: Conversion) -> int | None:
-        """The slot of what a conversion makes, once its bucket has come; None if it has none."""
-        bucket = self._bucket_of.get(conversion.use)
+    def end(self, use: Use) -> int | None:
+        """The slot of what is made for a use, once its bucket has come; None if it has none."""
+        bucket = self._bucket_of.get(use)
         if bucket is None:
             return None
-        if conversion.use not in self._ended:
+        if use not in self._ended:
             self._end(bucket)
-        return self._ended[conversion.use]
+        return self._ended[use]
 
     def _begin(self, conversion: Conversion, bucket: int, source: int) -> _UnderWay:
         """Two slots: what is in flight, if anything is, and through which the gradient comes."""
@@ -102,6 +104,7 @@ class BucketTape:
                 use=conversion.use,
                 uses=(conversion.use,),
                 again=conversion.again and is_view,
+                checkpoint=self._buckets[bucket].checkpoint,
                 bucket=bucket,
             )
         )
@@ -140,6 +143,7 @@ class BucketTape:
                 (False,) * (len(members) + len(moved)),
                 uses=tuple(way.conversion.use for way in members),
                 again=members[0].conversion.again and not members[0].is_view and bool(moved),
+                checkpoint=self._buckets[bucket].checkpoint,
                 bucket=bucket,
             )
         )

@@ -2,7 +2,8 @@
 
 Mirrors the runtime: a conversion runs right before its first reader, one that nodes of a
 checkpoint share with others before the checkpoint, those of a bucket begin where the bucket does
-and end before the first reader of any of them, and steps on axes of one rank are left out.
+and end before the first reader of any of them (or the checkpoint, if they run outside of it), and
+steps on axes of one rank are left out.
 """
 
 from collections.abc import Sequence
@@ -82,21 +83,22 @@ class Tape:
         ends = {checkpoint.last for checkpoint in stage.checkpoints}
         layouts = {placed.name: placed.outputs for placed in stage.nodes}
         for i, node in enumerate(self._graph.nodes):
-            if self._checkpoint < 0:
-                self._buckets.begin(i, self._current)
             number = starts.get(node.name)
             if number is not None:
+                self._buckets.begin(i, self._current)
                 self._share_what_enters(i, stage.checkpoints[number])
                 self._checkpoint = number
+            self._buckets.begin(i, self._current, self._checkpoint)
             self._add_node(i, layouts[node.name])
             if node.name in ends:
                 self._checkpoint = -1
 
     def _share_what_enters(self, start: int, checkpoint: Checkpoint) -> None:
         for node in self._graph.nodes[start:]:
-            for value in node.inputs:
+            for position, value in enumerate(node.inputs):
                 if value in self._current:
                     self._share(value)
+                self._buckets.end((value, node.name, position))
             if node.name == checkpoint.last:
                 return
 
@@ -192,7 +194,7 @@ class Tape:
             self._current[value] = self._convert(shared)
 
     def _convert(self, conversion: Conversion) -> int:
-        bucketed = self._buckets.converted(conversion)
+        bucketed = self._buckets.end(conversion.use)
         if bucketed is not None:
             return bucketed
         source = self._current[conversion.value]
