@@ -121,7 +121,7 @@ def scaled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> 
     """Where a gradient is infinite on one rank alone, all ranks leave the step out."""
     runs = []
     for model in (reference, planned):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         runs.append((model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0)))
     for step in range(3):
         for model, optimizer, scaler in runs:
