@@ -38,9 +38,10 @@ def parallelize(
     """Make a model run as planned, on every rank of a mesh.
 
     The model is changed in place: its parameters become DTensors placed as the plan says,
-    under the same names, so that any optimizer and `torch.distributed.checkpoint` work (the
-    latter through `checkpointable`); and its forward becomes the planned program, whose
-    collectives are those of the plan.
+    under the same names, so that any optimizer, `torch.nn.utils.clip_grad_norm_`,
+    `torch.amp.GradScaler` and `torch.distributed.checkpoint` work (the latter through
+    `checkpointable`); and its forward becomes the planned program, whose collectives are those of
+    the plan.
 
     Forward takes what it took when it was exported. A tensor may be the whole batch (each
     rank takes its slice), the rank's own slice, or a DTensor placed as planned. A result

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from runtime.comparison import close, device_mesh, whole
+from runtime.transformers_on_ranks import OPTIONS
 from support import models
 from support.meshes import slow_devices
 from torch import nn
@@ -52,9 +53,9 @@ class Case:
         graph = models.graph_of(self.build())
         self.plan = make_plan(graph, slow_devices(dp=4), PlanOptions(**self.options))
         stage = self.plan.stages[0]
-        assert any(
-            len(b.conversions) > 1 for b in buckets_of(stage, graph_from_json(stage.program))
-        )
+        found = buckets_of(stage, graph_from_json(stage.program))
+        assert any(len(bucket.conversions) > 1 for bucket in found)
+        assert any(bucket.checkpoint >= 0 for bucket in found) == ("checkpointing" in self.options)
 
     def __call__(self) -> None:
         torch.manual_seed(0)
@@ -249,6 +250,11 @@ CASES: dict[str, Callable[[], None]] = {
             ("whole", WHOLE, (accumulated, hooked)),
             ("cut", CUT, (asked_for, hooked)),
             ("cut and whole", MIXED, (hooked, scaled)),
+            (
+                "gathered in checkpoints",
+                CUT | {"checkpointing": "always"},
+                (accumulated, asked_for, hooked),
+            ),
             ("gathered again", CUT | {"reconversion": "always"}, (accumulated, asked_for)),
         ]
         for check in checks
@@ -258,4 +264,7 @@ CASES: dict[str, Callable[[], None]] = {
     "overflow in float16, parameters whole": Case(_narrowed("I"), scaled_narrow, narrow),
     "overflow in float16, parameters cut": Case(_narrowed("S(0)"), scaled_narrow, narrow),
     "compiled, parameters cut": Case(MLP, compiled, models.mlp),
+    "compiled, parameters gathered in checkpoints": Case(
+        OPTIONS["fsdp of residuals"] | {"checkpointing": "always"}, compiled, models.residuals
+    ),
 }
