@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import autoshard
+from autoshard import client
 
 PUBLIC = [
     "AsyncClient",
@@ -44,6 +45,51 @@ PUBLIC = [
 
 def test_the_public_names_are_frozen() -> None:
     assert autoshard.__all__ == PUBLIC == sorted(PUBLIC)
+
+
+CLIENT = [
+    "AsyncClient",
+    "Client",
+    "JobProgress",
+    "JobStatus",
+    "MeshSearch",
+    "PlanEntry",
+    "PlanResult",
+    "Retry",
+    "SearchResult",
+    "SearchedMesh",
+    "Validation",
+]
+
+METHODS = [
+    "cancel",
+    "close",
+    "compare",
+    "coverage",
+    "explain",
+    "export",
+    "get_job",
+    "get_plan",
+    "get_topology",
+    "health",
+    "list_jobs",
+    "list_plans",
+    "list_topologies",
+    "local",
+    "plan",
+    "request_plan",
+    "request_search",
+    "search",
+    "validate",
+    "wait_for_job",
+    "wait_for_search",
+]
+
+
+def test_the_client_is_frozen() -> None:
+    assert client.__all__ == CLIENT == sorted(CLIENT)
+    for kind in (client.Client, client.AsyncClient):
+        assert [name for name in dir(kind) if not name.startswith("_")] == METHODS
 
 
 def test_every_public_name_is_there() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,14 @@ from autoshard.graph import (
     rules_from_json,
     rules_to_json,
 )
-from autoshard.mesh import Mesh, make_mesh, mesh_from_json, mesh_to_json
+from autoshard.mesh import (
+    Mesh,
+    Topology,
+    make_mesh,
+    mesh_from_json,
+    mesh_to_json,
+    topology_to_json,
+)
 from autoshard.plan import Mode, PlanOptions
 from autoshard.rules import with_rules
 
@@ -37,22 +45,16 @@ _INFLATED = 1032
 """Bytes that one compressed byte may stand for at most; https://zlib.net/zlib_tech.html."""
 
 
-class Asked:
-    """A graph, and what is asked about it.
+class AskedGraph(ABC):
+    """A graph, and something that is asked about it.
 
     Args:
         graph: bytes of an archive or of its model.json.
-        mesh: as callers give it.
-        options: of planning.
         discover: whether operators of the model's own are run, to find out how they may be cut.
     """
 
-    def __init__(
-        self, graph: bytes, mesh: MeshLike, options: PlanOptions, *, discover: bool
-    ) -> None:
+    def __init__(self, graph: bytes, *, discover: bool) -> None:
         self.graph = graph
-        self.options = options
-        self._mesh = mesh
         self._rules = _custom_rules(graph) if discover else []
 
     @cached_property
@@ -63,8 +65,7 @@ class Asked:
     @cached_property
     def document(self) -> dict[str, Any]:
         """What the service is asked, beside the graph."""
-        asked = {"mesh": self._mesh_document, "options": self.options.model_dump(mode="json")}
-        return asked | {"rules": self._rules} if self._rules else asked
+        return self._question() | ({"rules": self._rules} if self._rules else {})
 
     @cached_property
     def program(self) -> Graph:
@@ -76,6 +77,28 @@ class Asked:
         graph = load_graph(self.graph, limits=own_limits(self.graph))
         return with_rules(graph, rules_from_json(self._rules))
 
+    @abstractmethod
+    def _question(self) -> dict[str, Any]:
+        """What is asked, without the rules."""
+
+
+class Asked(AskedGraph):
+    """A plan of a graph for a mesh.
+
+    Args:
+        graph: bytes of an archive or of its model.json.
+        mesh: as callers give it.
+        options: of planning.
+        discover: whether operators of the model's own are run, to find out how they may be cut.
+    """
+
+    def __init__(
+        self, graph: bytes, mesh: MeshLike, options: PlanOptions, *, discover: bool
+    ) -> None:
+        super().__init__(graph, discover=discover)
+        self.options = options
+        self._mesh = mesh
+
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh.
@@ -83,38 +106,83 @@ class Asked:
         Raises:
             MeshError: it is impossible.
         """
-        document = self._mesh_document
-        if isinstance(document.get("topology"), Mapping):
-            return mesh_from_json(json.dumps(document))
-        try:
-            return make_mesh(**document)
-        except TypeError as error:
-            raise MeshError(f"the mesh cannot be read: {error}") from None
+        return _mesh_of(self._mesh)
+
+    def _question(self) -> dict[str, Any]:
+        return {"mesh": _mesh_document(self._mesh), "options": _options_document(self.options)}
+
+
+class AskedSearch(AskedGraph):
+    """The best mesh of so many devices for a graph.
+
+    Args:
+        graph: bytes of an archive or of its model.json.
+        num_devices: that each mesh has.
+        topology: name of one, or a whole one; the default one if None.
+        max_axes: largest number of axes.
+        options: of planning, the same for all meshes.
+        discover: whether operators of the model's own are run, to find out how they may be cut.
+    """
+
+    def __init__(
+        self,
+        graph: bytes,
+        num_devices: int,
+        *,
+        topology: str | Topology | None,
+        max_axes: int,
+        options: PlanOptions,
+        discover: bool,
+    ) -> None:
+        super().__init__(graph, discover=discover)
+        self.num_devices = num_devices
+        self.topology = topology
+        self.max_axes = max_axes
+        self.options = options
 
     @cached_property
-    def _mesh_document(self) -> dict[str, Any]:
-        mesh = self._mesh
-        if isinstance(mesh, Mesh):
-            document: dict[str, Any] = json.loads(mesh_to_json(mesh))
-            return document
-        return dict(mesh) if isinstance(mesh, Mapping) else {"shape": list(mesh)}
+    def digest(self) -> str:
+        """Of all that is asked."""
+        text = json.dumps([self.graph_sha256, self.document], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _question(self) -> dict[str, Any]:
+        topology = self.topology
+        if isinstance(topology, Topology):
+            topology = json.loads(topology_to_json(topology))
+        return {
+            "num_devices": self.num_devices,
+            "topology": topology,
+            "max_axes": self.max_axes,
+            "options": _options_document(self.options),
+        }
 
 
-def ask(
-    model: ModelLike,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    *,
-    mesh: MeshLike,
-    options: PlanOptions,
-    discover: bool,
-) -> Asked:
-    """Make a request ready; a live model is exported.
+class AskedCoverage(AskedGraph):
+    """Which operators of a graph can be cut.
 
-    Raises:
-        GraphError: the model cannot be exported, or the file not be read.
+    Args:
+        graph: bytes of an archive or of its model.json.
+        mesh: as callers give it; None for axes of any size.
+        discover: whether operators of the model's own are run, to find out how they may be cut.
     """
-    return Asked(_graph_bytes(model, args, kwargs), mesh, options, discover=discover)
+
+    def __init__(self, graph: bytes, mesh: MeshLike | None, *, discover: bool) -> None:
+        super().__init__(graph, discover=discover)
+        self._mesh = mesh
+
+    @cached_property
+    def axis_sizes(self) -> frozenset[int]:
+        """Sizes of the axes of which one must be able to cut; empty for any.
+
+        Raises:
+            MeshError: the mesh is impossible.
+        """
+        sizes = () if self._mesh is None else _mesh_of(self._mesh).axis_sizes
+        return frozenset(size for size in sizes if size > 1)
+
+    def _question(self) -> dict[str, Any]:
+        return {} if self._mesh is None else {"mesh": _mesh_document(self._mesh)}
 
 
 def merged_options(
@@ -134,19 +202,16 @@ def merged_options(
         raise OptionError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def own_limits(graph: bytes) -> ArchiveLimits:
-    """Limits that no archive of so many bytes exceeds: the caller's own is no attack."""
-    most = _INFLATED * len(graph)
-    return ArchiveLimits(
-        archive_bytes=len(graph), model_bytes=most, compression_ratio=_INFLATED, nodes=most
-    )
-
-
-def _graph_bytes(
+def graph_bytes(
     model: ModelLike,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
 ) -> bytes:
+    """The bytes of a model as callers give it; a live one is exported.
+
+    Raises:
+        GraphError: it cannot be exported, or the file not be read.
+    """
     if isinstance(model, bytes):
         return model
     if isinstance(model, str | Path):
@@ -157,6 +222,14 @@ def _graph_bytes(
     from autoshard.graph import export_model  # noqa: PLC0415  torch is slow to import
 
     return export_model(model, args, dict(kwargs or {}))
+
+
+def own_limits(graph: bytes) -> ArchiveLimits:
+    """Limits that no archive of so many bytes exceeds: the caller's own is no attack."""
+    most = _INFLATED * len(graph)
+    return ArchiveLimits(
+        archive_bytes=len(graph), model_bytes=most, compression_ratio=_INFLATED, nodes=most
+    )
 
 
 def _custom_rules(graph: bytes) -> list[dict[str, Any]]:
@@ -175,3 +248,24 @@ def _custom_rules(graph: bytes) -> list[dict[str, Any]]:
         if finding.rule is None:
             _log.warning("%s runs whole on every rank: %s", finding.operator, finding.reason)
     return rules_to_json(found.graph.rules)
+
+
+def _mesh_of(mesh: MeshLike) -> Mesh:
+    document = _mesh_document(mesh)
+    if isinstance(document.get("topology"), Mapping):
+        return mesh_from_json(json.dumps(document))
+    try:
+        return make_mesh(**document)
+    except TypeError as error:
+        raise MeshError(f"the mesh cannot be read: {error}") from None
+
+
+def _mesh_document(mesh: MeshLike) -> dict[str, Any]:
+    if isinstance(mesh, Mesh):
+        document: dict[str, Any] = json.loads(mesh_to_json(mesh))
+        return document
+    return dict(mesh) if isinstance(mesh, Mapping) else {"shape": list(mesh)}
+
+
+def _options_document(options: PlanOptions) -> dict[str, Any]:
+    return options.model_dump(mode="json")

@@ -1,25 +1,32 @@
 """The same conversations without a service: plans are made in this process."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib.util import find_spec
 from itertools import islice
-from math import isfinite
-from threading import Event, Lock, Thread
-from typing import Any
-from uuid import uuid4
 
-from autoshard.client.asked import Asked
-from autoshard.client.effects import Conversation, OnProgress, Tell, work
+from autoshard.client.asked import Asked, AskedCoverage, AskedSearch
+from autoshard.client.effects import Conversation, OnProgress, work
+from autoshard.client.jobs import LocalJob, LocalJobs, Made, Make, not_found, wait_for
 from autoshard.client.offline import FOLDER_VARIABLE, OfflinePlans
-from autoshard.client.results import JobProgress, JobStatus, PlanEntry, PlanResult, rejected
+from autoshard.client.results import (
+    JobStatus,
+    MeshSearch,
+    PlanEntry,
+    PlanResult,
+    SearchedMesh,
+    SearchResult,
+    Validation,
+)
 from autoshard.client.talk import Offline, Talk
 from autoshard.client.versions import versions
-from autoshard.errors import RequestRejectedError
 from autoshard.graph import Graph, graph_from_json
+from autoshard.mesh import Topology, get_topology, topology_names
 from autoshard.plan import (
+    Candidate,
+    Coverage,
     Explanation,
     Plan,
     PlanDifference,
@@ -27,21 +34,19 @@ from autoshard.plan import (
     explain,
     export_plan,
     make_plan,
+    operator_coverage,
     plan_id,
+    problem_size,
+    search_meshes,
 )
 from autoshard.rules import has_rule
-from autoshard.solve import Progress, Status, TableStore
+from autoshard.solve import Status, TableStore
 from autoshard_solver_cache import FolderCache, Shelf
 
-_LOOK = 0.1
-"""Seconds between looks at a job."""
+_UNFINISHED = frozenset({Status.TIMED_OUT, Status.CANCELLED})
 
-_MOST_JOBS = 64
-"""Jobs that are remembered; the oldest go first."""
-
-_NOT_FOUND = 404
-_REFUSED = 422
-_CANCELLED = 409
+_PROCESSES = 2
+"""Processes of a search."""
 
 
 class Local(Talk):
@@ -60,9 +65,7 @@ class Local(Talk):
         if blocks:
             folder = os.environ.get(FOLDER_VARIABLE) or None
             self._tables = Shelf(FolderCache(folder), "blocks")
-        self._jobs: dict[str, _Job] = {}
-        # Threads that share a client ask at the same time.
-        self._lock = Lock()
+        self._jobs = LocalJobs()
 
     def answer(
         self,
@@ -74,29 +77,61 @@ class Local(Talk):
     ) -> Conversation[PlanResult]:
         """As `Talk.answer`."""
         known = yield from work(lambda: plan_id(asked.program, asked.mesh, asked.options))
-        job, is_new = self._join(known, lambda made: self._solve(asked, made), wait=wait)
-        cached = not is_new and job.done.is_set()
-        if wait:
-            yield from self._await_joined(job, on_progress)
-            if job.failure is not None:
-                raise job.failure
-            return PlanResult(job.status().get_plan(), cached, job.id, source="local")
-        return PlanResult(job.status().plan, cached, job.id, source="local")
+        searched, kept = self._jobs.searched_plan(known), self._kept
+        if searched is not None:
+            if kept is not None:
+                yield from work(lambda: kept.keep(searched, asked))
+            return PlanResult(searched, cached=True, source="local")
+        job, cached = yield from self._ordered(
+            known, lambda job: self._solve(asked, job), on_progress, plan_id=known, wait=wait
+        )
+        status = job.status()
+        plan = status.get_plan() if wait else status.plan
+        return PlanResult(plan, cached, job.id, source="local")
+
+    def answer_search(
+        self, asked: AskedSearch, on_progress: OnProgress | None = None, *, wait: bool = True
+    ) -> Conversation[SearchResult]:
+        """As `Talk.answer_search`."""
+        job, cached = yield from self._ordered(
+            asked.digest, lambda job: self._search(asked, job), on_progress, wait=wait
+        )
+        status = job.status()
+        search = status.get_search() if wait or status.result is not None else None
+        return SearchResult(search, cached, job.id, source="local")
+
+    def answer_validation(self, asked: Asked) -> Conversation[Validation]:
+        """As `Talk.answer_validation`."""
+
+        def validate() -> Validation:
+            known = plan_id(asked.program, asked.mesh, asked.options)
+            size = problem_size(asked.program, asked.mesh, asked.options)
+            return Validation(plan_id=known, size=size)
+
+        return (yield from work(validate))
+
+    def answer_coverage(self, asked: AskedCoverage) -> Conversation[Coverage]:
+        """As `Talk.answer_coverage`."""
+
+        def cover() -> Coverage:
+            graph = _with_found_rules(asked.program, self._tables)
+            return operator_coverage(graph, axis_sizes=asked.axis_sizes)
+
+        return (yield from work(cover))
 
     def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Conversation[Plan]:
         """As `Talk.get_plan`."""
-        made = (job.plan for job in self._known_jobs() if job.plan_id == plan_id)
-        plan = next((plan for plan in made if plan is not None), None)
+        plan = next((plan for plan, _ in self._jobs.plans() if plan.id == plan_id), None)
         kept = self._kept
         if plan is None and kept is not None and offline != "never":
             plan = yield from work(lambda: kept.get(plan_id))
         if plan is None:
-            raise _not_found(f"no plan {plan_id} was made in this process, or kept")
+            raise not_found(f"no plan {plan_id} was made in this process, or kept")
         return plan
 
     def get_job(self, job_id: str) -> Conversation[JobStatus]:
         """As `Talk.get_job`."""
-        job = self._find_job(job_id)
+        job = self._jobs.find(job_id)
         yield from work(lambda: None)
         return job.status()
 
@@ -104,14 +139,23 @@ class Local(Talk):
         self, job_id: str, *, on_progress: OnProgress | None = None
     ) -> Conversation[Plan]:
         """As `Talk.wait_for_job`."""
-        job = self._find_job(job_id)
+        job = self._jobs.find(job_id)
         job.is_told = True
-        yield from self._await(job, on_progress)
+        yield from wait_for(job, on_progress)
         return job.status().get_plan()
+
+    def wait_for_search(
+        self, job_id: str, *, on_progress: OnProgress | None = None
+    ) -> Conversation[MeshSearch]:
+        """As `Talk.wait_for_search`."""
+        job = self._jobs.find(job_id)
+        job.is_told = True
+        yield from wait_for(job, on_progress)
+        return job.status().get_search()
 
     def cancel(self, job_id: str) -> Conversation[JobStatus]:
         """As `Talk.cancel`."""
-        job = self._find_job(job_id)
+        job = self._jobs.find(job_id)
         job.cancel.set()
         # The solver looks for the event often, but not at once.
         yield from work(job.done.wait)
@@ -142,11 +186,13 @@ class Local(Talk):
         self, *, graph_digest: str | None = None, most: int = 100
     ) -> Conversation[tuple[PlanEntry, ...]]:
         """As `Talk.list_plans`; those that were made in this process."""
-        made = yield from work(lambda: [j for j in reversed(self._known_jobs()) if j.plan])
+        made = yield from work(lambda: list(self._jobs.plans()))
+        # A plan of a search may have been asked for by itself before.
+        newest = {plan.id: (plan, at) for plan, at in reversed(made)}
         fitting = (
-            _entry(job.plan, job.created_at)
-            for job in made
-            if job.plan is not None and graph_digest in {None, job.plan.graph.digest}
+            _entry(plan, at)
+            for plan, at in reversed(newest.values())
+            if graph_digest in {None, plan.graph.digest}
         )
         return tuple(islice(fitting, most))
 
@@ -154,64 +200,43 @@ class Local(Talk):
         self, *, states: Sequence[str] = (), most: int = 100
     ) -> Conversation[tuple[JobStatus, ...]]:
         """As `Talk.list_jobs`."""
-        found = yield from work(lambda: [j.status() for j in reversed(self._known_jobs())])
+        found = yield from work(lambda: [j.status() for j in reversed(self._jobs.known())])
         fitting = (job for job in found if not states or job.state in states)
-        return tuple(replace(job, plan=None) for job in islice(fitting, most))
+        return tuple(replace(job, plan=None, result=None) for job in islice(fitting, most))
+
+    def list_topologies(self) -> Conversation[tuple[str, ...]]:
+        """As `Talk.list_topologies`."""
+        return (yield from work(topology_names))
+
+    def get_topology(self, name: str) -> Conversation[Topology]:
+        """As `Talk.get_topology`."""
+        return (yield from work(lambda: get_topology(name)))
 
     def health(self) -> Conversation[dict[str, str]]:
         """As `Talk.health`."""
         return (yield from work(versions))
 
-    def _find_job(self, job_id: str) -> "_Job":
-        job = self._jobs.get(job_id)
-        if job is None:
-            raise _not_found(f"there is no job {job_id!r} in this process")
-        return job
+    def _ordered(
+        self,
+        asked: str,
+        make: Make,
+        on_progress: OnProgress | None,
+        *,
+        plan_id: str = "",
+        wait: bool,
+    ) -> Conversation[tuple[LocalJob, bool]]:
+        """The job that makes something, and whether it was done before anybody asked this time.
 
-    def _known_jobs(self) -> "list[_Job]":
-        with self._lock:
-            return list(self._jobs.values())
+        Raises:
+            AutoshardError: it cannot be made, where it is waited for.
+        """
+        job, is_new = self._jobs.join(asked, make, plan_id=plan_id, wait=wait)
+        cached = not is_new and job.done.is_set()
+        if wait:
+            yield from self._jobs.await_joined(job, on_progress)
+        return job, cached
 
-    def _join(
-        self, known: str, solve: "Callable[[_Job], Plan]", *, wait: bool
-    ) -> "tuple[_Job, bool]":
-        """The job that makes a plan, with one more who wants it, and whether it is new."""
-        with self._lock:
-            usable = (j for j in self._jobs.values() if j.plan_id == known and j.is_usable)
-            job = next(usable, None)
-            is_new = job is None
-            if job is None:
-                job = _Job(known, solve)
-                self._jobs[job.id] = job
-                while len(self._jobs) > _MOST_JOBS:
-                    self._jobs.pop(next(iter(self._jobs)))
-            job.waiters += wait
-            job.is_told |= not wait
-            return job, is_new
-
-    def _await_joined(self, job: "_Job", on_progress: OnProgress | None) -> Conversation[None]:
-        """Wait for a job; the last who stops waiting cancels it, unless somebody has its id."""
-        is_over = False
-        try:
-            yield from self._await(job, on_progress)
-            is_over = True
-        finally:
-            with self._lock:
-                job.waiters -= 1
-                if not (is_over or job.waiters or job.is_told):
-                    job.cancel.set()
-
-    def _await(self, job: "_Job", on_progress: OnProgress | None) -> Conversation[None]:
-        told: JobProgress | None = None
-        while True:
-            is_done = yield from work(lambda: job.done.wait(_LOOK))
-            if on_progress is not None and job.progress is not told:
-                told = job.progress
-                yield Tell(on_progress, told)
-            if is_done:
-                return
-
-    def _solve(self, asked: Asked, job: "_Job") -> Plan:
+    def _solve(self, asked: Asked, job: LocalJob) -> Made | None:
         plan = make_plan(
             _with_found_rules(asked.program, self._tables),
             asked.mesh,
@@ -220,78 +245,62 @@ class Local(Talk):
             cancel=job.cancel,
             tables=self._tables,
         )
-        # What is found by running operators follows from the request, and does not change its id.
-        plan = plan if plan.id == job.plan_id else plan.model_copy(update={"id": job.plan_id})
+        if plan.certificate.status is Status.CANCELLED:
+            return None
+        plan = _named(plan, job.plan_id)
         if self._kept is not None:
             self._kept.keep(plan, asked)
-        return plan
+        return Made((plan,), is_final=_is_final(plan))
 
-
-class _Job:
-    """One solve in a thread.
-
-    Attributes:
-        waiters: how many wait for it who were not told its id.
-        is_told: whether somebody was.
-    """
-
-    def __init__(self, plan_id: str, solve: "Callable[[_Job], Plan]") -> None:
-        self.id = uuid4().hex
-        self.plan_id = plan_id
-        self.created_at = datetime.now(UTC)
-        self.done, self.cancel = Event(), Event()
-        self.waiters, self.is_told = 0, False
-        self.progress = JobProgress("running", None, None, None, 0.0)
-        self.plan: Plan | None = None
-        self.failure: Exception | None = None
-        self._solve = solve
-        # A daemon: a program that ends does not wait for a plan that nobody waits for.
-        Thread(target=self._run, daemon=True).start()
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether somebody else who asks the same may have its plan."""
-        if not self.done.is_set():
-            return not self.cancel.is_set()
-        return self.plan is not None and not _is_unfinished(self.plan)
-
-    def advance(self, progress: Progress) -> None:
-        """The solver reports."""
-        incumbent = progress.incumbent if isfinite(progress.incumbent) else None
-        bound = progress.bound if isfinite(progress.bound) else None
-        gap = None
-        if incumbent and bound is not None:
-            gap = (incumbent - bound) / incumbent
-        self.progress = JobProgress(progress.phase, incumbent, bound, gap, progress.elapsed)
-
-    def status(self) -> JobStatus:
-        """As the service would describe it."""
-        error = self._error() if self.done.is_set() else None
-        state = "running"
-        if self.done.is_set():
-            state = "succeeded" if error is None else "failed"
-            state = "cancelled" if error and error["status"] == _CANCELLED else state
-        plan = self.plan if error is None else None
-        return JobStatus(
-            self.id, self.plan_id, state, self.done.is_set(), self.progress, plan, error
+    def _search(self, asked: AskedSearch, job: LocalJob) -> Made | None:
+        found = search_meshes(
+            _with_found_rules(asked.program, self._tables),
+            asked.num_devices,
+            topology=asked.topology,
+            options=asked.options,
+            max_axes=asked.max_axes,
+            num_workers=_PROCESSES,
+            on_progress=job.advance_search,
+            cancel=job.cancel,
+            tables=self._tables,
+        )
+        if job.cancel.is_set():
+            return None
+        pairs = [(candidate, _plan_of(candidate, asked)) for candidate in found]
+        plans = [plan for _, plan in pairs if plan is not None]
+        for plan in plans:
+            if self._kept is not None:
+                self._kept.keep(plan)
+        search = MeshSearch(meshes=tuple(_searched_mesh(*pair) for pair in pairs))
+        return Made(
+            tuple(plan for plan in plans if _is_final(plan)),
+            search,
+            is_final=all(_is_final(plan) for plan in plans),
         )
 
-    def _error(self) -> dict[str, Any] | None:
-        if self.failure is not None:
-            title = type(self.failure).__name__
-            return {"title": title, "status": _REFUSED, "detail": str(self.failure)}
-        if self.plan is not None and self.plan.certificate.status is Status.CANCELLED:
-            detail = "the job was cancelled before it was done"
-            return {"title": "The job was cancelled", "status": _CANCELLED, "detail": detail}
-        return None
 
-    def _run(self) -> None:
-        try:
-            self.plan = self._solve(self)
-        except Exception as error:  # noqa: BLE001  raised again to whoever waits
-            self.failure = error
-        finally:
-            self.done.set()
+def _plan_of(candidate: Candidate, asked: AskedSearch) -> Plan | None:
+    """The plan of a mesh, under the id that it has when it is asked for by itself."""
+    if candidate.plan is None:
+        return None
+    return _named(candidate.plan, plan_id(asked.program, candidate.mesh, asked.options))
+
+
+def _searched_mesh(candidate: Candidate, plan: Plan | None) -> SearchedMesh:
+    if plan is None:
+        return SearchedMesh(mesh=candidate.mesh, error=candidate.error)
+    return SearchedMesh(
+        mesh=candidate.mesh,
+        plan_id=plan.id if _is_final(plan) else None,
+        certificate=plan.certificate,
+        peak_memory=None if plan.memory is None else plan.memory.peak,
+        reason=plan.reason,
+    )
+
+
+def _named(plan: Plan, known: str) -> Plan:
+    # What is found by running operators follows from the request, and does not change its id.
+    return plan if plan.id == known else plan.model_copy(update={"id": known})
 
 
 def _entry(plan: Plan, created_at: datetime) -> PlanEntry:
@@ -320,13 +329,9 @@ def _with_found_rules(graph: Graph, store: TableStore | None) -> Graph:
     return discover(graph, custom=False, store=store).graph
 
 
-def _is_unfinished(plan: Plan) -> bool:
-    return plan.certificate.status in {Status.TIMED_OUT, Status.CANCELLED}
+def _is_final(plan: Plan) -> bool:
+    return plan.certificate.status not in _UNFINISHED
 
 
 def _program(plan: Plan) -> Graph:
     return graph_from_json(plan.stages[0].program)
-
-
-def _not_found(detail: str) -> RequestRejectedError:
-    return rejected({"title": "Not found", "status": _NOT_FOUND, "detail": detail})

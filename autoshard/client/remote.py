@@ -1,33 +1,34 @@
 """Conversations with a service."""
 
-import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from uuid import uuid4
+from urllib.parse import quote
 
-from httpx2 import codes
 from pydantic import TypeAdapter, ValidationError
 
-from autoshard.client.asked import Asked
-from autoshard.client.effects import Answer, Conversation, OnProgress, Send, work
+from autoshard.client.asked import Asked, AskedCoverage, AskedSearch
+from autoshard.client.effects import Conversation, OnProgress, Send, work
 from autoshard.client.following import Follower, finished
-from autoshard.client.link import Link, document_of, get, member, post, post_form, retry_after
+from autoshard.client.link import Link, document_of, get, member, post
 from autoshard.client.local import Local
 from autoshard.client.offline import OfflinePlans
-from autoshard.client.packing import packed
-from autoshard.client.results import JobStatus, PlanEntry, PlanResult, read_job
+from autoshard.client.orders import NOT_THERE, PLANS, Orders
+from autoshard.client.results import (
+    JobStatus,
+    MeshSearch,
+    PlanEntry,
+    PlanResult,
+    SearchResult,
+    Validation,
+    read_job,
+)
 from autoshard.client.talk import Offline, Talk
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
-from autoshard.plan import Explanation, Plan, PlanDifference
+from autoshard.mesh import Topology
+from autoshard.plan import Coverage, Explanation, Plan, PlanDifference
 
 T = TypeVar("T")
-
-_PATIENCE = 10
-"""Seconds that the service may keep a request open, to save a round of asking."""
-
-_NOT_THERE = frozenset({404, 405})
-"""Statuses that say that there is no such thing, or no such route yet."""
 
 _MOST_PLANS = 4
 """Plans that a client keeps in memory; one of a large model takes some megabytes."""
@@ -35,12 +36,14 @@ _MOST_PLANS = 4
 _PAGE = 100
 """Entries of a page that are asked for at once."""
 
-_MOST_LOSSES = 2
-"""Times that a job may be lost by the service, and the plan be asked for again."""
-
 _EXPLANATION = TypeAdapter(Explanation)
 _ENTRIES = TypeAdapter(tuple[PlanEntry, ...])
 _DIFFERENCE = TypeAdapter(PlanDifference)
+_SEARCH = TypeAdapter(MeshSearch)
+_VALIDATION = TypeAdapter(Validation)
+_COVERAGE = TypeAdapter(Coverage)
+_NAMES = TypeAdapter(tuple[str, ...])
+_TOPOLOGY = TypeAdapter(Topology)
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +64,7 @@ class Remote(Talk):
         self._link = link
         self._fallback = fallback
         self._plans: dict[str, Plan] = {}
-        self._stores_graphs = True
-        self._unpacks = True
+        self._orders = Orders(link)
 
     def answer(
         self,
@@ -86,6 +88,36 @@ class Remote(Talk):
         yield from self._keep_offline(result.plan, asked)
         return result
 
+    def answer_search(
+        self, asked: AskedSearch, on_progress: OnProgress | None = None, *, wait: bool = True
+    ) -> Conversation[SearchResult]:
+        """As `Talk.answer_search`."""
+
+        def ask() -> Conversation[SearchResult]:
+            placed = yield from self._orders.place("/v1/searches", asked, on_progress, wait=wait)
+            found = None if placed.document is None else _read(_SEARCH, placed.document)
+            return SearchResult(found, placed.cached, placed.job.id if placed.job else None)
+
+        return (yield from self._or_here(ask, lambda here: here.answer_search(asked, on_progress)))
+
+    def answer_validation(self, asked: Asked) -> Conversation[Validation]:
+        """As `Talk.answer_validation`."""
+
+        def ask() -> Conversation[Validation]:
+            placed = yield from self._orders.place(PLANS, asked, more={"validate_only": True})
+            return _read(_VALIDATION, placed.document)
+
+        return (yield from self._or_here(ask, lambda here: here.answer_validation(asked)))
+
+    def answer_coverage(self, asked: AskedCoverage) -> Conversation[Coverage]:
+        """As `Talk.answer_coverage`."""
+
+        def ask() -> Conversation[Coverage]:
+            placed = yield from self._orders.place("/v1/operators:coverage", asked)
+            return _read(_COVERAGE, placed.document)
+
+        return (yield from self._or_here(ask, lambda here: here.answer_coverage(asked)))
+
     def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Conversation[Plan]:
         """As `Talk.get_plan`."""
         plan = self._plans.get(plan_id)
@@ -106,6 +138,14 @@ class Remote(Talk):
         job = yield from self.get_job(job_id)
         job = yield from Follower(self._link, job, on_progress).until_done()
         return job.get_plan()
+
+    def wait_for_search(
+        self, job_id: str, *, on_progress: OnProgress | None = None
+    ) -> Conversation[MeshSearch]:
+        """As `Talk.wait_for_search`."""
+        job = yield from self.get_job(job_id)
+        job = yield from Follower(self._link, job, on_progress).until_done()
+        return job.get_search()
 
     def cancel(self, job_id: str) -> Conversation[JobStatus]:
         """As `Talk.cancel`."""
@@ -151,6 +191,16 @@ class Remote(Talk):
         found = yield from self._listed("jobs", most, state=list(states) or None)
         return tuple(read_job(entry) for entry in found)
 
+    def list_topologies(self) -> Conversation[tuple[str, ...]]:
+        """As `Talk.list_topologies`."""
+        answer = yield from self._link.send(get("/v1/topologies"))
+        return _read(_NAMES, document_of(answer)["topologies"])
+
+    def get_topology(self, name: str) -> Conversation[Topology]:
+        """As `Talk.get_topology`."""
+        answer = yield from self._link.send(get(f"/v1/topologies/{quote(name, safe='')}"))
+        return _read(_TOPOLOGY, document_of(answer))
+
     def health(self) -> Conversation[dict[str, str]]:
         """As `Talk.health`."""
         yield from self._link.once(get("/readyz"))
@@ -178,35 +228,37 @@ class Remote(Talk):
         job = yield from finished(self._link, answer)
         return document_of(answer) if job is None else job.result
 
+    def _or_here(
+        self,
+        ask: Callable[[], Conversation[T]],
+        answer: Callable[[Local], Conversation[T]],
+    ) -> Conversation[T]:
+        """What the service answers, or who answers where it is not there.
+
+        Raises:
+            ServiceUnavailableError: it is not there, and nobody else is to answer.
+        """
+        try:
+            return (yield from ask())
+        except ServiceUnavailableError as error:
+            if self._fallback is None:
+                raise
+            _log.warning("%s; answering in this process", error)
+            return (yield from answer(self._fallback))
+
     def _from_service(
-        self, asked: Asked, on_progress: OnProgress | None, *, wait: bool, losses: int = 0
+        self, asked: Asked, on_progress: OnProgress | None, *, wait: bool
     ) -> Conversation[PlanResult]:
         known = yield from self._known_plan(asked)
         if known is not None:
             return PlanResult(known, cached=True)
-        # With somebody watching, come back at once so as to report progress.
-        patience = _PATIENCE if wait and on_progress is None else 0
-        answer = yield from self._order(asked, patience, waiting=wait)
-        cached = answer.headers.get("Autoshard-Cache") == "hit"
-        if answer.status != codes.ACCEPTED:
-            plan = Plan.from_json(answer.body)
-            if "ETag" in answer.headers:
-                self._keep(plan)
-            return PlanResult(plan, cached)
-        job = read_job(document_of(answer))
-        if not wait:
-            return PlanResult(job.plan, cached, job.id)
-        follower = Follower(self._link, job, on_progress)
-        try:
-            job = yield from follower.until_done(retry_after(answer) or 0.0)
-        except RequestRejectedError as error:
-            if error.status not in _NOT_THERE or losses == _MOST_LOSSES:
-                raise
-        else:
-            return PlanResult(job.get_plan(), cached, job.id)
-        # The service has lost its jobs, as one that keeps them in memory does: ask anew.
-        _log.warning("the service no longer knows the job %s; asking again", job.id)
-        return (yield from self._from_service(asked, on_progress, wait=wait, losses=losses + 1))
+        placed = yield from self._orders.place(PLANS, asked, on_progress, wait=wait)
+        if placed.job is not None:
+            return PlanResult(placed.job.plan, placed.cached, placed.job.id)
+        plan = Plan.from_json(placed.answer.body)
+        if "ETag" in placed.answer.headers:
+            self._keep(plan)
+        return PlanResult(plan, placed.cached)
 
     def _known_plan(self, asked: Asked) -> Conversation[Plan | None]:
         """The plan, if the service was asked for it before: the graph need not be sent then."""
@@ -215,52 +267,9 @@ class Remote(Talk):
             found = yield from self._link.send(post("/v1/plans:lookup", document))
             return (yield from self.get_plan(member(found, "id"), offline="never"))
         except RequestRejectedError as error:
-            if error.status not in _NOT_THERE:
+            if error.status not in NOT_THERE:
                 raise
             return None
-
-    def _order(self, asked: Asked, patience: int, *, waiting: bool) -> Conversation[Answer]:
-        """Ask for a plan that is not known, and send the graph if that is not known either."""
-        headers = {"Prefer": f"wait={patience}", "Idempotency-Key": uuid4().hex}
-        if self._stores_graphs:
-            document = {**asked.document, "graph_sha256": asked.graph_sha256}
-            order = post("/v1/plans", document, headers=headers, patience=patience)
-            try:
-                return (yield from self._link.send(order, waiting=waiting))
-            except RequestRejectedError as error:
-                if error.status == codes.NOT_FOUND:
-                    yield from self._upload(asked, waiting=waiting)
-                    return (yield from self._link.send(order, waiting=waiting))
-                if error.status != codes.UNSUPPORTED_MEDIA_TYPE:
-                    raise
-            # A service of an earlier version, which takes graphs with the request only.
-            self._stores_graphs = False
-        form = {
-            "graph": ("graph", asked.graph, "application/octet-stream"),
-            "request": (None, json.dumps(asked.document), "application/json"),
-        }
-        return (
-            yield from self._link.send(
-                post_form("/v1/plans", form, headers=headers, patience=patience), waiting=waiting
-            )
-        )
-
-    def _upload(self, asked: Asked, *, waiting: bool) -> Conversation[None]:
-        """Store a graph under its digest, compressed where the service takes that."""
-        path = f"/v1/graphs/{asked.graph_sha256}"
-        plain = {"Content-Type": "application/octet-stream"}
-        if self._unpacks:
-            coding, body = yield from work(lambda: packed(asked.graph))
-            coded = plain if coding == "identity" else {**plain, "Content-Encoding": coding}
-            try:
-                yield from self._link.send(Send("PUT", path, coded, body), waiting=waiting)
-            except RequestRejectedError as error:
-                if error.status != codes.UNSUPPORTED_MEDIA_TYPE or coded is plain:
-                    raise
-                self._unpacks = False
-            else:
-                return
-        yield from self._link.send(Send("PUT", path, plain, asked.graph), waiting=waiting)
 
     def _read_plan(self, plan_id: str, offline: Offline) -> Conversation[Plan]:
         kept = self._kept

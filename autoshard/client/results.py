@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoshard.errors import RequestRejectedError, ServiceError
-from autoshard.plan import Plan
+from autoshard.mesh import Mesh
+from autoshard.plan import Certificate, Plan, ProblemSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,19 @@ class JobStatus:
             raise ServiceError(f"the job {self.id} made something else than a plan")
         return self.plan
 
+    def get_search(self) -> "MeshSearch":
+        """The meshes of a search that is done.
+
+        Raises:
+            RequestRejectedError: the job failed or was cancelled; carries the details.
+            ServiceError: the job is not done, or was no search.
+        """
+        self.check()
+        try:
+            return MeshSearch.model_validate(self.result)
+        except ValidationError:
+            raise ServiceError(f"the job {self.id} made something else than a search") from None
+
     def check(self) -> None:
         """Nothing, where the job has succeeded.
 
@@ -97,11 +111,15 @@ class PlanResult:
     source: Literal["service", "offline", "local"] = "service"
 
 
-class PlanEntry(BaseModel):
-    """A plan in a list."""
+class _Answered(BaseModel):
+    """Something that a service answers."""
 
     # What later versions of the service add is no reason to fail.
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class PlanEntry(_Answered):
+    """A plan in a list."""
 
     id: str
     created_at: datetime
@@ -113,6 +131,51 @@ class PlanEntry(BaseModel):
     mesh: tuple[tuple[str, int], ...] = Field(description="name and size of each axis")
     topology: str
     graph_digest: str = Field(description="of the canonical program")
+
+
+class Validation(_Answered):
+    """A request that would be planned, and what it would ask of the solver."""
+
+    plan_id: str = Field(description="id that the plan would have")
+    size: ProblemSize
+
+
+class SearchedMesh(_Answered):
+    """One mesh of a search, and what came of planning for it."""
+
+    mesh: Mesh
+    plan_id: str | None = Field(
+        default=None, description="`get_plan` has the plan; None where none was kept"
+    )
+    certificate: Certificate | None = Field(
+        default=None, description="of the plan; None where the options do not fit this mesh"
+    )
+    peak_memory: int | None = Field(default=None, description="bytes per device at the peak")
+    reason: str = Field(default="", description="why there is no plan")
+    error: str = Field(default="", description="why the options do not fit this mesh")
+
+
+class MeshSearch(_Answered):
+    """Every mesh of so many devices, and what came of planning for each."""
+
+    meshes: tuple[SearchedMesh, ...] = Field(description="best first")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The answer to a request for the best mesh.
+
+    Attributes:
+        search: None where the caller did not want to wait for it.
+        cached: whether it was there before anybody asked this time.
+        job_id: job that makes or made it; None where the service did not say.
+        source: `service`, or `local` where it was made in this process.
+    """
+
+    search: MeshSearch | None
+    cached: bool
+    job_id: str | None = None
+    source: Literal["service", "local"] = "service"
 
 
 def rejected(problem: Mapping[str, Any], status: int = 500) -> RequestRejectedError:

@@ -1,14 +1,16 @@
 """What can be asked for, described once: for both clients, with and without a service."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from autoshard.client.asked import Asked, MeshLike, ModelLike, ask, merged_options
+from autoshard.client.asked import Asked, MeshLike, ModelLike, graph_bytes, merged_options
 from autoshard.client.effects import Conversation, OnProgress, work
 from autoshard.client.offline import OfflinePlans
 from autoshard.client.results import JobStatus, PlanEntry, PlanResult
+from autoshard.client.studies import Studies
 from autoshard.errors import ServiceError, ServiceUnavailableError
+from autoshard.mesh import Topology
 from autoshard.plan import Explanation, Mode, Plan, PlanDifference, PlanOptions
 
 Offline = Literal["fallback", "never", "only"]
@@ -16,7 +18,7 @@ Offline = Literal["fallback", "never", "only"]
 never, or without asking the service at all."""
 
 
-class Talk(ABC):
+class Talk(Studies):
     """The methods of a client, as conversations.
 
     Args:
@@ -116,7 +118,7 @@ class Talk(ABC):
         """
         merged = merged_options(options, mode, memory_budget)
         asked = yield from work(
-            lambda: ask(model, args, kwargs, mesh=mesh, options=merged, discover=discover)
+            lambda: Asked(graph_bytes(model, args, kwargs), mesh, merged, discover=discover)
         )
         if offline == "only":
             plan = yield from self._find_kept(asked)
@@ -251,6 +253,24 @@ class Talk(ABC):
 
         Raises:
             RequestRejectedError: there is no such state.
+            ServiceUnavailableError: the service does not answer.
+        """
+
+    @abstractmethod
+    def list_topologies(self) -> Conversation[tuple[str, ...]]:
+        """Names of the clusters that a mesh or a search can name.
+
+        Raises:
+            ServiceUnavailableError: the service does not answer.
+        """
+
+    @abstractmethod
+    def get_topology(self, name: str) -> Conversation[Topology]:
+        """A cluster with all its figures; as `autoshard.get_topology`.
+
+        Raises:
+            MeshError: there is none of that name, where no service is asked.
+            RequestRejectedError: there is none of that name.
             ServiceUnavailableError: the service does not answer.
         """
 

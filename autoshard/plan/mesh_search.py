@@ -65,6 +65,11 @@ class SearchProgress:
     total: int
     latest: Candidate
 
+    @property
+    def phase(self) -> str:
+        """How far, in words."""
+        return f"planned {self.done} of {self.total} meshes"
+
 
 def search_meshes(
     graph: Graph,

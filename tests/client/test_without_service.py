@@ -248,7 +248,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, list[Any]]]:
 async def wanted(client: AsyncClient, waiters: int) -> list[Any]:
     """The jobs of a client, once so many wait for the latest."""
     # A job tells nobody who joins it.
-    while not (jobs := client._talk._known_jobs()) or jobs[-1].waiters < waiters:  # noqa: ASYNC110
+    while not (jobs := client._talk._jobs.known()) or jobs[-1].waiters < waiters:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     return jobs
 
@@ -304,7 +304,7 @@ def test_threads_that_share_a_client_share_a_solve(
     client = Client.local(cache=False)
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(client.plan, graph, mesh=(2, 2)) for _ in range(8)]
-        while sum(job.waiters for job in client._talk._known_jobs()) < 8:
+        while sum(job.waiters for job in client._talk._jobs.known()) < 8:
             time.sleep(0.02)
         go.set()
         assert len({plan.result().id for plan in asked}) == 1

@@ -101,9 +101,9 @@ def _validate(task: Assignment) -> tuple[bytes, bool]:
 
 
 def _cover(task: Assignment) -> tuple[bytes, bool]:
-    graph = requested_graph(task.asked, task.payload)
+    graph, is_complete = task.find_rules(requested_graph(task.asked, task.payload))
     coverage = operator_coverage(graph, axis_sizes=task.asked["axis_sizes"])
-    return coverage.model_dump_json().encode(), True
+    return coverage.model_dump_json().encode(), is_complete
 
 
 def _explain(task: Assignment) -> tuple[bytes, bool]:
@@ -153,7 +153,7 @@ def _search(task: Assignment) -> tuple[bytes, bool]:
 def _searched(progress: SearchProgress) -> dict[str, Any]:
     best = progress.latest.objective
     return {
-        "phase": f"planned {progress.done} of {progress.total} meshes",
+        "phase": progress.phase,
         "incumbent": best if isfinite(best) else None,
     }
 

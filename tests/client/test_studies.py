@@ -1,0 +1,345 @@
+"""Searches, validations, coverages and topologies: alike at a service, awaited, and without one."""
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from support.custom_operators import mixer
+from support.proxy import Cut, Drop, Proxy, Say, proxied
+from support.services import Mlp, serving
+
+from autoshard import get_topology, operator_coverage, search_meshes, topology_names
+from autoshard.client import AsyncClient, Client, JobProgress, Retry
+from autoshard.discovery import discover
+from autoshard.errors import AutoshardError, RequestRejectedError, ServiceError
+from autoshard.errors import ServiceUnavailableError as UnavailableError
+from autoshard.graph import export_model, load_graph
+from autoshard.mesh import Topology, make_mesh, topology_from_json, topology_to_json
+from autoshard.plan import Candidate, PlanOptions, plan_id, problem_size
+from autoshard_server import ThreadExecutor
+from autoshard_server.kinds import JobKind
+from autoshard_server.solving import solve
+from autoshard_solver_cache import Shelf, SolverCache, open_engine
+
+QUICK = Retry(attempts=4, first=0.02, longest=1.5, outage=30.0)
+
+Call = Callable[..., Any]
+
+
+def blocking(url: str) -> Iterator[Call]:
+    with Client(url, retry=QUICK, cache=False) as client:
+        yield lambda method, *args, **kwargs: getattr(client, method)(*args, **kwargs)
+
+
+def awaiting(url: str) -> Iterator[Call]:
+    with asyncio.Runner() as runner:
+        client = AsyncClient(url, retry=QUICK, cache=False)
+        yield lambda method, *args, **kwargs: runner.run(getattr(client, method)(*args, **kwargs))
+        runner.run(client.close())
+
+
+REMOTE = {"blocking": blocking, "awaiting": awaiting}
+
+
+@contextmanager
+def keeping(folder: Path) -> Iterator[str]:
+    """A service whose searches keep their plans where it keeps its own."""
+    store = f"sqlite:///{folder / 'store.sqlite3'}"
+    engine = open_engine(store)
+    plans = Shelf(SolverCache(engine), JobKind.PLAN.namespace)
+
+    def paced(work: Any, report: Callable[[Mapping[str, Any]], None], cancel: Event) -> Any:
+        def slowly(progress: Mapping[str, Any]) -> None:
+            report(progress)
+            if progress["phase"] == "planned 1 of 2 meshes":
+                # Progress is written down from time to time only.
+                cancel.wait(0.6)
+
+        return solve(work, slowly, cancel, plans=plans)
+
+    with serving(ThreadExecutor(paced), store_url=store, retry_after=1) as url:
+        yield url
+    engine.dispose()
+
+
+@pytest.fixture(scope="module", params=[*REMOTE, "local"])
+def call(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Call]:
+    """A client's methods by name; each kind has a service of its own, or none."""
+    if request.param == "local":
+        client = Client.local(cache=False)
+        yield lambda method, *args, **kwargs: getattr(client, method)(*args, **kwargs)
+        return
+    with keeping(tmp_path_factory.mktemp(request.param)) as url:
+        yield from REMOTE[request.param](url)
+
+
+@cache
+def searched(graph: bytes, devices: int, **given: Any) -> tuple[Candidate, ...]:
+    return search_meshes(load_graph(graph), devices, **given)
+
+
+def test_a_search_ranks_every_mesh_and_keeps_the_plans(call: Call, graph: bytes) -> None:
+    seen: list[JobProgress] = []
+    search = call("search", graph, num_devices=4, on_progress=seen.append)
+    expected = searched(graph, 4)
+    assert len(expected) == 2
+    assert [m.mesh for m in search.meshes] == [c.mesh for c in expected]
+    for mesh, candidate in zip(search.meshes, expected, strict=True):
+        found, known = candidate.plan, plan_id(load_graph(graph), mesh.mesh, PlanOptions())
+        assert found is not None
+        assert found.memory is not None
+        assert (mesh.plan_id, mesh.certificate) == (known, found.certificate)
+        assert (mesh.peak_memory, mesh.reason, mesh.error) == (found.memory.peak, "", "")
+        plan = call("get_plan", known)
+        assert (plan.costs, plan.stages) == (found.costs, found.stages)
+        result = call("request_plan", graph, mesh=mesh.mesh)
+        assert (result.plan, result.cached) == (plan, True)
+    planned = {progress for progress in seen if progress.phase.startswith("planned")}
+    assert planned
+    prices = {mesh.certificate.objective for mesh in search.meshes}
+    assert {progress.incumbent for progress in planned} <= prices
+    again = call("request_search", graph, num_devices=4)
+    assert (again.search, again.cached) == (search, True)
+
+
+def test_plans_of_searches_here_are_listed_once(graph: bytes) -> None:
+    with Client.local(cache=False) as client:
+        (mesh,) = client.search(graph, num_devices=2).meshes
+        assert client.plan(graph, mesh=(2,)).id == mesh.plan_id
+        assert [entry.id for entry in client.list_plans()] == [mesh.plan_id]
+        assert [job.plan_id for job in client.list_jobs()] == [""]
+
+
+def test_a_search_need_not_be_waited_for(call: Call, graph: bytes) -> None:
+    given = {"num_devices": 2, "mode": "inference", "max_axes": 1}
+    asked = call("request_search", graph, wait=False, **given)
+    assert (asked.search, asked.cached) == (None, False)
+    search = call("wait_for_search", asked.job_id)
+    assert [mesh.mesh.axis_sizes for mesh in search.meshes] == [(2,)]
+    status = call("get_job", asked.job_id)
+    assert (status.state, status.plan, status.plan_id) == ("succeeded", None, "")
+    assert status.get_search() == search
+    assert call("request_search", graph, **given).search == search
+    with pytest.raises(ServiceError, match="something else than a plan"):
+        call("wait_for_job", asked.job_id)
+    (entry,) = (job for job in call("list_jobs") if job.id == asked.job_id)
+    assert entry.result is None
+    other = call("request_plan", graph, mesh=(8,), wait=False)
+    with pytest.raises(ServiceError, match="something else than a search"):
+        call("wait_for_search", other.job_id)
+
+
+def slower(topology: Topology) -> Topology:
+    """The same cluster with links that take a thousandth of the bytes."""
+    document = topology_to_json(topology).replace("450000000000.0", "450000000.0")
+    return topology_from_json(document)
+
+
+def test_a_search_takes_a_topology_and_options(call: Call, graph: bytes) -> None:
+    topology = slower(get_topology("h100-sxm"))
+    assert topology != get_topology("h100-sxm")
+    given: dict[str, Any] = {"topology": topology, "max_axes": 1}
+    search = call("search", graph, num_devices=2, memory_budget=10, **given)
+    (mesh,) = search.meshes
+    assert mesh.mesh.topology == topology
+    assert mesh.certificate.status == "infeasible"
+    assert mesh.reason
+    assert not call("get_plan", mesh.plan_id).found
+    pins = PlanOptions.model_validate({"pins": {"inputs": {"x": "S(0)"}}})
+    one_axis, two_axes = call("search", graph, num_devices=4, options=pins).meshes
+    assert (one_axis.error, two_axes.plan_id, two_axes.certificate) == ("", None, None)
+    assert "layout" in two_axes.error
+
+
+def test_a_search_that_is_refused_says_why(call: Call, graph: bytes) -> None:
+    with pytest.raises(AutoshardError, match="abacus"):
+        call("search", graph, num_devices=2, topology="abacus")
+    with pytest.raises(AutoshardError, match="num_devices"):
+        call("search", graph, num_devices=0)
+    with pytest.raises(AutoshardError, match="newton"):
+        call("search", graph, num_devices=2, options=PlanOptions(optimizer="newton"))
+    with pytest.raises(AutoshardError, match="memory_budget"):
+        call("search", graph, num_devices=2, memory_budget=-1)
+
+
+def test_a_search_can_be_cancelled(call: Call, graph: bytes) -> None:
+    # So many meshes that some are left.
+    asked = call("request_search", graph, num_devices=2**12, max_axes=3, wait=False)
+    assert call("cancel", asked.job_id).state == "cancelled"
+    with pytest.raises(RequestRejectedError, match="cancelled") as caught:
+        call("wait_for_search", asked.job_id)
+    assert caught.value.status == 409
+
+
+def test_what_is_validated_is_not_planned(call: Call, graph: bytes) -> None:
+    mesh, program = make_mesh((4, 8)), load_graph(graph)
+    options = PlanOptions(mode="inference")
+    found = call("validate", graph, mesh=(4, 8), mode="inference")
+    assert found.plan_id == plan_id(program, mesh, options)
+    assert found.size == problem_size(program, mesh, options)
+    assert found.size.feasible is None
+    assert found.plan_id not in {entry.id for entry in call("list_plans")}
+    small = call("validate", Mlp(), (torch.zeros(8, 16),), mesh=(4, 8), memory_budget=10)
+    assert small.size.feasible is False
+    assert call("validate", graph, mesh=mesh, options=options) == found
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mesh": ({"mesh": {"shape": [2], "topology": "abacus"}}, "abacus"),
+    "optimizer": ({"mesh": (2,), "options": PlanOptions(optimizer="newton")}, "newton"),
+    "pins": (
+        {"mesh": (2,), "options": PlanOptions.model_validate({"pins": {"inputs": {"y": "R"}}})},
+        "'y'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_planning_would_refuse_is_refused(name: str, call: Call, graph: bytes) -> None:
+    """For the reason for which the plan is refused."""
+    given, complaint = REFUSED[name]
+    with pytest.raises(AutoshardError, match=complaint) as validated:
+        call("validate", graph, **given)
+    with pytest.raises(AutoshardError) as planned:
+        call("plan", graph, **given)
+    assert str(validated.value) == str(planned.value)
+
+
+def test_an_archive_that_cannot_be_read_is_refused(call: Call, graph: bytes) -> None:
+    for method, given in (("validate", {"mesh": (2,)}), ("coverage", {})):
+        with pytest.raises(AutoshardError, match="archive"):
+            call(method, graph[:100], **given)
+
+
+class Distances(Mlp):
+    """Calls an operator of ATen that has no rule, which is found by running it."""
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return torch.cdist(self.down(self.up(x)), x).sum() * scale
+
+
+@pytest.fixture(scope="module")
+def distances() -> bytes:
+    return export_model(Distances(), (torch.zeros(8, 4, 16),))
+
+
+def test_coverage_says_which_operators_can_be_cut(
+    call: Call, graph: bytes, distances: bytes
+) -> None:
+    program = load_graph(graph)
+    assert call("coverage", graph) == operator_coverage(program)
+    odd = call("coverage", graph, mesh=(1, 64))
+    assert odd == operator_coverage(program, axis_sizes=[64])
+    assert odd.num_whole > operator_coverage(program).num_whole
+    found = {use.operator: use for use in call("coverage", distances).operators}
+    assert found["aten.cdist.default"].found_rule
+    assert found["aten.cdist.default"].num_whole == 0
+    with pytest.raises(AutoshardError, match="abacus"):
+        call("coverage", graph, mesh={"shape": [2], "topology": "abacus"})
+
+
+def test_operators_of_the_models_own_are_covered_where_they_may_be_run(call: Call) -> None:
+    model, kwargs = mixer()
+    expected = operator_coverage(discover(load_graph(export_model(model, (), kwargs))).graph)
+    assert call("coverage", model, kwargs=kwargs) == expected
+    whole = call("coverage", model, kwargs=kwargs, discover=False)
+    assert whole.num_whole > expected.num_whole
+
+
+def test_topologies_are_those_of_the_library(call: Call) -> None:
+    names = call("list_topologies")
+    assert names == topology_names()
+    for name in names:
+        assert call("get_topology", name) == get_topology(name)
+    for name in ("abacus", "a/b", "a?c=d#e"):
+        with pytest.raises(AutoshardError, match=re.escape(name)):
+            call("get_topology", name)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with keeping(tmp_path_factory.mktemp("store")) as found:
+        yield found
+
+
+@pytest.fixture
+def proxy(url: str) -> Iterator[Proxy]:
+    with proxied(url) as made:
+        yield made
+
+
+@pytest.fixture(params=REMOTE)
+def through(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Call]:
+    """The methods of a client whose way to the service fails as the proxy is told."""
+    yield from REMOTE[request.param](proxy.url)
+
+
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "search": ("/v1/searches", {"num_devices": 2, "max_axes": 1}),
+    "validate": ("/v1/plans", {"mesh": (2,)}),
+    "coverage": ("/v1/operators:coverage", {"mesh": (2,)}),
+}
+
+
+@pytest.mark.parametrize("method", ASKED)
+def test_what_fails_on_the_way_is_sent_again_and_stays_the_same(
+    method: str, through: Call, proxy: Proxy, graph: bytes
+) -> None:
+    path, given = ASKED[method]
+    proxy.only = lambda request: request.path == path
+    # The answer is cut after the order was taken: it must not be taken twice.
+    proxy.faults.extend([Drop(), Say(502), Say(429, {"Retry-After": "0"})])
+    assert through(method, graph, **given)
+    orders = [request for request in proxy.passed if request.path == path]
+    assert len(orders) >= 4
+    assert len({(order.body, order.headers["Idempotency-Key"]) for order in orders}) == 1
+    sent = len(proxy.passed)
+    assert through(method, graph, **given)
+    # The graph is known by now.
+    assert [request.path for request in proxy.passed[sent:]] == [path]
+    proxy.faults.append(Cut())
+    assert through(method, graph, **given)
+
+
+def test_a_search_that_was_lost_is_asked_for_again(
+    through: Call, proxy: Proxy, graph: bytes
+) -> None:
+    # A service that forgets its jobs, as one does that keeps them in memory and restarts.
+    gone = Say(404, {}, b'{"type": "https://x#not-found", "title": "Not found"}')
+    proxy.only = lambda request: request.path.startswith("/v1/jobs/")
+    proxy.faults.extend([gone, gone])
+    # What the other client has not asked for.
+    budget = 10**6 + int(proxy.url.rpartition(":")[2])
+    given = {"num_devices": 2, "memory_budget": budget, "on_progress": lambda _: None}
+    assert through("search", graph, **given).meshes[0].plan_id
+    orders = [request for request in proxy.passed if request.path == "/v1/searches"]
+    assert len({order.headers["Idempotency-Key"] for order in orders}) == 2
+    assert not proxy.faults
+
+
+def test_where_nobody_answers_it_is_done_here(graph: bytes) -> None:
+    nobody = "http://127.0.0.1:9"
+    at_once = Retry(attempts=1, outage=0)
+    with Client(nobody, retry=at_once, cache=False, fallback="local") as client:
+        result = client.request_search(graph, num_devices=2, max_axes=1)
+        assert result.source == "local"
+        assert client.coverage(graph) == operator_coverage(load_graph(graph))
+        assert client.validate(graph, mesh=(2,)).size.num_nodes > 0
+    with Client(nobody, retry=at_once, cache=False) as client:
+        for ask in (
+            lambda: client.search(graph, num_devices=2),
+            lambda: client.validate(graph, mesh=(2,)),
+            lambda: client.coverage(graph),
+            client.list_topologies,
+        ):
+            with pytest.raises(UnavailableError):
+                ask()
