@@ -12,10 +12,10 @@ import structlog
 import torch
 from rich.console import Console
 from support.proxy import Say, proxied
-from support.services import Mlp, serving
+from support.services import Mlp, keeping, serving
 from typer.testing import CliRunner, Result
 
-from autoshard.cli import app, remote
+from autoshard.cli import NO_PLAN, app, remote
 from autoshard.client import JobProgress
 from autoshard.errors import OptionError, RequestRejectedError, ServiceUnavailableError
 from autoshard.graph import export_model
@@ -38,8 +38,8 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serving(ThreadExecutor(solve)) as found:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with keeping(tmp_path_factory.mktemp("store")) as found:
         yield found
 
 
@@ -68,6 +68,46 @@ def test_a_service_plans_as_the_command_does(url: str, archive: Path, tmp_path: 
     again = autoshard("plan", archive, *options, there, "--server", url, "--json")
     assert Plan.from_json(again.stdout) == two
     assert "the service had it" in again.stderr
+
+
+def test_a_service_searches_as_the_command_does(url: str, archive: Path, tmp_path: Path) -> None:
+    here, there = tmp_path / "here.json", tmp_path / "there.json"
+    options = ("--devices", "4", "--mode", "inference", "-o")
+    alone = autoshard("search", archive, *options, here)
+    asked = autoshard("search", archive, *options, there, "--server", url)
+    assert (alone.exit_code, asked.exit_code) == (0, 0), asked.output
+    table = alone.stdout[alone.stdout.index("Meshes, best first") :]
+    assert asked.stdout[asked.stdout.index("Meshes, best first") :] == table
+    one, two = (Plan.from_json(path.read_bytes()) for path in (here, there))
+    assert (one.id, one.stages) == (two.id, two.stages)
+    none = autoshard("search", archive, "--devices", "2", "--memory", "10", "--server", url)
+    assert none.exit_code == NO_PLAN
+    failed = autoshard("search", archive, "--devices", "2", "--server", NOBODY)
+    assert (failed.exit_code, "does not answer" in failed.stderr) == (1, True)
+
+
+def test_a_mesh_whose_plan_was_not_kept_says_so(archive: Path) -> None:
+    # The service's memory is that of its process, which the search's is not.
+    with serving(ThreadExecutor(solve)) as forgetful:
+        asked = autoshard("search", archive, "--devices", "2", "--server", forgetful)
+    assert asked.exit_code == NO_PLAN
+    words = " ".join(asked.stdout.split())
+    assert "kept no plan" in words
+    assert "--mesh 2" in words
+
+
+def test_a_service_covers_as_the_command_does(
+    url: str, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = autoshard("ops", archive, "--json")
+    there = autoshard("ops", archive, "--json", "--server", url)
+    assert (there.exit_code, there.stdout) == (0, here.stdout)
+    # Where there is a plan, nobody is asked.
+    plan = tmp_path / "plan.json"
+    assert autoshard("plan", archive, "--mesh", "2", "-o", plan).exit_code == 0
+    monkeypatch.setenv("AUTOSHARD_SERVER", NOBODY)
+    assert autoshard("ops", archive).exit_code == 1
+    assert autoshard("ops", archive, plan).exit_code == 0
 
 
 def test_without_the_service_the_plan_that_was_kept_is_used(

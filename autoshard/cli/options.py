@@ -108,8 +108,8 @@ Server = Annotated[
     typer.Option(
         "--server",
         envvar="AUTOSHARD_SERVER",
-        help="Address of a planning service that makes the plan, such as http://planner:8000; "
-        "without it, it is made here.",
+        help="Address of a planning service that does the work, such as http://planner:8000; "
+        "without it, it is done here.",
     ),
 ]
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the plan.")]

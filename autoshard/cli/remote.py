@@ -1,4 +1,4 @@
-"""Plans from a service: asked for with a progress bar, or fetched at launch."""
+"""What a service does for commands: asked for with a progress bar; plans fetched at launch."""
 
 import os
 import re
@@ -13,11 +13,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from autoshard.cli.output import errors
 from autoshard.cli.programs import import_modules
 from autoshard.cli.render import milliseconds
-from autoshard.client import Client, JobProgress
+from autoshard.client import Client, JobProgress, SearchedMesh
 from autoshard.client.effects import OnProgress
 from autoshard.errors import OptionError, RequestRejectedError
-from autoshard.mesh import Mesh
-from autoshard.plan import Plan, PlanOptions
+from autoshard.mesh import Mesh, Topology
+from autoshard.plan import Candidate, Coverage, Plan, PlanOptions
 
 SERVER_VARIABLE = "AUTOSHARD_SERVER"
 
@@ -56,6 +56,53 @@ def plan_remotely(
     return result.plan
 
 
+def search_remotely(
+    server: str,
+    graph: Path,
+    num_devices: int,
+    options: PlanOptions,
+    *,
+    topology: str | Topology | None = None,
+    max_axes: int = 3,
+    modules: Sequence[str] = (),
+    discover: bool = True,
+) -> tuple[Candidate, ...]:
+    """Every mesh of so many devices, best first, planned by a service.
+
+    Raises:
+        OptionError: a module cannot be imported, or the API key not be read.
+        GraphError: the graph cannot be read.
+        ServiceError: the service does not answer, or refuses.
+    """
+    import_modules(modules)
+    with Client(server) as client, _bar() as hear:
+        search = client.search(
+            graph,
+            num_devices=num_devices,
+            topology=topology,
+            max_axes=max_axes,
+            options=options,
+            discover=discover,
+            on_progress=hear,
+        )
+        return tuple(_candidate(client, mesh) for mesh in search.meshes)
+
+
+def cover_remotely(
+    server: str, graph: Path, *, modules: Sequence[str] = (), discover: bool = True
+) -> Coverage:
+    """Which operators of a graph can be cut, as a service says.
+
+    Raises:
+        OptionError: a module cannot be imported, or the API key not be read.
+        GraphError: the graph cannot be read.
+        ServiceError: the service does not answer, or refuses.
+    """
+    import_modules(modules)
+    with Client(server) as client:
+        return client.coverage(graph, discover=discover)
+
+
 def fetched_plan(text: str, folder: Path) -> Path:
     """The file of a plan: its path, or where its id or address leads, written to a folder.
 
@@ -83,6 +130,18 @@ def fetched_plan(text: str, folder: Path) -> Path:
     path = folder / "plan.json"
     path.write_text(plan.to_json(), encoding="utf-8")
     return path
+
+
+def _candidate(client: Client, mesh: SearchedMesh) -> Candidate:
+    if mesh.plan_id is not None:
+        return Candidate(mesh.mesh, client.get_plan(mesh.plan_id))
+    if mesh.certificate is None:
+        return Candidate(mesh.mesh, None, mesh.error)
+    sizes = ",".join(map(str, mesh.mesh.axis_sizes))
+    status = mesh.certificate.status
+    return Candidate(
+        mesh.mesh, None, f"{status}, and the service kept no plan: ask with plan --mesh {sizes}"
+    )
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

@@ -2,18 +2,15 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from support.custom_operators import mixer
 from support.proxy import Cut, Drop, Proxy, Say, proxied
-from support.services import Mlp, serving
+from support.services import Mlp, keeping
 
 from autoshard import get_topology, operator_coverage, search_meshes, topology_names
 from autoshard.client import AsyncClient, Client, JobProgress, Retry
@@ -23,10 +20,6 @@ from autoshard.errors import ServiceUnavailableError as UnavailableError
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import Topology, make_mesh, topology_from_json, topology_to_json
 from autoshard.plan import Candidate, PlanOptions, plan_id, problem_size
-from autoshard_server import ThreadExecutor
-from autoshard_server.kinds import JobKind
-from autoshard_server.solving import solve
-from autoshard_solver_cache import Shelf, SolverCache, open_engine
 
 QUICK = Retry(attempts=4, first=0.02, longest=1.5, outage=30.0)
 
@@ -46,27 +39,6 @@ def awaiting(url: str) -> Iterator[Call]:
 
 
 REMOTE = {"blocking": blocking, "awaiting": awaiting}
-
-
-@contextmanager
-def keeping(folder: Path) -> Iterator[str]:
-    """A service whose searches keep their plans where it keeps its own."""
-    store = f"sqlite:///{folder / 'store.sqlite3'}"
-    engine = open_engine(store)
-    plans = Shelf(SolverCache(engine), JobKind.PLAN.namespace)
-
-    def paced(work: Any, report: Callable[[Mapping[str, Any]], None], cancel: Event) -> Any:
-        def slowly(progress: Mapping[str, Any]) -> None:
-            report(progress)
-            if progress["phase"] == "planned 1 of 2 meshes":
-                # Progress is written down from time to time only.
-                cancel.wait(0.6)
-
-        return solve(work, slowly, cancel, plans=plans)
-
-    with serving(ThreadExecutor(paced), store_url=store, retry_after=1) as url:
-        yield url
-    engine.dispose()
 
 
 @pytest.fixture(scope="module", params=[*REMOTE, "local"])

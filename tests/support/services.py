@@ -1,9 +1,10 @@
 """Services on real sockets, and a small program for them."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Thread
+from pathlib import Path
+from threading import Event, Thread
 from time import sleep
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from autoshard_server import Executor, Settings, create_app
+from autoshard_server import Executor, Settings, ThreadExecutor, create_app
+from autoshard_server.kinds import JobKind
+from autoshard_server.solving import solve
+from autoshard_solver_cache import Shelf, SolverCache, open_engine
 
 
 class Mlp(torch.nn.Module):
@@ -31,6 +35,27 @@ def serving(executor: Executor, **settings: Any) -> Iterator[str]:
     given = {"store_url": "sqlite://", "num_workers": 1, "shutdown_grace": 0, **settings}
     with listening(create_app(Settings(**given), executor=executor)) as url:
         yield url
+
+
+@contextmanager
+def keeping(folder: Path) -> Iterator[str]:
+    """A service that solves in threads, whose searches keep plans where it keeps its own."""
+    store = f"sqlite:///{folder / 'store.sqlite3'}"
+    engine = open_engine(store)
+    plans = Shelf(SolverCache(engine), JobKind.PLAN.namespace)
+
+    def paced(work: Any, report: Callable[[Mapping[str, Any]], None], cancel: Event) -> Any:
+        def slowly(progress: Mapping[str, Any]) -> None:
+            report(progress)
+            if progress["phase"] == "planned 1 of 2 meshes":
+                # Progress is written down from time to time only.
+                cancel.wait(0.6)
+
+        return solve(work, slowly, cancel, plans=plans)
+
+    with serving(ThreadExecutor(paced), store_url=store, retry_after=1) as url:
+        yield url
+    engine.dispose()
 
 
 @contextmanager
