@@ -1,6 +1,3 @@
-from itertools import product
-
-import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -92,26 +89,6 @@ def test_an_axis_that_does_not_divide_is_refused(layout: str) -> None:
     assert not Layout.parse(layout).is_legal((6, 16), SIZES)
     with pytest.raises(LayoutError, match="does not divide"):
         Layout.parse(layout).local_shape((6, 16), SIZES)
-
-
-CHUNKED = (S(0, (1, 1)), S(1, (2, 1)))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    list(legal_layouts((16, 24), (2, 4), differentiable=True, chunked=CHUNKED)),
-    ids=str,
-)
-def test_ranks_hold_the_tensor_exactly(layout: Layout) -> None:
-    """Slices of all ranks cover each element once per rank of the axes that do not cut."""
-    count = np.zeros((16, 24), dtype=int)
-    for coordinate in product(range(2), range(4)):
-        parts = layout.local_slices((16, 24), SIZES, coordinate)
-        held = np.ix_(*(np.r_[*dim] for dim in parts))
-        assert count[held].shape == layout.local_shape((16, 24), SIZES)
-        count[held] += 1
-    copies = np.prod([n for n, t in zip(SIZES, layout.types, strict=True) if not t.is_shard])
-    assert (count == copies).all()
 
 
 def test_the_outermost_axis_cuts_first() -> None:

@@ -1,13 +1,10 @@
 """Dims that an axis does not divide: which may be cut, into what, and what conversions move."""
 
-from itertools import product
-from math import prod
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.prices import Prices
 
 from autoshard.errors import LayoutError
 from autoshard.layouts import (
@@ -25,28 +22,6 @@ from autoshard.layouts import (
 SIZES = (2, 4)
 SHAPE = (10, 7, 8)
 """Axis 0 divides dims 0 and 2, axis 1 dim 2; all else is uneven."""
-
-
-class Prices:
-    """Alpha-beta prices, with copies that show."""
-
-    def collective_time(
-        self,
-        action: str,
-        axis: int,
-        nbytes: int,
-        *,
-        inner: bool = False,  # noqa: ARG002  the protocol's
-    ) -> float:
-        steps = 2.0 if action == "all_reduce" else 1.0
-        return steps * (1e-5 + nbytes * 1e-10 * (axis + 1))
-
-    def copy_time(self, nbytes: int) -> float:
-        return nbytes * 1e-12
-
-
-def table(shape: tuple[int, ...] = SHAPE, sizes: tuple[int, ...] = SIZES) -> Conversions:
-    return Conversions(shape, 4, sizes, differentiable=True, pricer=Prices())
 
 
 @given(st.integers(1, 60), st.integers(1, 9))
@@ -67,22 +42,6 @@ def test_slices_are_those_of_torch(size: int, parts: int) -> None:
         assert torch.equal(torch.arange(size)[held], chunk)
 
 
-@pytest.mark.parametrize("layout", list(legal_layouts(SHAPE, SIZES, differentiable=True)), ids=str)
-def test_ranks_hold_the_tensor_exactly(layout: Layout) -> None:
-    """Slices of all ranks cover each element once per rank of the axes that do not cut."""
-    count = np.zeros(SHAPE, dtype=int)
-    largest = [0] * len(SHAPE)
-    for coordinate in product(*map(range, SIZES)):
-        parts = layout.local_slices(SHAPE, SIZES, coordinate)
-        held = np.ix_(*(np.r_[*dim] for dim in parts))
-        assert all(count[held].shape)
-        largest = [max(pair) for pair in zip(largest, count[held].shape, strict=True)]
-        count[held] += 1
-    copies = prod(n for n, t in zip(SIZES, layout.types, strict=True) if not t.is_shard)
-    assert (count == copies).all()
-    assert tuple(largest) == layout.local_shape(SHAPE, SIZES)
-
-
 def test_one_axis_alone_cuts_unevenly() -> None:
     """Neither with another axis, nor in chunks, nor so that a rank gets nothing."""
     legal = {str(x) for x in legal_layouts(SHAPE, SIZES, differentiable=False, partial=False)}
@@ -101,38 +60,6 @@ def test_sizes_that_can_be_cut_alike_share_their_layouts() -> None:
     some, other = (legal_layouts((64, n), SIZES, differentiable=True) for n in (50257, 32003))
     assert some is other
     assert some != legal_layouts((64, 50264), SIZES, differentiable=True)
-
-
-@pytest.mark.parametrize("sizes", [(4,), (2, 4), (4, 2), (3, 2)])
-def test_steps_move_slices_as_long_as_the_largest(sizes: tuple[int, ...]) -> None:
-    """The bytes of every step, worked out from what each rank sends or receives."""
-    conversions = table(SHAPE, sizes)
-    for source, target in product(conversions.layouts, repeat=2):
-        layout = source
-        for step in conversions.path(source, target):
-            num_ranks, before = sizes[step.axis], layout.local_shape(SHAPE, sizes)
-            layout = layout.replace(step.axis, step.target)
-            after = layout.local_shape(SHAPE, sizes)
-            if step.source.is_shard and step.target.is_shard:
-                # A rank sends every rank the part of its slice that will be theirs.
-                part = [min(pair) for pair in zip(before, after, strict=True)]
-                elements = num_ranks * prod(part)
-            elif step.source.is_shard or step.target.is_shard:
-                elements = num_ranks * min(prod(before), prod(after))
-            else:
-                elements = prod(before)
-            assert step.nbytes == 4 * elements, (str(source), str(target), step)
-            cut = [t.dim for t in (step.source, step.target) if t.is_shard]
-            assert step.padded == any(SHAPE[dim] % num_ranks for dim in cut)
-        assert layout == target
-
-
-def test_filling_up_costs_a_copy_next_to_each_collective() -> None:
-    (even,) = table((12, 4), (4,)).path(Layout.parse("S(0)"), Layout.parse("R"))
-    (uneven,) = table((10, 4), (4,)).path(Layout.parse("S(0)"), Layout.parse("R"))
-    assert even.nbytes == uneven.nbytes
-    copies = 2 * Prices().copy_time(even.nbytes)
-    assert step_price(uneven, Prices()) == pytest.approx(step_price(even, Prices()) + copies)
 
 
 def test_an_uneven_slice_is_free() -> None:
