@@ -14,6 +14,7 @@ from math import prod
 
 import numpy as np
 
+from autoshard.solve.messages import Bucket, Input, beliefs, message, told
 from autoshard.solve.network import Network, fingerprint, joint_classes
 from autoshard.solve.problem import FloatArray, IntArray
 
@@ -24,7 +25,6 @@ MOST_ENTRIES = 1 << 23
 MOST_MEMORY = 1 << 26
 """Largest number of entries of all tables together."""
 _MOST_AXES = 24
-_BLOCK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,28 +50,6 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Input:
-    """A factor seen from a bucket: for each axis, the entry that each bucket class selects."""
-
-    factor: int
-    order: tuple[int, ...]
-    picks: tuple[IntArray, ...]
-    axes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Bucket:
-    """The elimination of one variable into the table `output` over its neighbours."""
-
-    variable: int
-    classes: IntArray
-    shape: tuple[int, ...]
-    inputs: tuple[_Input, ...]
-    output: int
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
     """Result of one pass: the least price, a best position per variable, all tables."""
 
@@ -94,7 +72,7 @@ class Elimination:
         self._factors: list[_Factor] = []
         self._given: list[FloatArray] = []
         self._keys: list[bytes] = []
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self.work = 0.0
         self.entries = 0
         for u, v, link in network.pairs():
@@ -198,7 +176,7 @@ class Elimination:
                 sizes[w] = min(sizes.get(w, 1) * size, self._sizes[w])
         return prod(sizes.values(), start=1.0)
 
-    def _bucket(self, v: int, inputs: list[int]) -> _Bucket:
+    def _bucket(self, v: int, inputs: list[int]) -> Bucket:
         joint: dict[int, IntArray] = {v: np.zeros(self._sizes[v], dtype=np.intp)}
         for f in inputs:
             factor = self._factors[f]
@@ -214,7 +192,7 @@ class Elimination:
         shape = tuple(sizes[w] for w in scope)
         parts = [repr((shape, [(x.axes, x.order) for x in seen])).encode(), joint[v].tobytes()]
         key = fingerprint(*parts, *(pick.tobytes() for x in seen for pick in x.picks))
-        return _Bucket(v, joint[v], shape, seen, len(self._factors) - 1, key)
+        return Bucket(v, joint[v], shape, seen, len(self._factors) - 1, key)
 
     def _seen_from(
         self,
@@ -222,7 +200,7 @@ class Elimination:
         scope: tuple[int, ...],
         joint: Mapping[int, IntArray],
         sizes: Mapping[int, int],
-    ) -> _Input:
+    ) -> Input:
         factor = self._factors[f]
         order = tuple(sorted(range(len(factor.scope)), key=lambda i: scope.index(factor.scope[i])))
         picks = []
@@ -232,7 +210,7 @@ class Elimination:
             pick[joint[w]] = factor.classes[i]
             picks.append(pick)
         axes = tuple(scope.index(factor.scope[i]) for i in order)
-        return _Input(f, order, tuple(picks), axes)
+        return Input(f, order, tuple(picks), axes)
 
     def evaluate(self, costs: Mapping[int, FloatArray], *, check: Callable[[], None]) -> Evaluation:
         """Minimise for given costs per strategy of each variable.
@@ -251,7 +229,7 @@ class Elimination:
             keys.append(fingerprint(bucket.key, cost.tobytes(), *below))
             table = known.get(keys[-1])
             if table is None:
-                table = known[keys[-1]] = self._message(bucket, cost, tables)
+                table = known[keys[-1]] = message(bucket, cost, tables)
             tables.append(table)
             if table.ndim == 0:
                 value += float(table)
@@ -306,31 +284,6 @@ class Elimination:
         column: FloatArray = tables[f][index]
         return column
 
-    def _message(self, bucket: _Bucket, cost: FloatArray, tables: list[FloatArray]) -> FloatArray:
-        least = np.full(bucket.shape[0], np.inf)
-        np.minimum.at(least, bucket.classes, cost)
-        arms = [self._arm(bucket, seen, tables) for seen in bucket.inputs]
-        out = np.full(bucket.shape[1:], np.inf)
-        flat = (1,) * (len(bucket.shape) - 1)
-        step = max(1, _BLOCK // max(out.size, 1))
-        for start in range(0, len(least), step):
-            part = slice(start, start + step)
-            total = least[part].reshape(-1, *flat)
-            for arm in arms:
-                total = total + arm[part]
-            np.minimum(out, total.min(axis=0), out=out)
-        return out
-
-    @staticmethod
-    def _arm(bucket: _Bucket, seen: _Input, tables: list[FloatArray]) -> FloatArray:
-        """A table by the classes of the bucket, with an axis for each of its variables."""
-        table = tables[seen.factor].transpose(seen.order)
-        table = table[np.ix_(*seen.picks)]
-        shape = [1] * len(bucket.shape)
-        for axis, size in zip(seen.axes, table.shape, strict=True):
-            shape[axis] = size
-        return table.reshape(shape)
-
     def min_marginals(
         self, result: Evaluation, *, check: Callable[[], None]
     ) -> dict[int, FloatArray]:
@@ -346,60 +299,14 @@ class Elimination:
             v = bucket.variable
             if len(bucket.shape) == 1:
                 outside[bucket.output] = result.value - result.tables[bucket.output]
-            base, least, tops = self._beliefs(bucket, result, outside.pop(bucket.output))
+            cost, around = result.costs[v], outside.pop(bucket.output)
+            base, least, tops = beliefs(
+                bucket, cost, result.tables, around, num_given=len(self._given)
+            )
             with np.errstate(invalid="ignore"):
-                extra = result.costs[v] - base[bucket.classes]
+                extra = cost - base[bucket.classes]
                 total = least[bucket.classes] + extra
             marginals[v] = np.where(np.isnan(total), np.inf, total)
             for seen, top in tops:
-                outside[seen.factor] = _told(top, seen, result.tables[seen.factor])
+                outside[seen.factor] = told(top, seen, result.tables[seen.factor])
         return marginals
-
-    def _beliefs(
-        self, bucket: _Bucket, result: Evaluation, outside: FloatArray
-    ) -> tuple[FloatArray, FloatArray, list[tuple[_Input, FloatArray]]]:
-        """Least price of everything, by what a bucket and its inputs see.
-
-        Returns:
-            the least cost in each class of the variable, shape [K]; the least price of all
-            choices with each class, shape [K]; and for each message that came in, the
-            least price by the bucket's classes of the message's variables.
-        """
-        base = np.full(bucket.shape[0], np.inf)
-        np.minimum.at(base, bucket.classes, result.costs[bucket.variable])
-        arms = [self._arm(bucket, seen, result.tables) for seen in bucket.inputs]
-        messages = [seen for seen in bucket.inputs if seen.factor >= len(self._given)]
-        least = np.empty(bucket.shape[0])
-        tops = [(seen, np.empty([bucket.shape[i] for i in seen.axes])) for seen in messages]
-        step = max(1, _BLOCK // prod(bucket.shape[1:]))
-        flat = (1,) * (len(bucket.shape) - 1)
-        for start in range(0, len(base), step):
-            part = slice(start, start + step)
-            belief = base[part].reshape(-1, *flat) + outside[None]
-            for arm in arms:
-                belief = belief + arm[part]
-            least[part] = belief.reshape(len(belief), -1).min(axis=1)
-            for seen, top in tops:
-                others = tuple(i for i in range(belief.ndim) if i not in seen.axes)
-                top[part] = belief.min(axis=others)
-        return base, least, tops
-
-
-def _told(table: FloatArray, seen: _Input, message: FloatArray) -> FloatArray:
-    """What a bucket tells one of its inputs: its belief without the input's own message."""
-    for axis, pick in enumerate(seen.picks):
-        table = _grouped_min(table, axis, pick)
-    # Back from the order of the bucket to the order of the message.
-    table = table.transpose(np.argsort(seen.order))
-    with np.errstate(invalid="ignore"):
-        told = table - message
-    return np.where(np.isfinite(message), told, np.inf)
-
-
-def _grouped_min(table: FloatArray, axis: int, classes: IntArray) -> FloatArray:
-    """Least entry of each class along an axis."""
-    if (classes == np.arange(len(classes))).all():
-        return table
-    order = np.argsort(classes, kind="stable")
-    starts = np.searchsorted(classes[order], np.arange(int(classes.max()) + 1))
-    return np.minimum.reduceat(table.take(order, axis=axis), starts, axis=axis)
