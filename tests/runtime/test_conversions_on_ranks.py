@@ -7,21 +7,61 @@ looks at what the parts that came out make up.
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.prices import Prices
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import PlanError
-from autoshard.layouts import STEPS, AxisType, Kind, parse_type
+from autoshard.layouts import (
+    STEPS,
+    AxisType,
+    Conversions,
+    Kind,
+    Layout,
+    Step,
+    largest_share,
+    parse_type,
+)
 from autoshard.plan import PlannedStep
 from autoshard.runtime.conversions import bind_steps
 from autoshard.runtime.recorder import CollectiveRecord, record_collectives, summarize
 
 NUM_RANKS = 4
+COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 SHAPE = (4, 8, 8)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A tensor, and the axis on which it is converted.
+
+    Attributes:
+        shape: of the tensor.
+        mesh: shape of the mesh, whose last axis is the one.
+        axis: its name.
+    """
+
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    axis: str
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the axis."""
+        return self.mesh[-1]
+
+
+EVEN = Setting(SHAPE, (2, 2), "b")
+EVEN_ON_4 = Setting(SHAPE, (4,), "a")
+UNEVEN = Setting((10, 8, 7), (4,), "a")
+"""Four ranks hold 3, 3, 3 and 1 of dim 0, two each of dim 1, and 2, 2, 2 and 1 of dim 2."""
 GRADIENT = {"I": "I", "R": "P", "P": "I"}
 """Type of the gradient of a value of each type, a gradient seen as a value."""
 
@@ -44,8 +84,9 @@ def mesh(*shape: int) -> DeviceMesh:
 
 
 def gather(part: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
+    """The parts of all ranks, which may differ in size."""
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, part, group=group)
     return parts
 
 
@@ -83,18 +124,48 @@ def merge(part: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tens
     return torch.cat([part for chunk in by_chunk for part in chunk], cut.dim)
 
 
-def logical(seed: int, dtype: torch.dtype) -> torch.Tensor:
-    values = torch.randint(-8, 8, SHAPE, generator=torch.Generator().manual_seed(seed))
-    return values.to(dtype)
+def logical(seed: int, dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if dtype is torch.float64:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+    return torch.randint(-8, 8, shape, generator=generator).to(dtype)
 
 
-def check_step(source: str, target: str, dtype: torch.dtype = torch.float32) -> None:
+@cache
+def table(setting: Setting) -> Conversions:
+    sizes = (setting.num_ranks,)
+    return Conversions(setting.shape, 8, sizes, differentiable=True, pricer=Prices())
+
+
+def of_the_planner(source: str, target: str, setting: Setting) -> Step:
+    """The step as the planner has it, for elements of 8 bytes."""
+    (found,) = table(setting).path(Layout.parse(source), Layout.parse(target))
+    assert (str(found.source), str(found.target)) == (source, target)
+    assert (found.forward, found.backward) == STEPS[Kind(source[0]), Kind(target[0])]
+    return found
+
+
+def filled(source: str, target: str, setting: Setting) -> int:
+    """Elements of the larger tensor of a step, with slices as long as the largest."""
+    sizes = list(setting.shape)
+    cut = [parse_type(text).dim for text in (source, target) if text.startswith("S")]
+    for dim in cut:
+        sizes[dim] = setting.num_ranks * largest_share(sizes[dim], setting.num_ranks)
+    return prod(sizes) // setting.num_ranks if len(cut) > 1 else prod(sizes)
+
+
+def check_step(
+    source: str, target: str, dtype: torch.dtype = torch.float32, setting: Setting = EVEN
+) -> None:
     """The logical value survives the step, and so does the logical gradient."""
-    device_mesh = mesh(2, 2)
-    group = device_mesh.get_group("b")
-    planned = step(source, target)
-    (run,) = bind_steps([planned], device_mesh, SHAPE)
-    value, cotangent = logical(1, dtype), logical(2, dtype)
+    device_mesh = mesh(*setting.mesh)
+    group = device_mesh.get_group(setting.axis)
+    nbytes = dtype.itemsize * filled(source, target, setting)
+    planned = step(source, target, axis=setting.axis, nbytes=nbytes)
+    (run,) = bind_steps([planned], device_mesh, setting.shape)
+    value, cotangent = (logical(seed, dtype, setting.shape) for seed in (1, 2))
 
     before = cut(value, source, group).requires_grad_()
     with record_collectives(device_mesh) as recorder:
@@ -102,21 +173,34 @@ def check_step(source: str, target: str, dtype: torch.dtype = torch.float32) -> 
         after.backward(cut(cotangent, GRADIENT.get(target, target), group))
 
     assert before.grad is not None
+    assert before.grad.shape == before.shape
     torch.testing.assert_close(merge(after.detach(), target, group), value)
     gradient = merge(before.grad, GRADIENT.get(source, source), group)
     torch.testing.assert_close(gradient, cotangent)
+    assert setting is UNEVEN or nbytes == max(before.nbytes, after.nbytes)
     assert recorder.records == [
-        CollectiveRecord(str(action), "b", max(before.nbytes, after.nbytes), direction)
+        CollectiveRecord(str(action), setting.axis, nbytes, direction)
         for action, direction in ((planned.forward, "forward"), (planned.backward, "backward"))
-        if action in {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+        if action in COLLECTIVES
     ]
 
 
-def check_without_gradient(source: str, target: str, dtype: torch.dtype) -> None:
-    device_mesh = mesh(4)
-    group = device_mesh.get_group("a")
-    (run,) = bind_steps([step(source, target, axis="a")], device_mesh, SHAPE)
-    value = logical(1, dtype)
+def check_uneven_step(source: str, target: str) -> None:
+    """As the planner has it, with the bytes that it prices."""
+    found = of_the_planner(source, target, UNEVEN)
+    assert found.nbytes == 8 * filled(source, target, UNEVEN)
+    check_step(source, target, torch.float64, UNEVEN)
+
+
+def check_without_gradient(
+    source: str, target: str, dtype: torch.dtype, setting: Setting = EVEN_ON_4
+) -> None:
+    """Masks and numbers without a gradient are filled up alike."""
+    device_mesh = mesh(*setting.mesh)
+    group = device_mesh.get_group(setting.axis)
+    planned = step(source, target, axis=setting.axis)
+    (run,) = bind_steps([planned], device_mesh, setting.shape)
+    value = logical(1, dtype, setting.shape)
     after = run(cut(value, source, group).to(dtype))
     assert after.dtype == dtype
     assert not after.requires_grad
@@ -201,6 +285,7 @@ UNDIFFERENTIATED = [
     *(("I", "R"), ("P", "R"), ("R", "P"), ("S(1)", "R")),
     *(("P", "S(2)"), ("R", "S(1)"), ("S(0)", "S(1)")),
 ]
+CUTTING = [pair for pair in PAIRS if "S" in "".join(pair)]
 FREE_DTYPES = {"bool": torch.bool, "int64": torch.int64, "bfloat16": torch.bfloat16}
 CASES: dict[str, Callable[[], None]] = {
     **{f"{s}->{t}": partial(check_step, s, t) for s, t in (*PAIRS, *IN_CHUNKS)},
@@ -210,6 +295,14 @@ CASES: dict[str, Callable[[], None]] = {
         for s, t in UNDIFFERENTIATED
         for name, dtype in FREE_DTYPES.items()
         if name != "bool" or "P" not in (s, t)
+    },
+    **{f"{s}->{t}, uneven": partial(check_uneven_step, s, t) for s, t in CUTTING},
+    **{
+        f"{s}->{t} of bool without gradient, uneven": partial(
+            check_without_gradient, s, t, torch.bool, UNEVEN
+        )
+        for s, t in CUTTING
+        if s != "P"
     },
     "masks keep the first rank": check_masks_keep_the_first_rank,
     "an axis of one rank": check_step_on_an_axis_of_one_rank,
@@ -222,6 +315,13 @@ CASES: dict[str, Callable[[], None]] = {
 
 def test_every_pair_of_the_table_is_a_case() -> None:
     assert {(Kind(s[0]), Kind(t[0])) for s, t in PAIRS} == set(STEPS)
+
+
+def test_layouts_of_the_shape_have_uneven_cuts() -> None:
+    """The cases that are said to be uneven are."""
+    for dim, mine in ((0, slice(9, 10)), (2, slice(6, 7))):
+        layout = Layout.parse(f"S({dim})")
+        assert layout.local_slices(UNEVEN.shape, UNEVEN.mesh, (3,))[dim] == (mine,)
 
 
 @pytest.mark.ranks

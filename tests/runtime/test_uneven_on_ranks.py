@@ -1,11 +1,10 @@
-"""Dims that an axis does not divide, cut all the same: steps, models and checkpoints.
+"""Dims that an axis does not divide, cut all the same: models and checkpoints.
 
 In double precision, so that nothing but the order of sums may differ from the whole model.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
@@ -14,17 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runtime import uneven_steps
 from runtime.comparison import check_training, close, device_mesh, whole
 from runtime.hand_plans import Checked
 from runtime.uneven_plans import (
+    EXACT,
     HAND,
     check_arguments,
     check_gathered_again,
     check_hand_plan,
     check_rests,
 )
-from runtime.uneven_steps import EXACT, SHAPE, check_flags, check_step
 from support import models
 from support.meshes import slow_devices
 from support.models import graph_of
@@ -33,11 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autoshard.layouts import STEPS, Kind, Layout
 from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
 from autoshard.runtime import checkpointable, parallelize
 
-NUM_RANKS = uneven_steps.NUM_RANKS
+NUM_RANKS = 4
 
 
 class Gpt2(nn.Module):
@@ -251,16 +248,7 @@ class Saved:
         }
 
 
-PAIRS = [
-    (source, target)
-    for source in ("I", "R", "P", "S(0)", "S(1)", "S(2)")
-    for target in ("I", "R", "P", "S(0)", "S(1)", "S(2)")
-    if source != target and (Kind(source[0]), Kind(target[0])) in STEPS
-]
-CUTTING = [pair for pair in PAIRS if "S" in "".join(pair)]
 CASES: dict[str, Callable[[], None]] = {
-    **{f"{s}->{t}": partial(check_step, s, t) for s, t in CUTTING},
-    **{f"flags {s}->{t}": partial(check_flags, s, t) for s, t in CUTTING if s != "P"},
     **{f"by hand, {name}": Checked(make, check_hand_plan) for name, make in HAND.items()},
     "gathered again": Checked(HAND["fully sharded"], check_gathered_again),
     "at rest": Checked(HAND["fully sharded"], check_rests),
@@ -274,12 +262,6 @@ CASES: dict[str, Callable[[], None]] = {
         {TIED: "S(1),S(0)"},
     ),
 }
-
-
-def test_layouts_of_the_shape_have_uneven_cuts() -> None:
-    """The cases above are what they are said to be."""
-    assert Layout.parse("S(0)").local_slices(SHAPE, (4,), (3,))[0] == (slice(9, 10),)
-    assert Layout.parse("S(2)").local_slices(SHAPE, (4,), (3,))[2] == (slice(6, 7),)
 
 
 @pytest.mark.ranks
