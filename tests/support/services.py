@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import uvicorn
-from autoshard_server.kinds import JobKind
-from autoshard_server.solving import solve
 from fastapi import FastAPI
 
 from autoshard_server import Executor, Settings, ThreadExecutor, create_app
+from autoshard_server.jobs.kinds import JobKind
+from autoshard_server.solvers.solving import solve
 from autoshard_solver_cache import Shelf, SolverCache, open_engine
 
 
