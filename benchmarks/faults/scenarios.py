@@ -32,6 +32,8 @@ _OUTAGE = 10.0
 _JUMP = 6 * 3600
 _CLIENTS = 200
 _DISK_MEGABYTES = 24
+_MOST_ACCEPTED = 60
+"""Requests that a database on a full disk may have room for."""
 _FAKETIME = "libfaketime.so.1"
 _BEGUN = 0.2
 """Seconds of a processor after which a solver certainly has its work."""
@@ -167,7 +169,7 @@ def disk_full(place: Place) -> Outcome:
             _post_all(asked, service.address, range(place.num_jobs))
             await_ended(asked, service.address, max(1, place.num_jobs // 5))
             _fill(disk / "ballast")
-            _post_all(asked, service.address, range(place.num_jobs, place.num_jobs + 5))
+            _post_until_refused(asked, service.address, place.num_jobs)
             _await(lambda: bool(service.events("store_unavailable")))
             time.sleep(2 * LEASE)
             (disk / "ballast").unlink()
@@ -266,6 +268,14 @@ SCENARIOS: dict[str, Scenario] = {
 def _post_all(asked: Asked, address: str, numbers: range) -> None:
     for number in numbers:
         asked.post(address, number)
+
+
+def _post_until_refused(asked: Asked, address: str, first: int) -> None:
+    """Ask for further plans; what the database has room for in its own files is accepted."""
+    for number in range(first, first + _MOST_ACCEPTED):
+        asked.post(address, number)
+        if asked.refused:
+            return
 
 
 def _await(condition: Callable[[], bool], *, patience: float = 300.0) -> None:
