@@ -51,10 +51,14 @@ class AskedGraph(ABC):
     Args:
         graph: bytes of an archive or of its model.json.
         discover: whether operators of the model's own are run, to find out how they may be cut.
+
+    Attributes:
+        topologies: that a mesh may name besides those that are built in, where it is answered here.
     """
 
     def __init__(self, graph: bytes, *, discover: bool) -> None:
         self.graph = graph
+        self.topologies: Mapping[str, Topology] = {}
         self._rules = _custom_rules(graph) if discover else []
 
     @cached_property
@@ -106,7 +110,7 @@ class Asked(AskedGraph):
         Raises:
             MeshError: it is impossible.
         """
-        return _mesh_of(self._mesh)
+        return _mesh_of(self._mesh, self.topologies)
 
     def _question(self) -> dict[str, Any]:
         return {"mesh": _mesh_document(self._mesh), "options": _options_document(self.options)}
@@ -140,19 +144,23 @@ class AskedSearch(AskedGraph):
         self.max_axes = max_axes
         self.options = options
 
-    @cached_property
+    @property
+    def cluster(self) -> str | Topology | None:
+        """The topology, or the name of one that is built in."""
+        named = self.topology
+        return self.topologies.get(named, named) if isinstance(named, str) else named
+
+    @property
     def digest(self) -> str:
         """Of all that is asked."""
-        text = json.dumps([self.graph_sha256, self.document], sort_keys=True)
+        question = self._question() | {"topology": _topology_document(self.cluster)}
+        text = json.dumps([self.graph_sha256, question, self._rules], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _question(self) -> dict[str, Any]:
-        topology = self.topology
-        if isinstance(topology, Topology):
-            topology = json.loads(topology_to_json(topology))
         return {
             "num_devices": self.num_devices,
-            "topology": topology,
+            "topology": _topology_document(self.topology),
             "max_axes": self.max_axes,
             "options": _options_document(self.options),
         }
@@ -178,7 +186,7 @@ class AskedCoverage(AskedGraph):
         Raises:
             MeshError: the mesh is impossible.
         """
-        sizes = () if self._mesh is None else _mesh_of(self._mesh).axis_sizes
+        sizes = () if self._mesh is None else _mesh_of(self._mesh, self.topologies).axis_sizes
         return frozenset(size for size in sizes if size > 1)
 
     def _question(self) -> dict[str, Any]:
@@ -250,10 +258,13 @@ def _custom_rules(graph: bytes) -> list[dict[str, Any]]:
     return rules_to_json(found.graph.rules)
 
 
-def _mesh_of(mesh: MeshLike) -> Mesh:
+def _mesh_of(mesh: MeshLike, topologies: Mapping[str, Topology]) -> Mesh:
     document = _mesh_document(mesh)
-    if isinstance(document.get("topology"), Mapping):
+    named = document.get("topology")
+    if isinstance(named, Mapping):
         return mesh_from_json(json.dumps(document))
+    if isinstance(named, str) and named in topologies:
+        document["topology"] = topologies[named]
     try:
         return make_mesh(**document)
     except TypeError as error:
@@ -269,3 +280,9 @@ def _mesh_document(mesh: MeshLike) -> dict[str, Any]:
 
 def _options_document(options: PlanOptions) -> dict[str, Any]:
     return options.model_dump(mode="json")
+
+
+def _topology_document(topology: str | Topology | None) -> Any:
+    if isinstance(topology, Topology):
+        return json.loads(topology_to_json(topology))
+    return topology

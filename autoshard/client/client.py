@@ -135,6 +135,8 @@ class Client(_Base[Blocking]):
     list_jobs = _blocking(Talk.list_jobs)
     list_topologies = _blocking(Talk.list_topologies)
     get_topology = _blocking(Talk.get_topology)
+    put_topology = _blocking(Talk.put_topology)
+    delete_topology = _blocking(Talk.delete_topology)
     health = _blocking(Talk.health)
 
     def __enter__(self) -> Self:
@@ -176,6 +178,8 @@ class AsyncClient(_Base[Awaiting]):
     list_jobs = _awaiting(Talk.list_jobs)
     list_topologies = _awaiting(Talk.list_topologies)
     get_topology = _awaiting(Talk.get_topology)
+    put_topology = _awaiting(Talk.put_topology)
+    delete_topology = _awaiting(Talk.delete_topology)
     health = _awaiting(Talk.health)
 
     async def __aenter__(self) -> Self:

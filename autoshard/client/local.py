@@ -22,6 +22,7 @@ from autoshard.client.results import (
 )
 from autoshard.client.talk import Offline, Talk
 from autoshard.client.versions import versions
+from autoshard.errors import MeshError
 from autoshard.graph import Graph, graph_from_json
 from autoshard.mesh import Topology, get_topology, topology_names
 from autoshard.plan import (
@@ -66,6 +67,7 @@ class Local(Talk):
             folder = os.environ.get(FOLDER_VARIABLE) or None
             self._tables = Shelf(FolderCache(folder), "blocks")
         self._jobs = LocalJobs()
+        self._topologies: dict[str, Topology] = {}
 
     def answer(
         self,
@@ -76,6 +78,7 @@ class Local(Talk):
         wait: bool = True,
     ) -> Conversation[PlanResult]:
         """As `Talk.answer`."""
+        asked.topologies = dict(self._topologies)
         known = yield from work(lambda: plan_id(asked.program, asked.mesh, asked.options))
         searched, kept = self._jobs.searched_plan(known), self._kept
         if searched is not None:
@@ -93,6 +96,7 @@ class Local(Talk):
         self, asked: AskedSearch, on_progress: OnProgress | None = None, *, wait: bool = True
     ) -> Conversation[SearchResult]:
         """As `Talk.answer_search`."""
+        asked.topologies = dict(self._topologies)
         job, cached = yield from self._ordered(
             asked.digest, lambda job: self._search(asked, job), on_progress, wait=wait
         )
@@ -102,6 +106,7 @@ class Local(Talk):
 
     def answer_validation(self, asked: Asked) -> Conversation[Validation]:
         """As `Talk.answer_validation`."""
+        asked.topologies = dict(self._topologies)
 
         def validate() -> Validation:
             known = plan_id(asked.program, asked.mesh, asked.options)
@@ -112,6 +117,7 @@ class Local(Talk):
 
     def answer_coverage(self, asked: AskedCoverage) -> Conversation[Coverage]:
         """As `Talk.answer_coverage`."""
+        asked.topologies = dict(self._topologies)
 
         def cover() -> Coverage:
             graph = _with_found_rules(asked.program, self._tables)
@@ -206,11 +212,24 @@ class Local(Talk):
 
     def list_topologies(self) -> Conversation[tuple[str, ...]]:
         """As `Talk.list_topologies`."""
-        return (yield from work(topology_names))
+        return (yield from work(lambda: tuple(sorted({*topology_names(), *self._topologies}))))
 
     def get_topology(self, name: str) -> Conversation[Topology]:
         """As `Talk.get_topology`."""
-        return (yield from work(lambda: get_topology(name)))
+        return (yield from work(lambda: self._topologies.get(name) or get_topology(name)))
+
+    def put_topology(self, topology: Topology) -> Conversation[None]:
+        """As `Talk.put_topology`; for as long as this client lives."""
+        name = topology.name
+        if name in topology_names():
+            raise MeshError(f"{name!r} is built in and stays as it is; choose another name")
+        yield from work(lambda: self._topologies.update({name: topology}))
+
+    def delete_topology(self, name: str) -> Conversation[None]:
+        """As `Talk.delete_topology`."""
+        found = yield from work(lambda: self._topologies.pop(name, None))
+        if found is None:
+            raise MeshError(f"no topology {name!r} was stored in this process")
 
     def health(self) -> Conversation[dict[str, str]]:
         """As `Talk.health`."""
@@ -256,7 +275,7 @@ class Local(Talk):
         found = search_meshes(
             _with_found_rules(asked.program, self._tables),
             asked.num_devices,
-            topology=asked.topology,
+            topology=asked.cluster,
             options=asked.options,
             max_axes=asked.max_axes,
             num_workers=_PROCESSES,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from httpx2 import codes
 from pydantic import TypeAdapter, ValidationError
 
 from autoshard.client.asked import Asked, AskedCoverage, AskedSearch
@@ -25,7 +26,7 @@ from autoshard.client.results import (
 )
 from autoshard.client.talk import Offline, Talk
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
-from autoshard.mesh import Topology
+from autoshard.mesh import Topology, topology_to_json
 from autoshard.plan import Coverage, Explanation, Plan, PlanDifference
 
 T = TypeVar("T")
@@ -198,8 +199,30 @@ class Remote(Talk):
 
     def get_topology(self, name: str) -> Conversation[Topology]:
         """As `Talk.get_topology`."""
-        answer = yield from self._link.send(get(f"/v1/topologies/{quote(name, safe='')}"))
+        answer = yield from self._link.send(get(_topology(name)))
         return _read(_TOPOLOGY, document_of(answer))
+
+    def put_topology(self, topology: Topology) -> Conversation[None]:
+        """As `Talk.put_topology`."""
+        document = topology_to_json(topology, indent=None).encode()
+        headers = {"Content-Type": "application/json"}
+        yield from self._link.send(Send("PUT", _topology(topology.name), headers, document))
+
+    def delete_topology(self, name: str) -> Conversation[None]:
+        """As `Talk.delete_topology`."""
+        attempts = 0
+
+        def attempt() -> Conversation[None]:
+            nonlocal attempts
+            attempts += 1
+            try:
+                yield from self._link.once(Send("DELETE", _topology(name)))
+            except RequestRejectedError as error:
+                # An earlier attempt was heard, though its answer was lost.
+                if attempts == 1 or error.status != codes.NOT_FOUND:
+                    raise
+
+        yield from self._link.patiently(attempt, waiting=False)
 
     def health(self) -> Conversation[dict[str, str]]:
         """As `Talk.health`."""
@@ -305,6 +328,10 @@ class Remote(Talk):
         kept = self._kept
         if kept is not None and plan is not None:
             yield from work(lambda: kept.keep(plan, asked))
+
+
+def _topology(name: str) -> str:
+    return f"/v1/topologies/{quote(name, safe='')}"
 
 
 def _read(adapter: TypeAdapter[T], document: Any) -> T:

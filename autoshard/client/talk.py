@@ -258,7 +258,7 @@ class Talk(Studies):
 
     @abstractmethod
     def list_topologies(self) -> Conversation[tuple[str, ...]]:
-        """Names of the clusters that a mesh or a search can name.
+        """Names of the clusters that a mesh or a search can name: built in, and stored.
 
         Raises:
             ServiceUnavailableError: the service does not answer.
@@ -271,6 +271,29 @@ class Talk(Studies):
         Raises:
             MeshError: there is none of that name, where no service is asked.
             RequestRejectedError: there is none of that name.
+            ServiceUnavailableError: the service does not answer.
+        """
+
+    @abstractmethod
+    def put_topology(self, topology: Topology) -> Conversation[None]:
+        """Store a cluster under its name, in place of the one that had the name.
+
+        A mesh or a search that names it from now on means this one; without a service, one of
+        this client.
+
+        Raises:
+            MeshError: the name is of one that is built in, where no service is asked.
+            RequestRejectedError: so it is at the service; or there are too many.
+            ServiceUnavailableError: the service does not answer.
+        """
+
+    @abstractmethod
+    def delete_topology(self, name: str) -> Conversation[None]:
+        """Forget a cluster that was stored; plans that were made for it stay.
+
+        Raises:
+            MeshError: none was stored under the name, where no service is asked.
+            RequestRejectedError: so it is at the service.
             ServiceUnavailableError: the service does not answer.
         """
 

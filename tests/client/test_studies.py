@@ -3,13 +3,14 @@
 import asyncio
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from support.custom_operators import mixer
-from support.proxy import Cut, Drop, Proxy, Say, proxied
+from support.proxy import Cut, Drop, Lose, Proxy, Say, proxied
 from support.services import Mlp, keeping
 
 from autoshard import get_topology, operator_coverage, search_meshes, topology_names
@@ -237,6 +238,41 @@ def test_topologies_are_those_of_the_library(call: Call) -> None:
             call("get_topology", name)
 
 
+def test_a_topology_that_is_stored_can_be_named(call: Call, graph: bytes) -> None:
+    own = replace(get_topology("h100-sxm"), name="own")
+    call("put_topology", own)
+    assert call("list_topologies") == tuple(sorted({*topology_names(), "own"}))
+    assert call("get_topology", "own") == own
+    mesh = {"shape": [2], "topology": "own"}
+    plan = call("plan", graph, mesh=mesh)
+    assert plan.mesh.topology == own
+    assert call("validate", graph, mesh=mesh).plan_id == plan.id
+    assert call("coverage", graph, mesh=mesh).num_calls > 0
+    # Under the name there is another one now, for which nothing is known.
+    call("put_topology", slower(own))
+    given = {"num_devices": 2, "topology": "own", "mode": "inference"}
+    first = call("request_search", graph, **given)
+    assert first.search.meshes[0].mesh.topology == slower(own) == call("get_topology", "own")
+    other = call("plan", graph, mesh=mesh)
+    assert (other.mesh.topology, other.id == plan.id) == (slower(own), False)
+    call("put_topology", own)
+    second = call("request_search", graph, **given)
+    assert (first.cached, second.cached) == (False, False)
+    assert second.search.meshes[0].mesh.topology == own
+    call("delete_topology", "own")
+    assert "own" not in call("list_topologies")
+    for refused in (
+        partial(call, "delete_topology", "own"),
+        partial(call, "get_topology", "own"),
+        partial(call, "plan", graph, mesh=mesh),
+        partial(call, "search", graph, **given),
+    ):
+        with pytest.raises(AutoshardError, match="'own'"):
+            refused()
+    with pytest.raises(AutoshardError, match="'h100-sxm' is built in"):
+        call("put_topology", get_topology("h100-sxm"))
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with keeping(tmp_path_factory.mktemp("store")) as found:
@@ -280,6 +316,23 @@ def test_what_fails_on_the_way_is_sent_again_and_stays_the_same(
     assert [request.path for request in proxy.passed[sent:]] == [path]
     proxy.faults.append(Cut())
     assert through(method, graph, **given)
+
+
+def test_a_topology_whose_deletion_was_lost_on_the_way_is_deleted(
+    through: Call, proxy: Proxy
+) -> None:
+    own = replace(get_topology("h100-sxm"), name="own")
+    proxy.faults.extend([Drop(), Say(502)])
+    through("put_topology", own)
+    proxy.faults.append(Cut())
+    assert through("get_topology", "own") == own
+    # The answer to the first attempt is lost, and the second finds nothing to delete.
+    proxy.faults.append(Lose())
+    through("delete_topology", "own")
+    assert [request.method for request in proxy.passed].count("DELETE") == 2
+    with pytest.raises(RequestRejectedError, match="'own'") as caught:
+        through("delete_topology", "own")
+    assert caught.value.status == 404
 
 
 def test_a_search_that_was_lost_is_asked_for_again(

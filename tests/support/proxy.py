@@ -42,7 +42,12 @@ class Cut:
     """Pass the answer on, and close the connection after its first part."""
 
 
-Fault = Say | Drop | Cut
+@dataclass(frozen=True)
+class Lose:
+    """Pass the request on, and close the connection without the answer."""
+
+
+Fault = Say | Drop | Cut | Lose
 
 
 @dataclass
@@ -90,11 +95,11 @@ def _handler(proxy: Proxy, upstream: str) -> type[BaseHTTPRequestHandler]:
             if isinstance(fault, Say):
                 _answer(self, fault.status, fault.headers, [fault.body], length=len(fault.body))
             elif not isinstance(fault, Drop):
-                self.pass_on(request, cut=isinstance(fault, Cut))
+                self.pass_on(request, fault)
 
-        do_GET = do_POST = do_PUT = do_any  # noqa: N815  names that the base class asks for
+        do_GET = do_POST = do_PUT = do_DELETE = do_any  # noqa: N815  names that the base class asks for
 
-        def pass_on(self, request: Passed, *, cut: bool) -> None:
+        def pass_on(self, request: Passed, fault: Fault | None) -> None:
             given = {k: v for k, v in request.headers.items() if k.lower() not in _OF_A_HOP}
             with (
                 httpx2.Client(timeout=60) as http,
@@ -105,6 +110,8 @@ def _handler(proxy: Proxy, upstream: str) -> type[BaseHTTPRequestHandler]:
                     content=request.body or None,
                 ) as answer,
             ):
+                if isinstance(fault, Lose):
+                    return
                 length = answer.headers.get("Content-Length")
                 _answer(
                     self,
@@ -112,7 +119,7 @@ def _handler(proxy: Proxy, upstream: str) -> type[BaseHTTPRequestHandler]:
                     {k: v for k, v in answer.headers.items() if k.lower() not in _OF_A_HOP},
                     answer.iter_raw(),
                     length=None if length is None else int(length),
-                    cut=cut,
+                    cut=isinstance(fault, Cut),
                 )
 
         def log_message(self, *_args: object) -> None:
