@@ -4,6 +4,7 @@ import io
 import logging
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.services import Mlp, keeping, serving
 from typer.testing import CliRunner, Result
 
 from autoshard.cli import NO_PLAN, app, remote
-from autoshard.client import JobProgress
+from autoshard.client import Client, JobProgress, Retry
 from autoshard.errors import OptionError, RequestRejectedError, ServiceUnavailableError
 from autoshard.graph import export_model
 from autoshard.plan import Plan
@@ -48,6 +49,12 @@ def archive(tmp_path: Path) -> Path:
     path = tmp_path / "mlp.pt2"
     path.write_bytes(export_model(Mlp(), (torch.zeros(8, 16),)))
     return path
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands do not sit out a minute of silence."""
+    monkeypatch.setattr(remote, "Client", partial(Client, retry=Retry(outage=1.0)))
 
 
 @pytest.fixture(autouse=True)
