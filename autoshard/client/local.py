@@ -110,7 +110,8 @@ class Local(Talk):
 
         def validate() -> Validation:
             known = plan_id(asked.program, asked.mesh, asked.options)
-            size = problem_size(asked.program, asked.mesh, asked.options)
+            graph = _with_found_rules(asked.program, self._tables)
+            size = problem_size(graph, asked.mesh, asked.options)
             return Validation(plan_id=known, size=size)
 
         return (yield from work(validate))

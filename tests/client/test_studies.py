@@ -205,6 +205,13 @@ def distances() -> bytes:
     return export_model(Distances(), (torch.zeros(8, 4, 16),))
 
 
+def test_a_validation_knows_the_rules_that_planning_finds(call: Call, distances: bytes) -> None:
+    found, mesh = call("validate", distances, mesh=(2,)), make_mesh((2,))
+    bare = load_graph(distances)
+    assert found.size == problem_size(discover(bare).graph, mesh)
+    assert found.size.num_strategies > problem_size(bare, mesh).num_strategies
+
+
 def test_coverage_says_which_operators_can_be_cut(
     call: Call, graph: bytes, distances: bytes
 ) -> None:

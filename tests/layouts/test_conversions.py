@@ -183,7 +183,7 @@ def test_steps_change_one_axis_each() -> None:
         assert all(not (a.axis == b.axis and a.target != b.source) for a, b in pairwise(steps))
 
 
-CHUNKED = (S(1, (1, 1)),)
+HALVES = (S(1, (1, 1)),)
 
 
 @pytest.mark.parametrize("differentiable", [True, False])
@@ -191,7 +191,7 @@ CHUNKED = (S(1, (1, 1)),)
 def test_steps_are_those_of_single_layouts(
     shape: tuple[int, ...], sizes: tuple[int, ...], *, differentiable: bool
 ) -> None:
-    chunked = CHUNKED if len(shape) > 1 else ()
+    chunked = HALVES if len(shape) > 1 else ()
     cuts = [*(S(d) for d in range(len(shape))), *chunked]
     priced = Conversions(
         shape, 4, sizes, differentiable=differentiable, chunked=chunked, pricer=Prices()

@@ -90,14 +90,12 @@ def _validate(task: Assignment) -> tuple[bytes, bool]:
     mesh = mesh_from_json(json.dumps(task.asked["mesh"]))
     options = PlanOptions.model_validate(task.asked["options"])
     task.report({"phase": "formulate"})
-    size = problem_size(
-        requested_graph(task.asked, task.payload),
-        mesh,
-        options,
-        max_strategies=task.asked.get("max_strategies"),
-    )
+    most = task.asked.get("max_strategies")
+    # What is refused, and how large it is, follows from the rules that planning would find.
+    graph, is_complete = task.find_rules(requested_graph(task.asked, task.payload))
+    size = problem_size(graph, mesh, options, max_strategies=most)
     made = Validation(plan_id=task.asked["plan_id"], size=size)
-    return made.model_dump_json().encode(), True
+    return made.model_dump_json().encode(), is_complete
 
 
 def _cover(task: Assignment) -> tuple[bytes, bool]:
