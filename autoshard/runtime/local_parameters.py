@@ -4,8 +4,8 @@
 is always placed as the parameter is, so here one description serves all steps.
 """
 
-from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +16,28 @@ from autoshard.errors import PlanError
 from autoshard.runtime.parameters import Holder
 
 
-def local_getter(holder: Holder) -> Callable[[], torch.Tensor]:
-    """What gives this rank's slice of a parameter in each step, connected to its gradient.
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """This rank's slice of a parameter in each step; a copy of a model has its own.
 
-    Raises:
-        PlanError: when it is called, if the parameter has become a plain tensor.
+    Attributes:
+        holder: where the parameter is.
     """
 
-    def get() -> torch.Tensor:
-        parameter = holder.get()
+    holder: Holder
+
+    def get(self) -> torch.Tensor:
+        """The slice as it is now, connected to the parameter's gradient.
+
+        Raises:
+            PlanError: the parameter has become a plain tensor.
+        """
+        parameter = self.holder.get()
         if not isinstance(parameter, DTensor):
             raise PlanError(
-                f"parameter {holder.name!r} of {type(holder.module).__name__} was replaced by a "
-                f"plain tensor after the plan was applied; load weights into the DTensor instead"
+                f"parameter {self.holder.name!r} of {type(self.holder.module).__name__} was "
+                f"replaced by a plain tensor after the plan was applied; load weights into the "
+                f"DTensor instead"
             )
         if torch.compiler.is_compiling():
             whole: torch.Tensor = parameter.to_local()
@@ -37,8 +46,6 @@ def local_getter(holder: Holder) -> Callable[[], torch.Tensor]:
             return parameter._local_tensor  # noqa: SLF001  what to_local gives, without a view
         local: torch.Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]  # torch
         return local
-
-    return get
 
 
 class _Local(torch.autograd.Function):

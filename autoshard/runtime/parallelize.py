@@ -1,8 +1,10 @@
 """Applying a plan to a model."""
 
 from collections.abc import Callable, Collection, Mapping
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import PlanError
 from autoshard.plan import PlacedInput, Plan, Stage
 from autoshard.runtime.constants import constant_value
-from autoshard.runtime.local_parameters import local_getter
+from autoshard.runtime.local_parameters import LocalParameter
 from autoshard.runtime.overflow import agree_on_overflow
 from autoshard.runtime.parameters import Holder, check_parameters, distribute_parameters
 from autoshard.runtime.preparation import prepared_inputs
@@ -159,6 +161,14 @@ class PlannedForward:
         self._held: dict[str, Callable[[], torch.Tensor]] = {}
         self.step = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlannedForward":
+        """The same program, of the copies of parameters and buffers."""
+        copied = memo[id(self)] = copy(self)
+        # What is kept for other sizes would hold on to the original.
+        vars(copied)["_resized"] = lru_cache(_KEPT)(MethodType(PlannedForward._call_at, copied))
+        vars(copied)["_held"] = deepcopy(self._held, memo)
+        return copied
+
     @property
     def buffers(self) -> frozenset[str]:
         """Names of the buffers that the program reads from the model."""
@@ -210,7 +220,7 @@ class PlannedForward:
                 self._held[placed.name] = self._find(model, placed)
         holders = distribute_parameters(model, self._stage, self._mesh, self.program.place)
         for placed, holder in zip(self._stage.parameters, holders, strict=True):
-            self._held[placed.name] = local_getter(holder)
+            self._held[placed.name] = LocalParameter(holder).get
 
     def _find(self, model: nn.Module, placed: PlacedInput) -> Callable[[], torch.Tensor]:
         device = self.program.place.device

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,6 +225,26 @@ def one_of_two(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any])
         close(whole(found[name].detach()), parameter.detach(), name)
 
 
+def copied(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
+    """A copy, as an average of weights is made from, runs with its own weights."""
+    twin = deepcopy(planned)
+    with torch.no_grad():
+        for model in (reference, planned):
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    for model in (reference, planned):
+        _loss(model, inputs).backward()
+    _compare(reference, planned)
+    assert all(parameter.grad is None for parameter in twin.parameters())
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(2)
+    reference.zero_grad()
+    for model in (reference, twin):
+        _loss(model, inputs).backward()
+    _compare(reference, twin)
+
+
 def compiled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
     """The planned model is one graph to `torch.compile`, and computes the same."""
     # The tracer makes an object of each function of autograd, which torch itself warns of.
@@ -263,6 +284,7 @@ CASES: dict[str, Callable[[], None]] = {
     "one of two results, parameters cut": Case(MLP, one_of_two, heads),
     "overflow in float16, parameters whole": Case(_narrowed("I"), scaled_narrow, narrow),
     "overflow in float16, parameters cut": Case(_narrowed("S(0)"), scaled_narrow, narrow),
+    "copied, parameters cut": Case(MLP, copied, models.mlp),
     "compiled, parameters cut": Case(MLP, compiled, models.mlp),
     "compiled, parameters gathered in checkpoints": Case(
         OPTIONS["fsdp of residuals"] | {"checkpointing": "always"}, compiled, models.residuals
