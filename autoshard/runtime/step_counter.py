@@ -48,13 +48,17 @@ class StepCounter:
         """The number of the next step: how often forward has run, evaluation included.
 
         May be set, to the same on all ranks.
+
+        Raises:
+            PlanError: it is set to something else than a whole number from 0 on.
         """
         return self._forward.step
 
     @value.setter
     def value(self, step: int) -> None:
-        if step < 0:
-            raise PlanError(f"the number of a step cannot be {step}; the first one is 0")
+        # Random numbers follow from it, and 1.0 is another seed than 1.
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise PlanError(f"the number of a step cannot be {step!r}; it is an int from 0 on")
         self._forward.step = step
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -65,6 +69,7 @@ class StepCounter:
         """Take the number of a checkpoint.
 
         Raises:
-            PlanError: it is none.
+            PlanError: it has none.
         """
-        self.value = int(state["value"])
+        found = state.get("value")
+        self.value = found.item() if isinstance(found, torch.Tensor) and not found.dim() else found

@@ -146,8 +146,14 @@ class Resumed:
         found += [_step(model, optimizer, inputs) for _ in range(3)]
         close(torch.tensor(found), torch.tensor(losses), "losses")
         assert abs(anew - losses[3]) > 1e-3
+        for wrong in (-1, 1.5, "3", None, torch.tensor([1, 2])):
+            with pytest.raises(PlanError, match=r"cannot be .*; it is an int from 0 on"):
+                step_counter(model).load_state_dict({"value": wrong})
+        with pytest.raises(PlanError, match="cannot be None"):
+            step_counter(model).load_state_dict({})
         with pytest.raises(PlanError, match="cannot be -1"):
             step_counter(model).value = -1
+        assert step_counter(model).value == 6
 
     def _start(self, plan: Plan) -> tuple[nn.Module, dict[str, Any], torch.optim.Optimizer]:
         model, inputs = self._built()
