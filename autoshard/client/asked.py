@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -275,7 +276,15 @@ def _mesh_document(mesh: MeshLike) -> dict[str, Any]:
     if isinstance(mesh, Mesh):
         document: dict[str, Any] = json.loads(mesh_to_json(mesh))
         return document
-    return dict(mesh) if isinstance(mesh, Mapping) else {"shape": list(mesh)}
+    if isinstance(mesh, Mapping):
+        return dict(mesh)
+    try:
+        return {"shape": [index(size) for size in mesh]}
+    except TypeError:
+        raise MeshError(
+            f"{mesh!r} is no mesh: give the size of each axis, such as (2, 4), the fields of "
+            f"make_mesh as a mapping, or a Mesh"
+        ) from None
 
 
 def _options_document(options: PlanOptions) -> dict[str, Any]:

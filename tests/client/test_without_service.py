@@ -52,6 +52,14 @@ def without_service(folder: Path | bool, **options: Any) -> Client:
     return Client(NOBODY, cache=folder, retry=AT_ONCE, **options)
 
 
+@pytest.mark.parametrize("mesh", [None, 4, (2.5,), "24"], ids=["none", "number", "part", "text"])
+def test_what_is_no_mesh_is_told_before_anybody_is_asked(graph: bytes, mesh: Any) -> None:
+    with Client.local(cache=False) as here, without_service(folder=False) as away:
+        for client in (here, away):
+            with pytest.raises(MeshError, match=r"is no mesh: give the size of each axis"):
+                client.plan(graph, mesh=mesh)
+
+
 def test_a_plan_that_is_kept_serves_when_nobody_answers(
     kept: tuple[Path, Plan], graph: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
