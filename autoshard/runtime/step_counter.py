@@ -71,5 +71,7 @@ class StepCounter:
         Raises:
             PlanError: it has none.
         """
-        found = state.get("value")
-        self.value = found.item() if isinstance(found, torch.Tensor) and not found.dim() else found
+        found: Any = state.get("value")
+        if isinstance(found, torch.Tensor) and not found.dim():
+            found = found.item()
+        self.value = found
