@@ -23,6 +23,9 @@ from autoshard_solver_cache import StoreUnavailableError
 WORKER_FAILED = 1
 """Exit status where a worker has died, and whoever watches over it should start it again."""
 
+_LAST_ANSWERS = 5
+"""Seconds for answers that are under way when the worker ends."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -119,7 +122,13 @@ def _shown(app: FastAPI, listening: socket.socket | None) -> Iterator[None]:
     if listening is None:
         yield
         return
-    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_LAST_ANSWERS,
+    )
     server = uvicorn.Server(config)
     thread = Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph
+from autoshard.graph import Graph, graph_from_json
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan.simulation.timing import Timing
 
 VOCABULARY, WIDTH = 50257, 768
 LARGEST = 6283
@@ -151,3 +152,19 @@ def test_no_rank_gets_nothing(planned: Planner) -> None:
     for placed in stage.inputs:
         whole, local = placed.shape, placed.local_shape
         assert all(size == part for size, part in zip(whole, local, strict=True) if size in (3, 6))
+
+
+def test_a_simulation_knows_the_copies_beside_an_uneven_gather(planned: Planner) -> None:
+    given = graph_of(meta(mlp, 64, 10, 10, 10))
+    pins = {"parameters": {"up.weight": "S(0)"}, "inputs": {"*": "S(0)"}}
+    plan = planned(given, slow_devices(a=4), pins=pins)
+    stage = plan.stages[0]
+    gathered = [c for c in stage.conversions if c.source == "S(0)" and c.target == "R"]
+    (conversion,) = [c for c in gathered if c.value == "p_up_weight"]
+    (piece,) = (
+        Timing(plan, stage, graph_from_json(stage.program)).conversion(conversion).forward.waited
+    )
+    nbytes = 12 * 10 * 4
+    assert piece.nbytes == nbytes
+    alone = plan.mesh.collective_time("all_gather", 0, nbytes)
+    assert piece.seconds == pytest.approx(alone + plan.mesh.copy_time(nbytes), abs=2e-9)

@@ -132,7 +132,8 @@ class Timing:
     def conversion(self, conversion: Conversion) -> ConversionTiming:
         """What a conversion runs, and what of it is hidden."""
         carried = self._carried.get(conversion.value, 1.0)
-        pairs = [self._pieces(step, carried) for step in conversion.steps]
+        shape = self._graph.values[conversion.value].shape
+        pairs = [self._pieces(step, shape, carried) for step in conversion.steps]
         forward = [piece for pair in pairs for piece in islice(pair, 1) if piece.seconds]
         backward = [pair[1] for pair in reversed(pairs) if pair[1].seconds]
         again = forward if conversion.use in self._again else []
@@ -169,15 +170,21 @@ class Timing:
             for i, use in enumerate(bucket.uses)
         }
 
-    def _pieces(self, step: PlannedStep, carried: float) -> tuple[Piece, Piece]:
-        """What a step runs forward and backward."""
+    def _pieces(
+        self, step: PlannedStep, shape: Sequence[int], carried: float
+    ) -> tuple[Piece, Piece]:
+        """What a step of a tensor of a global shape runs forward and backward."""
+        axis = self._mesh.axis_names.index(step.axis)
+        source, target = parse_type(step.source), parse_type(step.target)
+        num_ranks = self._mesh.axis_sizes[axis]
         priced = Step(
-            axis=self._mesh.axis_names.index(step.axis),
-            source=parse_type(step.source),
-            target=parse_type(step.target),
+            axis=axis,
+            source=source,
+            target=target,
             nbytes=step.nbytes,
             forward=Action(step.forward),
             backward=Action(step.backward),
+            padded=any(t.is_shard and shape[t.dim] % num_ranks for t in (source, target)),
         )
         forward = min(again_price(priced, self._mesh, carried), step.time)
         return (
