@@ -2,6 +2,7 @@
 
 import hashlib
 import sqlite3
+import time
 from pathlib import Path
 
 import platformdirs
@@ -29,6 +30,9 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 _READ_ONLY = "store_read_only"
+
+_LOOK = 0.02
+"""Seconds between attempts to get what another connection has locked."""
 
 _SQLITE_CODES = frozenset(
     {
@@ -207,13 +211,31 @@ def _set_up_sqlite(engine: Engine, busy_timeout: float, synchronous: str) -> Non
         # The driver's own BEGIN comes too late and is always deferred; we send ours.
         connection.isolation_level = None
         connection.execute(f"PRAGMA busy_timeout = {int(busy_timeout * 1000)}")
-        connection.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(connection, busy_timeout)
         connection.execute(f"PRAGMA synchronous = {synchronous}")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         read_only = connection.get_execution_options().get(_READ_ONLY, False)
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
+    """Keep a write-ahead log.
+
+    Of several that open a new database at once, all but one are told at once that it is locked:
+    here SQLite does not wait by itself.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(_LOOK)
+        else:
+            return
 
 
 def _redacted(url: str | URL) -> str:
