@@ -7,6 +7,7 @@ from autoshard.layouts.conversions import (
     Pricer,
     Step,
     again_price,
+    is_padded,
     makes_whole,
     step_price,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "cuts_unevenly",
     "from_placements",
     "has_placements",
+    "is_padded",
     "largest_share",
     "layout_of_texts",
     "legal_layouts",

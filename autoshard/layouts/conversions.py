@@ -71,6 +71,18 @@ def makes_whole(source: AxisType, target: AxisType) -> bool:
     return target.kind is _R and source.kind in (_I, _S)
 
 
+def is_padded(source: AxisType, target: AxisType, shape: Sequence[int], num_ranks: int) -> bool:
+    """Whether slices of unequal length meet in a step: its axis does not divide the dim.
+
+    Args:
+        source: type on the axis before.
+        target: type on the axis after.
+        shape: of the whole tensor.
+        num_ranks: of the axis.
+    """
+    return any(t.is_shard and shape[t.dim] % num_ranks != 0 for t in (source, target))
+
+
 _OFFERED = frozenset(STEPS)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.graph import Graph, find_blocks
-from autoshard.layouts import Action, makes_whole, parse_type
+from autoshard.layouts import Action, is_padded, makes_whole, parse_type
 from autoshard.mesh import Mesh
 from autoshard.plan.document import Conversion, PlannedStep, Stage, Use
 from autoshard.plan.memory.recompute import recomputed
@@ -147,8 +147,8 @@ def _key(conversion: Conversion, stage: Stage, graph: Graph) -> Hashable | None:
     for step in conversion.steps:
         source, target = parse_type(step.source), parse_type(step.target)
         size = sizes.get(step.axis, 1)
-        uneven = source.is_shard and shape[source.dim] % size
-        if not makes_whole(source, target) or size == 1 or uneven:
+        is_even = not is_padded(source, target, shape, size)
+        if not (makes_whole(source, target) and is_even and size > 1):
             return None
         chain.append((step.axis, source.kind, step.forward, step.backward))
     tensor = graph.values[conversion.value]

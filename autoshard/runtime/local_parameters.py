@@ -1,7 +1,7 @@
 """A rank's slices of parameters, as a step reads them.
 
-`DTensor.to_local` makes a new description of every gradient in every step. A parameter's gradient
-is always placed as the parameter is, so here one description serves all steps.
+`DTensor.to_local` works the placement of every gradient out anew in every step. A parameter's
+gradient is placed as the parameter is, so here the parameter's own description is taken over.
 """
 
 from copy import copy

@@ -13,6 +13,7 @@ from autoshard.layouts import (
     Layout,
     Step,
     again_price,
+    is_padded,
     parse_type,
     step_price,
 )
@@ -127,7 +128,7 @@ class ConversionCheck:
         elif target.is_shard or source.is_shard:
             elements = prod(behind if target.is_shard else before) * sizes[axis]
         actions = Action(stated.forward), Action(stated.backward)
-        padded = any(t.is_shard and tensor.shape[t.dim] % sizes[axis] for t in (source, target))
+        padded = is_padded(source, target, tensor.shape, sizes[axis])
         nbytes = elements * tensor.dtype.itemsize
         return Step(axis, source, target, nbytes, *actions, padded), after
 

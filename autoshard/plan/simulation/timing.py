@@ -7,7 +7,7 @@ from itertools import chain, islice
 from autoshard.costs import Overlap, Passes, hidden_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node
-from autoshard.layouts import Action, Layout, Step, again_price, parse_type
+from autoshard.layouts import Action, Layout, Step, again_price, is_padded, parse_type
 from autoshard.plan.buckets import Bucket, carried_beside
 from autoshard.plan.document import Conversion, PlacedNode, Plan, PlannedStep, Stage, Use
 from autoshard.plan.formulation.legality import share_of
@@ -176,7 +176,6 @@ class Timing:
         """What a step of a tensor of a global shape runs forward and backward."""
         axis = self._mesh.axis_names.index(step.axis)
         source, target = parse_type(step.source), parse_type(step.target)
-        num_ranks = self._mesh.axis_sizes[axis]
         priced = Step(
             axis=axis,
             source=source,
@@ -184,7 +183,7 @@ class Timing:
             nbytes=step.nbytes,
             forward=Action(step.forward),
             backward=Action(step.backward),
-            padded=any(t.is_shard and shape[t.dim] % num_ranks for t in (source, target)),
+            padded=is_padded(source, target, shape, self._mesh.axis_sizes[axis]),
         )
         forward = min(again_price(priced, self._mesh, carried), step.time)
         return (
