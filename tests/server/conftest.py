@@ -13,12 +13,15 @@ import httpx2
 import pytest
 import structlog
 import torch
+from sqlalchemy import Engine
 from support.services import listening
 
 from autoshard.graph import export_model
 from autoshard_server import Executor, ProcessExecutor, Settings, ThreadExecutor, create_app
 from autoshard_server.solvers.executor import Solver
 from autoshard_server.solvers.solving import solve
+from autoshard_server.store import migrate
+from autoshard_solver_cache import open_engine
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -94,6 +97,34 @@ def _plain_log() -> Iterator[None]:
     )
     yield
     structlog.reset_defaults()
+
+
+OpenEngine = Callable[[], Engine]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def open_one(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenEngine]:
+    """Opens one database, empty at first."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    else:
+        url = request.getfixturevalue("postgres").create_database()
+    opened: list[Engine] = []
+
+    def open_it() -> Engine:
+        opened.append(open_engine(url))
+        return opened[-1]
+
+    yield open_it
+    for one in opened:
+        one.dispose()
+
+
+@pytest.fixture
+def engine(open_one: OpenEngine) -> Engine:
+    made = open_one()
+    migrate(made)
+    return made
 
 
 StartService = Callable[..., Running]

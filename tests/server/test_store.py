@@ -1,31 +1,15 @@
-"""The service's database: migrations, and what is kept beside jobs, on both databases."""
+"""The service's database: what is kept beside jobs, on both databases."""
 
 import hashlib
 import json
-import shutil
-import sqlite3
 import time
-import zlib
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, text
-from support.crew import crew
 
-from autoshard.mesh import mesh_from_json
-from autoshard.plan import Plan, PlanOptions, plan_id
-from autoshard_server import ProcessExecutor, Settings
-from autoshard_server.jobs.job import JobState
-from autoshard_server.jobs.job_store import JobStore
-from autoshard_server.problems import TYPE_PREFIX, ServerError
-from autoshard_server.solvers.tasks import requested_graph
+from autoshard_server.problems import ServerError
 from autoshard_server.store import (
     PLANS,
     ApiKeyStore,
@@ -34,184 +18,9 @@ from autoshard_server.store import (
     IdempotencyStore,
     PlanIndex,
     Reply,
-    StoredTopology,
     TopologyStore,
-    is_current,
-    migrate,
-    newest_revision,
 )
-from autoshard_server.store.migrate import _config
-from autoshard_server.store.tables import metadata
-from autoshard_server.stores import open_stores
-from autoshard_solver_cache import SolverCache, StoreUnavailableError, open_engine
-
-OLD = Path(__file__).parent / "data" / "store-0.1.0.db"
-OLD_PLAN = "bdc4747b5666bc1c0c879efd0e8959085839a127f7daa07990c6a1abc616e062"
-OLD_RUNNING = "0ab81128c68041cc989a51903f496983"
-
-OpenEngine = Callable[[], Engine]
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def open_one(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenEngine]:
-    """Opens one database, empty at first."""
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
-    else:
-        url = request.getfixturevalue("postgres").create_database()
-    opened: list[Engine] = []
-
-    def open_it() -> Engine:
-        opened.append(open_engine(url))
-        return opened[-1]
-
-    yield open_it
-    for one in opened:
-        one.dispose()
-
-
-@pytest.fixture
-def engine(open_one: OpenEngine) -> Engine:
-    made = open_one()
-    migrate(made)
-    return made
-
-
-def test_migrations_lead_to_the_tables_of_the_code(open_one: OpenEngine) -> None:
-    engine = open_one()
-    assert not is_current(engine)
-    migrate(engine)
-    assert is_current(engine)
-    with engine.begin() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
-
-
-def test_many_that_start_at_once_migrate_once(open_one: OpenEngine) -> None:
-    engines = [open_one() for _ in range(6)]
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(migrate, engines))
-    assert all(map(is_current, engines))
-
-
-def test_a_database_of_a_newer_release_is_refused(open_one: OpenEngine, engine: Engine) -> None:
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    other = open_one()
-    assert not is_current(other)
-    with pytest.raises(StoreUnavailableError, match=f"9999.*up to {newest_revision()}.*newer"):
-        migrate(other)
-
-
-def test_many_jobs_are_numbered_in_their_order(open_one: OpenEngine) -> None:
-    engine, count = open_one(), 15_000
-    with engine.begin() as connection:
-        config = _config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
-        # Several of each second.
-        columns = "id, plan_id, state, attempts, created_at, request"
-        row = "(:id, :id, 'succeeded', 1, :at, '{}')"
-        rows = [{"id": f"{i:032x}", "at": float(-(i // 3))} for i in range(count)]
-        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES {row}"), rows)  # noqa: S608  ours
-    started = time.monotonic()
-    migrate(engine)
-    assert time.monotonic() - started < 10
-    with engine.begin() as connection:
-        found = connection.execute(text("SELECT number FROM jobs ORDER BY created_at, id"))
-        assert list(found.scalars()) == list(range(1, count + 1))
-
-
-def test_a_migration_that_fails_leaves_nothing_behind(open_one: OpenEngine) -> None:
-    engine = open_one()
-    # The second migration finds a table of the name that it wants.
-    with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE api_keys (id INTEGER)"))
-    with pytest.raises(Exception, match="api_keys"):
-        migrate(engine)
-    with engine.begin() as connection:
-        assert MigrationContext.configure(connection).get_current_heads() == ()
-        connection.execute(text("DROP TABLE api_keys"))
-    migrate(engine)
-    assert is_current(engine)
-
-
-def test_a_database_of_the_first_release_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite3"
-    shutil.copy(OLD, path)
-    stores = open_stores(Settings(store_url=f"sqlite:///{path}"))
-    document = stores.cache.get(PLANS, OLD_PLAN)
-    assert document is not None
-    plan = Plan.from_json(document)
-    assert plan.id == OLD_PLAN
-    assert stores.plans.page() == []
-    assert stores.plans.refresh() == 1
-    assert [(p.id, p.objective) for p in stores.plans.page()] == [(OLD_PLAN, plan.costs.total)]  # type: ignore[union-attr]  it has costs
-    assert [job.state for job in stores.jobs.page()] == [JobState.RUNNING, JobState.SUCCEEDED]
-    assert stores.jobs.result(stores.jobs.page()[1].id) == document
-    # What ran when the old release ended is taken again, once its worker counts as dead.
-    stores.jobs._leases._lease = 0.0
-    assert stores.jobs.recover() == 1
-    claim = stores.jobs.claim("me")
-    assert claim is not None
-    assert claim.id == OLD_RUNNING
-    assert stores.jobs.release(claim)
-    stores.close()
-
-
-def test_jobs_of_the_first_release_are_run_or_say_why_not(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
-    shutil.copy(OLD, tmp_path / "store.sqlite3")
-    executor = ProcessExecutor(environment={"AUTOSHARD_STORE_URL": url})
-    with crew(executor, store_url=url, num_workers=1, lease=1.1) as here:
-        # Its plan id is one of that release, and so would be the answer.
-        old = here.await_job(OLD_RUNNING)
-        assert old.state is JobState.FAILED
-        assert old.error is not None
-        assert old.error["type"] == TYPE_PREFIX + "other-release"
-        assert "ask again" in old.error["detail"]
-        with closing(sqlite3.connect(OLD)) as file:
-            query = "SELECT request, graph FROM jobs WHERE id = ?"
-            text, packed = file.execute(query, (OLD_RUNNING,)).fetchone()
-        request, archive = json.loads(text), zlib.decompress(packed)
-        mesh = mesh_from_json(json.dumps(request["mesh"]))
-        options = PlanOptions.model_validate(request["options"])
-        same = plan_id(requested_graph(request, archive), mesh, options)
-        # Where the id is still the same, what is not in the request has its default.
-        jobs = here.stores.jobs
-        asked = json.dumps({**request, "plan_id": same})
-        known = here.await_job(jobs.submit(same, asked, archive, max_queued=9).id)
-        assert (known.state, known.error) == (JobState.SUCCEEDED, None)
-        assert Plan.from_json(jobs.result(known.id) or b"").id == same
-        newer = json.dumps({"kind": "dream"})
-        unknown = here.await_job(jobs.submit("x", newer, b"", max_queued=9, kind="dream").id)
-        assert unknown.error is not None
-        assert unknown.error["type"] == TYPE_PREFIX + "other-release"
-
-
-def test_a_database_of_the_migration_before_goes_on(open_one: OpenEngine) -> None:
-    engine = open_one()
-    with engine.begin() as connection:
-        config = _config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0002")
-        values = {"caller": "me", "key": hashlib.sha256(b"k").hexdigest(), "at": time.time()}
-        connection.execute(
-            text(
-                "INSERT INTO idempotency_keys (caller, key_sha256, body_sha256, answer, created_at)"
-                " VALUES (:caller, :key, 'b', '{\"job\": \"j\"}', :at)"
-            ),
-            values,
-        )
-    jobs = JobStore(engine, lease=30, max_attempts=2)
-    job = jobs.submit("p", "{}", b"", max_queued=9)
-    assert not is_current(engine)
-    migrate(engine)
-    assert jobs.get(job.id) == job
-    assert IdempotencyStore(engine).find("me", "k") == Reply("b", {"job": "j"})
-    topologies = TopologyStore(engine)
-    info, is_new = topologies.put("mine", "{}", most=1)
-    assert (is_new, topologies.list()) == (True, [info])
-    assert topologies.get("mine") == StoredTopology(info, "{}")
+from autoshard_solver_cache import SolverCache
 
 
 def test_topologies_are_replaced_under_their_names(engine: Engine) -> None:
