@@ -38,7 +38,7 @@ generated: $(INSTALLED)  ## Write what is made from the code: openapi/, the plan
 	$(BIN)/python -m autoshard_server.openapi
 	$(BIN)/python -m autoshard_server.reference
 	$(BIN)/python -m autoshard.plan.schema
-	$(BIN)/python -m autoshard.rules.table
+	$(BIN)/python -m autoshard.ops.table
 
 bench: $(INSTALLED)  ## Measure, and regenerate the tables of docs/performance.md
 	$(BIN)/python -m benchmarks

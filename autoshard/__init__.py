@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from autoshard.client import AsyncClient, Client
 from autoshard.errors import AutoshardError
 from autoshard.graph import Graph, load_graph
-from autoshard.mesh import Mesh, get_topology, make_mesh, topology_names
+from autoshard.mesh import Mesh, get_topology, list_topologies, make_mesh
+from autoshard.outcome import SolveStatus
 from autoshard.plan import (
     ForbiddenCollective,
     Pins,
@@ -22,24 +23,21 @@ from autoshard.plan import (
     PlanOptions,
     check_plan,
     compare_plans,
-    explain,
     export_plan,
-    make_plan,
     operator_coverage,
-    search_meshes,
     simulate,
 )
-from autoshard.solve import Status
+from autoshard.planner import explain, make_plan, search_meshes
 
 if TYPE_CHECKING:
     from autoshard.discovery import discover
     from autoshard.graph import export_model
     from autoshard.runtime import (
-        checkpointable,
+        dcp_state_dict,
         gathered,
+        init_empty_weights,
         load_checkpoint,
         parallelize,
-        parameters_on_meta,
         save_checkpoint,
         shard_loader,
         step_counter,
@@ -57,37 +55,37 @@ __all__ = [
     "Pins",
     "Plan",
     "PlanOptions",
-    "Status",
+    "SolveStatus",
     "check_plan",
-    "checkpointable",
     "compare_plans",
+    "dcp_state_dict",
     "discover",
     "explain",
     "export_model",
     "export_plan",
     "gathered",
     "get_topology",
+    "init_empty_weights",
     "launch",
     "launched",
+    "list_topologies",
     "load_checkpoint",
     "load_graph",
     "make_mesh",
     "make_plan",
     "operator_coverage",
     "parallelize",
-    "parameters_on_meta",
     "save_checkpoint",
     "search_meshes",
     "shard_loader",
     "simulate",
     "step_counter",
-    "topology_names",
 ]
 
 _NEEDS_TORCH = {
     "discover": "autoshard.discovery",
     "export_model": "autoshard.graph",
-    "checkpointable": "autoshard.runtime",
+    "dcp_state_dict": "autoshard.runtime",
     "Launched": "autoshard.runtime.launch",
     "launch": "autoshard.runtime.launch",
     "launched": "autoshard.runtime.launch",
@@ -96,7 +94,7 @@ _NEEDS_TORCH = {
     "shard_loader": "autoshard.runtime",
     "step_counter": "autoshard.runtime",
     "load_checkpoint": "autoshard.runtime",
-    "parameters_on_meta": "autoshard.runtime",
+    "init_empty_weights": "autoshard.runtime",
     "save_checkpoint": "autoshard.runtime",
 }
 

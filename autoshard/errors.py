@@ -18,7 +18,7 @@
         └── RequestRejectedError    the service refused; carries its problem details
 
 An outcome of planning (infeasible, timed out, cancelled) is a value of
-`autoshard.solve.Status`, not an error. Anything else that is raised is a bug.
+`autoshard.SolveStatus`, not an error. Anything else that is raised is a bug.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class UnsupportedError(GraphError):
 
 
 class LayoutError(InputError):
-    """A layout is illegal for its tensor, or cannot be converted as asked."""
+    """A layout is illegal for its tensor, or cannot be resharded as asked."""
 
 
 class MeshError(InputError):

@@ -79,7 +79,7 @@ def _by_rows(parameters: str, **options: str) -> Pattern:
 
 PATTERNS: Mapping[str, Pattern] = {
     "DistributedDataParallel": _by_rows("I"),
-    "fully_shard": _by_rows("S(0)", reconversion="always"),
+    "fully_shard": _by_rows("S(0)", reshard_after_forward="always"),
     "parallelize_module": lambda _: {"algo": "megatron", "pins": {"inputs": {"*": "R"}}},
 }
 """What of a plan is fixed to be like each of them."""

@@ -34,12 +34,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autoshard import (
     Plan,
     export_model,
+    init_empty_weights,
     load_checkpoint,
     load_graph,
     make_mesh,
     make_plan,
     parallelize,
-    parameters_on_meta,
     save_checkpoint,
 )
 
@@ -130,7 +130,7 @@ def run_rank(rank: int, plan: Plan, layers: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "rendezvous"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", plan.mesh.axis_sizes, mesh_dim_names=plan.mesh.axis_names)
-    with parameters_on_meta():
+    with init_empty_weights():
         model = build(layers)
     parallelize(model, plan, mesh)
     before, begin = _begin_peak(), _bytes_read()

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from autoshard.errors import AutoshardError
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan, operator_coverage
+from autoshard.plan import Plan, PlanOptions, check_plan, operator_coverage
+from autoshard.planner import make_plan
 from autoshard.solve import Progress
 from autoshard_solver_cache import FolderCache, Shelf
 

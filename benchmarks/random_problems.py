@@ -26,13 +26,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.arrays import FloatArray
+from autoshard.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
-    FloatArray,
     Node,
     Problem,
     Solution,
-    Status,
     brute_force,
     elimination,
     large,
@@ -234,7 +234,7 @@ def _failure(problem: Problem, found: Solution, truth: Solution, gap: float) -> 
     """What is wrong with an answer; empty where nothing is."""
     if found.status is not truth.status:
         return f"status {found.status} instead of {truth.status}"
-    if truth.status is Status.INFEASIBLE:
+    if truth.status is SolveStatus.INFEASIBLE:
         return ""
     if found.choice is None or truth.choice is None or not problem.is_feasible(found.choice):
         return "the choice is not allowed"

@@ -15,9 +15,9 @@ PUBLIC = [
     "Pins",
     "Plan",
     "PlanOptions",
-    "Status",
+    "SolveStatus",
     "check_plan",
-    "checkpointable",
+    "dcp_state_dict",
     "compare_plans",
     "discover",
     "explain",
@@ -33,13 +33,13 @@ PUBLIC = [
     "make_plan",
     "operator_coverage",
     "parallelize",
-    "parameters_on_meta",
+    "init_empty_weights",
     "save_checkpoint",
     "search_meshes",
     "shard_loader",
     "simulate",
     "step_counter",
-    "topology_names",
+    "list_topologies",
 ]
 
 

@@ -31,7 +31,8 @@ from autoshard.client import Client
 from autoshard.errors import OptionError, ServiceUnavailableError
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import Device, Mesh, Topology, make_mesh
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
 from autoshard.runtime import parallelize, record_collectives, summarize
 
 BATCH, SEQUENCE = 8, 1024

@@ -11,7 +11,8 @@ from autoshard.cli import exports, keys, options, planning, runs
 from autoshard.cli.output import console, errors, marked, read_plan, reported
 from autoshard.cli.programs import as_planned
 from autoshard.cli.render import render_difference, render_explanation, render_plan
-from autoshard.plan import check_plan, compare_plans, explain
+from autoshard.plan import check_plan, compare_plans
+from autoshard.planner import explain
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -23,7 +23,7 @@ StateDType = Annotated[
     str | None,
     typer.Option("--state-dtype", help="Of the optimizer's state: float32, float16 or bfloat16."),
 ]
-Reconversion = Annotated[
+Regather = Annotated[
     str,
     typer.Option(
         help="Whether backward converts tensors again instead of holding them, such as gathered "

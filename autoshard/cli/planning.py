@@ -14,7 +14,8 @@ from autoshard.cli.render import render_candidates, render_coverage, render_plan
 from autoshard.cli.texts import read_options, read_sizes, read_topology
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh, make_mesh
-from autoshard.plan import Plan, make_plan, operator_coverage, search_meshes
+from autoshard.plan import Plan, operator_coverage
+from autoshard.planner import make_plan, search_meshes
 from autoshard.solve import TableStore
 
 NO_PLAN = 3
@@ -41,8 +42,8 @@ def plan(
     master_weights: options.MasterWeights = False,
     state_dtype: options.StateDType = None,
     memory: options.Memory = None,
-    reconversion: options.Reconversion = "auto",
-    checkpointing: options.Checkpointing = "auto",
+    reshard_after_forward: options.Regather = "auto",
+    activation_checkpointing: options.Checkpointing = "auto",
     overlap: options.Overlap = False,
     time_limit: options.TimeLimit = 60.0,
     algo: options.Algo = "optimal",
@@ -67,8 +68,8 @@ def plan(
             master_weights=master_weights,
             state_dtype=state_dtype,
             memory=memory,
-            reconversion=reconversion,
-            checkpointing=checkpointing,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
             overlap=overlap,
             time_limit=time_limit,
             algo=algo,
@@ -106,8 +107,8 @@ def search(
     master_weights: options.MasterWeights = False,
     state_dtype: options.StateDType = None,
     memory: options.Memory = None,
-    reconversion: options.Reconversion = "auto",
-    checkpointing: options.Checkpointing = "auto",
+    reshard_after_forward: options.Regather = "auto",
+    activation_checkpointing: options.Checkpointing = "auto",
     overlap: options.Overlap = False,
     time_limit: options.TimeLimit = 60.0,
     algo: options.Algo = "optimal",
@@ -130,8 +131,8 @@ def search(
             master_weights=master_weights,
             state_dtype=state_dtype,
             memory=memory,
-            reconversion=reconversion,
-            checkpointing=checkpointing,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
             overlap=overlap,
             time_limit=time_limit,
             algo=algo,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, load_graph, rules_from_json
+from autoshard.ops import has_rule, with_rules
 from autoshard.plan import Plan
-from autoshard.rules import has_rule, with_rules
 from autoshard.solve import TableStore
 
 

@@ -17,7 +17,8 @@ from autoshard.client import Client, JobProgress, SearchedMesh
 from autoshard.client.effects import OnProgress
 from autoshard.errors import OptionError, RequestRejectedError
 from autoshard.mesh import Mesh, Topology
-from autoshard.plan import Candidate, Coverage, Plan, PlanOptions
+from autoshard.plan import Coverage, Plan, PlanOptions
+from autoshard.planner import Candidate
 
 SERVER_VARIABLE = "AUTOSHARD_SERVER"
 

@@ -7,12 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.plan import (
-    Candidate,
     Certificate,
     Change,
     Costs,
     Coverage,
-    Explanation,
     Figure,
     Memory,
     Plan,
@@ -21,6 +19,7 @@ from autoshard.plan import (
     mesh_text,
 )
 from autoshard.plan.memory.timeline import KINDS
+from autoshard.planner import Candidate, Explanation
 
 _MILLISECONDS = 1e3
 _MOST_CHANGES = 40
@@ -153,7 +152,7 @@ def _coverage_text(coverage: Coverage) -> str:
         return text
     return (
         f"{text}: {coverage.share_whole:.2%} of a step of {milliseconds(coverage.total)}, and "
-        f"{coverage.share_around:.2%} in conversions around them"
+        f"{coverage.share_around:.2%} in reshardings around them"
     )
 
 
@@ -233,10 +232,10 @@ def _recomputing(plan: Plan) -> Iterator[Text]:
     """What backward runs once more, if anything."""
     assert plan.costs is not None
     (stage,) = plan.stages
-    again = [c for c in stage.conversions if c.again]
+    again = [c for c in stage.reshardings if c.again]
     if again or stage.checkpoints:
         parameters = {parameter.name for parameter in stage.parameters}
-        gathered = sum(conversion.value in parameters for conversion in again)
+        gathered = sum(resharding.value in parameters for resharding in again)
         yield Text(
             f"To hold less, backward runs {len(stage.checkpoints)} blocks once more, and converts "
             f"{gathered} parameters and {len(again) - gathered} activations again: "

@@ -49,8 +49,8 @@ def read_options(
     master_weights: bool,
     state_dtype: str | None,
     memory: str | None,
-    reconversion: str,
-    checkpointing: str,
+    reshard_after_forward: str,
+    activation_checkpointing: str,
     overlap: bool,
     time_limit: float,
     algo: str,
@@ -67,8 +67,8 @@ def read_options(
         master_weights: as in `PlanOptions`.
         state_dtype: element type of the optimizer's state; None for the parameters'.
         memory: budget per device, such as 80GB; None for what the device has.
-        reconversion: auto, never or always.
-        checkpointing: auto, never or always.
+        reshard_after_forward: auto, never or always.
+        activation_checkpointing: auto, never or always.
         overlap: as in `PlanOptions`.
         time_limit: seconds.
         algo: optimal or megatron.
@@ -87,8 +87,12 @@ def read_options(
         "state_dtype": None
         if state_dtype is None
         else _one_of(get_args(StateDType), state_dtype, "--state-dtype"),
-        "reconversion": _one_of(get_args(Recomputing), reconversion, "--reconversion"),
-        "checkpointing": _one_of(get_args(Recomputing), checkpointing, "--checkpointing"),
+        "reshard_after_forward": _one_of(
+            get_args(Recomputing), reshard_after_forward, "--reshard-after-forward"
+        ),
+        "activation_checkpointing": _one_of(
+            get_args(Recomputing), activation_checkpointing, "--activation-checkpointing"
+        ),
         "overlap": overlap,
         "memory_budget": None if memory is None else parse_bytes(memory),
         "time_limit": time_limit,

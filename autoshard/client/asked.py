@@ -29,8 +29,8 @@ from autoshard.mesh import (
     mesh_to_json,
     topology_to_json,
 )
+from autoshard.ops import with_rules
 from autoshard.plan import Mode, PlanOptions
-from autoshard.rules import with_rules
 
 if TYPE_CHECKING:
     import torch

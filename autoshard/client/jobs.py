@@ -11,7 +11,8 @@ from uuid import uuid4
 from autoshard.client.effects import Conversation, OnProgress, Tell, work
 from autoshard.client.results import JobProgress, JobStatus, MeshSearch, rejected
 from autoshard.errors import RequestRejectedError
-from autoshard.plan import Plan, SearchProgress
+from autoshard.plan import Plan
+from autoshard.planner import SearchProgress
 from autoshard.solve import Progress
 
 _LOOK = 0.1

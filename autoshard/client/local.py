@@ -24,27 +24,30 @@ from autoshard.client.talk import Offline, Talk
 from autoshard.client.versions import versions
 from autoshard.errors import MeshError
 from autoshard.graph import Graph, graph_from_json
-from autoshard.mesh import Topology, get_topology, topology_names
+from autoshard.mesh import Topology, get_topology, list_topologies
+from autoshard.ops import has_rule
+from autoshard.outcome import SolveStatus
 from autoshard.plan import (
-    Candidate,
     Coverage,
-    Explanation,
     Plan,
     PlanDifference,
     compare_plans,
-    explain,
     export_plan,
-    make_plan,
     operator_coverage,
+)
+from autoshard.planner import (
+    Candidate,
+    Explanation,
+    explain,
+    make_plan,
     plan_id,
     problem_size,
     search_meshes,
 )
-from autoshard.rules import has_rule
-from autoshard.solve import Status, TableStore
+from autoshard.solve import TableStore
 from autoshard_solver_cache import FolderCache, Shelf
 
-_UNFINISHED = frozenset({Status.TIMED_OUT, Status.CANCELLED})
+_UNFINISHED = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
 
 _PROCESSES = 2
 """Processes of a search."""
@@ -213,7 +216,7 @@ class Local(Talk):
 
     def list_topologies(self) -> Conversation[tuple[str, ...]]:
         """As `Talk.list_topologies`."""
-        return (yield from work(lambda: tuple(sorted({*topology_names(), *self._topologies}))))
+        return (yield from work(lambda: tuple(sorted({*list_topologies(), *self._topologies}))))
 
     def get_topology(self, name: str) -> Conversation[Topology]:
         """As `Talk.get_topology`."""
@@ -222,7 +225,7 @@ class Local(Talk):
     def put_topology(self, topology: Topology) -> Conversation[None]:
         """As `Talk.put_topology`; for as long as this client lives."""
         name = topology.name
-        if name in topology_names():
+        if name in list_topologies():
             raise MeshError(f"{name!r} is built in and stays as it is; choose another name")
         yield from work(lambda: self._topologies.update({name: topology}))
 
@@ -265,7 +268,7 @@ class Local(Talk):
             cancel=job.cancel,
             tables=self._tables,
         )
-        if plan.certificate.status is Status.CANCELLED:
+        if plan.certificate.status is SolveStatus.CANCELLED:
             return None
         plan = _named(plan, job.plan_id)
         if self._kept is not None:

@@ -10,8 +10,8 @@ from autoshard.client.asked import Asked
 from autoshard.errors import AutoshardError
 from autoshard.graph import graph_digest
 from autoshard.mesh import mesh_to_json
+from autoshard.outcome import SolveStatus
 from autoshard.plan import PLAN_VERSION, Plan
-from autoshard.solve import Status
 from autoshard_solver_cache import FolderCache
 
 FOLDER_VARIABLE = "AUTOSHARD_CACHE"
@@ -21,7 +21,7 @@ _NAMESPACE = "plans"
 _MAX_BYTES = 256 << 20
 """Room for all that is in the folder; the least recently used go first."""
 
-_UNFINISHED = frozenset({Status.TIMED_OUT, Status.CANCELLED})
+_UNFINISHED = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from autoshard.client.results import (
 from autoshard.client.talk import Offline, Talk
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.mesh import Topology, topology_to_json
-from autoshard.plan import Coverage, Explanation, Plan, PlanDifference
+from autoshard.plan import Coverage, Plan, PlanDifference
+from autoshard.planner import Explanation
 
 T = TypeVar("T")
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoshard.errors import RequestRejectedError, ServiceError
 from autoshard.mesh import Mesh
-from autoshard.plan import Certificate, Plan, ProblemSize
+from autoshard.plan import Certificate, Plan
+from autoshard.planner import ProblemSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from autoshard.client.results import JobStatus, PlanEntry, PlanResult
 from autoshard.client.studies import Studies
 from autoshard.errors import ServiceError, ServiceUnavailableError
 from autoshard.mesh import Topology
-from autoshard.plan import Explanation, Mode, Plan, PlanDifference, PlanOptions
+from autoshard.plan import Mode, Plan, PlanDifference, PlanOptions
+from autoshard.planner import Explanation
 
 Offline = Literal["fallback", "never", "only"]
 """Whether a plan that is kept on this machine may be the answer: where the service is not there,

@@ -31,11 +31,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.costs.local import FloatArray, LocalSizes, letters_of
+from autoshard.arrays import FloatArray
+from autoshard.costs.local import LocalSizes, letters_of
 from autoshard.graph import DType, Tensor
 from autoshard.mesh import Device, Pace
 from autoshard.mesh.topology import MATMUL_EFFICIENCY
-from autoshard.rules import Call, OperatorRule, Strategy, kernel_for
+from autoshard.ops import Call, OperatorRule, Strategy, kernel_for
 
 
 class Category(StrEnum):

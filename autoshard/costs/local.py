@@ -4,12 +4,10 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoshard.arrays import FloatArray
 from autoshard.graph import Tensor
-from autoshard.rules import Dims, OperatorRule, Strategy
-
-FloatArray = NDArray[np.float64]
+from autoshard.ops import Dims, OperatorRule, Strategy
 
 
 class LocalSizes:

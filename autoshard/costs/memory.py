@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.costs.local import FloatArray, LocalSizes
+from autoshard.arrays import FloatArray
+from autoshard.costs.local import LocalSizes
 from autoshard.costs.optimizer import OptimizerSpec
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Tensor
-from autoshard.rules import OperatorRule, Saved, Strategy
+from autoshard.ops import OperatorRule, Saved, Strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ Everything else errs on the dear side:
 * collectives of activations hide nothing and are not hidden, as if links that both use
   served one after the other; likewise all communication of one reader, on whatever axes;
 * compute hides once: weights of one reader share it, in the ratio of the time that a whole
-  all-reduce of each takes, and a conversion that several readers share hides nothing.
+  all-reduce of each takes, and a resharding that several readers share hides nothing.
 
 Two things are left out: that collectives slow the kernels beside them, and the memory of
 what is gathered ahead.
@@ -37,10 +37,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from autoshard.costs.local import FloatArray
+from autoshard.arrays import FloatArray
 from autoshard.graph import Graph, Node
 from autoshard.mesh import Mesh
-from autoshard.rules import weights_of
+from autoshard.ops import weights_of
 
 _HIDEABLE = 1 - 1e-6
 """Share of what fits under compute that costs nothing: of plans that take equal time, the

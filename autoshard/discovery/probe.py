@@ -21,7 +21,7 @@ from autoshard.discovery.shapes import (
 from autoshard.discovery.trial import PerRank, Tensors, Trial, Types, close
 from autoshard.discovery.values import FLOATS, INTEGERS, Kind, draw
 from autoshard.graph import Node
-from autoshard.rules import Call
+from autoshard.ops import Call
 from autoshard.runtime.operators import OperatorCall
 
 

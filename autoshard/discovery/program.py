@@ -26,7 +26,7 @@ from autoshard.graph import (
 )
 from autoshard.graph.ir import call_key
 from autoshard.graph.rules import anonymous
-from autoshard.rules import Call, call_of, has_rule, with_rules
+from autoshard.ops import Call, call_of, has_rule, with_rules
 from autoshard.solve import TableStore
 
 TIME_LIMIT = 30.0

@@ -19,8 +19,8 @@ from autoshard.discovery.trial import Option, Trial, Types, cut_types
 from autoshard.graph import CallRule, Letters, Tensor
 from autoshard.graph.rules import MAX_FREE, MAX_GROUPS, anonymous
 from autoshard.layouts import AxisType, I, P, R, S
-from autoshard.rules import axis_rules
-from autoshard.rules.given import given_rule
+from autoshard.ops import axis_rules
+from autoshard.ops.given import given_rule
 
 MAX_COMBINATIONS = 512
 """Combinations of input types that are tried with one dim cut."""

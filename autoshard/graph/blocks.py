@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoshard.arrays import BoolArray, IntArray
 from autoshard.graph.ir import Graph
 
 _SHORTEST = 4
@@ -62,7 +62,7 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
     return tuple(sorted(found, key=lambda block: block.start))
 
 
-def _longest_run(kinds: NDArray[np.intp], free: NDArray[np.bool_]) -> tuple[int, int, int] | None:
+def _longest_run(kinds: IntArray, free: BoolArray) -> tuple[int, int, int] | None:
     """First node, period and size of the run that covers most free nodes.
 
     Among runs of (nearly) the same size the shortest period wins: twelve layers, not six
@@ -83,7 +83,7 @@ def _longest_run(kinds: NDArray[np.intp], free: NDArray[np.bool_]) -> tuple[int,
     return best
 
 
-def _longest_true(flags: NDArray[np.bool_]) -> tuple[int, int]:
+def _longest_true(flags: BoolArray) -> tuple[int, int]:
     edges = np.flatnonzero(np.diff(np.concatenate(([0], flags.view(np.int8), [0]))))
     if not len(edges):
         return 0, 0
@@ -152,7 +152,7 @@ class _Wiring:
         """Whether two graph inputs are used alike, one period apart."""
         return self._users[value] == [i + length for i in self._users[earlier]]
 
-    def _handed_on(self, first: int, size: int) -> NDArray[np.intp]:
+    def _handed_on(self, first: int, size: int) -> IntArray:
         """How many values made inside a run are used behind each place of it."""
         crossing = np.zeros(size + 2, dtype=np.intp)
         for value, (maker, _) in self._made.items():
@@ -163,7 +163,7 @@ class _Wiring:
         return np.cumsum(crossing)
 
 
-def _prefix_sums(flags: Sequence[bool]) -> NDArray[np.intp]:
+def _prefix_sums(flags: Sequence[bool]) -> IntArray:
     """How many flags before each place are not set."""
     return np.concatenate(([0], np.cumsum(~np.array(flags, dtype=bool))))
 

@@ -177,7 +177,7 @@ class CallRule:
     """How calls of one kind may be cut: a rule that travels with its graph.
 
     It is for operators that this library has no rule for. What its letters and groups mean
-    is said by `autoshard.rules.OperatorRule`, whose fields these are.
+    is said by `autoshard.ops.OperatorRule`, whose fields these are.
 
     Attributes:
         operator: namespace, packet and overload.

@@ -1,16 +1,5 @@
-"""The layout algebra: types, layouts, conversions. Knows neither graphs nor meshes."""
+"""The layout algebra: types, layouts, reshardings. Knows neither graphs nor meshes."""
 
-from autoshard.layouts.conversions import (
-    STEPS,
-    Action,
-    Conversions,
-    Pricer,
-    Step,
-    again_price,
-    is_padded,
-    makes_whole,
-    step_price,
-)
 from autoshard.layouts.layout import (
     Layout,
     can_be_cut,
@@ -25,19 +14,30 @@ from autoshard.layouts.placements import (
     placement_texts,
     to_placements,
 )
+from autoshard.layouts.resharding import (
+    STEPS,
+    Action,
+    Pricer,
+    ReshardingTable,
+    Step,
+    again_price,
+    is_padded,
+    makes_whole,
+    step_price,
+)
 from autoshard.layouts.types import AxisType, I, Kind, P, R, S, parse_type, reduced
 
 __all__ = [
     "STEPS",
     "Action",
     "AxisType",
-    "Conversions",
     "I",
     "Kind",
     "Layout",
     "P",
     "Pricer",
     "R",
+    "ReshardingTable",
     "S",
     "Step",
     "again_price",

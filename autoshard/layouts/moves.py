@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoshard.arrays import BoolArray, IntArray
 from autoshard.layouts.layout import Layout
 from autoshard.layouts.types import AxisType, I, Kind, P, R
-
-IntArray = NDArray[np.intp]
 
 _KINDS = tuple(Kind)
 
@@ -122,7 +120,7 @@ def _held(layouts: Sequence[Layout], types: Sequence[AxisType]) -> IntArray:
 
 def _nested(
     layouts: Sequence[Layout], held: IntArray, dims: IntArray
-) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
+) -> tuple[IntArray, IntArray, BoolArray]:
     """How axes nest in each layout.
 
     Returns:

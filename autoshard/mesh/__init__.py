@@ -8,7 +8,7 @@ from autoshard.mesh.document import (
     topology_to_json,
 )
 from autoshard.mesh.mesh import Axis, Mesh
-from autoshard.mesh.presets import DEFAULT_TOPOLOGY, get_topology, topology_names
+from autoshard.mesh.presets import DEFAULT_TOPOLOGY, get_topology, list_topologies
 from autoshard.mesh.shorthand import make_mesh
 from autoshard.mesh.topology import COLLECTIVES, Bend, Device, Link, Pace, Paces, Rate, Topology
 
@@ -27,10 +27,10 @@ __all__ = [
     "Span",
     "Topology",
     "get_topology",
+    "list_topologies",
     "make_mesh",
     "mesh_from_json",
     "mesh_to_json",
     "topology_from_json",
-    "topology_names",
     "topology_to_json",
 ]

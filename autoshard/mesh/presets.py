@@ -192,7 +192,7 @@ _TOPOLOGIES = MappingProxyType(
 )
 
 
-def topology_names() -> tuple[str, ...]:
+def list_topologies() -> tuple[str, ...]:
     """Names that `get_topology` knows, sorted."""
     return tuple(sorted(_TOPOLOGIES))
 
@@ -208,6 +208,6 @@ def get_topology(name: str) -> Topology:
     """
     if name not in _TOPOLOGIES:
         raise MeshError(
-            f"topology {name!r} is unknown; choose one of {', '.join(topology_names())}"
+            f"topology {name!r} is unknown; choose one of {', '.join(list_topologies())}"
         )
     return _TOPOLOGIES[name]

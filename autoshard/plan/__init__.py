@@ -1,4 +1,4 @@
-"""Plans: made from a graph and a mesh, checked, explained."""
+"""Plans: the document, and everything that only reads one. Never imports solver or planner."""
 
 from autoshard.plan.checking.checker import check_plan
 from autoshard.plan.compare import (
@@ -16,7 +16,6 @@ from autoshard.plan.document import (
     Checkpoint,
     CollectiveCount,
     Conflict,
-    Conversion,
     Costs,
     Direction,
     GraphSummary,
@@ -27,40 +26,28 @@ from autoshard.plan.document import (
     Plan,
     PlannedStep,
     Provenance,
+    Resharding,
     Stage,
 )
-from autoshard.plan.explain import Alternative, Explanation, explain
 from autoshard.plan.exports import EXPORT_TARGETS, export_plan
-from autoshard.plan.mesh_search import (
-    Candidate,
-    SearchProgress,
-    candidate_meshes,
-    search_meshes,
-)
 from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
-from autoshard.plan.planner import make_plan, plan_id, torch_version
 from autoshard.plan.simulation import Event, Simulation, chrome_trace, simulate
-from autoshard.plan.sizing import ProblemSize, problem_size
 from autoshard.plan.summary import ParameterRow, fold_parameters
 
 __all__ = [
     "EXPORT_TARGETS",
     "PLAN_VERSION",
     "Algorithm",
-    "Alternative",
-    "Candidate",
     "Certificate",
     "Change",
     "Checkpoint",
     "CollectiveChange",
     "CollectiveCount",
     "Conflict",
-    "Conversion",
     "Costs",
     "Coverage",
     "Direction",
     "Event",
-    "Explanation",
     "Figure",
     "ForbiddenCollective",
     "GraphSummary",
@@ -76,24 +63,16 @@ __all__ = [
     "PlanDifference",
     "PlanOptions",
     "PlannedStep",
-    "ProblemSize",
     "Provenance",
-    "SearchProgress",
+    "Resharding",
     "Simulation",
     "Stage",
-    "candidate_meshes",
     "check_plan",
     "chrome_trace",
     "compare_plans",
-    "explain",
     "export_plan",
     "fold_parameters",
-    "make_plan",
     "mesh_text",
     "operator_coverage",
-    "plan_id",
-    "problem_size",
-    "search_meshes",
     "simulate",
-    "torch_version",
 ]

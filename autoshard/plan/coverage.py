@@ -6,9 +6,9 @@ from pydantic import Field
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_digest
-from autoshard.plan.document import Conversion, Document, Plan, Seconds
-from autoshard.rules import Call, OperatorRule, axis_rules, call_of, has_rule, rule_for
-from autoshard.rules.uncut import UNCUT
+from autoshard.ops import Call, OperatorRule, axis_rules, call_of, has_rule, rule_for
+from autoshard.ops.uncut import UNCUT
+from autoshard.plan.document import Document, Plan, Resharding, Seconds
 
 _SCALAR = "Tensors of at most one element: there is nothing to cut."
 _UNCUT = {name: reason for names, reason in UNCUT.items() for name in names.split()}
@@ -32,7 +32,7 @@ class OperatorUse(Document):
     )
     time_whole: Seconds | None = Field(description="of the calls that fall back")
     time_around: Seconds | None = Field(
-        description="of conversions to and from the calls that fall back, less what is hidden"
+        description="of reshardings to and from the calls that fall back, less what is hidden"
     )
 
 
@@ -61,7 +61,7 @@ class Coverage(Document):
 
     @property
     def share_around(self) -> float | None:
-        """Share of a step's time in conversions around them; None without a plan."""
+        """Share of a step's time in reshardings around them; None without a plan."""
         return self._share(use.time_around for use in self.operators)
 
     def _share(self, times: Iterator[float | None]) -> float | None:
@@ -124,7 +124,7 @@ class _Survey:
         if plan is not None:
             placed = [node for stage in plan.stages for node in stage.nodes]
             times = {node.name: node.time + node.communication for node in placed}
-            around = self._around([c for stage in plan.stages for c in stage.conversions])
+            around = self._around([c for stage in plan.stages for c in stage.reshardings])
         uses = [self._use(name, nodes, times, around) for name, nodes in calls.items()]
         return Coverage(
             operators=tuple(sorted(uses, key=_weight, reverse=True)),
@@ -151,16 +151,16 @@ class _Survey:
             time_around=None if times is None else sum(around.get(n.name, 0.0) for n in whole),
         )
 
-    def _around(self, conversions: Collection[Conversion]) -> dict[str, float]:
-        """Seconds of conversions by the call that falls back, the consumer before the maker."""
+    def _around(self, reshardings: Collection[Resharding]) -> dict[str, float]:
+        """Seconds of reshardings by the call that falls back, the consumer before the maker."""
         found: dict[str, float] = {}
-        for conversion in conversions:
-            maker = self._graph.makers.get(conversion.value)
-            ends = (conversion.consumer, None if maker is None else self._graph.nodes[maker].name)
+        for resharding in reshardings:
+            maker = self._graph.makers.get(resharding.value)
+            ends = (resharding.consumer, None if maker is None else self._graph.nodes[maker].name)
             for end in ends:
                 if end is not None and self._reasons.get(end):
-                    # What hides may be longer: it has what backward converts once more.
-                    seen = max(conversion.time - conversion.hidden, 0.0)
+                    # What hides may be longer: it has what backward reshards once more.
+                    seen = max(resharding.time - resharding.hidden, 0.0)
                     found[end] = found.get(end, 0.0) + seen
                     break
         return found

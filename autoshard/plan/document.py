@@ -13,8 +13,8 @@ from pydantic_core import from_json
 from autoshard.collection import collection_paused
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
+from autoshard.outcome import SolveStatus
 from autoshard.plan.options import PlanOptions
-from autoshard.solve import Status
 
 PLAN_VERSION: Literal[1] = 1
 
@@ -31,7 +31,7 @@ LayoutText = Annotated[
 Seconds = Annotated[float, Field(ge=0, description="seconds")]
 Bytes = Annotated[int, Field(ge=0, description="bytes per device")]
 Use = tuple[str, str | None, int]
-"""What a conversion is for: the value, the consumer (None for all of them) and the position."""
+"""What a resharding is for: the value, the consumer (None for all of them) and the position."""
 
 Direction = Literal["forward", "backward"]
 """When something runs; what runs forward once more during backward counts as backward."""
@@ -46,7 +46,7 @@ class Document(BaseModel):
 class Certificate(Document):
     """How far from optimal the plan can be."""
 
-    status: Status
+    status: SolveStatus
     objective: float | None = Field(description="price of the plan in seconds; null without one")
     bound: float | None = Field(description="proven lower bound of every plan's price, seconds")
     gap: float | None = Field(ge=0, description="(objective - bound) / objective")
@@ -113,7 +113,7 @@ class PlacedNode(Document):
 
 
 class PlannedStep(Document):
-    """One step of a conversion, on one mesh axis."""
+    """One step of a resharding, on one mesh axis."""
 
     axis: str
     source: str
@@ -124,7 +124,7 @@ class PlannedStep(Document):
     time: Seconds
 
 
-class Conversion(Document):
+class Resharding(Document):
     """A tensor that changes layout between its producer and a consumer.
 
     A value with several consumers may first change layout for all of them (`consumer` is
@@ -142,7 +142,7 @@ class Conversion(Document):
     again: bool = Field(
         default=False,
         description=(
-            "whether backward gets the converted tensor by running the forward actions once "
+            "whether backward gets the resharded tensor by running the forward actions once "
             "more, instead of finding it held"
         ),
     )
@@ -156,7 +156,7 @@ class Conversion(Document):
 
     @property
     def use(self) -> Use:
-        """What it is for; no two conversions of a stage are for the same."""
+        """What it is for; no two reshardings of a stage are for the same."""
         return self.value, self.consumer, self.position
 
     @property
@@ -179,7 +179,7 @@ class Checkpoint(Document):
     """Consecutive nodes of which backward holds only what enters.
 
     Their forward runs once more in backward, up to the last tensor that backward needs. A
-    conversion for one consumer belongs to its consumer; a shared one belongs to the nodes if
+    resharding for one consumer belongs to its consumer; a shared one belongs to the nodes if
     its value is made and read among them.
     """
 
@@ -195,7 +195,7 @@ class Stage(Document):
     program: dict[str, Any] = Field(description="the normalised graph, as graph_to_json writes it")
     inputs: tuple[PlacedInput, ...]
     nodes: tuple[PlacedNode, ...]
-    conversions: tuple[Conversion, ...]
+    reshardings: tuple[Resharding, ...]
     outputs: tuple[PlacedOutput, ...]
     checkpoints: tuple[Checkpoint, ...] = Field(
         default=(), description="in program order, without overlap"
@@ -224,13 +224,13 @@ class Costs(Document):
     compute: Seconds = Field(description="operators, and the writing and holding of inputs")
     communication: Seconds = Field(
         description=(
-            "collectives and the local copies around them; each conversion pays its own latency, "
+            "collectives and the local copies around them; each resharding pays its own latency, "
             "also where several share a collective: an upper estimate"
         )
     )
     optimizer: Seconds = Field(description="the local optimizer update")
     recompute: Seconds = Field(
-        default=0.0, description="operators and conversions that backward runs once more"
+        default=0.0, description="operators and reshardings that backward runs once more"
     )
     hidden: Seconds = Field(
         default=0.0,
@@ -249,7 +249,7 @@ class Memory(Document):
         description="part of the step that the peak is in"
     )
     at: str = Field(
-        description="node, or value that is converted, at the peak; empty where it is neither"
+        description="node, or value that is resharded, at the peak; empty where it is neither"
     )
     turn: int | None = Field(
         ge=0, description="bytes held from forward to backward; null in inference"
@@ -263,7 +263,7 @@ class Memory(Document):
         description="what is kept until its backward, or until its last use in inference"
     )
     temporaries: Bytes = Field(
-        description="converted and recomputed tensors, gradients on their way, working memory"
+        description="resharded and recomputed tensors, gradients on their way, working memory"
     )
 
 
@@ -328,7 +328,7 @@ class Plan(Document):
     memory: Memory | None
     collectives: tuple[CollectiveCount, ...] = Field(
         description=(
-            "what runs in a step; conversions of parameters that share a collective are one, while "
+            "what runs in a step; reshardings of parameters that share a collective are one, while "
             "costs charge each its own latency"
         )
     )

@@ -95,16 +95,16 @@ class PlanOptions(BaseModel):
         gt=0,
         description="bytes per device that the peak must obey; the device's memory if null.",
     )
-    reconversion: Recomputing = Field(
+    reshard_after_forward: Recomputing = Field(
         default="auto",
         description=(
-            "whether backward converts a tensor again instead of finding it held, such as a "
+            "whether backward reshards a tensor again instead of finding it held, such as a "
             "parameter that is gathered again (FSDP's reshard after forward). auto: where memory "
             "is short and it costs least. never. always: every input that was moved, the rest as "
-            "in auto. What a checkpoint converts again is not meant."
+            "in auto. What a checkpoint reshards again is not meant."
         ),
     )
-    checkpointing: Recomputing = Field(
+    activation_checkpointing: Recomputing = Field(
         default="auto",
         description=(
             "whether repeated blocks run forward once more in backward and hold only what enters "

@@ -1,7 +1,7 @@
 """Applying a plan: parameters sharded, forward replaced, collectives recorded."""
 
 from autoshard.runtime.batches import shard_loader
-from autoshard.runtime.checkpoints import checkpointable
+from autoshard.runtime.checkpoints import dcp_state_dict
 from autoshard.runtime.gathering import gathered
 from autoshard.runtime.parallelize import parallelize
 from autoshard.runtime.program import LocalProgram
@@ -14,8 +14,8 @@ from autoshard.runtime.recorder import (
 from autoshard.runtime.step_counter import StepCounter, step_counter
 from autoshard.runtime.weights import (
     LoadReport,
+    init_empty_weights,
     load_checkpoint,
-    parameters_on_meta,
     save_checkpoint,
 )
 
@@ -25,11 +25,11 @@ __all__ = [
     "LoadReport",
     "LocalProgram",
     "StepCounter",
-    "checkpointable",
+    "dcp_state_dict",
     "gathered",
+    "init_empty_weights",
     "load_checkpoint",
     "parallelize",
-    "parameters_on_meta",
     "record_collectives",
     "save_checkpoint",
     "shard_loader",

@@ -1,4 +1,4 @@
-"""Running the conversions of a bucket: one collective for all of them, beside other work.
+"""Running the reshardings of a bucket: one collective for all of them, beside other work.
 
 Autograd runs backward in the reverse of the order in which forward made its nodes, as far as
 gradients are there. A bucket makes two: one where it begins, and one where it is first read.
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
 from autoshard.runtime.chunks import by_chunk, by_rank
-from autoshard.runtime.conversions import bind_steps
+from autoshard.runtime.resharding import bind_steps
 
 Tensors = Sequence[torch.Tensor]
 Shapes = Sequence[torch.Size]
@@ -75,16 +75,16 @@ class BucketSteps:
         shapes: global shape of each tensor.
 
     Attributes:
-        separate: for each conversion the functions that run it by itself.
+        separate: for each resharding the functions that run it by itself.
     """
 
     def __init__(self, bucket: Bucket, mesh: DeviceMesh, shapes: Sequence[Sequence[int]]) -> None:
         self.separate = tuple(
-            bind_steps(conversion.steps, mesh, shape)
-            for conversion, shape in zip(bucket.conversions, shapes, strict=True)
+            bind_steps(resharding.steps, mesh, shape)
+            for resharding, shape in zip(bucket.reshardings, shapes, strict=True)
         )
         self._steps: list[_Reduce | _Gather] = []
-        for steps in zip(*(conversion.steps for conversion in bucket.conversions), strict=True):
+        for steps in zip(*(resharding.steps for resharding in bucket.reshardings), strict=True):
             group = mesh.get_group(steps[0].axis)
             sources = [parse_type(step.source) for step in steps]
             is_cut = sources[0].is_shard
@@ -213,7 +213,7 @@ class Crossing:
         whole: tuple[torch.Tensor, ...] = _End.apply(self, token)  # type: ignore[no-untyped-call]
         return whole
 
-    def convert(self, tensors: Tensors) -> list[torch.Tensor]:
+    def reshard(self, tensors: Tensors) -> list[torch.Tensor]:
         """Run all of forward at once, outside of autograd."""
         return self._steps.forward(tensors).land()
 

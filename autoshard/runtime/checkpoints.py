@@ -19,7 +19,7 @@ from autoshard.runtime.blocks import blocks_of
 StateT = TypeVar("StateT")
 
 
-def checkpointable(state: StateT) -> StateT:
+def dcp_state_dict(state: StateT) -> StateT:
     """A state dict as `torch.distributed.checkpoint` saves and loads it.
 
     A rank may hold several blocks of a tensor: its slice of each third of a fused weight. Such

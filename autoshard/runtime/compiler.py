@@ -8,22 +8,22 @@ from autoshard.errors import LayoutError, PlanError
 from autoshard.graph import Graph, Node, Output
 from autoshard.graph.experts import ragged_values
 from autoshard.layouts import Layout
-from autoshard.plan import Conversion, PlacedNode, Stage
+from autoshard.plan import PlacedNode, Resharding, Stage
 from autoshard.plan.buckets import Bucket, buckets_of
 from autoshard.plan.document import Use
 from autoshard.plan.memory.spans import checkpoint_spans
 from autoshard.runtime.buckets import BucketSteps
-from autoshard.runtime.conversions import bind_steps
-from autoshard.runtime.instructions import Begin, Call, Convert, End, Instruction, Recompute
+from autoshard.runtime.instructions import Begin, Call, End, Instruction, Recompute, Reshard
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, Place
+from autoshard.runtime.resharding import bind_steps
 from autoshard.runtime.slices import own_shape
 
 
 class Compiler:
     """Turns a stage into instructions.
 
-    A conversion runs right before its first reader; one that is shared with nodes outside a
+    A resharding runs right before its first reader; one that is shared with nodes outside a
     checkpoint runs before the checkpoint. Those of a bucket begin where the bucket does, and
     end before the first reader of any of them, or before the checkpoint that it is in if the
     bucket is not.
@@ -34,7 +34,7 @@ class Compiler:
         mesh: the stage's devices.
         place: where on the mesh this rank is.
         custom: names of operators that may be called though they are not of ATen.
-        bucketed: whether conversions of parameters share collectives, as the plan counts them.
+        bucketed: whether reshardings of parameters share collectives, as the plan counts them.
 
     Attributes:
         instructions: what runs, in order.
@@ -62,10 +62,10 @@ class Compiler:
         self._num_slots = 0
         self._slots = {placed.name: self._new_slot() for placed in stage.inputs}
         self._placed = {placed.name: placed for placed in stage.nodes}
-        self._conversions = {c.use: c for c in stage.conversions}
+        self._reshardings = {c.use: c for c in stage.reshardings}
         self._waiting = list(buckets_of(stage, graph)) if bucketed else []
         self._begun: dict[Use, tuple[Bucket, BucketSteps, int]] = {}
-        self._converted: dict[Use, int] = {}
+        self._resharded: dict[Use, int] = {}
 
     def compile(self) -> None:
         """Fill `instructions` and `output_slots`.
@@ -74,8 +74,8 @@ class Compiler:
             PlanError: the stage contradicts itself, or calls what may not be called.
         """
         self._check_inputs()
-        if len(self._conversions) < len(self._stage.conversions):
-            raise PlanError(f"stage {self._stage.name!r} converts one use of a value twice")
+        if len(self._reshardings) < len(self._stage.reshardings):
+            raise PlanError(f"stage {self._stage.name!r} reshards one use of a value twice")
         start = 0
         for number, span in enumerate(checkpoint_spans(self._graph, self._stage)):
             self._add_calls(self._graph.nodes[start : span.start])
@@ -86,9 +86,9 @@ class Compiler:
         self._begin_buckets(len(self._graph.nodes))
         for position, output in enumerate(self._graph.outputs):
             self.output_slots.append(self._output_slot(output, position))
-        if self._conversions:
-            value, consumer, _ = next(iter(self._conversions))
-            raise PlanError(f"the plan converts {value!r} for {consumer!r}, which does not use it")
+        if self._reshardings:
+            value, consumer, _ = next(iter(self._reshardings))
+            raise PlanError(f"the plan reshards {value!r} for {consumer!r}, which does not use it")
 
     def _check_inputs(self) -> None:
         for placed in self._stage.inputs:
@@ -185,16 +185,16 @@ class Compiler:
         return None if output.name is None else self._read(output.name, "output", position)
 
     def _read(self, value: str, consumer: str, position: int) -> int:
-        """The slot from which a use of a value reads, converted as the plan says."""
+        """The slot from which a use of a value reads, resharded as the plan says."""
         self._share(value)
-        own = self._conversions.pop((value, consumer, position), None)
-        return self._slots[value] if own is None else self._add_conversion(own)
+        own = self._reshardings.pop((value, consumer, position), None)
+        return self._slots[value] if own is None else self._add_resharding(own)
 
     def _share(self, value: str) -> None:
-        """Convert a value for all its readers, if the plan says so and none has read it yet."""
-        shared = self._conversions.pop((value, None, 0), None)
+        """Reshard a value for all its readers, if the plan says so and none has read it yet."""
+        shared = self._reshardings.pop((value, None, 0), None)
         if shared is not None:
-            self._slots[value] = self._add_conversion(shared)
+            self._slots[value] = self._add_resharding(shared)
 
     def _begin_buckets(self, number: int, checkpoint: int = -1) -> None:
         """Begin what begins before a node, inside a checkpoint or outside of all."""
@@ -204,8 +204,8 @@ class Compiler:
                 self._waiting.append(bucket)
                 continue
             crossing = self._new_slot()
-            sources = tuple(self._slots[conversion.value] for conversion in bucket.conversions)
-            shapes = [self._graph.values[c.value].shape for c in bucket.conversions]
+            sources = tuple(self._slots[resharding.value] for resharding in bucket.reshardings)
+            shapes = [self._graph.values[c.value].shape for c in bucket.reshardings]
             steps = BucketSteps(bucket, self._mesh, shapes)
             self.instructions.append(Begin(reads=sources, targets=(crossing,), steps=steps))
             begun = bucket, steps, crossing
@@ -213,35 +213,35 @@ class Compiler:
 
     def _end_bucket_of(self, use: Use) -> None:
         """End the bucket of a use, if it has begun and is not over."""
-        if use in self._begun and use not in self._converted:
+        if use in self._begun and use not in self._resharded:
             self._end_bucket(*self._begun[use])
 
     def _end_bucket(self, bucket: Bucket, steps: BucketSteps, crossing: int) -> None:
         for use in bucket.uses:
-            self._converted[use] = self._new_slot()
-        targets = tuple(self._converted[use] for use in bucket.uses)
+            self._resharded[use] = self._new_slot()
+        targets = tuple(self._resharded[use] for use in bucket.uses)
         self.instructions.append(
             End(reads=(crossing,), targets=targets, steps=steps, again=bucket.again)
         )
 
-    def _add_conversion(self, conversion: Conversion) -> int:
-        use = conversion.use
+    def _add_resharding(self, resharding: Resharding) -> int:
+        use = resharding.use
         self._end_bucket_of(use)
-        if use in self._converted:
-            return self._converted[use]
-        source = self._slots[conversion.value]
-        shape = self._graph.values[conversion.value].shape
-        steps = bind_steps(conversion.steps, self._mesh, shape)
+        if use in self._resharded:
+            return self._resharded[use]
+        source = self._slots[resharding.value]
+        shape = self._graph.values[resharding.value].shape
+        steps = bind_steps(resharding.steps, self._mesh, shape)
         if not steps:
             return source
         target = self._new_slot()
         self.instructions.append(
-            Convert(
+            Reshard(
                 reads=(source,),
                 targets=(target,),
-                use=conversion.use,
+                use=resharding.use,
                 steps=steps,
-                again=conversion.again,
+                again=resharding.again,
             )
         )
         return target

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.layouts import I, from_placements
-from autoshard.runtime.conversions import bind_step
+from autoshard.runtime.resharding import bind_step
 
 ResultT = TypeVar("ResultT")
 

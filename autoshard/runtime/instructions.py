@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.plan.document import Use
 from autoshard.runtime.buckets import BucketSteps, Crossing
-from autoshard.runtime.conversions import LocalFunction
 from autoshard.runtime.local_node import LocalKernel
-from autoshard.runtime.reconversion import Reconversions
+from autoshard.runtime.regather import Regathers
+from autoshard.runtime.resharding import LocalFunction
 
 Registers = dict[int, Any]
 """The tensors that are alive, and the buckets that are under way, by slot."""
@@ -38,24 +38,24 @@ class Instruction(ABC):
     writes: tuple[int, ...] = ()
 
     @abstractmethod
-    def run(self, tensors: list[Any], step: int, again: Reconversions) -> Sequence[Any]:
+    def run(self, tensors: list[Any], step: int, again: Regathers) -> Sequence[Any]:
         """Make `targets` of `reads`.
 
         Args:
             tensors: what it takes. Nobody else needs the list, so it may let go of them early.
             step: number of the training step.
-            again: what backward converts once more.
+            again: what backward reshards once more.
         """
 
 
 @dataclass(slots=True, kw_only=True)
-class Convert(Instruction):
+class Reshard(Instruction):
     """Bring a tensor into another layout.
 
     Attributes:
         use: what it is for.
-        steps: of the conversion; at least one.
-        again: whether backward converts once more.
+        steps: of the resharding; at least one.
+        again: whether backward reshards once more.
     """
 
     use: Use
@@ -66,27 +66,27 @@ class Convert(Instruction):
         self,
         tensors: list[torch.Tensor],
         step: int,  # noqa: ARG002  the base's signature
-        again: Reconversions,
+        again: Regathers,
     ) -> Sequence[torch.Tensor]:
         """Run the steps."""
         tensor = tensors.pop()
         sources = (tensor,) if self.again else ()
-        for convert in self.steps:
-            tensor = convert(tensor)
+        for reshard in self.steps:
+            tensor = reshard(tensor)
         if sources and not torch.compiler.is_compiling():
-            again.add(sources, (tensor,), self._convert)
+            again.add(sources, (tensor,), self._reshard)
         return (tensor,)
 
-    def _convert(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _reshard(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         (tensor,) = tensors
-        for convert in self.steps:
-            tensor = convert(tensor)
+        for reshard in self.steps:
+            tensor = reshard(tensor)
         return (tensor,)
 
 
 @dataclass(slots=True, kw_only=True)
 class Begin(Instruction):
-    """Begin the conversions of a bucket.
+    """Begin the reshardings of a bucket.
 
     Attributes:
         steps: that all of them run.
@@ -98,7 +98,7 @@ class Begin(Instruction):
         self,
         tensors: list[Any],
         step: int,  # noqa: ARG002  the base's signature
-        again: Reconversions,  # noqa: ARG002  likewise
+        again: Regathers,  # noqa: ARG002  likewise
     ) -> Sequence[Any]:
         """Start the first collective."""
         if torch.compiler.is_compiling():
@@ -110,11 +110,11 @@ class Begin(Instruction):
 
 @dataclass(slots=True, kw_only=True)
 class End(Instruction):
-    """Wait for the conversions of a bucket.
+    """Wait for the reshardings of a bucket.
 
     Attributes:
         steps: that all of them run.
-        again: whether backward converts once more.
+        again: whether backward reshards once more.
     """
 
     steps: BucketSteps
@@ -124,27 +124,27 @@ class End(Instruction):
         self,
         tensors: list[Any],
         step: int,  # noqa: ARG002  the base's signature
-        again: Reconversions,
+        again: Regathers,
     ) -> Sequence[Any]:
         """Wait for the first collective, and run the others."""
         (crossing,) = tensors
         if torch.compiler.is_compiling():
             return self._separately(crossing)
         assert isinstance(crossing, Crossing)
-        converted = crossing.end()
+        resharded = crossing.end()
         if self.again:
-            again.add(crossing.sources, converted, crossing.convert)
-        return converted
+            again.add(crossing.sources, resharded, crossing.reshard)
+        return resharded
 
     def _separately(self, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Each conversion by itself; a compiler puts collectives together as it sees fit."""
-        converted = []
+        """Each resharding by itself; a compiler puts collectives together as it sees fit."""
+        resharded = []
         for source, steps in zip(sources, self.steps.separate, strict=True):
             tensor = source
-            for convert in steps:
-                tensor = convert(tensor)
-            converted.append(tensor)
-        return converted
+            for reshard in steps:
+                tensor = reshard(tensor)
+            resharded.append(tensor)
+        return resharded
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class Call(Instruction):
     kernel: LocalKernel
 
     def run(
-        self, tensors: list[torch.Tensor], step: int, again: Reconversions
+        self, tensors: list[torch.Tensor], step: int, again: Regathers
     ) -> Sequence[torch.Tensor]:
         """Run the kernel."""
         with again.saving(tensors):
@@ -206,12 +206,12 @@ class Recompute(Instruction):
         )
 
     def run(
-        self, tensors: list[torch.Tensor], step: int, again: Reconversions
+        self, tensors: list[torch.Tensor], step: int, again: Regathers
     ) -> Sequence[torch.Tensor]:
         """Run the instructions."""
         if torch.compiler.is_compiling():
             return self._run(count(), step, *tensors)
-        # What enters is saved like the inputs of an operator: it may be converted again.
+        # What enters is saved like the inputs of an operator: it may be resharded again.
         with again.saving(tensors):
             # Random numbers follow from the step, not from the state of a generator.
             outputs: Sequence[torch.Tensor] = checkpoint(
@@ -244,7 +244,7 @@ def execute(
         step: number of the training step.
         anew: whether the step has run them before, so that what they write into stays.
     """
-    again = Reconversions()
+    again = Regathers()
     for instruction in instructions:
         if anew:
             _spare(instruction, registers)
@@ -259,9 +259,7 @@ def _spare(instruction: Instruction, registers: Registers) -> None:
         registers[slot] = registers[slot].clone()
 
 
-def _advance(
-    instruction: Instruction, registers: Registers, step: int, again: Reconversions
-) -> None:
+def _advance(instruction: Instruction, registers: Registers, step: int, again: Regathers) -> None:
     """Run one instruction; what it makes is held by no local variable afterwards."""
     tensors = [registers[slot] for slot in instruction.reads]
     for slot in instruction.last_reads:

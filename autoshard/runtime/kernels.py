@@ -1,4 +1,4 @@
-"""Operators as a rank runs them: `autoshard.rules.Kernel` in code."""
+"""Operators as a rank runs them: `autoshard.ops.Kernel` in code."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from autoshard.graph import Node
 from autoshard.layouts import Kind
-from autoshard.rules import Kernel, kernel_for
-from autoshard.runtime.along import bind_along
-from autoshard.runtime.along.experts import bind_experts
+from autoshard.ops import Kernel, kernel_for
 from autoshard.runtime.local_node import LocalKernel, LocalNode
 from autoshard.runtime.operators import OperatorCall
+from autoshard.runtime.sharded_kernels import bind_along
+from autoshard.runtime.sharded_kernels.experts import bind_experts
 
 MEAN = 1
 """Value of a loss's `reduction`, as in `at::Reduction`."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.graph import Node, references
 from autoshard.layouts import Layout
-from autoshard.rules import Operation
+from autoshard.ops import Operation
 from autoshard.runtime.exchange import Received, exchange_edges
 
 LocalKernel = Callable[[Sequence[torch.Tensor], int], tuple[torch.Tensor, ...]]

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from autoshard.errors import PlanError
 from autoshard.graph import Argument, DType, Node, Ref, Token, TokenKind, references
-from autoshard.rules import has_rule
+from autoshard.ops import has_rule
 
 _REFUSED = frozenset({"aten.from_file"})
 """Packets of ATen that reach beyond tensors: a plan may come from a server, and must not

@@ -42,7 +42,7 @@ def parallelize(
     The model is changed in place: its parameters become DTensors placed as the plan says,
     under the same names, so that any optimizer, `torch.nn.utils.clip_grad_norm_`,
     `torch.amp.GradScaler` and `torch.distributed.checkpoint` work (the latter through
-    `checkpointable`); and its forward becomes the planned program, whose collectives are those of
+    `dcp_state_dict`); and its forward becomes the planned program, whose collectives are those of
     the plan.
 
     Forward takes what it took when it was exported. A tensor may be the whole batch (each

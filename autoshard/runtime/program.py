@@ -24,7 +24,7 @@ class LocalProgram:
         seed: of random operators such as dropout; must be the same on all ranks.
         custom_operators: `namespace::name`, or a namespace, of operators that the program may
             call though they are not of ATen.
-        bucketed: whether conversions of parameters share collectives and run beside other work,
+        bucketed: whether reshardings of parameters share collectives and run beside other work,
             as the plan counts them; if not, each runs by itself where it is first read.
 
     Raises:

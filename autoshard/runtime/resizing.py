@@ -16,7 +16,7 @@ def resized_stage(
 ) -> Stage:
     """The stage with other numbers for the sizes that the export left open.
 
-    Layouts and conversions are those of the plan. Its figures are too, and say nothing of the
+    Layouts and reshardings are those of the plan. Its figures are too, and say nothing of the
     new sizes.
 
     Args:

@@ -18,7 +18,7 @@ def step_counter(model: nn.Module) -> "StepCounter":
     the number too. It is no part of the model's state dict; save it beside that:
 
         state = {"model": ..., "optimizer": ..., "steps": step_counter(model)}
-        dcp.save(checkpointable(state), checkpoint_id="run")
+        dcp.save(dcp_state_dict(state), checkpoint_id="run")
 
     and load it likewise (`dcp.load` puts it into the model), or set `step_counter(model).value`.
     Under another plan the same numbers are drawn as far as it cuts what is dropped alike; the

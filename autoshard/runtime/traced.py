@@ -1,4 +1,4 @@
-"""Steps of conversions as `torch.compile` traces them: functional collectives, nothing else.
+"""Steps of reshardings as `torch.compile` traces them: functional collectives, nothing else.
 
 `spmd_types` looks at nodes of autograd, which a tracer does not have. What runs is the same,
 the table's action forward and backward; the compiler decides what runs beside what.
@@ -37,8 +37,8 @@ class TracedStep:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Run the step; differentiable."""
-        converted: torch.Tensor = _Traced.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch
-        return converted
+        resharded: torch.Tensor = _Traced.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch
+        return resharded
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         """What runs forward."""

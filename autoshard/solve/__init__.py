@@ -5,31 +5,19 @@ from autoshard.solve.closure import Closure
 from autoshard.solve.engine import solve_problem
 from autoshard.solve.iopddl import read_iopddl
 from autoshard.solve.marginals import Marginals
-from autoshard.solve.problem import (
-    USAGE_TOLERANCE,
-    BoolArray,
-    Edge,
-    FloatArray,
-    IntArray,
-    Node,
-    Problem,
-    Repeat,
-)
+from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem, Repeat
 from autoshard.solve.reference import solve_reference
 from autoshard.solve.search import CancelToken, Progress
-from autoshard.solve.solution import Solution, Status, relative_gap
+from autoshard.solve.solution import Solution
 from autoshard.solve.tables import SolvedBlock, TableStore
 from autoshard.solve.trail import Trail
 from autoshard.solve.usage import minimum_usage
 
 __all__ = [
     "USAGE_TOLERANCE",
-    "BoolArray",
     "CancelToken",
     "Closure",
     "Edge",
-    "FloatArray",
-    "IntArray",
     "Marginals",
     "Node",
     "Problem",
@@ -37,13 +25,11 @@ __all__ = [
     "Repeat",
     "Solution",
     "SolvedBlock",
-    "Status",
     "TableStore",
     "Trail",
     "brute_force",
     "minimum_usage",
     "read_iopddl",
-    "relative_gap",
     "solve_problem",
     "solve_reference",
 ]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.descent import Descent
 from autoshard.solve.flat import Arms, Flat, Level
 from autoshard.solve.network import Link, Matrix, Network, Variable
-from autoshard.solve.problem import FloatArray, IntArray
 from autoshard.solve.stage import Stage
 
 _EPSILON = 2.0**-50

@@ -4,9 +4,11 @@ import time
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import OptionError
-from autoshard.solve.problem import USAGE_TOLERANCE, FloatArray, IntArray, Problem
-from autoshard.solve.solution import Solution, Status
+from autoshard.outcome import SolveStatus
+from autoshard.solve.problem import USAGE_TOLERANCE, Problem
+from autoshard.solve.solution import Solution
 
 MOST_CHOICES = 1 << 21
 
@@ -34,8 +36,8 @@ def brute_force(problem: Problem) -> Solution:
     best = int(prices.argmin())
     value, elapsed = float(prices[best]), time.perf_counter() - start
     if not np.isfinite(value):
-        return Solution(Status.INFEASIBLE, None, value, value, elapsed)
-    return Solution(Status.OPTIMAL, choices[best], value, value, elapsed)
+        return Solution(SolveStatus.INFEASIBLE, None, value, value, elapsed)
+    return Solution(SolveStatus.OPTIMAL, choices[best], value, value, elapsed)
 
 
 def _all_choices(problem: Problem) -> IntArray:

@@ -8,7 +8,7 @@ they are an upper estimate of the bound.
 import numpy as np
 from scipy.optimize import linprog
 
-from autoshard.solve.problem import FloatArray
+from autoshard.arrays import FloatArray
 
 
 def best_prices(price: FloatArray, slope: FloatArray, box: float) -> tuple[FloatArray, float]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import Network, Variable
-from autoshard.solve.problem import BoolArray, FloatArray, IntArray
 from autoshard.solve.reductions.base import Worklist
 from autoshard.solve.reductions.limits import term_prices
 

@@ -14,9 +14,9 @@ from math import prod
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.messages import Bucket, Input, beliefs, message, told
 from autoshard.solve.network import Network, fingerprint, joint_classes
-from autoshard.solve.problem import FloatArray, IntArray
 
 MOST_WORK = 1.5e10
 """Largest number of additions of one evaluation: about 20 seconds."""

@@ -5,7 +5,9 @@ from functools import partial
 
 import numpy as np
 
+from autoshard.arrays import FloatArray
 from autoshard.errors import OptionError
+from autoshard.outcome import SolveStatus
 from autoshard.solve.descent import Descent
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.highs import Ending, HighsSolver
@@ -14,11 +16,11 @@ from autoshard.solve.large import ascend, is_huge, search_windows
 from autoshard.solve.linear import LinearModel, linear_model
 from autoshard.solve.narrowing import solve_narrowed
 from autoshard.solve.network import Network
-from autoshard.solve.problem import FloatArray, Problem
+from autoshard.solve.problem import Problem
 from autoshard.solve.reference import solve_reference
 from autoshard.solve.repeats import Outcome, solve_repeats
 from autoshard.solve.search import CancelToken, Interrupted, Progress, Search
-from autoshard.solve.solution import Solution, Status
+from autoshard.solve.solution import Solution
 from autoshard.solve.stage import Stage
 from autoshard.solve.tables import TableStore
 from autoshard.solve.thinning import thin
@@ -235,7 +237,7 @@ def _hand_over(stage: Stage, solver: str) -> bool:
     if answer.choice is not None:
         stage.offer({int(v): int(s) for v, s in zip(owners, answer.choice, strict=True) if v >= 0})
     stage.raise_bound(answer.bound + stage.network.constant)
-    return answer.status is not Status.INFEASIBLE
+    return answer.status is not SolveStatus.INFEASIBLE
 
 
 def _unlimited(stage: Stage, *, seconds: float = float("inf")) -> bool:

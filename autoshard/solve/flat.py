@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.network import Network, spread
-from autoshard.solve.problem import FloatArray, IntArray
 
 _SIDES = (2, 3, 4, 6, 9, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256)
 """Lengths that the sides of matrices are padded to, so that more of them stack."""

@@ -8,8 +8,8 @@ import highspy
 import numpy as np
 from scipy import sparse
 
+from autoshard.arrays import BoolArray, FloatArray
 from autoshard.solve.linear import LinearModel
-from autoshard.solve.problem import BoolArray, FloatArray
 from autoshard.solve.search import Search
 
 _LARGEST_COST = 1e4

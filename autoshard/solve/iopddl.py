@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
-from autoshard.solve.problem import Edge, FloatArray, IntArray, Node, Problem
+from autoshard.solve.problem import Edge, Node, Problem
 
 NEVER = 1e18
 """Costs from here on stand for "never": the strategy or the pair is forbidden."""

@@ -11,11 +11,11 @@ from itertools import permutations
 
 import numpy as np
 
+from autoshard.arrays import BoolArray, FloatArray
 from autoshard.solve.cuts import best_prices
 from autoshard.solve.descent import Descent
 from autoshard.solve.elimination import Elimination, Evaluation
 from autoshard.solve.network import Network
-from autoshard.solve.problem import BoolArray, FloatArray
 from autoshard.solve.reductions.limits import term_prices
 from autoshard.solve.relink import best_between
 from autoshard.solve.stage import Stage

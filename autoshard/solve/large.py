@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autoshard.arrays import IntArray
 from autoshard.solve.ascent import Ascent
 from autoshard.solve.network import Link, Network
-from autoshard.solve.problem import IntArray
 from autoshard.solve.stage import Stage
 
 LARGE = 200_000

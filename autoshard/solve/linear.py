@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.network import Network
-from autoshard.solve.problem import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.network import Network
-from autoshard.solve.problem import FloatArray, IntArray, Problem
+from autoshard.solve.problem import Problem
 
 
 def _go_on() -> None:

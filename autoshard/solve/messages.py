@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from autoshard.solve.problem import FloatArray, IntArray
+from autoshard.arrays import FloatArray, IntArray
 
 _BLOCK = 1 << 18
 """Entries of sums that are held at once, where a table has no more."""

@@ -14,15 +14,8 @@ from typing import Self
 
 import numpy as np
 
-from autoshard.solve.problem import (
-    USAGE_TOLERANCE,
-    BoolArray,
-    Edge,
-    FloatArray,
-    IntArray,
-    Node,
-    Problem,
-)
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem
 
 
 def fingerprint(*parts: bytes) -> bytes:

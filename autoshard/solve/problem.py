@@ -15,12 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
 from autoshard.solve.closure import Closure
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.intp]
-BoolArray = NDArray[np.bool_]
 
 USAGE_TOLERANCE = 1e-9
 """Relative excess over a usage limit that counts as rounding."""

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
+from autoshard.arrays import IntArray
 from autoshard.errors import OptionError
+from autoshard.outcome import SolveStatus
 from autoshard.solve.linear import LinearModel, linear_model
 from autoshard.solve.network import Network
-from autoshard.solve.problem import IntArray, Problem
-from autoshard.solve.solution import Solution, Status
+from autoshard.solve.problem import Problem
+from autoshard.solve.solution import Solution
 
 _SLACK = 1e-6
 """Relative tolerance granted to a foreign solver's claim of optimality."""
@@ -58,16 +60,16 @@ def solve_reference(
     strategies, claim = _solved(cvxpy, network, model, solver, options)
     elapsed = time.perf_counter() - start
     if claim == cvxpy.INFEASIBLE or problem.usage_limit < 0:
-        return Solution(Status.INFEASIBLE, None, np.inf, np.inf, elapsed)
+        return Solution(SolveStatus.INFEASIBLE, None, np.inf, np.inf, elapsed)
     choice = None if strategies is None else _choice(model, strategies)
     if choice is None or not problem.is_feasible(choice):
-        return Solution(Status.TIMED_OUT, None, np.inf, -np.inf, elapsed)
+        return Solution(SolveStatus.TIMED_OUT, None, np.inf, -np.inf, elapsed)
     value = problem.objective(choice)
     if claim != cvxpy.OPTIMAL:
-        return Solution(Status.FEASIBLE, choice, value, -np.inf, elapsed)
+        return Solution(SolveStatus.FEASIBLE, choice, value, -np.inf, elapsed)
     finite = model.cost[np.isfinite(model.cost)]
     slack = _SLACK * max(abs(value), float(np.abs(finite).max(initial=0.0)))
-    return Solution(Status.OPTIMAL, choice, value, value - slack, elapsed)
+    return Solution(SolveStatus.OPTIMAL, choice, value, value - slack, elapsed)
 
 
 def _cvxpy_with(solver: str) -> Any:

@@ -7,8 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
-from autoshard.solve.problem import IntArray, Problem
-from autoshard.solve.solution import Solution, Status, relative_gap
+from autoshard.arrays import IntArray
+from autoshard.outcome import SolveStatus, relative_gap
+from autoshard.solve.problem import Problem
+from autoshard.solve.solution import Solution
 from autoshard.solve.tables import SolvedBlock, TableStore
 from autoshard.solve.trail import Trail
 
@@ -178,7 +180,7 @@ class Search:
     def finish(self, *, infeasible: bool = False) -> Solution:
         """The answer as it stands."""
         if infeasible:
-            status, bound = Status.INFEASIBLE, float("inf")
+            status, bound = SolveStatus.INFEASIBLE, float("inf")
         else:
             status, bound = self._status(), min(self.bound, self.objective)
         return Solution(
@@ -191,9 +193,9 @@ class Search:
             self.blocks,
         )
 
-    def _status(self) -> Status:
+    def _status(self) -> SolveStatus:
         if self.choice is not None and self.closed:
-            return Status.OPTIMAL
+            return SolveStatus.OPTIMAL
         if self.cancelled:
-            return Status.CANCELLED
-        return Status.FEASIBLE if self.choice is not None else Status.TIMED_OUT
+            return SolveStatus.CANCELLED
+        return SolveStatus.FEASIBLE if self.choice is not None else SolveStatus.TIMED_OUT

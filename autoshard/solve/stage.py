@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import Link, Matrix, Network
-from autoshard.solve.problem import BoolArray, FloatArray, IntArray
 from autoshard.solve.reductions import (
     Chain,
     Inverse,

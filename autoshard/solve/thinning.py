@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from autoshard.arrays import FloatArray
 from autoshard.solve.ascent import Ascent
 from autoshard.solve.descent import Descent
 from autoshard.solve.elimination import MOST_WORK, Elimination
 from autoshard.solve.network import Link, Network
 from autoshard.solve.orders import Order, best_order
-from autoshard.solve.problem import FloatArray
 from autoshard.solve.stage import Stage
 
 _LEAST_PAIRS = 20_000

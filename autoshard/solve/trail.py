@@ -6,7 +6,7 @@ Choices and strategies in it are where to look; they are compared anew each time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autoshard.solve.problem import BoolArray, FloatArray, IntArray
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from autoshard.solve.narrowing.core import Core

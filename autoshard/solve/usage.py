@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 from scipy import sparse
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.highs import HighsSolver
 from autoshard.solve.linear import LinearModel, linear_model
 from autoshard.solve.network import Network
-from autoshard.solve.problem import FloatArray, IntArray, Problem
+from autoshard.solve.problem import Problem
 from autoshard.solve.reductions import (
     Chain,
     DropDominated,

@@ -21,7 +21,8 @@ import torch
 
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Plan
+from autoshard.planner import make_plan
 from autoshard_server.jobs.job import JobState
 from autoshard_server.jobs.job_store import JobStore
 from autoshard_server.store import EventKind

@@ -34,7 +34,7 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
         *("--pin", "input:x=Shard(dim=0),*", "--pin", "output:0=*,*"),
         *("--forbid", "all_to_all", "--forbid", "reduce_scatter@tp"),
         *("--batch-axis", "dp", "--skip-fully-replicated"),
-        *("--reconversion", "never", "--checkpointing", "never"),
+        *("--reshard-after-forward", "never", "--activation-checkpointing", "never"),
         *("--master-weights", "--state-dtype", "bfloat16", "--overlap"),
     )
     assert Plan.from_json(result.output).options == PlanOptions.model_validate(
@@ -48,8 +48,8 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
             "forbid": [{"kind": "all_to_all"}, {"kind": "reduce_scatter", "axis": "tp"}],
             "batch_axis": "dp",
             "skip_fully_replicated": True,
-            "reconversion": "never",
-            "checkpointing": "never",
+            "reshard_after_forward": "never",
+            "activation_checkpointing": "never",
             "master_weights": True,
             "overlap": True,
             "state_dtype": "bfloat16",
@@ -105,8 +105,8 @@ def test_search_ranks_meshes_and_writes_the_best(archive: Path, tmp_path: Path) 
         (["--batch-axis", "pp"], "'pp'"),
         (["--algo", "guess"], "optimal or megatron"),
         (["--time-limit", "-1"], "time_limit"),
-        (["--checkpointing", "often"], "auto or never or always"),
-        (["--reconversion", "often"], "auto or never or always"),
+        (["--activation-checkpointing", "often"], "auto or never or always"),
+        (["--reshard-after-forward", "often"], "auto or never or always"),
         (["--state-dtype", "int8"], "float32 or float16 or bfloat16"),
     ],
 )
@@ -130,7 +130,7 @@ def test_bad_questions_are_named(archive: Path, plans: tuple[Path, Path]) -> Non
 
 def test_what_is_recomputed_is_shown(archive: Path) -> None:
     again = autoshard(
-        *("plan", archive, "--mesh", "2,4", "--reconversion", "always"),
+        *("plan", archive, "--mesh", "2,4", "--reshard-after-forward", "always"),
         *("--pin", "parameter:*weight=S(0),S(0)", "--pin", "input:x=S(0),S(0)"),
     )
     assert again.exit_code == 0

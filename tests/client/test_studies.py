@@ -13,14 +13,15 @@ from support.custom_operators import mixer
 from support.proxy import Cut, Drop, Lose, Proxy, Say, proxied
 from support.services import Mlp, keeping
 
-from autoshard import get_topology, operator_coverage, search_meshes, topology_names
+from autoshard import get_topology, list_topologies, operator_coverage, search_meshes
 from autoshard.client import AsyncClient, Client, JobProgress, Retry
 from autoshard.discovery import discover
 from autoshard.errors import AutoshardError, RequestRejectedError, ServiceError
 from autoshard.errors import ServiceUnavailableError as UnavailableError
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import Topology, make_mesh, topology_from_json, topology_to_json
-from autoshard.plan import Candidate, PlanOptions, plan_id, problem_size
+from autoshard.plan import PlanOptions
+from autoshard.planner import Candidate, plan_id, problem_size
 
 QUICK = Retry(attempts=4, first=0.02, longest=1.5, outage=30.0)
 
@@ -237,7 +238,7 @@ def test_operators_of_the_models_own_are_covered_where_they_may_be_run(call: Cal
 
 def test_topologies_are_those_of_the_library(call: Call) -> None:
     names = call("list_topologies")
-    assert names == topology_names()
+    assert names == list_topologies()
     for name in names:
         assert call("get_topology", name) == get_topology(name)
     for name in ("abacus", "a/b", "a?c=d#e"):
@@ -248,7 +249,7 @@ def test_topologies_are_those_of_the_library(call: Call) -> None:
 def test_a_topology_that_is_stored_can_be_named(call: Call, graph: bytes) -> None:
     own = replace(get_topology("h100-sxm"), name="own")
     call("put_topology", own)
-    assert call("list_topologies") == tuple(sorted({*topology_names(), "own"}))
+    assert call("list_topologies") == tuple(sorted({*list_topologies(), "own"}))
     assert call("get_topology", "own") == own
     mesh = {"shape": [2], "topology": "own"}
     plan = call("plan", graph, mesh=mesh)

@@ -24,7 +24,8 @@ from autoshard.errors import (
     ServiceUnavailableError,
 )
 from autoshard.graph import export_model
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 from autoshard_server.store import ApiKeyStore, migrate

@@ -9,8 +9,8 @@ from autoshard.costs import Category, categorise, operator_times, pace_name
 from autoshard.graph import Argument, DType, Tensor
 from autoshard.mesh import Device, Pace, Paces
 from autoshard.mesh.topology import MATMUL_EFFICIENCY, TILE
-from autoshard.rules import Call, Dims, OperatorRule, Strategy, strategies
-from autoshard.rules.reduction import Reductions
+from autoshard.ops import Call, Dims, OperatorRule, Strategy, strategies
+from autoshard.ops.reduction import Reductions
 
 DEVICE = Device(
     "toy",

@@ -14,7 +14,7 @@ from autoshard.costs import (
 )
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Tensor
-from autoshard.rules import Extra, OperatorRule, Saved, strategies
+from autoshard.ops import Extra, OperatorRule, Saved, strategies
 
 
 @pytest.mark.parametrize(

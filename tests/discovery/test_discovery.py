@@ -32,9 +32,10 @@ from autoshard.graph import (
     rules_from_json,
     rules_to_json,
 )
-from autoshard.plan import PlanOptions, check_plan, make_plan
-from autoshard.rules import Call, axis_rules, with_rules
-from autoshard.rules.given import given_rule
+from autoshard.ops import Call, axis_rules, with_rules
+from autoshard.ops.given import given_rule
+from autoshard.plan import PlanOptions, check_plan
+from autoshard.planner import make_plan
 from autoshard_solver_cache import MemoryCache, Shelf
 
 FLOAT = DType.FLOAT32

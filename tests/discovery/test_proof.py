@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from rules.calls import make_example
-from rules.simulation import prove_rule
-from rules.test_image_rules import CASES as IMAGES
-from rules.test_missing_rules import LEFT_OUT
-from rules.test_product_rules import CASES as PRODUCTS
-from rules.test_shape_rules import CASES as SHAPES
+from ops.calls import make_example
+from ops.simulation import prove_rule
+from ops.test_image_rules import CASES as IMAGES
+from ops.test_missing_rules import LEFT_OUT
+from ops.test_product_rules import CASES as PRODUCTS
+from ops.test_shape_rules import CASES as SHAPES
 
 from autoshard.discovery.probe import NotTriableError, probe_of
 from autoshard.discovery.search import Search
-from autoshard.rules import (
+from autoshard.ops import (
     Call,
     Kernel,
     OperatorRule,
@@ -27,9 +27,9 @@ from autoshard.rules import (
     rule_for,
     strategies,
 )
-from autoshard.rules.examples import EXAMPLES
-from autoshard.rules.given import given_rule
-from autoshard.rules.table import call_of_example
+from autoshard.ops.examples import EXAMPLES
+from autoshard.ops.given import given_rule
+from autoshard.ops.table import call_of_example
 
 CASES = [
     (operator, arguments)

@@ -1,4 +1,4 @@
-"""What ranks hold, and what conversions move, where axes divide dims and where they do not."""
+"""What ranks hold, and what reshardings move, where axes divide dims and where they do not."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.prices import Prices
 
-from autoshard.layouts import AxisType, Conversions, Layout, S, legal_layouts, step_price
+from autoshard.layouts import AxisType, Layout, ReshardingTable, S, legal_layouts, step_price
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def test_every_path_leads_where_it_should_at_the_price_it_says(name: str) -> Non
     """With the bytes of every step worked out from what each rank sends or receives."""
     tensor = MOVED[name]
     shape, sizes = tensor.shape, tensor.sizes
-    table = Conversions(
+    table = ReshardingTable(
         shape,
         4,
         sizes,
@@ -148,7 +148,7 @@ def test_what_is_put_in_order_costs_a_copy_next_to_each_collective(name: str) ->
     even = tensor.shape if tensor.chunked else (12, 4)
     found = []
     for shape, source in ((even, plain), (tensor.shape, copied)):
-        table = Conversions(
+        table = ReshardingTable(
             shape,
             4,
             tensor.sizes,

@@ -1,4 +1,4 @@
-"""Dims that an axis does not divide: which may be cut, into what, and what conversions move."""
+"""Dims that an axis does not divide: which may be cut, into what, and what reshardings move."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from support.prices import Prices
 from autoshard.errors import LayoutError
 from autoshard.layouts import (
     Action,
-    Conversions,
     Layout,
+    ReshardingTable,
     S,
     can_be_cut,
     cuts_unevenly,
@@ -63,7 +63,7 @@ def test_sizes_that_can_be_cut_alike_share_their_layouts() -> None:
 
 
 def test_an_uneven_slice_is_free() -> None:
-    conversions = Conversions((10, 4), 4, (4,), differentiable=False, pricer=Prices())
-    (step,) = conversions.path(Layout.parse("R"), Layout.parse("S(0)"))
+    reshardings = ReshardingTable((10, 4), 4, (4,), differentiable=False, pricer=Prices())
+    (step,) = reshardings.path(Layout.parse("R"), Layout.parse("S(0)"))
     assert (step.forward, step.backward) == (Action.SLICE, Action.NOTHING)
     assert step_price(step, Prices()) == 0

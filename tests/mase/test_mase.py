@@ -21,7 +21,8 @@ from autoshard.mase import (
     solution_of_plan,
     write_solution,
 )
-from autoshard.plan import Pins, Plan, PlanOptions, make_plan
+from autoshard.plan import Pins, Plan, PlanOptions
+from autoshard.planner import make_plan
 
 SIZES = (2, 2)
 FIRST_LAYER = {

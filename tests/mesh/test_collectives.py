@@ -13,8 +13,8 @@ from autoshard.mesh import (
     Link,
     Mesh,
     Topology,
+    list_topologies,
     make_mesh,
-    topology_names,
 )
 
 DEVICE = Device("gpu", {"float32": 1e12}, 1e12, 10**9)
@@ -102,7 +102,7 @@ def test_exactly_the_collectives_have_a_price(action: Action) -> None:
             mesh.collective_time(action, 0, 1024)
 
 
-@pytest.mark.parametrize("name", topology_names())
+@pytest.mark.parametrize("name", list_topologies())
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 64])
 def test_all_reduce_costs_more_than_all_gather_which_equals_reduce_scatter(
     name: str, num_ranks: int

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from autoshard.errors import MeshError
-from autoshard.layouts import Conversions, Layout, Pricer
+from autoshard.layouts import Layout, Pricer, ReshardingTable
 from autoshard.mesh import (
     AlphaBeta,
     Axis,
@@ -95,15 +95,15 @@ def test_an_axis_that_does_not_exist_is_refused(axis: int) -> None:
         mesh.collective_time("all_reduce", axis, 1)
 
 
-def test_a_mesh_prices_conversions() -> None:
+def test_a_mesh_prices_reshardings() -> None:
     mesh = nodes_of_eight(2, 4)
     pricer: Pricer = mesh
-    conversions = Conversions((64, 64), 4, mesh.axis_sizes, differentiable=True, pricer=pricer)
+    reshardings = ReshardingTable((64, 64), 4, mesh.axis_sizes, differentiable=True, pricer=pricer)
     cut, whole = Layout.parse("R,S(0)"), Layout.parse("R,R")
     expected = mesh.collective_time("all_gather", 1, 64 * 64 * 4) + mesh.collective_time(
         "reduce_scatter", 1, 64 * 64 * 4
     )
-    found = conversions.cost[conversions.index[cut], conversions.index[whole]]
+    found = reshardings.cost[reshardings.index[cut], reshardings.index[whole]]
     assert found == pytest.approx(expected, abs=2e-9)
 
 

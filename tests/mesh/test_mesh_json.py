@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 
 from autoshard.errors import MeshError
-from autoshard.mesh import AlphaBeta, Mesh, make_mesh, mesh_from_json, mesh_to_json, topology_names
+from autoshard.mesh import AlphaBeta, Mesh, list_topologies, make_mesh, mesh_from_json, mesh_to_json
 
 MESHES = [
-    *(make_mesh((2, 4), topology=name) for name in topology_names()),
+    *(make_mesh((2, 4), topology=name) for name in list_topologies()),
     make_mesh((1,), axes=["only"]),
     make_mesh((2, 2, 4), intra_bandwidth=3e11, inter_bandwidth=1e10 / 3),
     Mesh(make_mesh((4,)).axes, make_mesh((4,)).topology, AlphaBeta((1.0,), (0.01,))),

@@ -13,7 +13,7 @@ from autoshard.mesh import (
     Paces,
     Topology,
     get_topology,
-    topology_names,
+    list_topologies,
 )
 from autoshard.mesh.topology import MAX_DTYPES, MAX_SOURCE
 
@@ -126,7 +126,7 @@ def test_texts_and_tables_of_a_topology_have_limits() -> None:
         replace(DEVICE, peak_flops=peaks)
 
 
-@pytest.mark.parametrize("name", topology_names())
+@pytest.mark.parametrize("name", list_topologies())
 def test_a_preset_is_consistent(name: str) -> None:
     topology = get_topology(name)
     device = topology.device

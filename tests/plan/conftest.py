@@ -5,7 +5,8 @@ from support.models import Case, Planner, graph_of, meta, mlp
 
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh, make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 
 @pytest.fixture(scope="session")

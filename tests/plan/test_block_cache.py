@@ -15,7 +15,8 @@ from support.models import graph_of, llama, meta
 
 from autoshard.graph import Graph, export_model
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
 from autoshard.solve import TableStore
 from autoshard_solver_cache import Cache, FolderCache, Shelf, SolverCache
 
@@ -135,7 +136,7 @@ import sys
 from pathlib import Path
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import make_plan
+from autoshard.planner import (make_plan)
 from autoshard_solver_cache import FolderCache, Shelf, SolverCache
 kind, store, archive = sys.argv[1:]
 cache = {"sqlite": SolverCache, "folder": FolderCache}[kind](store)

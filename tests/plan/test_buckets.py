@@ -1,4 +1,4 @@
-"""Which conversions of parameters share collectives."""
+"""Which reshardings of parameters share collectives."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,13 +10,14 @@ from support import models
 from support.meshes import slow_devices
 
 from autoshard.graph import Graph, graph_from_json
-from autoshard.layouts.conversions import STEP_OVERHEAD
+from autoshard.layouts.resharding import STEP_OVERHEAD
 from autoshard.mesh import AlphaBeta, Axis, Mesh
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.plan import buckets as plan_buckets
 from autoshard.plan.buckets import Bucket, buckets_of
 from autoshard.plan.memory.recompute import recomputed
 from autoshard.plan.memory.spans import checkpoint_spans
+from autoshard.planner import make_plan
 
 ROWS = dict.fromkeys(("*.attn", "*.mlp", "*.c_*", "*.ln_*", "lm_head"), "S(0)")
 SHARDED = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}, "nodes": ROWS}}
@@ -28,8 +29,9 @@ def planned(options: str) -> tuple[Plan, Graph]:
     given = {
         "sharded": SHARDED,
         "whole": WHOLE,
-        "again": SHARDED | {"reconversion": "always"},
-        "checkpointed": SHARDED | {"reconversion": "always", "checkpointing": "always"},
+        "again": SHARDED | {"reshard_after_forward": "always"},
+        "checkpointed": SHARDED
+        | {"reshard_after_forward": "always", "activation_checkpointing": "always"},
     }[options]
     graph = models.graph_of(models.gpt2())
     plan = make_plan(graph, slow_devices(dp=4), PlanOptions.model_validate(given))
@@ -45,17 +47,17 @@ def buckets(options: str) -> tuple[Bucket, ...]:
 @pytest.mark.parametrize("options", ["sharded", "whole", "again", "checkpointed"])
 def test_members_take_the_same_steps(options: str) -> None:
     found = buckets(options)
-    assert any(len(bucket.conversions) > 1 for bucket in found)
+    assert any(len(bucket.reshardings) > 1 for bucket in found)
     for bucket in found:
-        chains = [[(s.axis, s.forward, s.backward) for s in c.steps] for c in bucket.conversions]
+        chains = [[(s.axis, s.forward, s.backward) for s in c.steps] for c in bucket.reshardings]
         assert all(chain == chains[0] for chain in chains)
-        assert {c.again for c in bucket.conversions} == {bucket.again}
+        assert {c.again for c in bucket.reshardings} == {bucket.again}
     uses = [use for bucket in found for use in bucket.uses]
     assert len(set(uses)) == len(uses)
 
 
 def test_one_bucket_gathers_ahead() -> None:
-    gathering = [b for b in buckets("again") if b.conversions[0].steps[0].forward == "all_gather"]
+    gathering = [b for b in buckets("again") if b.reshardings[0].steps[0].forward == "all_gather"]
     assert len(gathering) > 1
     assert gathering[0].begins == 0
     for before, after in pairwise(gathering):
@@ -63,7 +65,7 @@ def test_one_bucket_gathers_ahead() -> None:
 
 
 def test_what_only_reduces_begins_with_the_program() -> None:
-    reducing = [b for b in buckets("whole") if b.conversions[0].steps[0].forward == "nothing"]
+    reducing = [b for b in buckets("whole") if b.reshardings[0].steps[0].forward == "nothing"]
     assert reducing
     assert not any(bucket.begins for bucket in reducing)
 
@@ -73,7 +75,7 @@ def test_large_parameters_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_buckets, "LARGEST", 400)
     _, graph = planned("whole")
     sizes = [
-        [graph.values[c.value].nbytes for c in bucket.conversions] for bucket in buckets("whole")
+        [graph.values[c.value].nbytes for c in bucket.reshardings] for bucket in buckets("whole")
     ]
     assert {len(row) > 1 for row in sizes} == {True, False}
     assert any(max(row) > 300 for row in sizes)
@@ -106,12 +108,12 @@ def test_in_a_checkpoint_are_those_of_its_readers(monkeypatch: pytest.MonkeyPatc
         assert {use[1] for b in found for use in b.uses} <= {
             graph.nodes[i].name for i in spans[number]
         }
-        assert len(norm.conversions) == 2
+        assert len(norm.reshardings) == 2
         # One is gathered ahead; what backward does not reach is not.
         assert norm.begins == spans[number].start
         assert (up.begins, down.begins) == (norm.reader, up.reader)
         assert shift.begins == shift.reader > down.reader
-    again = recomputed(graph, stage).conversions
+    again = recomputed(graph, stage).reshardings
     gathers = {use for found in by_checkpoint.values() for bucket in found for use in bucket.uses}
     assert gathers - again == {use for found in by_checkpoint.values() for use in found[-1].uses}
 
@@ -122,7 +124,7 @@ def test_what_only_reduces_stays_out_of_checkpoints() -> None:
     first = checkpoint_spans(graph, stage)[0].start
     (bucket,) = buckets_of(stage, graph)
     assert (bucket.checkpoint, bucket.begins, bucket.reader) == (-1, 0, first)
-    assert len(bucket.conversions) == len(stage.parameters)
+    assert len(bucket.reshardings) == len(stage.parameters)
     assert [c.count for c in plan.collectives if c.direction == "backward"] == [1]
 
 
@@ -130,9 +132,9 @@ def test_a_member_pays_its_part_of_a_full_bucket() -> None:
     plan, graph = planned("whole")
     mesh = plan.mesh
     for bucket in buckets("whole"):
-        for conversion in bucket.conversions:
-            (step,) = conversion.steps
-            parts = plan_buckets.LARGEST / graph.values[conversion.value].nbytes
+        for resharding in bucket.reshardings:
+            (step,) = resharding.steps
+            parts = plan_buckets.LARGEST / graph.values[resharding.value].nbytes
             full = mesh.collective_time("all_reduce", 0, plan_buckets.LARGEST)
             assert step.time == pytest.approx(full / parts + STEP_OVERHEAD)
 
@@ -152,9 +154,9 @@ def test_published_prices_are_of_one_collective_per_tensor() -> None:
     assert plan_buckets.carried_beside(graph, published) == {}
 
 
-def _conversions(kind: str, direction: str) -> Callable[[Plan], list[int]]:
+def _reshardings(kind: str, direction: str) -> Callable[[Plan], list[int]]:
     def sizes(plan: Plan) -> list[int]:
-        steps = (step for c in plan.stages[0].conversions for step in c.steps)
+        steps = (step for c in plan.stages[0].reshardings for step in c.steps)
         return [s.nbytes for s in steps if getattr(s, direction) == kind]
 
     return sizes
@@ -163,7 +165,7 @@ def _conversions(kind: str, direction: str) -> Callable[[Plan], list[int]]:
 def test_they_are_counted_once_with_the_bytes_of_all() -> None:
     plan, _ = planned("whole")
     (found,) = [c for c in plan.collectives if (c.kind, c.direction) == ("all_reduce", "backward")]
-    separate = _conversions("all_reduce", "backward")(plan)
+    separate = _reshardings("all_reduce", "backward")(plan)
     inside = [
         s.nbytes
         for node in plan.stages[0].nodes

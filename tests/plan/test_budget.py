@@ -31,7 +31,7 @@ def stage_of(plan: Plan) -> Stage:
 
 
 def again(plan: Plan) -> list[str]:
-    return [c.value for c in stage_of(plan).conversions if c.again]
+    return [c.value for c in stage_of(plan).reshardings if c.again]
 
 
 def test_with_ample_memory_nothing_is_done_twice(free: Plan) -> None:
@@ -56,9 +56,11 @@ def test_what_is_ruled_out_is_not_done(planned: Planner, graph: Graph, free: Pla
     options: dict[str, Any] = {"memory_budget": budget}
     either = planned(graph, MESH, **options)
     assert either.found
-    no_blocks = planned(graph, MESH, **options, checkpointing="never")
+    no_blocks = planned(graph, MESH, **options, activation_checkpointing="never")
     assert stage_of(no_blocks).checkpoints == () if no_blocks.found else True
-    held = planned(graph, MESH, **options, checkpointing="never", reconversion="never")
+    held = planned(
+        graph, MESH, **options, activation_checkpointing="never", reshard_after_forward="never"
+    )
     for narrower in (no_blocks, held):
         if narrower.found:
             assert narrower.costs.recompute == 0 or again(narrower)
@@ -68,7 +70,7 @@ def test_what_is_ruled_out_is_not_done(planned: Planner, graph: Graph, free: Pla
 def test_every_block_is_checkpointed_where_that_is_asked_for(
     planned: Planner, graph: Graph, free: Plan
 ) -> None:
-    plan = planned(graph, MESH, checkpointing="always")
+    plan = planned(graph, MESH, activation_checkpointing="always")
     spans = [(c.first, c.last) for c in stage_of(plan).checkpoints]
     assert len(spans) > 1
     assert plan.costs.recompute > 0
@@ -80,7 +82,9 @@ def test_parameters_are_gathered_again_where_that_is_asked_for(planned: Planner)
     """Fully sharded data parallelism that reshards after forward."""
     pins = {"parameters": {"*weight": "S(0)"}, "inputs": {"*": "S(0)"}}
     plans = {
-        option: planned(meta(mlp, 65536, 512, 512, 512), (4,), pins=pins, reconversion=option)
+        option: planned(
+            meta(mlp, 65536, 512, 512, 512), (4,), pins=pins, reshard_after_forward=option
+        )
         for option in ("never", "always")
     }
     assert again(plans["never"]) == []

@@ -55,29 +55,29 @@ CASES: dict[str, tuple[Tamper, str]] = {
         _set(*STAGE, "inputs", 0, "placements", to=("Replicate()", "Replicate()")),
         "placements",
     ),
-    "a conversion left out": (_set(*STAGE, "conversions", to=lambda c: c[:-1]), "arrives as"),
-    "a conversion too many": (
-        _set(*STAGE, "conversions", to=lambda c: [*c, {**c[-1], "position": 7}]),
+    "a resharding left out": (_set(*STAGE, "reshardings", to=lambda c: c[:-1]), "arrives as"),
+    "a resharding too many": (
+        _set(*STAGE, "reshardings", to=lambda c: [*c, {**c[-1], "position": 7}]),
         "serves no use",
     ),
     "a step that skips its collective": (
-        _set(*STAGE, "conversions", -1, "steps", -1, "forward", to="nothing"),
+        _set(*STAGE, "reshardings", -1, "steps", -1, "forward", to="nothing"),
         "not as stated",
     ),
     "a step that moves fewer bytes": (
-        _set(*STAGE, "conversions", -1, "steps", -1, "nbytes", to=8),
+        _set(*STAGE, "reshardings", -1, "steps", -1, "nbytes", to=8),
         "moves",
     ),
     "a step that is faster": (
-        _set(*STAGE, "conversions", -1, "steps", -1, "time", to=0.0),
+        _set(*STAGE, "reshardings", -1, "steps", -1, "time", to=0.0),
         "a step takes",
     ),
     "a step that runs what nobody knows": (
-        _set(*STAGE, "conversions", -1, "steps", -1, "forward", to="teleport"),
+        _set(*STAGE, "reshardings", -1, "steps", -1, "forward", to="teleport"),
         "teleport",
     ),
     "a step on an axis that does not exist": (
-        _set(*STAGE, "conversions", -1, "steps", -1, "axis", to="pp"),
+        _set(*STAGE, "reshardings", -1, "steps", -1, "axis", to="pp"),
         "pp|not in",
     ),
     "a total that is too low": (_set("costs", "total", to=lambda t: t / 2), "total cost"),
@@ -92,8 +92,8 @@ CASES: dict[str, tuple[Tamper, str]] = {
     "a peak that lies elsewhere": (_set("memory", "phase", to="optimizer"), "the peak is in"),
     "fewer bytes at the turn": (_set("memory", "turn", to=1), "at the turn"),
     "temporaries that flatter": (_set("memory", "temporaries", to=0), "temporaries take"),
-    "a conversion that runs again for nothing": (
-        _set(*STAGE, "conversions", -1, "again", to=True),
+    "a resharding that runs again for nothing": (
+        _set(*STAGE, "reshardings", -1, "again", to=True),
         "backward does not need it",
     ),
     "fewer collectives": (_set("collectives", to=[]), "table of collectives"),
@@ -125,24 +125,24 @@ def test_a_plan_of_another_graph_is_found_out(megatron: Plan) -> None:
 
 @pytest.fixture(scope="module")
 def recomputing(planned: Planner) -> Plan:
-    """A plan that converts again and checkpoints, since memory is short."""
-    options = {"pins": {"parameters": {"*": "S(0)"}}, "reconversion": "always"}
+    """A plan that reshards again and checkpoints, since memory is short."""
+    options = {"pins": {"parameters": {"*": "S(0)"}}, "reshard_after_forward": "always"}
     graph, mesh = chain(layers=6, batch=256, width=32), slow_devices(a=4)
     ample = planned(graph, mesh, **options)
     plan = planned(graph, mesh, **options, memory_budget=int(0.95 * ample.memory.peak))
     (stage,) = plan.stages
     assert stage.checkpoints
-    assert any(conversion.again for conversion in stage.conversions)
+    assert any(resharding.again for resharding in stage.reshardings)
     return plan
 
 
 def _hold_all(document: dict[str, Any]) -> None:
-    for conversion in document["stages"][0]["conversions"]:
-        conversion["again"] = False
+    for resharding in document["stages"][0]["reshardings"]:
+        resharding["again"] = False
 
 
 def test_blocks_that_are_not_checkpointed_as_asked_are_found_out(planned: Planner) -> None:
-    plan = planned(chain(layers=6, batch=256, width=32), (2,), checkpointing="always")
+    plan = planned(chain(layers=6, batch=256, width=32), (2,), activation_checkpointing="always")
     document = json.loads(plan.to_json())
     left_out = document["stages"][0]["checkpoints"].pop(1)
     findings = check_plan(Plan.from_json(json.dumps(document)))
@@ -171,12 +171,12 @@ RECOMPUTING: dict[str, tuple[Tamper, str]] = {
         "table of collectives",
     ),
     "options that rule checkpoints out": (
-        _set("options", "checkpointing", to="never"),
+        _set("options", "activation_checkpointing", to="never"),
         "checkpoints, which the options rule out",
     ),
-    "options that rule conversions out": (
-        _set("options", "reconversion", to="never"),
-        "converts again, which the options rule out",
+    "options that rule reshardings out": (
+        _set("options", "reshard_after_forward", to="never"),
+        "reshards again, which the options rule out",
     ),
     "a larger budget than was asked for": (
         _set("memory", "budget", to=lambda b: b + 1),

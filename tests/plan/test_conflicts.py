@@ -7,8 +7,9 @@ from support.meshes import slow_devices
 from support.models import graph_of, meta, mlp
 
 from autoshard.graph import Graph
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
-from autoshard.solve import Status
+from autoshard.outcome import SolveStatus
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 MESH = slow_devices(a=2, b=2)
 
@@ -33,7 +34,7 @@ CONTRADICTION: dict[str, Any] = {
 
 def test_a_contradiction_is_cut_down_to_what_is_needed(graph: Graph) -> None:
     plan = planned(graph, **CONTRADICTION)
-    assert plan.certificate.status is Status.INFEASIBLE
+    assert plan.certificate.status is SolveStatus.INFEASIBLE
     assert plan.conflict is not None
     assert plan.conflict.minimal
     assert plan.conflict.budget is None
@@ -72,7 +73,7 @@ def test_memory_that_is_short_for_the_pins_is_told_apart(graph: Graph) -> None:
     whole = {"parameters": {"*.weight": "I,I", "*.bias": "*,*"}}
     budget = cut.memory.peak
     plan = planned(graph, pins=whole, memory_budget=budget)
-    assert plan.certificate.status is Status.INFEASIBLE
+    assert plan.certificate.status is SolveStatus.INFEASIBLE
     assert plan.conflict is not None
     assert plan.conflict.options == ("pin of parameter '*.weight' to 'I,I'",)
     assert plan.conflict.budget == budget

@@ -10,15 +10,8 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
-from autoshard.plan import (
-    Coverage,
-    OperatorUse,
-    Pins,
-    Plan,
-    PlanOptions,
-    make_plan,
-    operator_coverage,
-)
+from autoshard.plan import Coverage, OperatorUse, Pins, Plan, PlanOptions, operator_coverage
+from autoshard.planner import make_plan
 
 
 class Whole(nn.Module):
@@ -78,13 +71,13 @@ def test_times_are_those_of_the_plan() -> None:
     assert coverage.share_whole == pytest.approx(whole / coverage.total)
 
 
-def test_conversions_around_count_once() -> None:
+def test_reshardings_around_count_once() -> None:
     plan = planned()
     coverage = operator_coverage(graph(), plan)
     whole = {use.operator for use in coverage.operators if use.num_whole == use.num_calls}
     names = {node.name for node in graph().nodes if node.operator in whole}
     made = {value for node in graph().nodes if node.name in names for value in node.outputs}
-    around = [c for c in plan.stages[0].conversions if c.consumer in names or c.value in made]
+    around = [c for c in plan.stages[0].reshardings if c.consumer in names or c.value in made]
     seen = sum(max(c.time - c.hidden, 0.0) for c in around)
     assert seen > 0
     found = sum(use.time_around for use in coverage.operators)
@@ -106,8 +99,8 @@ def test_what_is_hidden_is_not_around() -> None:
     plan = planned()
     stage = plan.stages[0]
     plain = operator_coverage(graph(), plan)
-    hiding = [c.model_copy(update={"hidden": c.time / 4}) for c in stage.conversions]
-    overlapped = stage.model_copy(update={"conversions": tuple(hiding)})
+    hiding = [c.model_copy(update={"hidden": c.time / 4}) for c in stage.reshardings]
+    overlapped = stage.model_copy(update={"reshardings": tuple(hiding)})
     coverage = operator_coverage(graph(), plan.model_copy(update={"stages": (overlapped,)}))
     assert plain.share_around > 0
     assert coverage.share_around == pytest.approx(0.75 * plain.share_around)

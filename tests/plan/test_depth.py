@@ -12,9 +12,9 @@ from torch import nn
 from autoshard.graph import Graph, find_blocks
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan
-from autoshard.plan.active import ActiveAxes
-from autoshard.plan.formulation.formulation import Formulation
-from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan.active_axes import ActiveAxes
+from autoshard.plan.pricing import Prices
+from autoshard.planner.formulation.formulation import Formulation
 
 Tamper = Callable[[dict[str, Any]], None]
 
@@ -109,12 +109,12 @@ def test_a_node_tampered_with_inside_a_repeated_layer_is_named(
         assert any(f.startswith(finding) for f in findings), findings
 
 
-def test_a_conversion_tampered_with_inside_a_repeated_layer_is_named(
+def test_a_resharding_tampered_with_inside_a_repeated_layer_is_named(
     deep: Plan, middle: dict[str, str]
 ) -> None:
-    alike = [c for c in deep.stages[0].conversions if c.consumer == middle["aten.add.Tensor"]]
+    alike = [c for c in deep.stages[0].reshardings if c.consumer == middle["aten.add.Tensor"]]
     assert alike
-    where = deep.stages[0].conversions.index(alike[0])
+    where = deep.stages[0].reshardings.index(alike[0])
     changes: dict[str, Tamper] = {
         "moves": lambda c: c["steps"][0].update(nbytes=8),
         "a step takes": lambda c: c["steps"][0].update(time=1.0),
@@ -124,10 +124,10 @@ def test_a_conversion_tampered_with_inside_a_repeated_layer_is_named(
     }
     for finding, change in changes.items():
         document = json.loads(deep.to_json())
-        conversion = document["stages"][0]["conversions"][where]
-        change(conversion)
+        resharding = document["stages"][0]["reshardings"][where]
+        change(resharding)
         findings = check_plan(Plan.from_json(json.dumps(document)))
-        named = f"conversion of {conversion['value']} for {conversion['consumer']}"
+        named = f"resharding of {resharding['value']} for {resharding['consumer']}"
         assert any(f.startswith(named) and finding in f for f in findings), findings
 
 

@@ -11,8 +11,9 @@ from autoshard.graph import Graph, export_model, load_graph
 from autoshard.graph.experts import COMBINE, DISPATCH, GROUPED_MM, ragged_values
 from autoshard.layouts import Action
 from autoshard.mesh import Link, make_mesh
-from autoshard.plan import PlacedNode, Plan, PlanOptions, check_plan, make_plan
-from autoshard.plan.document import Conversion, InnerStep, PlannedStep
+from autoshard.plan import PlacedNode, Plan, PlanOptions, check_plan
+from autoshard.plan.document import InnerStep, PlannedStep, Resharding
+from autoshard.planner import make_plan
 
 NUM_LAYERS = 2
 ROW_BYTES = 2 * 8192 * 4096 * 2 // 8
@@ -65,12 +66,12 @@ def test_rows_move_twice_forward_and_twice_backward(plan: Plan, mixtral: Graph) 
     assert len(moved) == 4 * NUM_LAYERS
     # All else that rows might need, such as their counts, follows from the ids.
     names = ragged_values(mixtral)
-    assert not [c for c in plan.stages[0].conversions if c.value in names]
+    assert not [c for c in plan.stages[0].reshardings if c.value in names]
 
 
 def test_ids_are_gathered_once_for_a_layer(plan: Plan, mixtral: Graph) -> None:
     ids = {node.inputs[1] for node in mixtral.nodes if node.operator == DISPATCH}
-    found = [c for c in plan.stages[0].conversions if c.value in ids]
+    found = [c for c in plan.stages[0].reshardings if c.value in ids]
     assert [(c.source, c.target, c.consumer) for c in found] == [("S(0)", "R", None)] * NUM_LAYERS
     assert {step.forward for c in found for step in c.steps} == {"all_gather"}
 
@@ -140,7 +141,7 @@ def test_the_checker_refuses_to_convert_rows_of_experts(plan: Plan, mixtral: Gra
         nbytes=nbytes,
         time=2 * mesh.collective_time(Action.ALL_TO_ALL, 0, nbytes),
     )
-    conversion = Conversion(
+    resharding = Resharding(
         value=rows,
         consumer=placed_one.name,
         position=0,
@@ -148,6 +149,6 @@ def test_the_checker_refuses_to_convert_rows_of_experts(plan: Plan, mixtral: Gra
         target="S(1)",
         steps=(step,),
     )
-    wrong = stage.model_copy(update={"conversions": (*stage.conversions, conversion)})
+    wrong = stage.model_copy(update={"reshardings": (*stage.reshardings, resharding)})
     findings = check_plan(plan.model_copy(update={"stages": (wrong,)}))
     assert any("moves rows of experts" in finding for finding in findings)

@@ -8,7 +8,8 @@ from support.models import Planner, gpt2, graph_of, meta, mlp, small_graph
 
 from autoshard.errors import OptionError, PlanError
 from autoshard.graph import Graph
-from autoshard.plan import Alternative, Pins, Plan, explain
+from autoshard.plan import Pins, Plan
+from autoshard.planner import Alternative, explain
 
 MESH = slow_devices(a=2, b=2)
 

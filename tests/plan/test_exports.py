@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from autoshard.errors import OptionError, PlanError
-from autoshard.plan import EXPORT_TARGETS, Plan, PlanOptions, export_plan, make_plan
+from autoshard.plan import EXPORT_TARGETS, Plan, PlanOptions, export_plan
+from autoshard.planner import make_plan
 
 BATCH = {"inputs": {"*": "S(0),*"}}
 
@@ -213,7 +214,11 @@ def test_torchtitan_gets_the_degrees_of_the_plan(
 
 def test_torchtitan_is_told_what_runs_again() -> None:
     pins = {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}
-    options = {"pins": pins, "reconversion": "always", "checkpointing": "always"}
+    options = {
+        "pins": pins,
+        "reshard_after_forward": "always",
+        "activation_checkpointing": "always",
+    }
     mesh = slow_devices(a=4)
     plan = make_plan(small_graph(llama), mesh, PlanOptions.model_validate(options))
     settings = tomllib.loads(export_plan(plan, "torchtitan"))

@@ -4,8 +4,9 @@ from support.models import graph_of
 from torch import nn
 
 from autoshard.graph import Graph
-from autoshard.plan import check_plan, make_plan
+from autoshard.plan import check_plan
 from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.planner import make_plan
 
 
 class TwoHeads(nn.Module):
@@ -59,6 +60,6 @@ def test_backward_is_priced_only_where_it_runs() -> None:
     assert check_plan(plan, graph) == ()
     gradients = Gradients(graph, training=True)
     nodes = {node.name: node for node in graph.nodes}
-    for conversion in plan.stages[0].conversions:
-        if conversion.consumer in nodes and not gradients.flows(nodes[conversion.consumer]):
-            assert all(step.backward == "nothing" for step in conversion.steps)
+    for resharding in plan.stages[0].reshardings:
+        if resharding.consumer in nodes and not gradients.flows(nodes[resharding.consumer]):
+            assert all(step.backward == "nothing" for step in resharding.steps)

@@ -10,8 +10,9 @@ from support.models import Planner, graph_of
 from torch import nn
 
 from autoshard.graph import Graph
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan, simulate
+from autoshard.plan import Plan, PlanOptions, check_plan, simulate
 from autoshard.plan.document import InnerStep, PlacedNode
+from autoshard.planner import make_plan
 
 MESH = slow_devices(a=4)
 SIDE = 64

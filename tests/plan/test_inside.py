@@ -11,7 +11,8 @@ from support.models import Planner, graph_of
 from torch import nn
 
 from autoshard.graph import Graph
-from autoshard.plan import Pins, Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Pins, Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 LOSS = "cross_entropy_loss_cross_entropy_loss"
 MESH = slow_devices(a=2, b=2)
@@ -77,9 +78,9 @@ def test_costs_and_counts_include_what_runs_inside(plan: Plan) -> None:
     for step in found:
         axis = plan.mesh.axis_names.index(step.axis)
         assert step.time == plan.mesh.collective_time("all_reduce", axis, step.nbytes)
-    conversions = sum(conversion.time for conversion in stage.conversions)
+    reshardings = sum(resharding.time for resharding in stage.reshardings)
     assert plan.costs is not None
-    assert plan.costs.communication == pytest.approx(conversions + sum(s.time for s in found))
+    assert plan.costs.communication == pytest.approx(reshardings + sum(s.time for s in found))
     (forward,) = (
         c
         for c in plan.collectives

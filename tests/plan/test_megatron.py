@@ -9,8 +9,8 @@ import pytest
 from support.meshes import slow_devices
 from support.models import Planner, bert, gpt2, llama, meta, mlp, small_graph
 
+from autoshard.outcome import SolveStatus
 from autoshard.plan import Plan
-from autoshard.solve import Status
 
 LLAMA = partial(llama, layers=1)
 
@@ -79,7 +79,7 @@ def test_a_fused_projection_goes_by_heads_without_traffic(planned: Planner) -> N
     (split, *_) = (n for n in stage.nodes if n.name == "split")
     assert split.outputs == ("I,S(2)",) * 3
     (made,) = (v for v in stage.program["nodes"] if v["name"] == "split")
-    assert not any(c.consumer == "split" or c.value in made["outputs"] for c in stage.conversions)
+    assert not any(c.consumer == "split" or c.value in made["outputs"] for c in stage.reshardings)
 
 
 def test_the_batch_may_have_an_axis_of_choice(planned: Planner) -> None:
@@ -107,7 +107,7 @@ def test_the_pattern_never_beats_the_optimum(
     graph, mesh = small_graph(build), slow_devices(dp=2, tp=2)
     best = planned(graph, mesh, mode=mode)
     pattern = planned(graph, mesh, mode=mode, algo="megatron")
-    assert pattern.certificate.status is Status.OPTIMAL
+    assert pattern.certificate.status is SolveStatus.OPTIMAL
     assert pattern.certificate.objective >= best.certificate.bound
     # It is a serious baseline: within twice of the optimum, not a straw man.
     assert pattern.certificate.objective <= 2 * best.certificate.objective

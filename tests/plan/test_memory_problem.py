@@ -16,17 +16,17 @@ from autoshard.errors import PlanError
 from autoshard.layouts import Action
 from autoshard.mesh import Mesh
 from autoshard.plan import PlanOptions
-from autoshard.plan.active import ActiveAxes
-from autoshard.plan.budget.memory_problem import MemoryProblem
-from autoshard.plan.budget.moments import Backward
-from autoshard.plan.formulation.assemble import Assembly
-from autoshard.plan.formulation.decisions import Decisions, use_of
-from autoshard.plan.formulation.formulation import Formulation
-from autoshard.plan.formulation.pricing import Prices
-from autoshard.plan.formulation.variables import Role
-from autoshard.plan.memory.retention import Retention
+from autoshard.plan.active_axes import ActiveAxes
+from autoshard.plan.constraints.restriction import Steering
 from autoshard.plan.memory.timeline import timeline
-from autoshard.plan.steering.restriction import Steering
+from autoshard.plan.pricing import Prices
+from autoshard.planner.formulation.assemble import Assembly
+from autoshard.planner.formulation.decisions import Decisions, use_of
+from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation.variables import Role
+from autoshard.planner.memory_budget.checkpoints import Backward
+from autoshard.planner.memory_budget.memory_problem import MemoryProblem
+from autoshard.planner.memory_budget.saved_tensors import Retention
 from autoshard.solve import minimum_usage, solve_problem
 
 
@@ -131,7 +131,7 @@ def held_by(formulation: Formulation, decisions: Decisions) -> Held:
 
 
 def every_plan(formulation: Formulation) -> Iterator[Held]:
-    """All choices, with everything converted again and checkpointed that can be."""
+    """All choices, with everything resharded again and checkpointed that can be."""
     graph = formulation.graph
     retention = Retention(
         graph, formulation.gradients, formulation.blocks, checkpoints=True, negligible=0.0
@@ -145,7 +145,7 @@ def every_plan(formulation: Formulation) -> Iterator[Held]:
         stage = Assembly(formulation, Decisions(picks)).stage()
         moving = {
             c.use
-            for c in stage.conversions
+            for c in stage.reshardings
             if any(step.forward != Action.NOTHING for step in c.steps)
         }
         arcs = [i for i, arc in enumerate(formulation.arcs) if use_of(formulation, arc) in moving]
@@ -163,7 +163,9 @@ def some(limits: set[float]) -> list[float]:
 
 def assert_agrees(formulation: Formulation, plans: Sequence[Held]) -> None:
     """At every limit the solution costs as much as the cheapest plan that holds no more."""
-    memory = MemoryProblem(formulation, reconversion="auto", checkpointing="auto")
+    memory = MemoryProblem(
+        formulation, reshard_after_forward="auto", activation_checkpointing="auto"
+    )
     assert minimum_usage(memory.problem) == pytest.approx(min(plan.nbytes for plan in plans))
     for limit in some({plan.nbytes for plan in plans}):
         cheapest = min(plan.cost for plan in plans if plan.nbytes <= limit)
@@ -182,8 +184,8 @@ def assert_bounds(formulation: Formulation, plans: Sequence[Held]) -> None:
     blocks = dict.fromkeys(map(formulation.first_of, formulation.instance_of.values()))
     memory = MemoryProblem(
         formulation,
-        reconversion="auto",
-        checkpointing="auto",
+        reshard_after_forward="auto",
+        activation_checkpointing="auto",
         backward=[
             *(Backward(variable=i) for i in outside if variables[i].role is Role.OPERATOR),
             *(Backward(variable=i, reaches=True) for i in blocks),
@@ -203,7 +205,9 @@ def assert_bounds(formulation: Formulation, plans: Sequence[Held]) -> None:
 @pytest.mark.parametrize("module", [Layers, ResidualLayers])
 def test_nodes_take_what_goes_with_the_strategies_of_variables(module: type[nn.Module]) -> None:
     formulation = formulated(module, (4, 8), slow_devices(a=2, b=2))
-    memory = MemoryProblem(formulation, reconversion="auto", checkpointing="auto")
+    memory = MemoryProblem(
+        formulation, reshard_after_forward="auto", activation_checkpointing="auto"
+    )
     least = minimum_usage(memory.problem)
     for limit in (1.1 * least, 1.5 * least, np.inf):
         solution = solve_problem(replace(memory.problem, usage_limit=limit), relative_gap=0.01)

@@ -13,14 +13,8 @@ from support.models import Planner, llama, mlp, small_graph
 
 from autoshard.errors import MeshError, OptionError
 from autoshard.mesh import Topology, get_topology
-from autoshard.plan import (
-    Pins,
-    PlanOptions,
-    SearchProgress,
-    candidate_meshes,
-    check_plan,
-    search_meshes,
-)
+from autoshard.plan import Pins, PlanOptions, check_plan
+from autoshard.planner import SearchProgress, candidate_meshes, search_meshes
 from autoshard_solver_cache import MemoryCache, Shelf
 
 FLAT: Topology = slow_devices(a=2).topology

@@ -15,20 +15,13 @@ from torch import nn
 
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology, make_mesh
-from autoshard.plan import (
-    Conversion,
-    Plan,
-    PlanOptions,
-    check_plan,
-    compare_plans,
-    explain,
-    make_plan,
-)
-from autoshard.plan.active import ActiveAxes
-from autoshard.plan.formulation.assemble import Assembly
-from autoshard.plan.formulation.decisions import Decisions
-from autoshard.plan.formulation.formulation import Formulation
-from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan import Plan, PlanOptions, Resharding, check_plan, compare_plans
+from autoshard.plan.active_axes import ActiveAxes
+from autoshard.plan.pricing import Prices
+from autoshard.planner import explain, make_plan
+from autoshard.planner.formulation.assemble import Assembly
+from autoshard.planner.formulation.decisions import Decisions
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard_solver_cache import MemoryCache, Shelf
 
 ROUNDING = 1e-12
@@ -54,10 +47,10 @@ def by_hand(bandwidth: float) -> Mesh:
     return Mesh((Axis("dp", 2),), topology)
 
 
-def conversion_of(plan: Plan, parameter: str) -> Conversion:
+def resharding_of(plan: Plan, parameter: str) -> Resharding:
     (stage,) = plan.stages
     (name,) = [p.name for p in stage.parameters if p.target == parameter]
-    (found,) = [c for c in stage.conversions if c.value == name]
+    (found,) = [c for c in stage.reshardings if c.value == name]
     return found
 
 
@@ -82,7 +75,7 @@ def test_a_reduction_runs_beside_backward(planned: Planner, bandwidth: float) ->
     graph = graph_of((Bias(), {"x": torch.zeros(8, 8)}))
     plan = planned(graph, by_hand(bandwidth), overlap=True, **DATA_PARALLEL)
     reduction = 32 / bandwidth
-    bias = conversion_of(plan, "bias")
+    bias = resharding_of(plan, "bias")
     assert (bias.time, bias.hidden) == pytest.approx(
         (reduction, min(reduction, BACKWARD)), rel=NEARLY
     )
@@ -96,7 +89,7 @@ def test_a_gather_runs_beside_forward(planned: Planner, bandwidth: float) -> Non
     graph = graph_of((Bias(), {"x": torch.zeros(8, 8)}))
     plan = planned(graph, by_hand(bandwidth), overlap=True, **FULLY_SHARDED)
     moved = 16 / bandwidth  # half of it, forward as well as backward
-    bias = conversion_of(plan, "bias")
+    bias = resharding_of(plan, "bias")
     hidden = min(moved, FORWARD) + min(moved, BACKWARD)
     assert (bias.time, bias.hidden) == pytest.approx((2 * moved, hidden), rel=NEARLY)
 
@@ -122,9 +115,11 @@ def test_gathering_again_shares_backward_with_the_reduction(
         "nodes": {"mul*": "S(0) R -> S(0)"},
     }
     graph = graph_of((Product(), {"x": torch.ones(8, 8, requires_grad=True)}))
-    plan = planned(graph, by_hand(bandwidth), overlap=True, reconversion="always", pins=pins)
+    plan = planned(
+        graph, by_hand(bandwidth), overlap=True, reshard_after_forward="always", pins=pins
+    )
     moved = 16 / bandwidth
-    weight = conversion_of(plan, "weight")
+    weight = resharding_of(plan, "weight")
     (node,) = [n for n in plan.stages[0].nodes if n.name.startswith("mul")]
     hidden = min(moved, FORWARD) + min(2 * moved, node.time - FORWARD)
     assert weight.again
@@ -149,7 +144,9 @@ def test_it_never_costs_more(planned: Planner, name: str, options: dict[str, Any
         assert beside.costs.hidden <= beside.costs.communication
 
 
-@pytest.mark.parametrize("options", [{}, {"reconversion": "always"}, {"checkpointing": "always"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_forward": "always"}, {"activation_checkpointing": "always"}]
+)
 def test_compute_hides_once_and_only_weights(planned: Planner, options: dict[str, Any]) -> None:
     graph = small_graph(gpt2)
     plan = planned(graph, slow_devices(latency=1e-3, dp=2, tp=2), overlap=True, **options)
@@ -157,12 +154,12 @@ def test_compute_hides_once_and_only_weights(planned: Planner, options: dict[str
     parameters = {p.name for p in stage.parameters}
     times = {node.name: node.time for node in stage.nodes}
     claimed = dict.fromkeys(times, 0.0)
-    assert any(c.hidden for c in stage.conversions)
-    for conversion in stage.conversions:
-        if conversion.hidden:
-            assert conversion.value in parameters
-            assert conversion.consumer is not None
-            claimed[conversion.consumer] += conversion.hidden
+    assert any(c.hidden for c in stage.reshardings)
+    for resharding in stage.reshardings:
+        if resharding.hidden:
+            assert resharding.value in parameters
+            assert resharding.consumer is not None
+            claimed[resharding.consumer] += resharding.hidden
     assert all(claimed[name] <= time for name, time in times.items())
 
 
@@ -192,7 +189,7 @@ def formulations() -> Iterator[Formulation]:
 
 @pytest.mark.parametrize("formulation", list(formulations()))
 def test_the_plan_is_the_best_of_all(planned: Planner, formulation: Formulation) -> None:
-    """Every choice is written down as a plan, whose conversions say what is hidden."""
+    """Every choice is written down as a plan, whose reshardings say what is hidden."""
     totals = []
     for choice in product(*(range(len(v.strategies)) for v in formulation.variables)):
         price = formulation.problem.objective(choice)
@@ -228,9 +225,9 @@ def overlapped(planned: Planner) -> Plan:
 
 
 def hides_more(document: dict[str, Any], seconds: float) -> None:
-    for conversion in document["stages"][0]["conversions"]:
-        if conversion["hidden"]:
-            conversion["hidden"] += seconds
+    for resharding in document["stages"][0]["reshardings"]:
+        if resharding["hidden"]:
+            resharding["hidden"] += seconds
 
 
 def flatters(document: dict[str, Any]) -> None:

@@ -10,11 +10,13 @@ from torch import nn
 from autoshard.errors import GraphError, OptionError
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import PlanOptions, make_plan, plan_id
-from autoshard.plan.active import ActiveAxes
-from autoshard.plan.formulation.formulation import Formulation
-from autoshard.plan.formulation.pricing import Prices
-from autoshard.solve import Status, brute_force
+from autoshard.outcome import SolveStatus
+from autoshard.plan import PlanOptions
+from autoshard.plan.active_axes import ActiveAxes
+from autoshard.plan.pricing import Prices
+from autoshard.planner import make_plan, plan_id
+from autoshard.planner.formulation.formulation import Formulation
+from autoshard.solve import brute_force
 
 
 class Alarm:
@@ -82,7 +84,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
 
 def test_cancelling_is_an_outcome() -> None:
     plan = make_plan(small_graph(gpt2), make_mesh((2, 4)), cancel=Alarm(0))
-    assert plan.certificate.status is Status.CANCELLED
+    assert plan.certificate.status is SolveStatus.CANCELLED
     assert "cancelled" in plan.reason
 
 

@@ -11,11 +11,11 @@ from support.models import Planner, gpt2, graph_of, meta
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
 from autoshard.layouts import Action
+from autoshard.ops import Saved, call_of, saved_by
 from autoshard.plan import Checkpoint, Stage
 from autoshard.plan.document import Use
 from autoshard.plan.memory.counting import count_collectives
 from autoshard.plan.memory.recompute import recomputed
-from autoshard.rules import Saved, call_of, saved_by
 
 Made = tuple[Graph, Stage]
 
@@ -26,12 +26,12 @@ def made(planned: Planner) -> Made:
     graph = graph_of(meta(gpt2, layers=1))
     pins = {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}
     (stage,) = planned(graph, slow_devices(dp=4), pins=pins).stages
-    return graph, converting(stage, frozenset()).model_copy(update={"checkpoints": ()})
+    return graph, resharded_again(stage, frozenset()).model_copy(update={"checkpoints": ()})
 
 
-def converting(stage: Stage, again: frozenset[Use]) -> Stage:
-    conversions = (c.model_copy(update={"again": c.use in again}) for c in stage.conversions)
-    return stage.model_copy(update={"conversions": tuple(conversions)})
+def resharded_again(stage: Stage, again: frozenset[Use]) -> Stage:
+    reshardings = (c.model_copy(update={"again": c.use in again}) for c in stage.reshardings)
+    return stage.model_copy(update={"reshardings": tuple(reshardings)})
 
 
 def checkpointing(graph: Graph, stage: Stage, *spans: tuple[int, int]) -> Stage:
@@ -52,7 +52,7 @@ def test_nothing_runs_again_unless_the_plan_says_so(made: Made) -> None:
     graph, stage = made
     found = recomputed(graph, stage)
     assert not found.nodes
-    assert not found.conversions
+    assert not found.reshardings
 
 
 @given(data=st.data())
@@ -69,31 +69,31 @@ def test_a_checkpoint_runs_again_up_to_what_backward_needs(made: Made, data: st.
     assert found.nodes == names | ({graph.nodes[stop].name} if runs else set())
     reached = names | ({graph.nodes[stop].name} if saving else set())
     inside = {value for node in graph.nodes[first : last + 1] for value in node.outputs}
-    for conversion in stage.conversions:
-        if conversion.consumer is not None:
-            assert (conversion.use in found.conversions) == (conversion.consumer in reached)
+    for resharding in stage.reshardings:
+        if resharding.consumer is not None:
+            assert (resharding.use in found.reshardings) == (resharding.consumer in reached)
         else:
-            readers = {graph.nodes[i].name for i, _ in graph.consumers[conversion.value]}
-            expected = conversion.value in inside and bool(readers & reached)
-            assert (conversion.use in found.conversions) == expected
+            readers = {graph.nodes[i].name for i, _ in graph.consumers[resharding.value]}
+            expected = resharding.value in inside and bool(readers & reached)
+            assert (resharding.use in found.reshardings) == expected
 
 
 @given(data=st.data())
 @settings(max_examples=20, derandomize=True, deadline=None)
 def test_what_runs_again_is_counted_in_backward(made: Made, data: st.DataObject) -> None:
     graph, stage = made
-    uses = [conversion.use for conversion in stage.conversions]
+    uses = [resharding.use for resharding in stage.reshardings]
     marks = data.draw(st.integers(0, 2 ** len(uses) - 1))
     again = frozenset(name for i, name in enumerate(uses) if marks >> i & 1)
-    edited = converting(stage, again)
-    assert recomputed(graph, edited).conversions == again
+    edited = resharded_again(stage, again)
+    assert recomputed(graph, edited).reshardings == again
     plain, found = (count_collectives((s,), (graph,)) for s in (stage, edited))
     added = Counter({(c.kind, c.axis, c.direction): c.nbytes for c in found})
     added.subtract({(c.kind, c.axis, c.direction): c.nbytes for c in plain})
     expected: Counter[tuple[str, str, str]] = Counter()
-    for conversion in stage.conversions:
-        for step in conversion.steps:
-            if conversion.use in again and Action(step.forward).is_collective:
+    for resharding in stage.reshardings:
+        for step in resharding.steps:
+            if resharding.use in again and Action(step.forward).is_collective:
                 expected[step.forward, step.axis, "backward"] += step.nbytes
     assert +added == expected
 
@@ -113,8 +113,8 @@ def test_checkpoints_that_do_not_fit_are_named(made: Made) -> None:
 def test_again_inside_a_checkpoint_means_nothing(made: Made) -> None:
     graph, stage = made
     names = [node.name for node in graph.nodes]
-    own = next(c for c in stage.conversions if c.consumer in names)
+    own = next(c for c in stage.reshardings if c.consumer in names)
     number = names.index(own.consumer)
-    edited = checkpointing(graph, converting(stage, frozenset({own.use})), (number, number))
+    edited = checkpointing(graph, resharded_again(stage, frozenset({own.use})), (number, number))
     with pytest.raises(PlanError, match=f"'{own.value}' .* is `again` inside a checkpoint"):
         recomputed(graph, edited)

@@ -19,9 +19,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "inference": {"mode": "inference"},
     "overlap": {"overlap": True},
-    "checkpoints": {"checkpointing": "always"},
-    "checkpoints and overlap": {"checkpointing": "always", "overlap": True},
-    "converted again": {"reconversion": "always", "overlap": True},
+    "checkpoints": {"activation_checkpointing": "always"},
+    "checkpoints and overlap": {"activation_checkpointing": "always", "overlap": True},
+    "resharded again": {"reshard_after_forward": "always", "overlap": True},
 }
 
 MESH = slow_devices(dp=2, tp=2)
@@ -114,7 +114,7 @@ def test_the_options_show(plans: dict[str, Plan]) -> None:
     assert phases["inference"] == {Phase.FORWARD}
     assert phases["plain"] == {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER}
     assert Phase.RECOMPUTE in phases["checkpoints"]
-    assert Phase.RECOMPUTE in phases["converted again"]
+    assert Phase.RECOMPUTE in phases["resharded again"]
     assert simulate(plans["overlap"]).hidden > 0
 
 

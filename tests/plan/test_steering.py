@@ -12,11 +12,12 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh, make_mesh
-from autoshard.plan import Pins, Plan, PlanOptions, check_plan, make_plan
-from autoshard.plan.active import ActiveAxes
-from autoshard.plan.steering.origins import Origin, Origins
-from autoshard.plan.steering.patterns import LayoutPattern
-from autoshard.solve import Status
+from autoshard.outcome import SolveStatus
+from autoshard.plan import Pins, Plan, PlanOptions, check_plan
+from autoshard.plan.active_axes import ActiveAxes
+from autoshard.plan.constraints.origins import Origin, Origins
+from autoshard.plan.constraints.patterns import LayoutPattern
+from autoshard.planner import make_plan
 
 LLAMA = partial(llama, layers=1)
 SLOW_2X2 = slow_devices(a=2, b=2)
@@ -54,7 +55,7 @@ def test_pins_hold(planned: Planner) -> None:
     assert plan.stages[0].outputs[1].layout.startswith("S(1),")
     assert node(plan, "layer_norm")[1] == ("S(0),R",)
     free = planned(graph, SLOW_2X2)
-    assert plan.certificate.status is Status.OPTIMAL
+    assert plan.certificate.status is SolveStatus.OPTIMAL
     assert plan.certificate.objective > free.certificate.objective
 
 

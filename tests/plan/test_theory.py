@@ -6,8 +6,8 @@ import pytest
 from support.meshes import mase_mesh, slow_devices
 from support.models import Case, Planner, bert, gpt2, llama, meta, mlp, small_graph
 
+from autoshard.outcome import SolveStatus
 from autoshard.plan import Plan
-from autoshard.solve import Status
 
 
 def layouts(plan: Plan) -> dict[str, str]:
@@ -71,7 +71,7 @@ def test_a_memory_budget_shards_parameters_at_rest(planned: Planner) -> None:
 def test_a_budget_below_everything_says_what_would_work(planned: Planner) -> None:
     case = meta(mlp, 8192, 1024, 1024, 1024)
     plan = planned(case, (4,), memory_budget=1_000_000)
-    assert plan.certificate.status is Status.INFEASIBLE
+    assert plan.certificate.status is SolveStatus.INFEASIBLE
     assert not plan.found
     least = int(plan.reason.split("the smallest that works is ")[1].split(" ")[0].replace(",", ""))
     assert planned(case, (4,), memory_budget=least).found
@@ -89,7 +89,7 @@ def test_one_device_has_the_trivial_plan_only(
     whole = "I" if mode == "training" else "R"
     assert set(layouts(plan).values()) == {",".join([whole] * len(shape))}
     assert plan.collectives == ()
-    assert plan.stages[0].conversions == ()
+    assert plan.stages[0].reshardings == ()
 
 
 def test_an_axis_of_one_rank_changes_nothing(planned: Planner) -> None:
@@ -113,7 +113,7 @@ def test_small_models_are_planned_to_optimality(
 ) -> None:
     graph = small_graph(build)
     plan = planned(graph, slow_devices(**{f"a{i}": n for i, n in enumerate(shape)}), mode=mode)
-    assert plan.certificate.status is Status.OPTIMAL
+    assert plan.certificate.status is SolveStatus.OPTIMAL
     assert plan.certificate.gap <= 1e-4
     assert plan.costs.compute < planned(graph, slow_devices(a=1), mode=mode).costs.compute
 

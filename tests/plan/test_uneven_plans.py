@@ -14,8 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, graph_from_json
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.plan.simulation.timing import Timing
+from autoshard.planner import make_plan
 
 VOCABULARY, WIDTH = 50257, 768
 LARGEST = 6283
@@ -92,7 +93,7 @@ def test_what_is_gathered_is_as_long_as_the_slices_of_all() -> None:
     assert check_plan(plan, graph()) == ()
     (stage,) = plan.stages
     (table,) = (p for p in stage.parameters if TIED in (p.target, *p.aliases))
-    found = [c for c in stage.conversions if c.value == table.name]
+    found = [c for c in stage.reshardings if c.value == table.name]
     gathers = [s for c in found for s in c.steps if s.forward == "all_gather"]
     assert gathers
     assert {step.nbytes for step in gathers} == {8 * LARGEST * WIDTH * 4}
@@ -100,8 +101,8 @@ def test_what_is_gathered_is_as_long_as_the_slices_of_all() -> None:
     (first, *rest) = found[0].steps
     lesser = first.model_copy(update={"nbytes": VOCABULARY * WIDTH * 4})
     altered = found[0].model_copy(update={"steps": (lesser, *rest)})
-    others = tuple(altered if c is found[0] else c for c in stage.conversions)
-    wrong = plan.model_copy(update={"stages": (stage.model_copy(update={"conversions": others}),)})
+    others = tuple(altered if c is found[0] else c for c in stage.reshardings)
+    wrong = plan.model_copy(update={"stages": (stage.model_copy(update={"reshardings": others}),)})
     assert any(f"moves {8 * LARGEST * WIDTH * 4} bytes" in f for f in check_plan(wrong))
 
 
@@ -159,10 +160,10 @@ def test_a_simulation_knows_the_copies_beside_an_uneven_gather(planned: Planner)
     pins = {"parameters": {"up.weight": "S(0)"}, "inputs": {"*": "S(0)"}}
     plan = planned(given, slow_devices(a=4), pins=pins)
     stage = plan.stages[0]
-    gathered = [c for c in stage.conversions if c.source == "S(0)" and c.target == "R"]
-    (conversion,) = [c for c in gathered if c.value == "p_up_weight"]
+    gathered = [c for c in stage.reshardings if c.source == "S(0)" and c.target == "R"]
+    (resharding,) = [c for c in gathered if c.value == "p_up_weight"]
     (piece,) = (
-        Timing(plan, stage, graph_from_json(stage.program)).conversion(conversion).forward.waited
+        Timing(plan, stage, graph_from_json(stage.program)).resharding(resharding).forward.waited
     )
     nbytes = 12 * 10 * 4
     assert piece.nbytes == nbytes

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, export_model, load_graph
-from autoshard.plan import PlanOptions, make_plan
+from autoshard.plan import PlanOptions
+from autoshard.planner import make_plan
 from autoshard.runtime import gathered, parallelize, shard_loader
 
 ROWS = list(range(10))

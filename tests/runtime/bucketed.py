@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.graph import graph_from_json
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.buckets import buckets_of
+from autoshard.planner import make_plan
 from autoshard.runtime import parallelize
 
 ROWS = dict.fromkeys(("*.attn", "*.mlp", "*.c_*", "*.ln_*", "lm_head"), "S(0)")
@@ -55,8 +56,10 @@ class Case:
         self.plan = make_plan(graph, slow_devices(dp=4), PlanOptions(**self.options))
         stage = self.plan.stages[0]
         found = buckets_of(stage, graph_from_json(stage.program))
-        assert any(len(bucket.conversions) > 1 for bucket in found)
-        assert any(bucket.checkpoint >= 0 for bucket in found) == ("checkpointing" in self.options)
+        assert any(len(bucket.reshardings) > 1 for bucket in found)
+        assert any(bucket.checkpoint >= 0 for bucket in found) == (
+            "activation_checkpointing" in self.options
+        )
 
     def __call__(self) -> None:
         torch.manual_seed(0)
@@ -273,10 +276,10 @@ CASES: dict[str, Callable[[], None]] = {
             ("cut and whole", MIXED, (hooked, scaled)),
             (
                 "gathered in checkpoints",
-                CUT | {"checkpointing": "always"},
+                CUT | {"activation_checkpointing": "always"},
                 (accumulated, asked_for, hooked),
             ),
-            ("gathered again", CUT | {"reconversion": "always"}, (accumulated, asked_for)),
+            ("gathered again", CUT | {"reshard_after_forward": "always"}, (accumulated, asked_for)),
         ]
         for check in checks
     },
@@ -287,6 +290,8 @@ CASES: dict[str, Callable[[], None]] = {
     "copied, parameters cut": Case(MLP, copied, models.mlp),
     "compiled, parameters cut": Case(MLP, compiled, models.mlp),
     "compiled, parameters gathered in checkpoints": Case(
-        OPTIONS["fsdp of residuals"] | {"checkpointing": "always"}, compiled, models.residuals
+        OPTIONS["fsdp of residuals"] | {"activation_checkpointing": "always"},
+        compiled,
+        models.residuals,
     ),
 }

@@ -108,15 +108,15 @@ def cuts_unevenly(plan: Plan) -> bool:
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[Sequence[int], Layout]]:
-    """Shape and layout of all that is made and of all that is converted."""
+    """Shape and layout of all that is made and of all that is resharded."""
     for stage in plan.stages:
         graph = graph_from_json(stage.program)
         for node, placed in zip(graph.nodes, stage.nodes, strict=True):
             for name, text in zip(node.outputs, placed.outputs, strict=True):
                 yield graph.values[name].shape, Layout.parse(text)
-        for conversion in stage.conversions:
-            yield graph.values[conversion.value].shape, Layout.parse(conversion.source)
-            yield graph.values[conversion.value].shape, Layout.parse(conversion.target)
+        for resharding in stage.reshardings:
+            yield graph.values[resharding.value].shape, Layout.parse(resharding.source)
+            yield graph.values[resharding.value].shape, Layout.parse(resharding.target)
 
 
 def orders_rows(plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""Plans written by hand: layouts are given, conversions follow from them.
+"""Plans written by hand: layouts are given, reshardings follow from them.
 
 They pin down what a runtime must do without a planner in between, and contain what a planner
 seldom picks.
@@ -12,11 +12,11 @@ from torch import nn
 
 from autoshard.graph import Graph, InputKind, graph_digest, graph_to_json, load_graph
 from autoshard.graph.export import export_model
-from autoshard.layouts import Conversions, Layout, placement_texts
+from autoshard.layouts import Layout, ReshardingTable, placement_texts
 from autoshard.mesh import Mesh, make_mesh
+from autoshard.outcome import SolveStatus
 from autoshard.plan import (
     Certificate,
-    Conversion,
     Costs,
     GraphSummary,
     Memory,
@@ -27,10 +27,10 @@ from autoshard.plan import (
     PlannedStep,
     PlanOptions,
     Provenance,
+    Resharding,
     Stage,
 )
 from autoshard.plan.memory.counting import count_collectives
-from autoshard.solve import Status
 
 Layouts = tuple[Sequence[str], Sequence[str]]
 """Of the inputs and of the outputs of one node."""
@@ -67,7 +67,7 @@ class HandPlan:
         stage = _Stage(self, graph).build()
         return Plan(
             id="0" * 64,
-            certificate=Certificate(status=Status.FEASIBLE, objective=0.0, bound=0.0, gap=0.0),
+            certificate=Certificate(status=SolveStatus.FEASIBLE, objective=0.0, bound=0.0, gap=0.0),
             graph=GraphSummary(digest=graph_digest(graph), num_nodes=1, num_parameters=1),
             mesh=self.mesh,
             options=PlanOptions(mode=self.mode),
@@ -93,7 +93,7 @@ class HandPlan:
 
 
 class _Flat:
-    """Prices by which the shortest conversion of the fewest bytes wins."""
+    """Prices by which the shortest resharding of the fewest bytes wins."""
 
     def collective_time(
         self,
@@ -115,7 +115,7 @@ class _Stage:
         self.graph = graph
         self.sizes = hand.mesh.axis_sizes
         self.made: dict[str, str] = {}
-        self.conversions: list[Conversion] = []
+        self.reshardings: list[Resharding] = []
 
     def build(self) -> Stage:
         inputs = [
@@ -145,7 +145,7 @@ class _Stage:
             program=graph_to_json(self.graph),
             inputs=tuple(inputs),
             nodes=tuple(nodes),
-            conversions=tuple(self.conversions),
+            reshardings=tuple(self.reshardings),
             outputs=tuple(outputs),
         )
 
@@ -158,16 +158,16 @@ class _Stage:
     def _make(self, value: str, layout: str) -> None:
         self.made[value] = layout
         if value in self.hand.shared:
-            self._convert(value, None, 0, self.hand.shared[value])
+            self._reshard(value, None, 0, self.hand.shared[value])
             self.made[value] = self.hand.shared[value]
 
     def _use(self, value: str, consumer: str, position: int, layout: str) -> None:
         if self.made[value] != layout:
-            self._convert(value, consumer, position, layout)
+            self._reshard(value, consumer, position, layout)
 
-    def _convert(self, value: str, consumer: str | None, position: int, target: str) -> None:
+    def _reshard(self, value: str, consumer: str | None, position: int, target: str) -> None:
         tensor = self.graph.values[value]
-        conversions = Conversions(
+        reshardings = ReshardingTable(
             tensor.shape,
             tensor.dtype.itemsize,
             self.sizes,
@@ -186,12 +186,12 @@ class _Stage:
                 nbytes=step.nbytes,
                 time=0.0,
             )
-            for step in conversions.path(Layout.parse(source), Layout.parse(target))
+            for step in reshardings.path(Layout.parse(source), Layout.parse(target))
             # As in any plan: an axis of one rank has no steps.
             if self.sizes[step.axis] > 1
         )
-        self.conversions.append(
-            Conversion(
+        self.reshardings.append(
+            Resharding(
                 value=value,
                 consumer=consumer,
                 position=position,

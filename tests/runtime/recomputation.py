@@ -11,10 +11,10 @@ from torch import nn
 
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.layouts import Action
-from autoshard.plan import Checkpoint, CollectiveCount, Conversion, Plan
+from autoshard.ops import Kernel, call_of, is_view, kernel_for, saved_by
+from autoshard.plan import Checkpoint, CollectiveCount, Plan, Resharding
 from autoshard.plan.document import Use
 from autoshard.plan.memory.counting import count_collectives
-from autoshard.rules import Kernel, call_of, is_view, kernel_for, saved_by
 from autoshard.runtime import parallelize, record_collectives, summarize
 
 COLLECTIVES = {action.value for action in Action if action.is_collective}
@@ -69,18 +69,18 @@ def edited(plan: Plan, **update: Any) -> Plan:
 
 def holding_everything(plan: Plan) -> Plan:
     """The plan with nothing that runs once more."""
-    return converting_again(edited(plan, checkpoints=()), lambda _: False)
+    return resharding_again(edited(plan, checkpoints=()), lambda _: False)
 
 
-def converting_again(plan: Plan, wanted: Callable[[Conversion], bool]) -> Plan:
-    """The plan with `again` on all wanted conversions whose result backward would hold."""
+def resharding_again(plan: Plan, wanted: Callable[[Resharding], bool]) -> Plan:
+    """The plan with `again` on all wanted reshardings whose result backward would hold."""
     stage = plan.stages[0]
-    kept = set(held_conversions(plan))
+    kept = set(held_reshardings(plan))
     return edited(
         plan,
-        conversions=tuple(
-            conversion.model_copy(update={"again": conversion in kept and wanted(conversion)})
-            for conversion in stage.conversions
+        reshardings=tuple(
+            resharding.model_copy(update={"again": resharding in kept and wanted(resharding)})
+            for resharding in stage.reshardings
         ),
     )
 
@@ -98,28 +98,28 @@ def nodes_of(plan: Plan, module: str) -> list[Node]:
     return [node for node in nodes if f"{node.module}.".startswith(f"{module}.") or not module]
 
 
-def held_conversions(plan: Plan) -> Iterator[Conversion]:
-    """Conversions that communicate, and of whose result an operator keeps something.
+def held_reshardings(plan: Plan) -> Iterator[Resharding]:
+    """ReshardingTable that communicate, and of whose result an operator keeps something.
 
     Not all of them: whether a reshape is a view depends on strides.
     """
     stage = plan.stages[0]
     graph = graph_from_json(stage.program)
-    converted = {c.use for c in stage.conversions}
-    for conversion in stage.conversions:
-        if not any(step.forward in COLLECTIVES for step in conversion.steps):
+    resharded = {c.use for c in stage.reshardings}
+    for resharding in stage.reshardings:
+        if not any(step.forward in COLLECTIVES for step in resharding.steps):
             continue
-        for user, position in graph.consumers[conversion.value]:
+        for user, position in graph.consumers[resharding.value]:
             name = graph.nodes[user].name
-            own = (conversion.value, name, position) in converted
-            mine = (conversion.consumer, conversion.position) == (name, position)
-            shared = conversion.consumer is None and not own
-            if (mine or shared) and _keeps(graph, converted, user, position):
-                yield conversion
+            own = (resharding.value, name, position) in resharded
+            mine = (resharding.consumer, resharding.position) == (name, position)
+            shared = resharding.consumer is None and not own
+            if (mine or shared) and _keeps(graph, resharded, user, position):
+                yield resharding
                 break
 
 
-def _keeps(graph: Graph, converted: set[Use], number: int, position: int) -> bool:
+def _keeps(graph: Graph, resharded: set[Use], number: int, position: int) -> bool:
     """Whether a node, or a reader of its view, keeps what it reads."""
     node = graph.nodes[number]
     gradients = [graph.values[value].requires_grad for value in node.inputs]
@@ -128,8 +128,8 @@ def _keeps(graph: Graph, converted: set[Use], number: int, position: int) -> boo
     if not is_view(node.operator) or kernel_for(node.operator).kind is Kernel.RESHAPE:
         return False
     return any(
-        _keeps(graph, converted, *use)
+        _keeps(graph, resharded, *use)
         for value in node.outputs
         for use in graph.consumers[value]
-        if not {(value, None, 0), (value, graph.nodes[use[0]].name, use[1])} & converted
+        if not {(value, None, 0), (value, graph.nodes[use[0]].name, use[1])} & resharded
     )

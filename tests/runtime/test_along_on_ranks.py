@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from autoshard.graph import export_model, load_graph
-from autoshard.plan import Pins, PlacedNode, Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Pins, PlacedNode, Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 NUM_RANKS = 4
 
@@ -177,7 +178,7 @@ class Case:
     pins: dict[str, str]
     inside: dict[str, str]
     mode: str = "training"
-    checkpointing: str = "never"
+    activation_checkpointing: str = "never"
     tolerance: float = TOLERANCE
     plan: Plan = field(init=False)
 
@@ -186,14 +187,16 @@ class Case:
         model, inputs = self.build()
         graph = load_graph(export_model(model, (), inputs))
         options = PlanOptions(
-            pins=Pins(nodes=self.pins), mode=self.mode, checkpointing=self.checkpointing
+            pins=Pins(nodes=self.pins),
+            mode=self.mode,
+            activation_checkpointing=self.activation_checkpointing,
         )
         plan = make_plan(graph, slow_devices(**self.axes), options)
         assert plan.found, plan.reason
         assert check_plan(plan, graph) == ()
         inside = {node.name: listed(node) for node in plan.stages[0].nodes}
         assert {name: inside[name] for name in self.inside} == self.inside
-        assert bool(plan.stages[0].checkpoints) == (self.checkpointing == "always")
+        assert bool(plan.stages[0].checkpoints) == (self.activation_checkpointing == "always")
         self.plan = Plan.from_json(plan.to_json())
 
     def __call__(self) -> None:
@@ -278,7 +281,7 @@ CASES = {
         {"a": 2, "b": 2},
         {"layer_norm*": "S(0),S(1) * * -> *"},
         {"layer_norm_1": "sum@b sum@b | sum@b"},
-        checkpointing="always",
+        activation_checkpointing="always",
     ),
     **{
         f"statistics that run again, {name}": Case(
@@ -286,7 +289,7 @@ CASES = {
             {"a": 2, "b": 2},
             {"batch_norm*": pin},
             {"batch_norm_1": inside},
-            checkpointing="always",
+            activation_checkpointing="always",
             tolerance=1e-10,
         )
         for name, pin, inside in [
@@ -304,7 +307,7 @@ CASES = {
         {"a": 2, "b": 2},
         {"batch_norm*": "S(0),S(1) *,S(0) *,S(0) -> *"},
         {"batch_norm_1": "sum@a sum@a | sum@a"},
-        checkpointing="always",
+        activation_checkpointing="always",
         tolerance=1e-10,
     ),
     **{

@@ -12,7 +12,8 @@ from support.meshes import slow_devices
 from support.models import Case as Built
 from support.models import graph_of
 
-from autoshard.plan import Mode, Pins, Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Mode, Pins, Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 NUM_RANKS = 4
 SIZES = {"width": 32, "hidden": 64, "vocabulary": 64}
@@ -32,7 +33,7 @@ class Case:
     mode: Mode = "training"
     pinned: bool = False
     axes: tuple[int, ...] = (4,)
-    checkpointing: str = "never"
+    activation_checkpointing: str = "never"
     inside: int = 0
     plan: Plan = field(init=False)
 
@@ -41,7 +42,9 @@ class Case:
         graph = graph_of(self.build())
         pins = {"scaled_dot_product_attention*": f"{self.taken} -> *"} if self.pinned else {}
         options = PlanOptions(
-            pins=Pins(nodes=pins), mode=self.mode, checkpointing=self.checkpointing
+            pins=Pins(nodes=pins),
+            mode=self.mode,
+            activation_checkpointing=self.activation_checkpointing,
         )
         plan = make_plan(graph, slow_devices(**dict(zip("ab", self.axes, strict=False))), options)
         assert plan.found, plan.reason
@@ -50,7 +53,7 @@ class Case:
         calls = [n.name for n in graph.nodes if "scaled_dot_product" in n.operator]
         assert {" ".join(nodes[name].inputs) for name in calls} == {self.taken}
         assert {len(nodes[name].inside) for name in calls} == {self.inside}
-        assert bool(plan.stages[0].checkpoints) == (self.checkpointing == "always")
+        assert bool(plan.stages[0].checkpoints) == (self.activation_checkpointing == "always")
         self.plan = Plan.from_json(plan.to_json())
 
     def __call__(self) -> None:
@@ -81,7 +84,7 @@ CASES = {
         partial(decoder, 16, heads=4, groups=2, **SIZES),
         KEYS,
         pinned=True,
-        checkpointing="always",
+        activation_checkpointing="always",
         inside=2,
     ),
     "causal queries and keys": Case(

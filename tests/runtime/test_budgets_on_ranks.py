@@ -12,7 +12,8 @@ from support import models
 from support.meshes import slow_devices
 from support.models import graph_of
 
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 NUM_RANKS = 4
 TOLERANCE = 1e-10
@@ -46,7 +47,7 @@ class Case:
         plan = make_plan(graph, mesh, options)
         assert plan.found, plan.reason
         assert check_plan(plan, graph) == ()
-        assert any(conversion.again for conversion in plan.stages[0].conversions)
+        assert any(resharding.again for resharding in plan.stages[0].reshardings)
         self.plan = Plan.from_json(plan.to_json())
 
     def __call__(self) -> None:
@@ -64,8 +65,8 @@ class Case:
 FULLY_SHARDED = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}}
 HYBRID = {
     "pins": {"parameters": {"*": "*,S(0)"}, "inputs": {"*": "S(0),S(0)"}},
-    "reconversion": "always",
-    "checkpointing": "always",
+    "reshard_after_forward": "always",
+    "activation_checkpointing": "always",
 }
 
 CASES = {

@@ -14,8 +14,9 @@ from support.models import graph_of
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.plan import Plan, PlanOptions, make_plan
-from autoshard.runtime import checkpointable, parallelize
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
+from autoshard.runtime import dcp_state_dict, parallelize
 
 NUM_RANKS = 4
 THIRDS = {"pins": {"parameters": {"*.c_attn.weight": "S(0),S(1)/1+1+1"}}}
@@ -66,7 +67,7 @@ class Case:
         model, inputs = gpt2()
         parallelize(model, saved, device_mesh(saved))
         state = state_of(model, trained(model, inputs))
-        dcp.save(checkpointable(state), checkpoint_id=folder)
+        dcp.save(dcp_state_dict(state), checkpoint_id=folder)
 
         plain = {"model": gpt2()[0].state_dict()}
         dcp.load(plain, checkpoint_id=folder)
@@ -77,7 +78,7 @@ class Case:
         optimizer = trained(other, inputs)
         for parameter in other.parameters():
             nn.init.zeros_(parameter)
-        dcp.load(checkpointable(state_of(other, optimizer)), checkpoint_id=folder)
+        dcp.load(dcp_state_dict(state_of(other, optimizer)), checkpoint_id=folder)
         check_equal(state_of(other, optimizer), state)
 
 

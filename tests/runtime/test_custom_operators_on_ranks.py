@@ -13,7 +13,8 @@ from support.models import graph_of
 
 from autoshard.discovery import discover
 from autoshard.graph import Graph
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 NUM_RANKS = 4
 

@@ -25,7 +25,8 @@ from zoo.families_on_ranks import precision
 
 from autoshard.graph import Graph, export_model, load_graph
 from autoshard.graph.experts import COMBINE, DISPATCH
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 NUM_RANKS = 4
 EXACT = 1e-10

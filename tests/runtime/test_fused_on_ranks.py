@@ -17,7 +17,8 @@ from support.models import graph_of
 from torch import nn
 from torch.nn import functional
 
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
 
 NUM_RANKS = 4
 EXACT = 1e-10

@@ -19,8 +19,9 @@ from autoshard.cli import app
 from autoshard.client.offline import OfflinePlans
 from autoshard.errors import LaunchError, PlanError
 from autoshard.graph import graph_from_json
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.buckets import buckets_of
+from autoshard.planner import make_plan
 from autoshard.runtime.launch.failures import failures_noted, first_failure
 
 PROGRAM = Path(launched_program.__file__)

@@ -12,7 +12,8 @@ from runtime.comparison import check_training
 from support.meshes import mase_mesh, slow_mase_mesh
 from support.models import Case, bert, graph_of, mlp
 
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Plan
+from autoshard.planner import make_plan
 
 NUM_RANKS = 8
 

@@ -15,7 +15,8 @@ from support import models
 from support.meshes import slow_devices
 
 from autoshard.graph import Graph, export_model, load_graph
-from autoshard.plan import Mode, Plan, PlanOptions, make_plan
+from autoshard.plan import Mode, Plan, PlanOptions
+from autoshard.planner import make_plan
 
 NUM_RANKS = 4
 

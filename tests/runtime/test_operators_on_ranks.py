@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from autoshard.graph import export_model, load_graph
-from autoshard.plan import Pins, Plan, PlanOptions, make_plan
+from autoshard.plan import Pins, Plan, PlanOptions
+from autoshard.planner import make_plan
 
 NUM_RANKS = 4
 

@@ -7,7 +7,7 @@ from support.meshes import slow_devices
 from support.models import gpt2, graph_of, small_graph
 
 from autoshard.errors import PlanError
-from autoshard.plan import make_plan
+from autoshard.planner import make_plan
 from autoshard.runtime.parameters import check_parameters
 
 MESH = slow_devices(dp=2)

@@ -8,7 +8,8 @@ from torch import nn
 from autoshard.errors import PlanError
 from autoshard.graph import export_model, graph_from_json, graph_to_json, load_graph
 from autoshard.layouts import Layout
-from autoshard.plan import PlanOptions, make_plan
+from autoshard.plan import PlanOptions
+from autoshard.planner import make_plan
 from autoshard.runtime.local_node import Place
 from autoshard.runtime.preparation import prepared_inputs
 

@@ -14,7 +14,8 @@ from support.models import gpt2, graph_of, small_graph
 
 from autoshard.discovery import discover
 from autoshard.errors import PlanError
-from autoshard.plan import Event, Plan, PlanOptions, chrome_trace, make_plan
+from autoshard.plan import Event, Plan, PlanOptions, chrome_trace
+from autoshard.planner import make_plan
 from autoshard.runtime.launch import Launched
 from autoshard.runtime.profiling import profile
 from autoshard.runtime.profiling.step import rows_to_choose_from
@@ -70,9 +71,11 @@ class Profiled:
 CASES: dict[str, Profiled] = {
     "training": Profiled({"pins": PINS}),
     "inference": Profiled({"mode": "inference"}),
-    "checkpoints": Profiled({"checkpointing": "always", "optimizer": "sgd"}),
+    "checkpoints": Profiled({"activation_checkpointing": "always", "optimizer": "sgd"}),
     "operators of its own": Profiled({"optimizer": "sgd"}, (custom_operators.NAMESPACE,)),
-    "converted again": Profiled({"reconversion": "always", "pins": PINS, "optimizer": "none"}),
+    "resharded again": Profiled(
+        {"reshard_after_forward": "always", "pins": PINS, "optimizer": "none"}
+    ),
 }
 
 

@@ -214,14 +214,14 @@ def check_registers_are_freed(_hand: HandPlan, plan: Plan) -> None:
 def check_contradictions_are_found(_hand: HandPlan, plan: Plan) -> None:
     stage = plan.stages[0]
     mesh = device_mesh(plan)
-    conversion = stage.conversions[0]
+    resharding = stage.reshardings[0]
     broken = {
         "no layouts for node": {"nodes": stage.nodes[1:]},
         "does not divide": {
             "nodes": (stage.nodes[0].model_copy(update={"outputs": ("S(5)",)}), *stage.nodes[1:])
         },
-        "which does not use it": {"conversions": (conversion.model_copy(update={"position": 99}),)},
-        "one use of a value twice": {"conversions": (conversion, conversion)},
+        "which does not use it": {"reshardings": (resharding.model_copy(update={"position": 99}),)},
+        "one use of a value twice": {"reshardings": (resharding, resharding)},
         "gives": {
             "inputs": (
                 stage.inputs[0].model_copy(update={"local_shape": (1, 1)}),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from runtime.recomputation import (
     checkpointing,
-    converting_again,
     holding_everything,
     nodes_of,
+    resharding_again,
     run_step,
 )
 from runtime.transformers_on_ranks import (
@@ -24,7 +24,7 @@ from runtime.transformers_on_ranks import (
 from support import models
 
 from autoshard.graph import graph_from_json
-from autoshard.plan import Conversion, Plan
+from autoshard.plan import Plan, Resharding
 from autoshard.plan import buckets as plan_buckets
 from autoshard.plan.buckets import buckets_of
 
@@ -59,9 +59,9 @@ LAYERS = {
 }
 
 
-def parameters(plan: Plan) -> Callable[[Conversion], bool]:
+def parameters(plan: Plan) -> Callable[[Resharding], bool]:
     names = {p.name for p in plan.stages[0].parameters}
-    return lambda conversion: conversion.value in names
+    return lambda resharding: resharding.value in names
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Case:
         whole = parameters(self.plan)
         # The last step of a gather makes the whole parameter; its slice is there anyway.
         made_anew = [
-            c.steps[-1].nbytes for c in self.plan.stages[0].conversions if c.again and whole(c)
+            c.steps[-1].nbytes for c in self.plan.stages[0].reshardings if c.again and whole(c)
         ]
         wanted = plain.held // 2 if self.edit is checkpoints else plain.held - sum(made_anew)
         step = run_step(self.plan, MODELS[self.model], patient_until=wanted)
@@ -116,7 +116,7 @@ class Case:
 
 
 def again(plan: Plan, _layers: tuple[str, ...]) -> Plan:
-    return converting_again(plan, parameters(plan))
+    return resharding_again(plan, parameters(plan))
 
 
 def one_of_each(plan: Plan, layers: tuple[str, ...]) -> Plan:
@@ -125,12 +125,12 @@ def one_of_each(plan: Plan, layers: tuple[str, ...]) -> Plan:
     inside = {n.name for n in nodes_of(plan, layers[-1])}
     makers = {v: n.name for n in nodes_of(plan, "") for v in n.outputs}
 
-    def outside(conversion: Conversion) -> bool:
-        place = conversion.consumer or makers.get(conversion.value)
+    def outside(resharding: Resharding) -> bool:
+        place = resharding.consumer or makers.get(resharding.value)
         return place not in inside
 
-    assert {c.consumer for c in stage.conversions} & inside
-    return converting_again(checkpointing(plan, layers[-1]), outside)
+    assert {c.consumer for c in stage.reshardings} & inside
+    return resharding_again(checkpointing(plan, layers[-1]), outside)
 
 
 CASES = {

@@ -12,7 +12,8 @@ from support import models
 from support.meshes import slow_devices
 from support.models import graph_of
 
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
 
 NUM_RANKS = 4
 

@@ -1,6 +1,6 @@
 """Memory that running a plan on several ranks takes, against the memory that it predicts.
 
-Beside what the test in one process covers there are conversions here, held, running again or
+Beside what the test in one process covers there are reshardings here, held, running again or
 not moving anything, and checkpoints. What is not counted shows most where little is held: ids
 that are lowered for a cut vocabulary, and what a checkpoint's recomputation lets go late.
 """

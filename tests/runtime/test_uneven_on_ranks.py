@@ -31,8 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
-from autoshard.runtime import checkpointable, parallelize
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
+from autoshard.runtime import dcp_state_dict, parallelize
 
 NUM_RANKS = 4
 
@@ -169,7 +170,7 @@ PLANNED = {
     ),
     "vocabulary, checkpointed": Planned(
         "gpt2",
-        {**VOCABULARY, "checkpointing": "always"},
+        {**VOCABULARY, "activation_checkpointing": "always"},
         {LOSS: "S(1)", "embedding": "S(0)"},
     ),
     "heads": Planned(
@@ -218,7 +219,7 @@ class Saved:
         expected = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
         moments = [whole(s["exp_avg"]).clone() for s in state["optimizer"].values()]
         assert any(moment.any() for moment in moments)
-        dcp.save(checkpointable(state), checkpoint_id=folder)
+        dcp.save(dcp_state_dict(state), checkpoint_id=folder)
 
         plain = {"model": model_of("gpt2")[0].state_dict()}
         dcp.load(plain, checkpoint_id=folder)
@@ -228,7 +229,7 @@ class Saved:
         other, state = self.state(self.plans[1], mesh)
         for parameter in other.parameters():
             nn.init.zeros_(parameter)
-        dcp.load(checkpointable(state), checkpoint_id=folder)
+        dcp.load(dcp_state_dict(state), checkpoint_id=folder)
         for name, tensor in expected.items():
             close(whole(other.state_dict()[name]), tensor, name, 0)
         for slots, moment in zip(state["optimizer"].values(), moments, strict=True):

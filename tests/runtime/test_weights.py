@@ -24,7 +24,7 @@ from support.checkpoints import (
 from torch import nn
 
 from autoshard.errors import CheckpointError
-from autoshard.runtime import load_checkpoint, parameters_on_meta, save_checkpoint
+from autoshard.runtime import init_empty_weights, load_checkpoint, save_checkpoint
 from autoshard.runtime.blocks import Block
 from autoshard.runtime.weights.file_writer import FileWriter
 from autoshard.runtime.weights.source import Entry
@@ -118,14 +118,14 @@ def test_buffers_that_no_checkpoint_holds(tmp_path: Path) -> None:
     path = saved(tmp_path)
     with torch.device("meta"):
         model = Tied()
-    with pytest.raises(CheckpointError, match=r"buffer 'table', .* under parameters_on_meta\(\)"):
+    with pytest.raises(CheckpointError, match=r"buffer 'table', .* under init_empty_weights\(\)"):
         load_checkpoint(model, path)
     model.table = torch.zeros(16)
     load_checkpoint(model, path)
 
 
 def test_models_without_memory_for_parameters() -> None:
-    with parameters_on_meta():
+    with init_empty_weights():
         model = Tied()
         model.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
         model.register_parameter("none", None)
@@ -137,7 +137,7 @@ def test_models_without_memory_for_parameters() -> None:
 
 
 def fail_under_parameters_on_meta() -> None:
-    with parameters_on_meta():
+    with init_empty_weights():
         raise ZeroDivisionError
 
 

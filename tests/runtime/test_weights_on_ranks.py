@@ -26,12 +26,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autoshard.errors import CheckpointError, LayoutError
 from autoshard.graph import Graph
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
 from autoshard.runtime import (
-    checkpointable,
+    dcp_state_dict,
+    init_empty_weights,
     load_checkpoint,
     parallelize,
-    parameters_on_meta,
     save_checkpoint,
 )
 from autoshard.runtime.weights.file_writer import FileWriter
@@ -84,7 +85,7 @@ def llama() -> models.Case:
 
 def on_meta(build: Callable[[], models.Case]) -> nn.Module:
     """A model without memory for parameters, so that no rank ever holds them whole."""
-    with parameters_on_meta():
+    with init_empty_weights():
         model, _ = build()
     assert all(parameter.is_meta for parameter in model.parameters())
     return model
@@ -194,7 +195,7 @@ class RotaryTable:
             if dist.get_rank() == 0:
                 save_checkpoint(plain, folder)
             dist.barrier()
-            with pytest.raises(CheckpointError, match=rf"{name}.*parameters_on_meta\(\)"):
+            with pytest.raises(CheckpointError, match=rf"{name}.*init_empty_weights\(\)"):
                 load_checkpoint(self.model(), folder)
             model = self.model(constants={name: plain.get_buffer(name)})
             load_checkpoint(model, folder)
@@ -233,7 +234,7 @@ class Resume:
         save_checkpoint(model, folder / "weights", max_file_bytes=500_000)
         weights, state = get_state_dict(model, optimizer)
         dcp.save(
-            checkpointable({"model": weights, "optimizer": state}), checkpoint_id=folder / "run"
+            dcp_state_dict({"model": weights, "optimizer": state}), checkpoint_id=folder / "run"
         )
         if dist.get_rank() == 0:
             model.config.save_pretrained(folder / "weights")
@@ -260,7 +261,7 @@ class Resume:
         check_same(model, other)
         optimizer = optimizer_of(model)
         weights, state = get_state_dict(model, optimizer)
-        dcp.load(checkpointable({"optimizer": state}), checkpoint_id=folder / "run")
+        dcp.load(dcp_state_dict({"optimizer": state}), checkpoint_id=folder / "run")
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         return model, optimizer
 
@@ -348,7 +349,7 @@ def sums_over_ranks() -> None:
 
 
 def save_distributed(model: nn.Module, folder: str) -> None:
-    dcp.save(checkpointable(model.state_dict()), checkpoint_id=folder)
+    dcp.save(dcp_state_dict(model.state_dict()), checkpoint_id=folder)
 
 
 CASES: dict[str, Callable[[], None]] = {

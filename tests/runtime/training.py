@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autoshard.errors import PlanError
-from autoshard.plan import Plan, PlanOptions, make_plan
-from autoshard.runtime import checkpointable, parallelize, shard_loader, step_counter
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
+from autoshard.runtime import dcp_state_dict, parallelize, shard_loader, step_counter
 from autoshard.runtime.kernels import draws_random_numbers
 
 STEPS = 20
@@ -88,11 +89,11 @@ class Training:
         optimizer = _optimizer(model)
         if steps.start:
             _step(model, optimizer, inputs)  # so that there is a state to load into
-            dcp.load(checkpointable(state_of(model, optimizer)), checkpoint_id=folder)
+            dcp.load(dcp_state_dict(state_of(model, optimizer)), checkpoint_id=folder)
         loader = shard_loader(_loader(model, inputs), model, seed=5)
         losses = _train(model, inputs, loader, optimizer, steps)
         if steps.stop == SAVED_AFTER:
-            dcp.save(checkpointable(state_of(model, optimizer)), checkpoint_id=folder)
+            dcp.save(dcp_state_dict(state_of(model, optimizer)), checkpoint_id=folder)
         return losses
 
 
@@ -161,7 +162,7 @@ class Resumed:
         return model, inputs, _optimizer(model)
 
     def _state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return checkpointable(state_of(model, optimizer) | {"steps": step_counter(model)})
+        return dcp_state_dict(state_of(model, optimizer) | {"steps": step_counter(model)})
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -5,11 +5,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from runtime.recomputation import checkpointing, converting_again
+from runtime.recomputation import checkpointing, resharding_again
 from support.meshes import slow_devices
 from support.models import Case, graph_of
 
-from autoshard.plan import Plan, PlanOptions, make_plan
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
 
 GPT2_LAYERS = ("transformer.h.0", "transformer.h.1")
 LLAMA_LAYERS = ("model.layers.0", "model.layers.1")
@@ -60,8 +61,8 @@ def planned(build: Callable[[], Case], mesh: str, options: str) -> Plan:
 
 
 def everything_again(plan: Plan, _layers: tuple[str, ...]) -> Plan:
-    """The plan with every conversion again that can be."""
-    return converting_again(plan, lambda _: True)
+    """The plan with every resharding again that can be."""
+    return resharding_again(plan, lambda _: True)
 
 
 def checkpoints(plan: Plan, layers: tuple[str, ...]) -> Plan:

@@ -86,8 +86,8 @@ def check_gathered_again(hand: HandPlan, plan: Plan) -> None:
     """Backward gathers 18 columns once more instead of finding them held."""
     (stage,) = plan.stages
     (weight,) = (p.name for p in stage.parameters if p.target == "down.weight")
-    conversions = (c.model_copy(update={"again": c.value == weight}) for c in stage.conversions)
-    again = edited(plan, conversions=tuple(conversions))
+    reshardings = (c.model_copy(update={"again": c.value == weight}) for c in stage.reshardings)
+    again = edited(plan, reshardings=tuple(reshardings))
     assert again.collectives != plan.collectives
     check_training(copy.deepcopy(hand.model), again, hand.args, tolerance=EXACT)
 

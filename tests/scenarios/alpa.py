@@ -9,8 +9,9 @@ from typing import Any
 
 from autoshard.graph import Graph
 from autoshard.mesh import COLLECTIVES, AlphaBeta, Axis, Device, Link, Mesh, Topology
-from autoshard.plan import Plan, PlanOptions, check_plan, make_plan
-from autoshard.solve import Status
+from autoshard.outcome import SolveStatus
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 FREE = Device("free", {"float32": 1e30}, memory_bandwidth=1e30, memory=1 << 50)
 """Computes in no time, so that a plan's price is its communication."""
@@ -52,7 +53,7 @@ def optimal(graph: Graph, mesh: Mesh, **options: Any) -> Plan:
     """
     defaults = {"optimizer": "adam", "skip_fully_replicated": True}
     plan = make_plan(graph, mesh, PlanOptions.model_validate({**defaults, **options}))
-    assert plan.certificate.status is Status.OPTIMAL
+    assert plan.certificate.status is SolveStatus.OPTIMAL
     assert check_plan(plan, graph) == ()
     return plan
 
@@ -73,14 +74,14 @@ def counts(plan: Plan) -> Counter[str]:
     (stage,) = plan.stages
     parameters = {parameter.name for parameter in stage.parameters}
     buckets, found = set(), Counter[str]()
-    for conversion in stage.conversions:
-        for step in conversion.steps:
+    for resharding in stage.reshardings:
+        for step in resharding.steps:
             runs = [(step.forward, "forward"), (step.backward, "backward")]
-            runs += [(step.forward, "backward")] * conversion.again
+            runs += [(step.forward, "backward")] * resharding.again
             for kind, direction in runs:
                 if kind not in COLLECTIVES or step.nbytes <= SCALAR_NBYTES:
                     continue
-                if conversion.value in parameters:
+                if resharding.value in parameters:
                     buckets.add((kind, step.axis, direction))
                 else:
                     found[kind] += 1

@@ -26,7 +26,8 @@ from scenarios.alpa import (
 from scenarios.architectures import empty, function_graph, mlp, trained
 from torch import nn
 
-from autoshard.plan import PlanOptions, check_plan, make_plan
+from autoshard.plan import PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 narrow = partial(mlp, layers=6, batch=256, width=32)
 wide = partial(mlp, layers=6, batch=32, width=256)
@@ -137,10 +138,10 @@ def test_a9_parameters_are_gathered_again_for_backward(mesh: tuple[int, int]) ->
     Of six weights five are needed in backward: nobody asks for the gradient of the input.
     """
     gathered_twice = {"all_gather": 2, "reduce_scatter": 1}
-    always = optimal(narrow(), alpa_mesh(*mesh), reconversion="always", **CUT_AT_REST)
+    always = optimal(narrow(), alpa_mesh(*mesh), reshard_after_forward="always", **CUT_AT_REST)
     assert all("S" in layout for layout in parameters(always).values())
     assert counts(always) == gathered_twice
-    assert sum(conversion.again for conversion in always.stages[0].conversions) == 5
+    assert sum(resharding.again for resharding in always.stages[0].reshardings) == 5
     assert price(always) == pytest.approx(GRADIENTS_NARROW, rel=1e-3)
     assert always.costs.recompute == pytest.approx(5 * all_gather(32 * 32 * 4))
 
@@ -153,14 +154,14 @@ def test_a9_parameters_are_gathered_again_for_backward(mesh: tuple[int, int]) ->
                 **CUT_AT_REST,
                 "optimizer": "adam",
                 "skip_fully_replicated": True,
-                "checkpointing": "never",
+                "activation_checkpointing": "never",
                 "memory_budget": always.memory.peak,
             }
         ),
     )
     assert check_plan(tight) == ()
     assert counts(tight) == gathered_twice
-    assert tight.stages[0].conversions == always.stages[0].conversions
+    assert tight.stages[0].reshardings == always.stages[0].reshardings
 
 
 @TALL_AND_FLAT

@@ -11,7 +11,8 @@ from support.models import Case, graph_of, meta
 
 from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Mode, Plan, PlanOptions, check_plan, make_plan
+from autoshard.plan import Mode, Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 EIGHT = make_mesh((8,))
 LLAMA_8B = {"width": 4096, "hidden": 14336, "heads": 32, "groups": 8, "vocabulary": 128256}

@@ -183,7 +183,7 @@ def test_d9_an_attention_over_cut_positions_can_be_prescribed() -> None:
     plan = placed(graph, TALL, pins=pins)
     (attention,) = operators(plan, graph, "scaled_dot_product_attention")
     assert attention == (("S(0),S(2)", "S(0),R", "S(0),R"), "S(0),S(2)")
-    gathers = [c for c in plan.stages[0].conversions if c.value in {"linear_1", "linear_2"}]
+    gathers = [c for c in plan.stages[0].reshardings if c.value in {"linear_1", "linear_2"}]
     steps = [(s.forward, s.backward) for c in gathers for s in c.steps]
     assert steps == [("all_gather", "reduce_scatter")] * 2
 

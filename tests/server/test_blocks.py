@@ -11,7 +11,8 @@ from support.models import llama, meta
 from autoshard.client import Client
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Plan
+from autoshard.planner import make_plan
 from autoshard_server import ProcessExecutor, Settings
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, candidate_meshes, make_plan, problem_size
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import candidate_meshes, make_plan, problem_size
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 

@@ -9,7 +9,8 @@ import httpx2
 
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan, plan_id
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import plan_id
 from autoshard_server.solvers.executor import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 

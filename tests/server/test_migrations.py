@@ -19,7 +19,8 @@ from sqlalchemy import Engine, text
 from support.crew import crew
 
 from autoshard.mesh import mesh_from_json
-from autoshard.plan import Plan, PlanOptions, plan_id
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import plan_id
 from autoshard_server import ProcessExecutor, Settings
 from autoshard_server.jobs.job import JobState
 from autoshard_server.jobs.job_store import JobStore

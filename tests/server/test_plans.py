@@ -9,7 +9,8 @@ import pytest
 
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh, mesh_to_json
-from autoshard.plan import Plan, PlanOptions, plan_id
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import plan_id
 from autoshard_server.solvers.executor import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 

@@ -16,7 +16,8 @@ from autoshard.discovery import discover
 from autoshard.errors import RequestRejectedError
 from autoshard.graph import export_model, load_graph, rules_to_json
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan, plan_id
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import plan_id
 from autoshard_server import ThreadExecutor
 from autoshard_server.answering.questions import Question
 from autoshard_server.answering.requests import PlanRequest
@@ -240,7 +241,7 @@ def test_an_id_says_what_would_find_rules_where_there_are_none(
         return [plan_id(program, make_mesh([4]), PlanOptions()) for program in graphs]
 
     before = ids()
-    monkeypatch.setattr("autoshard.plan.planner.RULES_VERSION", 2)
+    monkeypatch.setattr("autoshard.planner.planner.RULES_VERSION", 2)
     after = ids()
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, True]
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from autoshard.solve import Edge, FloatArray, Node, Problem
+from autoshard.arrays import FloatArray
+from autoshard.solve import Edge, Node, Problem
 
 RandomProblem = Callable[[int], Problem]
 

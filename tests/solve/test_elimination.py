@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.solve import Edge, FloatArray, Node, Problem, brute_force, elimination
+from autoshard.arrays import FloatArray
+from autoshard.solve import Edge, Node, Problem, brute_force, elimination
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.network import Network
 from autoshard.solve.reductions import MergeTies

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.solve import Edge, Node, Problem, Status, brute_force, large, solve_problem
+from autoshard.outcome import SolveStatus
+from autoshard.solve import Edge, Node, Problem, brute_force, large, solve_problem
 from autoshard.solve.ascent import Ascent
 from autoshard.solve.flat import Flat
 from autoshard.solve.network import Network
@@ -105,7 +106,7 @@ def test_windows_improve_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch)
     problem = Problem(nodes, edges, usage_limit=2.5)
     found = solve_problem(problem, time_limit=6.0)
     assert found.statistics["windows"] > 0
-    assert found.status is Status.FEASIBLE
+    assert found.status is SolveStatus.FEASIBLE
     assert problem.is_feasible(found.choice)
     assert found.bound < found.objective
 

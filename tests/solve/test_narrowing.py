@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import ProblemError
+from autoshard.outcome import SolveStatus
 from autoshard.solve import (
     Closure,
     Edge,
@@ -15,7 +16,6 @@ from autoshard.solve import (
     Node,
     Problem,
     Repeat,
-    Status,
     Trail,
     brute_force,
     solve_problem,
@@ -199,7 +199,7 @@ def test_narrowing_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> N
     solution = solve_problem(problem, relative_gap=0.0)
     assert solution.statistics["narrowing.sweeps"] > 0
     if not np.isfinite(optimum):
-        assert solution.status in (Status.INFEASIBLE, Status.TIMED_OUT)
+        assert solution.status in (SolveStatus.INFEASIBLE, SolveStatus.TIMED_OUT)
         return
     assert solution.choice is not None
     assert solution.objective == pytest.approx(problem.objective(solution.choice))
@@ -229,8 +229,8 @@ def test_narrowing_keeps_a_limit(seed: int, share: float) -> None:
     problem = replace(free, usage_limit=peaks[0] + share * (peaks[1] - peaks[0]))
     expected = brute_force(problem)
     solution = solve_problem(problem, relative_gap=0.0)
-    if solution.status is Status.INFEASIBLE:
-        assert expected.status is Status.INFEASIBLE
+    if solution.status is SolveStatus.INFEASIBLE:
+        assert expected.status is SolveStatus.INFEASIBLE
         return
     assert solution.bound <= expected.objective + 1e-9
     if solution.choice is not None:
@@ -258,8 +258,8 @@ def test_narrowing_keeps_one_limit_after_another(seed: int) -> None:
         problem = replace(free, usage_limit=least + share * (most - least))
         expected = brute_force(problem)
         solution = solve_problem(problem, relative_gap=0.0, trail=trail)
-        if solution.status is Status.INFEASIBLE:
-            assert expected.status is Status.INFEASIBLE
+        if solution.status is SolveStatus.INFEASIBLE:
+            assert expected.status is SolveStatus.INFEASIBLE
             continue
         assert solution.bound <= expected.objective + 1e-9
         if solution.choice is not None:

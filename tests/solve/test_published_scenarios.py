@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autoshard.arrays import FloatArray
+from autoshard.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
-    FloatArray,
     Node,
     Problem,
     Solution,
-    Status,
     brute_force,
     minimum_usage,
     solve_problem,
@@ -55,7 +55,7 @@ def test_followers_aliases_and_limit_together(
     solve: Callable[[Problem], Solution], five_nodes: Problem
 ) -> None:
     solution = solve(five_nodes)
-    assert solution.status is Status.OPTIMAL
+    assert solution.status is SolveStatus.OPTIMAL
     assert solution.choice.tolist() == [0, 0, 0, 0, 0]
     assert solution.objective == 7650.0
     assert solution.bound == pytest.approx(7650.0, rel=1e-5)
@@ -88,12 +88,12 @@ def test_only_nodes_alive_together_count_against_the_limit(
 ) -> None:
     """All nodes together use 1.5e6; those alive at one time 1.0e6 at most."""
     assert solve(replace(five_nodes, usage_limit=1_000_000.0)).objective == 7650.0
-    assert solve(replace(five_nodes, usage_limit=999_999.0)).status is Status.INFEASIBLE
+    assert solve(replace(five_nodes, usage_limit=999_999.0)).status is SolveStatus.INFEASIBLE
 
 
 def test_an_infeasible_limit_is_answered_with_the_least_that_works(five_nodes: Problem) -> None:
     solution = solve_problem(replace(five_nodes, usage_limit=100_000.0))
-    assert solution.status is Status.INFEASIBLE
+    assert solution.status is SolveStatus.INFEASIBLE
     assert (solution.choice, solution.objective, solution.bound) == (None, np.inf, np.inf)
     assert solution.statistics["minimum_usage"] == 1_000_000.0
     assert minimum_usage(five_nodes) == 1_000_000.0
@@ -127,4 +127,4 @@ def test_an_operator_larger_than_the_limit_has_no_plan(
     solve: Callable[[Problem], Solution],
 ) -> None:
     nodes = tuple(Node(np.zeros(1), np.array([use]), (0, 1)) for use in (8.0, 5.0, 11.0))
-    assert solve(Problem(nodes, usage_limit=10.0)).status is Status.INFEASIBLE
+    assert solve(Problem(nodes, usage_limit=10.0)).status is SolveStatus.INFEASIBLE

@@ -1,6 +1,7 @@
 import numpy as np
 
-from autoshard.solve import Edge, Node, Problem, Status, brute_force, solve_problem
+from autoshard.outcome import SolveStatus
+from autoshard.solve import Edge, Node, Problem, brute_force, solve_problem
 from autoshard.solve.network import Network
 from autoshard.solve.relink import best_between
 
@@ -34,5 +35,5 @@ def test_nothing_on_the_way_fits() -> None:
 def test_equal_layers_under_a_tight_limit_are_solved() -> None:
     problem = layered(12, 25.0)
     found, truth = solve_problem(problem), brute_force(problem)
-    assert found.status is Status.OPTIMAL
+    assert found.status is SolveStatus.OPTIMAL
     assert found.objective == truth.objective

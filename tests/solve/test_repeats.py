@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layered import free_node, layered
 
-from autoshard.solve import Node, Problem, Repeat, Status, brute_force, solve_problem
+from autoshard.outcome import SolveStatus
+from autoshard.solve import Node, Problem, Repeat, brute_force, solve_problem
 from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
 from autoshard.solve.repeats.walks import batched_min_plus, cheapest_path, min_plus_power
 from autoshard.solve.search import Search
@@ -44,7 +45,7 @@ def test_runs_give_the_optimum(seed: int, num_layers: int, num_inner: int, num_h
 def test_runs_agree_with_trying_everything(seed: int) -> None:
     problem = layered(seed, num_layers=3, num_inner=2, num_hubs=1, num_strategies=2)
     solution = solve_problem(problem)
-    assert solution.status is Status.OPTIMAL
+    assert solution.status is SolveStatus.OPTIMAL
     assert solution.objective == pytest.approx(brute_force(problem).objective)
 
 
@@ -84,7 +85,7 @@ def test_a_limit_over_runs_gives_the_optimum(seed: int, share: float) -> None:
     limited = with_usage(problem, seed, share)
     expected = solve_problem(replace(limited, repeats=()))
     solution = solve_problem(limited)
-    assert solution.status is Status.OPTIMAL
+    assert solution.status is SolveStatus.OPTIMAL
     assert solution.objective == pytest.approx(expected.objective)
     assert limited.is_feasible(solution.choice)
 
@@ -97,10 +98,13 @@ def test_a_limit_that_nothing_keeps_is_infeasible(seed: int) -> None:
     solution = solve_problem(limited)
     expected = solve_problem(replace(limited, repeats=()))
     assert solution.status is expected.status
-    if solution.status is Status.INFEASIBLE:
+    if solution.status is SolveStatus.INFEASIBLE:
         least = solution.statistics["minimum_usage"]
-        assert solve_problem(replace(limited, usage_limit=least)).status is Status.OPTIMAL
-        assert solve_problem(replace(limited, usage_limit=least - 0.5)).status is Status.INFEASIBLE
+        assert solve_problem(replace(limited, usage_limit=least)).status is SolveStatus.OPTIMAL
+        assert (
+            solve_problem(replace(limited, usage_limit=least - 0.5)).status
+            is SolveStatus.INFEASIBLE
+        )
 
 
 def test_many_layers_end_close_to_the_limit() -> None:

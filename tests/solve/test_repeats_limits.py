@@ -8,16 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layered import edge, free_node, layered, with_times
 
-from autoshard.solve import (
-    Node,
-    Problem,
-    Repeat,
-    Solution,
-    Status,
-    Trail,
-    minimum_usage,
-    solve_problem,
-)
+from autoshard.outcome import SolveStatus
+from autoshard.solve import Node, Problem, Repeat, Solution, Trail, minimum_usage, solve_problem
 from autoshard.solve.cuts import best_mixture, best_prices, cheapest_mixture
 from autoshard.solve.repeats import Outcome, find_runs, limited, solve_repeats
 from autoshard.solve.repeats.condensed import Condensed
@@ -71,7 +63,7 @@ def check_told(problem: Problem, few: int) -> Solution:
     expected = solve_problem(replace(problem, repeats=()))
     outcome, search = told(problem, few=few)
     if outcome is Outcome.INFEASIBLE:
-        assert expected.status is Status.INFEASIBLE
+        assert expected.status is SolveStatus.INFEASIBLE
         return expected
     assert search.bound <= expected.objective * (1 + 1e-12)
     assert (search.choice is None) or problem.is_feasible(search.choice)
@@ -88,7 +80,7 @@ def test_a_trail_says_where_to_look_and_nothing_else(seed: int, num_layers: int)
         expected = solve_problem(replace(problem, repeats=()))
         search = Search(problem, gap=1e-9, trail=trail)
         if solve_repeats(search) is Outcome.INFEASIBLE:
-            assert expected.status is Status.INFEASIBLE
+            assert expected.status is SolveStatus.INFEASIBLE
             continue
         assert search.bound <= expected.objective * (1 + 1e-12)
         assert (search.choice is None) or problem.is_feasible(search.choice)

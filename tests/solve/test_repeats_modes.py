@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layered import free_node, layered, with_modes
 
-from autoshard.solve import Edge, Problem, Status, brute_force, solve_problem
+from autoshard.outcome import SolveStatus
+from autoshard.solve import Edge, Problem, brute_force, solve_problem
 from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
 from autoshard.solve.repeats.block import Block
 from autoshard.solve.repeats.modes import find_modes
@@ -93,5 +94,5 @@ def test_modes_under_a_limit(seed: int, share: float) -> None:
     expected = solve_problem(replace(problem, repeats=()))
     solution = solve_problem(problem)
     assert solution.status is expected.status
-    assert solution.status in {Status.OPTIMAL, Status.INFEASIBLE}
+    assert solution.status in {SolveStatus.OPTIMAL, SolveStatus.INFEASIBLE}
     assert solution.objective == pytest.approx(expected.objective)

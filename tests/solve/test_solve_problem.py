@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.arrays import IntArray
 from autoshard.errors import OptionError
+from autoshard.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
-    IntArray,
     Node,
     Problem,
     Solution,
-    Status,
     brute_force,
     elimination,
     solve_problem,
@@ -132,7 +132,7 @@ def test_the_unit_of_price_does_not_matter(random_problem: RandomProblem, unit: 
 
 def test_empty_problem_costs_nothing() -> None:
     solution = solve_problem(Problem(()))
-    assert (solution.status, solution.objective, solution.bound) == (Status.OPTIMAL, 0.0, 0.0)
+    assert (solution.status, solution.objective, solution.bound) == (SolveStatus.OPTIMAL, 0.0, 0.0)
     assert solution.choice is not None
     assert len(solution.choice) == 0
 
@@ -157,7 +157,7 @@ def test_repeated_layers_under_one_limit_are_mixed() -> None:
     layers = 10
     nodes = tuple(Node(np.array([1.0, 2.0]), np.array([3.0, 1.0]), (0, 1)) for _ in range(layers))
     solution = solve_problem(Problem(nodes, usage_limit=20.0))
-    assert solution.status is Status.OPTIMAL
+    assert solution.status is SolveStatus.OPTIMAL
     assert solution.objective == 15.0
     assert solution.choice is not None
     assert solution.choice.sum() == 5

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from autoshard.solve import Edge, Node, Problem, Progress, Status, elimination, solve_problem
+from autoshard.outcome import SolveStatus
+from autoshard.solve import Edge, Node, Problem, Progress, elimination, solve_problem
 
 RandomProblem = Callable[[int], Problem]
 
@@ -26,7 +27,7 @@ def test_cancelled_before_the_start_has_no_answer(hard_problem: Problem) -> None
     cancel = threading.Event()
     cancel.set()
     solution = solve_problem(hard_problem, cancel=cancel)
-    assert solution.status is Status.CANCELLED
+    assert solution.status is SolveStatus.CANCELLED
     assert solution.choice is None
     assert solution.bound == -np.inf
 
@@ -40,7 +41,7 @@ def test_cancelled_on_the_way_keeps_the_best_choice(hard_problem: Problem, phase
             cancel.set()
 
     solution = solve_problem(hard_problem, cancel=cancel, on_progress=listen)
-    assert solution.status is Status.CANCELLED
+    assert solution.status is SolveStatus.CANCELLED
     assert hard_problem.is_feasible(solution.choice)
     assert solution.bound <= solution.objective
     assert solution.gap > 0
@@ -48,14 +49,14 @@ def test_cancelled_on_the_way_keeps_the_best_choice(hard_problem: Problem, phase
 
 def test_the_time_limit_ends_branch_and_bound_with_a_choice(hard_problem: Problem) -> None:
     solution = solve_problem(hard_problem, time_limit=3.0)
-    assert solution.status is Status.FEASIBLE
+    assert solution.status is SolveStatus.FEASIBLE
     assert hard_problem.is_feasible(solution.choice)
     assert 0 < solution.bound < solution.objective
 
 
 def test_no_time_at_all_is_a_time_out(hard_problem: Problem) -> None:
     solution = solve_problem(hard_problem, time_limit=1e-9)
-    assert solution.status is Status.TIMED_OUT
+    assert solution.status is SolveStatus.TIMED_OUT
     assert (solution.choice, solution.objective, solution.gap) == (None, np.inf, np.inf)
 
 
@@ -73,7 +74,7 @@ def test_progress_never_goes_back(contested_problem: RandomProblem) -> None:
 def test_a_wide_gap_is_enough_when_asked_for(contested_problem: RandomProblem) -> None:
     problem = contested_problem(5)
     wide = solve_problem(problem, relative_gap=0.5)
-    assert wide.status is Status.OPTIMAL
+    assert wide.status is SolveStatus.OPTIMAL
     assert wide.gap <= 0.5
 
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import ProblemError
-from autoshard.solve import Edge, Node, Problem, Status, brute_force, minimum_usage
+from autoshard.outcome import SolveStatus
+from autoshard.solve import Edge, Node, Problem, brute_force, minimum_usage
 
 RandomProblem = Callable[[int], Problem]
 
@@ -25,7 +26,7 @@ def test_the_minimum_usage_is_the_least_limit_that_works(
     assert brute_force(Problem(base.nodes, base.edges, base.ties, least)).choice is not None
     if least > 0:
         below = Problem(base.nodes, base.edges, base.ties, least * (1 - 1e-6))
-        assert brute_force(below).status is Status.INFEASIBLE
+        assert brute_force(below).status is SolveStatus.INFEASIBLE
 
 
 def test_a_forbidden_pair_raises_the_minimum_usage() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from autoshard.runtime import parameters_on_meta, save_checkpoint
+from autoshard.runtime import init_empty_weights, save_checkpoint
 
 
 class Tied(nn.Module):
@@ -27,7 +27,7 @@ class Tied(nn.Module):
 
 
 def meta_model() -> Tied:
-    with parameters_on_meta():
+    with init_empty_weights():
         return Tied()
 
 

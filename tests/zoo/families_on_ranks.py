@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoshard.graph import InputKind, export_model, load_graph
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Plan
+from autoshard.planner import make_plan
 from benchmarks.zoo.families import FAMILIES
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}

@@ -11,11 +11,11 @@ from math import isclose
 from autoshard.collection import collection_paused
 from autoshard.errors import InputError
 from autoshard.graph import Graph, graph_digest, graph_from_json
-from autoshard.plan.checking.conversion_check import TOLERANCE
+from autoshard.outcome import SolveStatus, relative_gap
+from autoshard.plan.checking.resharding_check import TOLERANCE
 from autoshard.plan.checking.stage_check import StageCheck
 from autoshard.plan.document import Plan
 from autoshard.plan.memory.counting import count_collectives
-from autoshard.solve import Status, relative_gap
 
 
 @collection_paused()
@@ -43,7 +43,7 @@ def _findings(plan: Plan, graph: Graph | None) -> Iterator[str]:
             yield "the plan was made for another graph"
         yield from StageCheck(plan, stage, program).findings()
     if plan.collectives != count_collectives(plan.stages, programs):
-        yield "the table of collectives does not add up to the conversions"
+        yield "the table of collectives does not add up to the reshardings"
     yield from _certificate_findings(plan)
 
 
@@ -61,7 +61,7 @@ def _certificate_findings(plan: Plan) -> Iterator[str]:
     if not isclose(certificate.objective, plan.costs.total, rel_tol=TOLERANCE):
         yield f"objective {certificate.objective} is not the total cost {plan.costs.total}"
     if certificate.bound is None or certificate.gap is None:
-        if certificate.bound is not certificate.gap or certificate.status is Status.OPTIMAL:
+        if certificate.bound is not certificate.gap or certificate.status is SolveStatus.OPTIMAL:
             yield "a gap needs a bound, a bound has a gap, and an optimum has both"
         return
     if certificate.bound > certificate.objective * (1 + TOLERANCE):

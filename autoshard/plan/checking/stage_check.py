@@ -9,18 +9,18 @@ from autoshard.costs import Overlap, Passes, hidden_seconds
 from autoshard.graph import Graph, Node, find_blocks
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import Kind, Layout, has_placements, placement_texts
-from autoshard.plan.active import ActiveAxes
+from autoshard.ops import InnerCollective, Saved, Strategy, call_of, rule_for, saved_by
+from autoshard.plan.active_axes import ActiveAxes
 from autoshard.plan.buckets import carried_beside
-from autoshard.plan.checking.conversion_check import TOLERANCE, ConversionCheck
-from autoshard.plan.document import Conversion, InnerStep, Memory, PlacedNode, Plan, Stage, Use
-from autoshard.plan.formulation.legality import share_of, without_invariant
-from autoshard.plan.formulation.pricing import Prices, inner_time
+from autoshard.plan.checking.resharding_check import TOLERANCE, ReshardingCheck
+from autoshard.plan.constraints.restriction import Steering
+from autoshard.plan.document import InnerStep, Memory, PlacedNode, Plan, Resharding, Stage, Use
 from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.legality import share_of, without_invariant
 from autoshard.plan.memory.recompute import recomputed
 from autoshard.plan.memory.spans import checkpoint_spans
 from autoshard.plan.memory.timeline import timeline
-from autoshard.plan.steering.restriction import Steering
-from autoshard.rules import InnerCollective, Saved, Strategy, call_of, rule_for, saved_by
+from autoshard.plan.pricing import Prices, inner_time
 
 _NOTHING = 1e-15
 """Seconds by which sums near zero may differ."""
@@ -83,11 +83,11 @@ class StageCheck:
         self.steering = Steering.of(graph, plan.mesh, plan.options)
         self.nodes = {node.name: node for node in graph.nodes}
         self.work: dict[Hashable, _Work] = {}
-        self.conversions = ConversionCheck(plan.mesh, self.steering)
+        self.reshardings = ReshardingCheck(plan.mesh, self.steering)
         self.ragged = ragged_values(graph)
         self.carried = carried_beside(graph, plan.mesh)
         self.made: dict[str, Layout] = {}
-        self.by_use = {c.use: c for c in stage.conversions}
+        self.by_use = {c.use: c for c in stage.reshardings}
         self.used: set[Use] = set()
         self.again = recomputed(graph, stage)
         self.is_sound = True  # enough to follow its memory
@@ -111,16 +111,18 @@ class StageCheck:
         yield from self._outputs()
         yield from self._recomputing()
         for value, consumer, position in self.by_use.keys() - self.used:
-            yield f"conversion of {value} for {consumer} at {position} serves no use"
+            yield f"resharding of {value} for {consumer} at {position} serves no use"
         yield from self._costs()
 
     def _recomputing(self) -> Iterator[str]:
         options = self.plan.options
-        if options.checkpointing == "never" and self.stage.checkpoints:
+        if options.activation_checkpointing == "never" and self.stage.checkpoints:
             yield f"{self.stage.name}: it has checkpoints, which the options rule out"
-        if options.reconversion == "never" and any(c.again for c in self.stage.conversions):
-            yield f"{self.stage.name}: it converts again, which the options rule out"
-        if options.checkpointing == "always" and self.prices.training:
+        if options.reshard_after_forward == "never" and any(
+            c.again for c in self.stage.reshardings
+        ):
+            yield f"{self.stage.name}: it reshards again, which the options rule out"
+        if options.activation_checkpointing == "always" and self.prices.training:
             spans = checkpoint_spans(self.graph, self.stage)
             for nodes in self._blocks():
                 if nodes not in spans:
@@ -172,10 +174,10 @@ class StageCheck:
             yield from self._shared(placed.name)
 
     def _shared(self, value: str) -> Iterator[str]:
-        conversion = self.by_use.get((value, None, 0))
-        if conversion is not None:
-            yield from self._convert(conversion, self.made[value], _NO_COMPUTE)
-            self.made[value] = Layout.parse(conversion.target)
+        resharding = self.by_use.get((value, None, 0))
+        if resharding is not None:
+            yield from self._reshard(resharding, self.made[value], _NO_COMPUTE)
+            self.made[value] = Layout.parse(resharding.target)
 
     def _node(self, time: int, node: Node, placed: PlacedNode) -> Iterator[str]:
         if (len(placed.inputs), len(placed.outputs)) != (len(node.inputs), len(node.outputs)):
@@ -209,7 +211,7 @@ class StageCheck:
                 yield f"node {node.name} runs {step.action} on {step.axis} against the {label}"
 
     def _beside(self, node: Node, position: int, work: _Work) -> Passes[float]:
-        """Compute that hides the conversion of an input."""
+        """Compute that hides the resharding of an input."""
         share = None if self.overlap is None else self.overlap.share(node, position)
         if share is None:
             return _NO_COMPUTE
@@ -264,10 +266,10 @@ class StageCheck:
         if value not in self.made:
             yield f"{consumer} uses {value} before it is made"
             return
-        conversion = self.by_use.get(use)
-        if conversion is not None:
-            yield from self._convert(conversion, self.made[value], beside)
-            arrived = Layout.parse(conversion.target)
+        resharding = self.by_use.get(use)
+        if resharding is not None:
+            yield from self._reshard(resharding, self.made[value], beside)
+            arrived = Layout.parse(resharding.target)
         else:
             arrived = self.made[value]
         if _as_seen(arrived, gradient) != _as_seen(wanted, gradient):
@@ -280,26 +282,26 @@ class StageCheck:
             return self.gradients.of_use(value, self.nodes[consumer])
         return self.gradients.of_output(position)
 
-    def _convert(
-        self, conversion: Conversion, source: Layout, beside: Passes[float]
+    def _reshard(
+        self, resharding: Resharding, source: Layout, beside: Passes[float]
     ) -> Iterator[str]:
-        self.used.add(conversion.use)
-        where = f"conversion of {conversion.value} for {conversion.consumer or 'all'}"
-        gradient = self._gradient(*conversion.use)
-        still = RAGGED_DIMS if conversion.value in self.ragged else frozenset[int]()
-        tensor = self.graph.values[conversion.value]
-        carried = self.carried.get(conversion.value, 1.0)
-        found = self.conversions.of(conversion, tensor, gradient, still=still, carried=carried)
+        self.used.add(resharding.use)
+        where = f"resharding of {resharding.value} for {resharding.consumer or 'all'}"
+        gradient = self._gradient(*resharding.use)
+        still = RAGGED_DIMS if resharding.value in self.ragged else frozenset[int]()
+        tensor = self.graph.values[resharding.value]
+        carried = self.carried.get(resharding.value, 1.0)
+        found = self.reshardings.of(resharding, tensor, gradient, still=still, carried=carried)
         if _as_seen(found.source, gradient) != _as_seen(source, gradient):
             yield f"{where} starts from {found.source}, but the value is made as {source}"
         yield from (f"{where}: {finding}" for finding in found.findings)
         self.is_sound &= found.is_sound
-        again = conversion.use in self.again.conversions
+        again = resharding.use in self.again.reshardings
         if again:
             self.recompute_time += found.passes.forward
         hidden = float(hidden_seconds(found.passes, beside, again=again))
-        if not isclose(hidden, conversion.hidden, rel_tol=TOLERANCE, abs_tol=_NOTHING):
-            yield f"{where} has {hidden} s beside compute, not {conversion.hidden}"
+        if not isclose(hidden, resharding.hidden, rel_tol=TOLERANCE, abs_tol=_NOTHING):
+            yield f"{where} has {hidden} s beside compute, not {resharding.hidden}"
 
     def _outputs(self) -> Iterator[str]:
         for placed in self.stage.outputs:
@@ -338,7 +340,7 @@ class StageCheck:
             ),
             (
                 "communication",
-                sum(c.time for c in self.stage.conversions)
+                sum(c.time for c in self.stage.reshardings)
                 + sum(n.communication for n in self.stage.nodes),
                 self.plan.costs.communication,
             ),
@@ -346,7 +348,7 @@ class StageCheck:
             ("recompute", self.recompute_time, self.plan.costs.recompute),
             (
                 "hidden",
-                sum(c.hidden for c in self.stage.conversions),
+                sum(c.hidden for c in self.stage.reshardings),
                 self.plan.costs.hidden,
             ),
         )
@@ -366,7 +368,7 @@ class StageCheck:
         )
         for value, consumer, _ in sorted(found.idle, key=str):
             where = consumer or "all"
-            yield f"conversion of {value} for {where}: it is again, but backward does not need it"
+            yield f"resharding of {value} for {where}: it is again, but backward does not need it"
         if found.peak != stated.peak:
             yield f"memory peaks at {found.peak} bytes, not {stated.peak}"
         for kind, nbytes in found.at_peak.items():

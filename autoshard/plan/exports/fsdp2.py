@@ -119,7 +119,7 @@ def _groups(outline: Outline, cut: dict[str, int]) -> Iterator[str]:
             found = _BLOCK.match(parameter.module)
             name = found[0] if found else ""
             groups[name] = (
-                groups.get(name, False) or parameter.placed.name in outline.converted_again
+                groups.get(name, False) or parameter.placed.name in outline.resharded_again
             )
     for name in sorted(groups, key=lambda name: name == ""):
         yield f"    {name!r}: {groups[name]},"

@@ -139,8 +139,8 @@ class Outline:
         return best if best is not None and cut[best] else None
 
     @cached_property
-    def converted_again(self) -> frozenset[str]:
-        """Values that backward converts once more instead of finding what forward converted."""
+    def resharded_again(self) -> frozenset[str]:
+        """Values that backward reshards once more instead of finding what forward resharded."""
         numbers = {node.name: i for i, node in enumerate(self.stage.nodes)}
         inside = {
             node.name
@@ -148,9 +148,9 @@ class Outline:
             for node in self.stage.nodes[numbers[checkpoint.first] : numbers[checkpoint.last] + 1]
         }
         return frozenset(
-            conversion.value
-            for conversion in self.stage.conversions
-            if conversion.again or conversion.consumer in inside
+            resharding.value
+            for resharding in self.stage.reshardings
+            if resharding.again or resharding.consumer in inside
         )
 
     def named(self, axes: Sequence[int]) -> str:

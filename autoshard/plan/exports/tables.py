@@ -16,10 +16,10 @@ _LEFT_OUT = (
 
 
 def to_json(outline: Outline) -> str:
-    """A JSON object: mesh, tensors at rest, outputs, operators, conversions, checkpoints."""
+    """A JSON object: mesh, tensors at rest, outputs, operators, reshardings, checkpoints."""
     stage = outline.stage
     dumped: dict[str, Any] = stage.model_dump(
-        mode="json", include={"nodes", "conversions", "outputs", "checkpoints"}
+        mode="json", include={"nodes", "reshardings", "outputs", "checkpoints"}
     )
     document = {
         "comment": f"Placements of autoshard's {outline.title}. Not expressed: {_LEFT_OUT}.",
@@ -41,7 +41,7 @@ def to_csv(outline: Outline) -> str:
     axes = ", ".join(outline.axes)
     head = [
         f"Tensors at rest in autoshard's {outline.title}, one placement per axis: {axes}.",
-        f"Not expressed: operators, conversions and outputs (json has them); {_LEFT_OUT}.",
+        f"Not expressed: operators, reshardings and outputs (json has them); {_LEFT_OUT}.",
     ]
     return comment(head) + text.getvalue()
 

@@ -65,7 +65,7 @@ def _degree(outline: Outline, axes: Sequence[int]) -> int:
 
 
 def _resharding(outline: Outline) -> str:
-    again = any(p.name in outline.converted_again for p in outline.stage.parameters)
+    again = any(p.name in outline.resharded_again for p in outline.stage.parameters)
     return "always" if again else "never"
 
 

@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from autoshard.plan.buckets import Bucket
-from autoshard.plan.document import Conversion, Use
+from autoshard.plan.document import Resharding, Use
 from autoshard.plan.memory.moves import Moves
 from autoshard.plan.memory.record import Form, Instruction, Record
 
 
 class _UnderWay(NamedTuple):
-    """A conversion of a bucket that has begun.
+    """A resharding of a bucket that has begun.
 
     Attributes:
-        conversion: which one.
+        resharding: which one.
         moved: slot of what is in flight; None where nothing moves forward.
         gradient: slot through which the gradient comes.
         form: of what comes out.
@@ -21,7 +21,7 @@ class _UnderWay(NamedTuple):
         is_view: whether what comes out lies in the memory of what is in flight.
     """
 
-    conversion: Conversion
+    resharding: Resharding
     moved: int | None
     gradient: int
     form: Form
@@ -35,14 +35,14 @@ class BucketTape:
     Args:
         buckets: of a stage.
         record: where instructions are added.
-        moves_for: what the steps of a conversion do to a tensor.
+        moves_for: what the steps of a resharding do to a tensor.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         record: Record,
-        moves_for: Callable[[Conversion, Form], Moves],
+        moves_for: Callable[[Resharding, Form], Moves],
     ) -> None:
         self._buckets = buckets
         self._record = record
@@ -63,7 +63,7 @@ class BucketTape:
             here = bucket.begins <= number and bucket.checkpoint == checkpoint
             if here and order not in self._under_way:
                 self._under_way[order] = [
-                    self._begin(c, order, slots[c.value]) for c in bucket.conversions
+                    self._begin(c, order, slots[c.value]) for c in bucket.reshardings
                 ]
                 self._bucket_of.update(dict.fromkeys(bucket.uses, order))
 
@@ -76,11 +76,11 @@ class BucketTape:
             self._end(bucket)
         return self._ended[use]
 
-    def _begin(self, conversion: Conversion, bucket: int, source: int) -> _UnderWay:
+    def _begin(self, resharding: Resharding, bucket: int, source: int) -> _UnderWay:
         """Two slots: what is in flight, if anything is, and through which the gradient comes."""
         before = self._record.forms[source]
-        moves = self._moves_for(conversion, before)
-        several = len(self._buckets[bucket].conversions) > 1
+        moves = self._moves_for(resharding, before)
+        several = len(self._buckets[bucket].reshardings) > 1
         is_view = moves.is_view and not several
         form = Form(moves.nbytes, before.gradient, moves.shape, None)
         moved = None
@@ -93,7 +93,7 @@ class BucketTape:
         gradient = self._record.add_slot(self._record.storages[source], way)
         self._record.instructions.append(
             Instruction(
-                conversion.value,
+                resharding.value,
                 (source,),
                 (gradient,) if moved is None else (moved, gradient),
                 (),
@@ -101,14 +101,14 @@ class BucketTape:
                 0,
                 0,
                 (moves.reduces_once,),
-                use=conversion.use,
-                uses=(conversion.use,),
-                again=conversion.again and is_view,
+                use=resharding.use,
+                uses=(resharding.use,),
+                again=resharding.again and is_view,
                 checkpoint=self._buckets[bucket].checkpoint,
                 bucket=bucket,
             )
         )
-        return _UnderWay(conversion, moved, gradient, form, moves, is_view)
+        return _UnderWay(resharding, moved, gradient, form, moves, is_view)
 
     def _end(self, bucket: int) -> None:
         """Wait for a bucket, and take it apart."""
@@ -124,8 +124,8 @@ class BucketTape:
             else:
                 storage = self._record.add_storage()
             targets.append(self._record.add_slot(storage, way.form))
-            self._ended[way.conversion.use] = targets[-1]
-            rest = len(way.conversion.steps) > 1
+            self._ended[way.resharding.use] = targets[-1]
+            rest = len(way.resharding.steps) > 1
             working = max(working, way.moves.working if rest else 0)
             # Gradients are laid out rank by rank, or behind one another.
             laid_out = several and way.moved is not None
@@ -133,7 +133,7 @@ class BucketTape:
         moved = tuple(way.moved for way in members if way.moved is not None)
         self._record.instructions.append(
             Instruction(
-                members[0].conversion.value,
+                members[0].resharding.value,
                 (*(way.gradient for way in members), *moved),
                 tuple(targets),
                 (),
@@ -141,8 +141,8 @@ class BucketTape:
                 working,
                 backward,
                 (False,) * (len(members) + len(moved)),
-                uses=tuple(way.conversion.use for way in members),
-                again=members[0].conversion.again and not members[0].is_view and bool(moved),
+                uses=tuple(way.resharding.use for way in members),
+                again=members[0].resharding.again and not members[0].is_view and bool(moved),
                 checkpoint=self._buckets[bucket].checkpoint,
                 bucket=bucket,
             )

@@ -47,11 +47,11 @@ def _collectives(stage: Stage, graph: Graph) -> Iterator[tuple[str, str, Directi
     for bucket in buckets_of(stage, graph):
         together.update(bucket.uses)
         for step, nbytes in bucket.steps:
-            yield from _step(step, nbytes, again=bucket.uses[0] in again.conversions)
-    for conversion in stage.conversions:
-        if conversion.use not in together:
-            for step in conversion.steps:
-                yield from _step(step, step.nbytes, again=conversion.use in again.conversions)
+            yield from _step(step, nbytes, again=bucket.uses[0] in again.reshardings)
+    for resharding in stage.reshardings:
+        if resharding.use not in together:
+            for step in resharding.steps:
+                yield from _step(step, step.nbytes, again=resharding.use in again.reshardings)
 
 
 def _step(

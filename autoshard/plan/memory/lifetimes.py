@@ -1,10 +1,11 @@
 """When memory is held in inference, where a value is freed after its last use.
 
-Time is counted in nodes. Training has moments of its own, see `autoshard.plan.budget.moments`.
+Time is counted in nodes. Training has moments of its own, see
+`autoshard.planner.memory_budget.checkpoints`.
 """
 
 from autoshard.graph import Graph, Node
-from autoshard.rules import is_view
+from autoshard.ops import is_view
 
 Interval = tuple[int, int]
 """Half-open span of time."""

@@ -1,4 +1,4 @@
-"""What the steps of a conversion do to a tensor, and the memory that they take."""
+"""What the steps of a resharding do to a tensor, and the memory that they take."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -10,7 +10,7 @@ from autoshard.plan.memory.record import Form, Shape
 
 
 class Moves(NamedTuple):
-    """What a conversion does to a tensor on one rank.
+    """What a resharding does to a tensor on one rank.
 
     Attributes:
         shape: local shape of what it makes.

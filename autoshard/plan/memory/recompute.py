@@ -1,6 +1,6 @@
 """What runs once more in backward, from the plan alone.
 
-Two parts of a stage say that something does: a conversion that is `again`, and a
+Two parts of a stage say that something does: a resharding that is `again`, and a
 checkpoint. The runtime does exactly what is said here.
 """
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autoshard.graph import Graph, Node
+from autoshard.ops import Saved, call_of, saved_by
 from autoshard.plan.document import Stage, Use
 from autoshard.plan.memory.spans import checkpoint_spans, readers_inside
-from autoshard.rules import Saved, call_of, saved_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class Recomputed:
 
     Attributes:
         nodes: names of nodes.
-        conversions: what the conversions are for.
+        reshardings: what the reshardings are for.
     """
 
     nodes: frozenset[str]
-    conversions: frozenset[Use]
+    reshardings: frozenset[Use]
 
 
 class Keeps(Enum):
@@ -68,11 +68,11 @@ def taken_again(span: range, keeps: Callable[[int], Keeps]) -> tuple[range, rang
 def recomputed(graph: Graph, stage: Stage) -> Recomputed:
     """What a stage runs once more.
 
-    Of checkpoints it is what `taken_again` says, with the conversions for it. A conversion
+    Of checkpoints it is what `taken_again` says, with the reshardings for it. A resharding
     that is `again` runs once more as a whole.
 
     Raises:
-        PlanError: the checkpoints do not fit the program, or a conversion inside one is
+        PlanError: the checkpoints do not fit the program, or a resharding inside one is
             `again`.
     """
     spans = checkpoint_spans(graph, stage)
@@ -86,9 +86,9 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
     return Recomputed(
         frozenset(nodes),
         frozenset(
-            conversion.use
-            for conversion, reader in zip(stage.conversions, insides, strict=True)
-            if conversion.again or reader in entered
+            resharding.use
+            for resharding, reader in zip(stage.reshardings, insides, strict=True)
+            if resharding.again or reader in entered
         ),
     )
 

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
+from autoshard.ops import Strides
 from autoshard.plan.document import Use
 from autoshard.plan.memory.recompute import Keeps
-from autoshard.rules import Strides
 
 Shape = tuple[int, ...]
 
@@ -26,10 +26,10 @@ class Form(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One thing that a rank does: an operator, or a conversion.
+    """One thing that a rank does: an operator, or a resharding.
 
     Attributes:
-        name: of the node, or of the value that is converted.
+        name: of the node, or of the value that is resharded.
         reads: slots that it takes.
         targets: slots that it makes.
         kept: the slots among them that autograd keeps.
@@ -37,9 +37,9 @@ class Instruction(NamedTuple):
         working: bytes beside what it reads and makes while it runs forward.
         working_backward: bytes beside gradients while its backward runs.
         passes_gradient: for each read whether its gradient is that of the target.
-        use: what a conversion is for; None of an operator, and of the end of a bucket.
-        uses: what it makes its first targets for, if it is a conversion.
-        again: whether backward converts once more.
+        use: what a resharding is for; None of an operator, and of the end of a bucket.
+        uses: what it makes its first targets for, if it is a resharding.
+        again: whether backward reshards once more.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
         bucket: number of the bucket whose collectives it shares; -1 for none.
     """
@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
     bucket: int = -1
 
     @property
-    def is_conversion(self) -> bool:
+    def is_resharding(self) -> bool:
         """Whether it is one."""
         return bool(self.uses)
 

@@ -18,7 +18,7 @@ class Phase(StrEnum):
 
 Moment = tuple[Phase, str]
 """A thing that a rank does in a step: which part of the step, and the name of the node or of
-the value that is converted; empty where it is neither."""
+the value that is resharded; empty where it is neither."""
 
 
 class Schedule:

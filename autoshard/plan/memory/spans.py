@@ -1,4 +1,4 @@
-"""Which nodes are checkpointed together, and which conversions with them."""
+"""Which nodes are checkpointed together, and which reshardings with them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
 
     Raises:
         PlanError: a checkpoint names no node, is empty, or overlaps another one; or a
-            conversion inside one is `again`.
+            resharding inside one is `again`.
     """
     index = graph.numbers
     spans: list[range] = []
@@ -32,27 +32,27 @@ def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
         spans.append(span)
         free = span.stop
     insides = readers_inside(graph, stage, spans)
-    for conversion, reader in zip(stage.conversions, insides, strict=True):
-        if conversion.again and reader is not None:
+    for resharding, reader in zip(stage.reshardings, insides, strict=True):
+        if resharding.again and reader is not None:
             raise PlanError(
-                f"the conversion of {conversion.value!r} for {conversion.consumer or 'all'} is "
-                f"`again` inside a checkpoint, whose conversions run again anyway"
+                f"the resharding of {resharding.value!r} for {resharding.consumer or 'all'} is "
+                f"`again` inside a checkpoint, whose reshardings run again anyway"
             )
     return tuple(spans)
 
 
 def readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Iterator[int | None]:
-    """For each conversion inside a checkpoint the first node that reads its result, else None."""
+    """For each resharding inside a checkpoint the first node that reads its result, else None."""
     if not spans:
-        yield from (None for _ in stage.conversions)
+        yield from (None for _ in stage.reshardings)
         return
     span_of = {i: span for span in spans for i in span}
-    for conversion in stage.conversions:
-        if conversion.consumer is not None:
-            reader = graph.numbers.get(conversion.consumer, -1)
+    for resharding in stage.reshardings:
+        if resharding.consumer is not None:
+            reader = graph.numbers.get(resharding.consumer, -1)
             yield reader if reader in span_of else None
             continue
         # Readers come behind the maker, so if one of them is in its checkpoint the first is.
-        reader = min((i for i, _ in graph.consumers.get(conversion.value, ())), default=-1)
-        inside = reader in span_of and graph.makers.get(conversion.value) in span_of[reader]
+        reader = min((i for i, _ in graph.consumers.get(resharding.value, ())), default=-1)
+        inside = reader in span_of and graph.makers.get(resharding.value) in span_of[reader]
         yield reader if inside else None

@@ -1,6 +1,6 @@
 """What a rank runs for a stage, in order, and the memory in which each tensor lies.
 
-Mirrors the runtime: a conversion runs right before its first reader, one that nodes of a
+Mirrors the runtime: a resharding runs right before its first reader, one that nodes of a
 checkpoint share with others before the checkpoint, those of a bucket begin where the bucket does
 and end before the first reader of any of them (or the checkpoint, if they run outside of it), and
 steps on axes of one rank are left out.
@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 from autoshard.graph import Graph, Tensor
 from autoshard.layouts import Layout
-from autoshard.plan.buckets import buckets_of
-from autoshard.plan.document import Checkpoint, Conversion, PlannedStep, Stage
-from autoshard.plan.gradients import Gradients
-from autoshard.plan.memory.bucket_tape import BucketTape
-from autoshard.plan.memory.moves import Moves, moves_of
-from autoshard.plan.memory.record import Form, Instruction, Record, Shape
-from autoshard.rules import (
+from autoshard.ops import (
     backward_working,
     call_of,
     made_strides,
@@ -27,7 +21,13 @@ from autoshard.rules import (
     saved_by,
     view_strides,
 )
-from autoshard.rules.halo import NO_BORDERS
+from autoshard.ops.halo import NO_BORDERS
+from autoshard.plan.buckets import buckets_of
+from autoshard.plan.document import Checkpoint, PlannedStep, Resharding, Stage
+from autoshard.plan.gradients import Gradients
+from autoshard.plan.memory.bucket_tape import BucketTape
+from autoshard.plan.memory.moves import Moves, moves_of
+from autoshard.plan.memory.record import Form, Instruction, Record, Shape
 
 
 class Tape:
@@ -60,8 +60,8 @@ class Tape:
         self._sizes = dict(stage.axes)
         self._calls: dict[object, _Call] = {}
         self._moves: dict[object, Moves] = {}
-        self._conversions = {c.use: c for c in stage.conversions}
-        self._converted = {conversion.value for conversion in stage.conversions}
+        self._reshardings = {c.use: c for c in stage.reshardings}
+        self._resharded = {resharding.value for resharding in stage.reshardings}
         self._current: dict[str, int] = {}
         self._checkpoint = -1
         self._buckets = BucketTape(buckets_of(stage, graph), self._record, self._moves_for)
@@ -181,33 +181,33 @@ class Tape:
         )
 
     def _read(self, value: str, consumer: str, position: int) -> int:
-        """The slot from which a use of a value reads, converted as the plan says."""
-        if value not in self._converted:
+        """The slot from which a use of a value reads, resharded as the plan says."""
+        if value not in self._resharded:
             return self._current[value]
         self._share(value)
-        own = self._conversions.get((value, consumer, position))
-        return self._current[value] if own is None else self._convert(own)
+        own = self._reshardings.get((value, consumer, position))
+        return self._current[value] if own is None else self._reshard(own)
 
     def _share(self, value: str) -> None:
-        shared = self._conversions.pop((value, None, 0), None)
+        shared = self._reshardings.pop((value, None, 0), None)
         if shared is not None:
-            self._current[value] = self._convert(shared)
+            self._current[value] = self._reshard(shared)
 
-    def _convert(self, conversion: Conversion) -> int:
-        bucketed = self._buckets.end(conversion.use)
+    def _reshard(self, resharding: Resharding) -> int:
+        bucketed = self._buckets.end(resharding.use)
         if bucketed is not None:
             return bucketed
-        source = self._current[conversion.value]
-        if not self._active(conversion):
+        source = self._current[resharding.value]
+        if not self._active(resharding):
             return source
         before = self.forms[source]
-        moves = self._moves_for(conversion, before)
+        moves = self._moves_for(resharding, before)
         storage = self.storages[source] if moves.in_place else self._record.add_storage()
         form = Form(moves.nbytes, before.gradient, moves.shape, None)
         target = self._record.add_slot(storage, form)
         self.instructions.append(
             Instruction(
-                conversion.value,
+                resharding.value,
                 (source,),
                 (target,),
                 (),
@@ -215,21 +215,21 @@ class Tape:
                 moves.working,
                 moves.working_backward,
                 (moves.passes_gradient,),
-                use=conversion.use,
-                uses=(conversion.use,),
-                again=conversion.again and not moves.in_place,
+                use=resharding.use,
+                uses=(resharding.use,),
+                again=resharding.again and not moves.in_place,
                 checkpoint=self._checkpoint,
             )
         )
         return target
 
-    def _active(self, conversion: Conversion) -> list[PlannedStep]:
-        return [step for step in conversion.steps if self._sizes[step.axis] > 1]
+    def _active(self, resharding: Resharding) -> list[PlannedStep]:
+        return [step for step in resharding.steps if self._sizes[step.axis] > 1]
 
-    def _moves_for(self, conversion: Conversion, before: Form) -> Moves:
-        """What the steps of a conversion do to a tensor; looked at once for those alike."""
-        steps = self._active(conversion)
-        tensor = self._graph.values[conversion.value]
+    def _moves_for(self, resharding: Resharding, before: Form) -> Moves:
+        """What the steps of a resharding do to a tensor; looked at once for those alike."""
+        steps = self._active(resharding)
+        tensor = self._graph.values[resharding.value]
         chain = [(s.axis, s.source, s.target, s.forward, s.backward) for s in steps]
         key = (before.shape, before.strides, tensor.dtype, *chain)
         moves = self._moves.get(key)

@@ -1,6 +1,6 @@
 """Memory of one rank over one step of a stage, from the plan document alone.
 
-Time is counted in moments: every operator and every conversion forward, the turn, the same
+Time is counted in moments: every operator and every resharding forward, the turn, the same
 backward, and the optimizer's step. A checkpoint runs forward once more before its own backward.
 
 | kind        | alive                                                                          |
@@ -8,14 +8,14 @@ backward, and the optimizer's step. A checkpoint runs forward once more before i
 | parameters, buffers, inputs, optimizer | always                                              |
 | gradients   | of parameters: from the last backward that adds to one until the optimizer's   |
 |             | step, which frees them                                                         |
-| activations | what autograd keeps (`autoshard.rules.saved_by`), from forward until the       |
+| activations | what autograd keeps (`autoshard.ops.saved_by`), from forward until the       |
 |             | backward of the first operator that keeps it; what the program returns, until  |
 |             | the end; in inference all that operators make, until its last use              |
-| temporaries | all else: outputs until their last use, converted tensors, whole parameters    |
+| temporaries | all else: outputs until their last use, resharded tensors, whole parameters    |
 |             | and whole gradients, gradients of activations, what backward makes once more   |
 
-Views count as the memory that they look at, once. Working memory of conversions is counted,
-of operators only what `autoshard.rules.backward_working` names. The optimizer is taken to be a
+Views count as the memory that they look at, once. Working memory of reshardings is counted,
+of operators only what `autoshard.ops.backward_working` names. The optimizer is taken to be a
 fused one, which needs none.
 """
 
@@ -53,15 +53,15 @@ class Timeline:
     Attributes:
         moments: what happens, in order.
         nbytes: bytes by kind, each of shape [M].
-        idle: conversions that are `again` though backward needs nothing that they make, so
+        idle: reshardings that are `again` though backward needs nothing that they make, so
             that none of them would run.
-        reconverted: the moment at which each of the others runs once more.
+        regathered: the moment at which each of the others runs once more.
     """
 
     moments: tuple[Moment, ...]
     nbytes: Mapping[str, NDArray[np.int64]]
     idle: frozenset[Use] = frozenset()
-    reconverted: Mapping[Use, int] = field(default_factory=dict)
+    regathered: Mapping[Use, int] = field(default_factory=dict)
 
     @property
     def total(self) -> NDArray[np.int64]:
@@ -134,7 +134,7 @@ class _Lives:
         self._spans = array("q")  # kind, first and last moment, bytes; kind, ...
         self._nbytes = _storage_bytes(tape)
         self._held: dict[int, int] = {}  # last moment of each storage that backward needs
-        self._again: dict[int, tuple[int, int]] = {}  # of each storage that is converted again
+        self._again: dict[int, tuple[int, int]] = {}  # of each storage that is resharded again
         self._copies: dict[int, int] = {}  # last moment of what a checkpoint makes once more
 
     def timeline(self) -> Timeline:
@@ -145,7 +145,7 @@ class _Lives:
         np.subtract.at(changes, (spans[:, 0], spans[:, 2] + 1), spans[:, 3])
         alive = changes.cumsum(axis=1)[:, :-1]
         by_kind = dict(zip(KINDS, alive, strict=True))
-        again = {use: self._again.get(storage) for use, storage in self._converted_again()}
+        again = {use: self._again.get(storage) for use, storage in self._resharded_again()}
         return Timeline(
             tuple(self._schedule.moments),
             by_kind,
@@ -153,8 +153,8 @@ class _Lives:
             {use: span[0] for use, span in again.items() if span is not None},
         )
 
-    def _converted_again(self) -> Iterator[tuple[Use, int]]:
-        """What conversions that are `again` are for, and the storage of what they make."""
+    def _resharded_again(self) -> Iterator[tuple[Use, int]]:
+        """What reshardings that are `again` are for, and the storage of what they make."""
         for instruction in self._tape.instructions:
             if instruction.again:
                 for use, slot in zip(instruction.uses, instruction.targets, strict=False):
@@ -188,7 +188,7 @@ class _Lives:
             held = self._held.get(storage)
             if storage in returned:
                 self._add("activations", maker, self._end, self._nbytes[storage])
-            elif held is not None or (inference and not instructions[maker].is_conversion):
+            elif held is not None or (inference and not instructions[maker].is_resharding):
                 until = max(last[storage], held or 0)
                 self._add("activations", maker, until, self._nbytes[storage])
             else:
@@ -213,7 +213,7 @@ class _Lives:
         self._add_made_once_more()
 
     def _gather_together(self) -> None:
-        """The conversions of a bucket run once more when the first of them is needed."""
+        """The reshardings of a bucket run once more when the first of them is needed."""
         for instruction in self._tape.instructions:
             if instruction.again and instruction.bucket >= 0:
                 storages = {self._tape.storages[slot] for slot in instruction.targets}
@@ -239,7 +239,7 @@ class _Lives:
 
     def _add_made_once_more(self) -> None:
         made_by = self._tape.made_by
-        at_work: dict[int, int] = {}  # when each conversion runs; those of a bucket do once
+        at_work: dict[int, int] = {}  # when each resharding runs; those of a bucket do once
         for storage, (first, last) in self._again.items():
             self._add("temporaries", first, last, self._nbytes[storage])
             at_work[made_by[storage]] = first

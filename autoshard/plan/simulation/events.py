@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan.buckets import Bucket
-from autoshard.plan.document import Conversion
+from autoshard.plan.document import Resharding
 from autoshard.plan.memory.schedule import Phase
 from autoshard.plan.memory.timeline import Timeline
 
@@ -19,15 +19,15 @@ COMPUTE = "compute"
 """Name of the lane of everything that is not on an axis."""
 
 
-def conversion_label(conversion: Conversion, targets: Mapping[str, str]) -> str:
-    """The value that is converted, and what for; what enters goes by its name in the model.
+def resharding_label(resharding: Resharding, targets: Mapping[str, str]) -> str:
+    """The value that is resharded, and what for; what enters goes by its name in the model.
 
     Args:
-        conversion: of a stage.
+        resharding: of a stage.
         targets: names in the model, by value.
     """
-    value = targets.get(conversion.value, conversion.value)
-    return f"{value} for {conversion.consumer}" if conversion.consumer else value
+    value = targets.get(resharding.value, resharding.value)
+    return f"{value} for {resharding.consumer}" if resharding.consumer else value
 
 
 def bucket_label(bucket: Bucket, targets: Mapping[str, str]) -> str:
@@ -37,8 +37,8 @@ def bucket_label(bucket: Bucket, targets: Mapping[str, str]) -> str:
         bucket: of a stage.
         targets: names in the model, by value.
     """
-    first, *more = bucket.conversions
-    label = conversion_label(first, targets)
+    first, *more = bucket.reshardings
+    label = resharding_label(first, targets)
     return f"{label} and {len(more)} more" if more else label
 
 
@@ -47,8 +47,8 @@ class Event:
     """One thing that a rank does in a step.
 
     Attributes:
-        name: of the operator, or of what a step of a conversion runs.
-        subject: the node, or the value that is converted and what for; of a bucket its first.
+        name: of the operator, or of what a step of a resharding runs.
+        subject: the node, or the value that is resharded and what for; of a bucket its first.
         axis: the mesh axis whose ranks take part; None of compute.
         phase: part of the step.
         category: under what the plan's costs count it.
@@ -57,7 +57,7 @@ class Event:
         nbytes: size of the larger of a rank's tensor before and after, all those of a bucket
             together; 0 of compute.
         hidden: whether it runs beside compute.
-        inside: the operator that a collective is a part of; empty of a conversion's.
+        inside: the operator that a collective is a part of; empty of a resharding's.
     """
 
     name: str

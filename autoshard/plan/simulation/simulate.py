@@ -2,7 +2,7 @@
 
 Prices are those of the plan, so the step ends when the plan says that it does, and the events
 of each category add up to the plan's costs. Operators are on the lane of compute; what a
-conversion runs, and collectives inside operators, on the lane of their axis. Order and moments
+resharding runs, and collectives inside operators, on the lane of their axis. Order and moments
 are those of the memory timeline.
 
 What the option `overlap` hides is drawn beside the compute that pays for it: that of the
@@ -22,7 +22,7 @@ from autoshard.collection import collection_paused
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.plan.buckets import buckets_of
-from autoshard.plan.document import Conversion, Direction, Plan, Stage
+from autoshard.plan.document import Direction, Plan, Resharding, Stage
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.memory.record import Instruction
 from autoshard.plan.memory.schedule import Phase, Schedule
@@ -34,9 +34,9 @@ from autoshard.plan.simulation.events import (
     Event,
     Simulation,
     bucket_label,
-    conversion_label,
+    resharding_label,
 )
-from autoshard.plan.simulation.timing import ConversionTiming, Piece, Timing
+from autoshard.plan.simulation.timing import Piece, ReshardingTiming, Timing
 
 
 @collection_paused()
@@ -45,7 +45,7 @@ def simulate(plan: Plan, *, bucketed: bool = True) -> Simulation:
 
     Args:
         plan: that was found.
-        bucketed: whether conversions that share collectives are drawn together, as they run.
+        bucketed: whether reshardings that share collectives are drawn together, as they run.
 
     Raises:
         PlanError: the document holds no plan, or one that contradicts itself.
@@ -69,15 +69,15 @@ class _Simulator:
         self._tape = Tape(stage, graph, gradients)
         self._placed = {placed.name: placed for placed in stage.nodes}
         targets = {placed.name: placed.target for placed in stage.inputs}
-        self._conversions = {c.use: c for c in stage.conversions}
-        self._timings = {c.use: self._timing.conversion(c) for c in stage.conversions}
-        self._labels = {c.use: conversion_label(c, targets) for c in stage.conversions}
+        self._reshardings = {c.use: c for c in stage.reshardings}
+        self._timings = {c.use: self._timing.resharding(c) for c in stage.reshardings}
+        self._labels = {c.use: resharding_label(c, targets) for c in stage.reshardings}
         for bucket in buckets_of(stage, graph) if bucketed else ():
             self._timings.update(self._timing.bucket(bucket))
             self._labels.update(dict.fromkeys(bucket.uses, bucket_label(bucket, targets)))
-        self._into: dict[str, list[Conversion]] = {}
-        for conversion in stage.conversions:
-            self._into.setdefault(conversion.consumer or "", []).append(conversion)
+        self._into: dict[str, list[Resharding]] = {}
+        for resharding in stage.reshardings:
+            self._into.setdefault(resharding.consumer or "", []).append(resharding)
         self._events: list[Event] = []
         self._now = 0.0
 
@@ -90,9 +90,9 @@ class _Simulator:
             training=self._training,
             optimizer=self._timing.prices.optimizer,
         )
-        once_more: dict[int, list[Conversion]] = {}
-        for use, moment in memory.reconverted.items():
-            once_more.setdefault(moment, []).append(self._conversions[use])
+        once_more: dict[int, list[Resharding]] = {}
+        for use, moment in memory.regathered.items():
+            once_more.setdefault(moment, []).append(self._reshardings[use])
         loading, update = self._input_seconds()
         self._compute("inputs", "inputs", Phase.FORWARD, "compute", loading)
         starts = []
@@ -100,8 +100,8 @@ class _Simulator:
             zip(schedule.moments, schedule.numbers, strict=True)
         ):
             starts.append(self._now)
-            for conversion in once_more.get(moment, ()):
-                self._convert(conversion, Phase.RECOMPUTE)
+            for resharding in once_more.get(moment, ()):
+                self._reshard(resharding, Phase.RECOMPUTE)
             if number >= 0:
                 self._advance(self._tape.instructions[number], phase)
         self._compute("optimizer", "parameters", Phase.OPTIMIZER, "optimizer", update)
@@ -128,12 +128,12 @@ class _Simulator:
         return loading, update
 
     def _advance(self, instruction: Instruction, phase: Phase) -> None:
-        if instruction.use is None and instruction.is_conversion:
+        if instruction.use is None and instruction.is_resharding:
             return
         if instruction.use is None:
             self._call(self._graph.nodes[self._graph.numbers[instruction.name]], phase)
         else:
-            self._convert(self._conversions[instruction.use], phase)
+            self._reshard(self._reshardings[instruction.use], phase)
 
     def _call(self, node: Node, phase: Phase) -> None:
         """An operator, what is hidden beside it, and what ranks run inside it."""
@@ -145,9 +145,9 @@ class _Simulator:
         category: Category = "recompute" if again else "compute"
         self._compute(node.operator, node.name, phase, category, seconds)
         end, self._now = self._now, start
-        for conversion in () if again else self._into.get(node.name, ()):
-            timing = self._timings[conversion.use]
-            label = self._labels[conversion.use]
+        for resharding in () if again else self._into.get(node.name, ()):
+            timing = self._timings[resharding.use]
+            label = self._labels[resharding.use]
             if backward:
                 self._run(timing.again.hidden, label, Phase.RECOMPUTE, "recompute", hidden=True)
                 self._run(timing.backward.hidden, label, phase, "communication", hidden=True)
@@ -166,10 +166,10 @@ class _Simulator:
         category: Category = "recompute" if phase is Phase.RECOMPUTE else "communication"
         self._run(pieces, node.name, phase, category, inside=node.operator)
 
-    def _convert(self, conversion: Conversion, phase: Phase) -> None:
-        """What compute waits for of a conversion."""
-        timing: ConversionTiming = self._timings[conversion.use]
-        label = self._labels[conversion.use]
+    def _reshard(self, resharding: Resharding, phase: Phase) -> None:
+        """What compute waits for of a resharding."""
+        timing: ReshardingTiming = self._timings[resharding.use]
+        label = self._labels[resharding.use]
         if phase is Phase.RECOMPUTE:
             self._run(timing.again.waited, label, phase, "recompute")
         elif phase is Phase.BACKWARD:

@@ -8,18 +8,18 @@ from autoshard.costs import Overlap, Passes, hidden_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node
 from autoshard.layouts import Action, Layout, Step, again_price, is_padded, parse_type
+from autoshard.ops import call_of, rule_for
 from autoshard.plan.buckets import Bucket, carried_beside
-from autoshard.plan.document import Conversion, PlacedNode, Plan, PlannedStep, Stage, Use
-from autoshard.plan.formulation.legality import share_of
-from autoshard.plan.formulation.pricing import Prices
+from autoshard.plan.document import PlacedNode, Plan, PlannedStep, Resharding, Stage, Use
 from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.legality import share_of
 from autoshard.plan.memory.recompute import recomputed
-from autoshard.rules import call_of, rule_for
+from autoshard.plan.pricing import Prices
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A collective, or a local copy of a conversion, with the copies around it.
+    """A collective, or a local copy of a resharding, with the copies around it.
 
     Attributes:
         name: what runs.
@@ -64,8 +64,8 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class ConversionTiming:
-    """What a conversion runs.
+class ReshardingTiming:
+    """What a resharding runs.
 
     Attributes:
         forward: in the forward pass.
@@ -93,7 +93,7 @@ class Timing:
         self._graph = graph
         self._gradients = Gradients(graph, training=self.prices.training)
         self._placed = {placed.name: placed for placed in stage.nodes}
-        self._again = recomputed(graph, stage).conversions
+        self._again = recomputed(graph, stage).reshardings
         self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
         self._carried = carried_beside(graph, plan.mesh)
         self._known: dict[Hashable, Passes[float]] = {}
@@ -129,32 +129,32 @@ class Timing:
             )
         return self.prices.strategy(self._graph, node, share.sizes, backward=flows)[1]
 
-    def conversion(self, conversion: Conversion) -> ConversionTiming:
-        """What a conversion runs, and what of it is hidden."""
-        carried = self._carried.get(conversion.value, 1.0)
-        shape = self._graph.values[conversion.value].shape
-        pairs = [self._pieces(step, shape, carried) for step in conversion.steps]
+    def resharding(self, resharding: Resharding) -> ReshardingTiming:
+        """What a resharding runs, and what of it is hidden."""
+        carried = self._carried.get(resharding.value, 1.0)
+        shape = self._graph.values[resharding.value].shape
+        pairs = [self._pieces(step, shape, carried) for step in resharding.steps]
         forward = [piece for pair in pairs for piece in islice(pair, 1) if piece.seconds]
         backward = [pair[1] for pair in reversed(pairs) if pair[1].seconds]
-        again = forward if conversion.use in self._again else []
-        early, late = self._hidden(conversion, forward, again, backward)
+        again = forward if resharding.use in self._again else []
+        early, late = self._hidden(resharding, forward, again, backward)
         trailing = min(late, _seconds(backward))
-        return ConversionTiming(
+        return ReshardingTiming(
             Split.of(forward, early),
             Split.of(again, late - trailing),
             Split.of(backward, trailing),
         )
 
-    def bucket(self, bucket: Bucket) -> dict[Use, ConversionTiming]:
-        """What the conversions of a bucket run, for each of them.
+    def bucket(self, bucket: Bucket) -> dict[Use, ReshardingTiming]:
+        """What the reshardings of a bucket run, for each of them.
 
         All that compute waits for is said of the first, as one piece for each step; what is
         hidden stays with its own. Every piece has the bytes of the bucket.
         """
-        own = [self.conversion(conversion) for conversion in bucket.conversions]
+        own = [self.resharding(resharding) for resharding in bucket.reshardings]
         nbytes = {step.axis: total for step, total in bucket.steps}
         return {
-            use: ConversionTiming(
+            use: ReshardingTiming(
                 *(
                     Split(
                         tuple(_together([s.waited for s in splits], nbytes)) if i == 0 else (),
@@ -193,17 +193,17 @@ class Timing:
 
     def _hidden(
         self,
-        conversion: Conversion,
+        resharding: Resharding,
         forward: Sequence[Piece],
         again: Sequence[Piece],
         backward: Sequence[Piece],
     ) -> tuple[float, float]:
         """Seconds that run beside the reader's forward, and beside its backward."""
-        number = self._graph.numbers.get(conversion.consumer or "")
+        number = self._graph.numbers.get(resharding.consumer or "")
         if self._overlap is None or number is None:
             return 0.0, 0.0
         reader = self._graph.nodes[number]
-        share = self._overlap.share(reader, conversion.position)
+        share = self._overlap.share(reader, resharding.position)
         if share is None:
             return 0.0, 0.0
         compute = self.node(reader)
@@ -218,11 +218,11 @@ def _seconds(pieces: Sequence[Piece]) -> float:
 
 
 def _together(members: Sequence[Sequence[Piece]], nbytes: Mapping[str, int]) -> Iterator[Piece]:
-    """Alike pieces of several conversions as one; each is on an axis of its own.
+    """Alike pieces of several reshardings as one; each is on an axis of its own.
 
     Args:
-        members: pieces of each conversion.
-        nbytes: of all conversions, by the axis of their steps.
+        members: pieces of each resharding.
+        nbytes: of all reshardings, by the axis of their steps.
     """
     seconds: dict[tuple[str, str], float] = {}
     for piece in chain.from_iterable(members):

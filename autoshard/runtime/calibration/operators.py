@@ -13,7 +13,7 @@ from autoshard.graph import Argument, DType, Node, Ref, Tensor
 from autoshard.layouts import Layout
 from autoshard.mesh import Device, Pace, Paces
 from autoshard.mesh.device_calibration import OperatorSample
-from autoshard.rules import Call, Strategy, is_view, rule_for
+from autoshard.ops import Call, Strategy, is_view, rule_for
 from autoshard.runtime.calibration.stopwatch import KernelClock
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalKernel, LocalNode, Place

@@ -1,4 +1,4 @@
-"""Seconds of each operator and each step of a conversion while a program runs.
+"""Seconds of each operator and each step of a resharding while a program runs.
 
 Kernels and steps are called through a probe. It measures the call, and hooks the autograd
 nodes that the call makes, so that their backward counts for the same part of the plan. What
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from autoshard.plan import Conversion, Stage
+from autoshard.plan import Resharding, Stage
 from autoshard.plan.memory.schedule import Phase
-from autoshard.plan.simulation import conversion_label
-from autoshard.runtime.instructions import Call, Convert, Instruction, Recompute
+from autoshard.plan.simulation import resharding_label
+from autoshard.runtime.instructions import Call, Instruction, Recompute, Reshard
 from autoshard.runtime.program import LocalProgram
 
 
@@ -29,8 +29,8 @@ class Part:
 
     Attributes:
         phase: part of the step.
-        name: of the operator, or of what a step of a conversion runs.
-        subject: the node, or the value that is converted and what for.
+        name: of the operator, or of what a step of a resharding runs.
+        subject: the node, or the value that is resharded and what for.
         axis: the mesh axis of a step; empty of an operator.
         nbytes: size of the larger of a rank's tensor before and after; 0 of an operator.
     """
@@ -161,15 +161,15 @@ def _behind(nodes: Iterable[Node], known: set[Node]) -> Iterator[Node]:
 def instrument(program: LocalProgram, stage: Stage, probe: Probe) -> None:
     """Let a stage's program run its kernels and steps through a probe."""
     operators = {node.name: node.operator for node in program.graph.nodes}
-    conversions = {conversion.use: conversion for conversion in stage.conversions}
+    reshardings = {resharding.use: resharding for resharding in stage.reshardings}
     for instruction in _flat(program.instructions):
         if isinstance(instruction, Call):
             operator = operators[instruction.node]
             forward = Part(Phase.FORWARD, operator, instruction.node)
             backward = Part(Phase.BACKWARD, operator, instruction.node)
             instruction.kernel = probe.wrap(instruction.kernel, Both(forward, backward))
-        elif isinstance(instruction, Convert):
-            parts = _step_parts(stage, conversions[instruction.use])
+        elif isinstance(instruction, Reshard):
+            parts = _step_parts(stage, reshardings[instruction.use])
             pairs = zip(instruction.steps, parts, strict=True)
             instruction.steps = tuple(probe.wrap(step, both) for step, both in pairs)
 
@@ -181,10 +181,10 @@ def _flat(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
             yield from _flat(instruction.instructions)
 
 
-def _step_parts(stage: Stage, conversion: Conversion) -> Iterator[Both]:
+def _step_parts(stage: Stage, resharding: Resharding) -> Iterator[Both]:
     sizes = dict(stage.axes)
-    subject = conversion_label(conversion, {i.name: i.target for i in stage.inputs})
-    for step in conversion.steps:
+    subject = resharding_label(resharding, {i.name: i.target for i in stage.inputs})
+    for step in resharding.steps:
         if sizes[step.axis] > 1:
             yield Both(
                 Part(Phase.FORWARD, step.forward, subject, step.axis, step.nbytes),

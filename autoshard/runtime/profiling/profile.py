@@ -30,7 +30,7 @@ class Row:
     """All parts of one kind in a step.
 
     Attributes:
-        name: of the operator, or of what steps of conversions run.
+        name: of the operator, or of what steps of reshardings run.
         lane: compute, or the axis.
         predicted: seconds.
         measured: seconds.

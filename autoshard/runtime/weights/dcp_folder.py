@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from autoshard.errors import CheckpointError
-from autoshard.runtime.checkpoints import checkpointable
+from autoshard.runtime.checkpoints import dcp_state_dict
 from autoshard.runtime.weights.source import Entry
 
 METADATA = ".metadata"
@@ -82,7 +82,7 @@ class DcpFolder:
     def read(self, name: str, tensor: torch.Tensor) -> int:
         """Fill what this rank holds of a tensor; see `Source`."""
         planner = DefaultLoadPlanner()
-        planner.set_up_planner(checkpointable({name: tensor}), self._metadata, is_coordinator=True)
+        planner.set_up_planner(dcp_state_dict({name: tensor}), self._metadata, is_coordinator=True)
         (plan,) = planner.create_global_plan([planner.create_local_plan()])
         plan = planner.finish_plan(plan)
         stored = self._metadata.storage_data

@@ -117,7 +117,7 @@ def _check_unkept_buffers(model: nn.Module) -> None:
         raise CheckpointError(
             f"checkpoints do not hold the buffer {empty[0]!r}"
             + (f" (and {len(empty) - 1} more)" if len(empty) > 1 else "")
-            + ", and it is on the meta device: make the model under parameters_on_meta() instead, "
+            + ", and it is on the meta device: make the model under init_empty_weights() instead, "
             "which keeps the values of buffers, or give it a value"
         )
 

@@ -9,7 +9,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def init_empty_weights() -> Iterator[None]:
     """A context in which models are made without memory for parameters, but with their buffers.
 
     Buffers that checkpoints do not hold (rotary tables, for one) are computed as the model is

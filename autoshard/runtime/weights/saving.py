@@ -32,7 +32,7 @@ def save_checkpoint(
     whole tensors under the names of the state dict, tied ones under the first of their names,
     for any plan, an unsharded model or transformers to load. Each file is written by one rank,
     to which the others send their slices one by one. (The state of an optimizer is saved by
-    `torch.distributed.checkpoint`, through `checkpointable`.)
+    `torch.distributed.checkpoint`, through `dcp_state_dict`.)
 
     Args:
         model: planned, or any other module.

@@ -6,16 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.closure import Closure
 from autoshard.solve.narrowing.folded import Folded
-from autoshard.solve.problem import (
-    BoolArray,
-    Edge,
-    FloatArray,
-    IntArray,
-    Node,
-    Problem,
-)
+from autoshard.solve.problem import Edge, Node, Problem
 
 
 @dataclass(frozen=True, eq=False)

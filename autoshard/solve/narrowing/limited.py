@@ -11,9 +11,10 @@ from functools import partial
 
 import numpy as np
 
+from autoshard.arrays import BoolArray
 from autoshard.solve.narrowing.core import Core, one_per_run
 from autoshard.solve.narrowing.minimising import Narrowing, SolveCore, cheapest
-from autoshard.solve.problem import USAGE_TOLERANCE, BoolArray
+from autoshard.solve.problem import USAGE_TOLERANCE
 from autoshard.solve.repeats import Outcome, Pricing, Watch
 from autoshard.solve.search import Search
 from autoshard.solve.trail import Trail

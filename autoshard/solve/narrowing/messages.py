@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.closure import Closure
 from autoshard.solve.narrowing.folded import Folded
-from autoshard.solve.problem import FloatArray, IntArray
 
 _EPSILON = 2.0**-50
 

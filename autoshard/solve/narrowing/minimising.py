@@ -12,11 +12,12 @@ from typing import Protocol
 
 import numpy as np
 
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.narrowing.core import Core, one_per_run
 from autoshard.solve.narrowing.folded import Folded
 from autoshard.solve.narrowing.messages import Messages
 from autoshard.solve.narrowing.spanning import strategy_bounds
-from autoshard.solve.problem import BoolArray, FloatArray, IntArray, Problem
+from autoshard.solve.problem import Problem
 from autoshard.solve.search import Search
 from autoshard.solve.solution import Solution
 from autoshard.solve.trail import Trail

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.arrays import FloatArray
 from autoshard.solve.narrowing.messages import Messages
-from autoshard.solve.problem import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

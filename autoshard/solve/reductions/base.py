@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from autoshard.arrays import IntArray
 from autoshard.solve.network import Network
-from autoshard.solve.problem import IntArray
 
 Inverse = Callable[[IntArray], None]
 """Fills in, in place, the choices of the variables that a reduction removed.

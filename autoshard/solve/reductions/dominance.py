@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 import numpy as np
 
+from autoshard.arrays import BoolArray, FloatArray
 from autoshard.solve.network import Matrix, Network
-from autoshard.solve.problem import BoolArray, FloatArray
 from autoshard.solve.reductions.base import Inverse, nothing_to_undo
 
 _MOST_STRATEGIES = 1500

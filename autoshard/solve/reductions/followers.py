@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from autoshard.arrays import IntArray
 from autoshard.solve.network import Link, Network, Term, Variable
-from autoshard.solve.problem import IntArray
 from autoshard.solve.reductions.base import Inverse, Worklist, sequence
 from autoshard.solve.reductions.ties import merged_terms
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from autoshard.arrays import BoolArray
 from autoshard.solve.network import Matrix, Network
-from autoshard.solve.problem import BoolArray
 from autoshard.solve.reductions.base import Inverse, Worklist, nothing_to_undo
 
 

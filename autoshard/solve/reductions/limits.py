@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import Network, Term, Variable, spread
-from autoshard.solve.problem import BoolArray, FloatArray, IntArray
 from autoshard.solve.reductions.base import Inverse, nothing_to_undo
 from autoshard.solve.reductions.ties import merged_terms
 

@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.network import Link, Matrix, Network, fingerprint
-from autoshard.solve.problem import FloatArray, IntArray
 from autoshard.solve.reductions.base import Inverse, Worklist, sequence
 from autoshard.solve.reductions.tables import SimplifyLinks
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.network import Link, Matrix, Network, fingerprint
-from autoshard.solve.problem import FloatArray, IntArray
 from autoshard.solve.reductions.base import Inverse, nothing_to_undo
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from autoshard.arrays import IntArray
 from autoshard.solve.network import Network, Term, Variable
-from autoshard.solve.problem import IntArray
 from autoshard.solve.reductions.base import Inverse, sequence
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from autoshard.arrays import IntArray
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.network import Network
-from autoshard.solve.problem import IntArray
 from autoshard.solve.reductions.base import Inverse, sequence
 
 

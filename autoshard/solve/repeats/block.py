@@ -6,8 +6,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.arrays import FloatArray
 from autoshard.solve.closure import Closure
-from autoshard.solve.problem import FloatArray, Problem
+from autoshard.solve.problem import Problem
 from autoshard.solve.repeats.modes import Mode, find_modes
 from autoshard.solve.repeats.runs import Run
 from autoshard.solve.tables import KeptTable, SolvedBlock, TableStore, content_key

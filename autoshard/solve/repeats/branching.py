@@ -13,8 +13,9 @@ from itertools import count as numbers
 
 import numpy as np
 
+from autoshard.arrays import FloatArray
 from autoshard.solve.cuts import cheapest_mixture
-from autoshard.solve.problem import FloatArray, Problem
+from autoshard.solve.problem import Problem
 from autoshard.solve.repeats.pricing import ASKED, Counted, Point, Pricing
 from autoshard.solve.repeats.runs import Run
 from autoshard.solve.repeats.solver import Minimise

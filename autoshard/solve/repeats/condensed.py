@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.elimination import MOST_WORK, Elimination, Evaluation
 from autoshard.solve.network import Network
-from autoshard.solve.problem import BoolArray, FloatArray, IntArray, Node, Problem
+from autoshard.solve.problem import Node, Problem
 from autoshard.solve.reductions import Inverse
 from autoshard.solve.repeats.block import Block
 from autoshard.solve.repeats.run_tables import (

@@ -7,7 +7,8 @@ from itertools import product
 
 import numpy as np
 
-from autoshard.solve.problem import FloatArray, IntArray, Problem
+from autoshard.arrays import FloatArray, IntArray
+from autoshard.solve.problem import Problem
 from autoshard.solve.repeats.runs import Run
 from autoshard.solve.repeats.watch import Watch
 

@@ -16,8 +16,9 @@ from itertools import product
 
 import numpy as np
 
+from autoshard.arrays import FloatArray
 from autoshard.solve.cuts import best_mixture
-from autoshard.solve.problem import USAGE_TOLERANCE, FloatArray, Problem
+from autoshard.solve.problem import USAGE_TOLERANCE, Problem
 from autoshard.solve.repeats.branching import Branching
 from autoshard.solve.repeats.filling import Filling
 from autoshard.solve.repeats.pricing import SAME, Point, Pricing

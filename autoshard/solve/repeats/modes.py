@@ -13,8 +13,9 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.closure import Closure
-from autoshard.solve.problem import Edge, FloatArray, IntArray, Problem
+from autoshard.solve.problem import Edge, Problem
 
 Mode = Mapping[int, IntArray]
 """The strategies of some nodes in a mode, ascending; other nodes may take any."""

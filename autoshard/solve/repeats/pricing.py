@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.cuts import best_prices
-from autoshard.solve.problem import USAGE_TOLERANCE, FloatArray, IntArray
+from autoshard.solve.problem import USAGE_TOLERANCE
 from autoshard.solve.repeats.solver import Minimise
 from autoshard.solve.repeats.watch import Watch
 from autoshard.solve.search import Search

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.elimination import Evaluation, Table
-from autoshard.solve.problem import FloatArray, IntArray
 from autoshard.solve.repeats.runs import Run
 from autoshard.solve.repeats.template import GroupTable
 from autoshard.solve.repeats.walks import Changing, Leaving, Steps

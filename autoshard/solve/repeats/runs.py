@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.closure import Closure
 from autoshard.solve.network import fingerprint
-from autoshard.solve.problem import Edge, FloatArray, IntArray, Problem
+from autoshard.solve.problem import Edge, Problem
 
 _RUNS = "runs"
 

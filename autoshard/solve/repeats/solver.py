@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from autoshard.solve.problem import BoolArray, FloatArray, IntArray
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.repeats.condensed import Answer, Condensed
 from autoshard.solve.repeats.run_tables import Course
 from autoshard.solve.repeats.runs import Run

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autoshard.solve.problem import IntArray, Problem
+from autoshard.arrays import IntArray
+from autoshard.solve.problem import Problem
 from autoshard.solve.repeats.runs import Run
 
 

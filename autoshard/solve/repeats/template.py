@@ -7,9 +7,10 @@ from math import prod
 
 import numpy as np
 
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.elimination import Elimination, Evaluation
 from autoshard.solve.network import Matrix, Network
-from autoshard.solve.problem import BoolArray, Edge, FloatArray, IntArray, Node, Problem
+from autoshard.solve.problem import Edge, Node, Problem
 from autoshard.solve.reductions import (
     Chain,
     DropDominated,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.solve.problem import BoolArray, FloatArray, IntArray
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.repeats.runs import Run
 
 _BLOCK = 1 << 20

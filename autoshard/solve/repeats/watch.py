@@ -5,8 +5,9 @@ from functools import cached_property
 
 import numpy as np
 
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.network import spread
-from autoshard.solve.problem import FloatArray, IntArray, Problem
+from autoshard.solve.problem import Problem
 from autoshard.solve.repeats.runs import Run
 
 

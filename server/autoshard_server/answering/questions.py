@@ -11,7 +11,8 @@ from typing import Any
 from autoshard.errors import OptionError
 from autoshard.graph import RULES_VERSION, rules_from_json, rules_to_json
 from autoshard.mesh import Mesh, Topology, mesh_to_json, topology_to_json
-from autoshard.plan import PLAN_VERSION, candidate_meshes, torch_version
+from autoshard.plan import PLAN_VERSION
+from autoshard.planner import candidate_meshes, torch_version
 from autoshard_server.answering.requests import (
     CoverageRequest,
     MeshInput,

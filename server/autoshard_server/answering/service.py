@@ -12,9 +12,10 @@ import structlog
 
 from autoshard.errors import MeshError
 from autoshard.graph import ArchiveLimits, Graph, load_graph
-from autoshard.mesh import Topology, topology_from_json, topology_names
-from autoshard.plan import PLAN_VERSION, plan_id
-from autoshard.rules import with_rules
+from autoshard.mesh import Topology, list_topologies, topology_from_json
+from autoshard.ops import with_rules
+from autoshard.plan import PLAN_VERSION
+from autoshard.planner import plan_id
 from autoshard_server.answering.hot import Hot
 from autoshard_server.answering.questions import Question, Task, check_graph_size, validation_id
 from autoshard_server.jobs.job import Job
@@ -175,12 +176,12 @@ class Service:
         Raises:
             MeshError: there is neither.
         """
-        if name is None or name in topology_names():
+        if name is None or name in list_topologies():
             return None
         found = await anyio.to_thread.run_sync(self.stores.topologies.get, name)
         if found is None:
             raise MeshError(
-                f"topology {name!r} is unknown; choose one of {', '.join(topology_names())}, or "
+                f"topology {name!r} is unknown; choose one of {', '.join(list_topologies())}, or "
                 "store it with PUT /v1/topologies/{name}"
             )
         return topology_from_json(found.document)

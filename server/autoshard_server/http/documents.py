@@ -6,7 +6,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from autoshard.graph import Graph
-from autoshard.plan import Coverage, Explanation, Plan
+from autoshard.plan import Coverage, Plan
+from autoshard.planner import Explanation
 from autoshard_server.jobs.job import Job, JobState
 from autoshard_server.jobs.kinds import JobKind, known_kind
 from autoshard_server.solvers.results import MeshSearch, Validation

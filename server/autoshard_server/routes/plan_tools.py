@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import TypeAdapter
 
-from autoshard.plan import Explanation, Plan, PlanDifference, compare_plans, export_plan
+from autoshard.plan import Plan, PlanDifference, compare_plans, export_plan
+from autoshard.planner import Explanation
 from autoshard_server import problems
 from autoshard_server.answering.questions import explanation_task
 from autoshard_server.answering.requests import PlanPair

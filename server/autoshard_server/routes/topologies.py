@@ -8,11 +8,11 @@ from typing import Annotated
 import anyio.to_thread
 from fastapi import APIRouter, Path, Request, Response
 
+from autoshard import mesh
 from autoshard.mesh import (
     Topology,
     get_topology,
     topology_from_json,
-    topology_names,
     topology_to_json,
 )
 from autoshard_server import problems
@@ -47,7 +47,7 @@ StoredName = Annotated[
 async def list_topologies(service: ServiceHere, _caller: Reader) -> Topologies:
     """Clusters that `mesh.topology` can name: built in, and stored here."""
     stored = await anyio.to_thread.run_sync(service.stores.topologies.list)
-    names = sorted({*topology_names(), *(info.name for info in stored)})
+    names = sorted({*mesh.list_topologies(), *(info.name for info in stored)})
     return Topologies(topologies=names, stored=[topology_entry(info) for info in stored])
 
 
@@ -73,7 +73,7 @@ async def get_known_topology(
     _caller: Reader,
 ) -> Response:
     """Every figure of a topology: a start for one's own, which a mesh takes as a whole."""
-    if name in topology_names():
+    if name in mesh.list_topologies():
         document = topology_to_json(get_topology(name), indent=None)
     else:
         found = await anyio.to_thread.run_sync(service.stores.topologies.get, name)
@@ -120,7 +120,7 @@ async def put_topology(
     Requests that name it from now on mean this one. Plans that were made for another one of the
     name stay as they are, under their ids.
     """
-    if name in topology_names():
+    if name in mesh.list_topologies():
         raise _is_preset(name)
     body = await read_text(request, service.settings, "max_topology_bytes")
     topology = topology_from_json(body)
@@ -162,7 +162,7 @@ async def delete_topology(
     fits = condition_of(request).holds
     if await anyio.to_thread.run_sync(partial(service.stores.topologies.delete, name, fits=fits)):
         return
-    raise _is_preset(name) if name in topology_names() else _unknown(name)
+    raise _is_preset(name) if name in mesh.list_topologies() else _unknown(name)
 
 
 def _is_preset(name: str) -> ServerError:

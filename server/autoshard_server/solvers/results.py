@@ -3,8 +3,9 @@
 from pydantic import Field
 
 from autoshard.mesh import Mesh
-from autoshard.plan import Certificate, ProblemSize
+from autoshard.plan import Certificate
 from autoshard.plan.document import Document
+from autoshard.planner import ProblemSize
 
 
 class Validation(Document):

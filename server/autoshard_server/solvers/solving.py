@@ -20,8 +20,9 @@ from pydantic import ValidationError
 from autoshard.errors import InputError
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh, mesh_from_json
-from autoshard.plan import PlanOptions, make_plan, plan_id, torch_version
-from autoshard.rules import has_rule
+from autoshard.ops import has_rule
+from autoshard.plan import PlanOptions
+from autoshard.planner import make_plan, plan_id, torch_version
 from autoshard.solve import Progress, TableStore
 from autoshard_server.jobs.kinds import JobKind
 from autoshard_server.problems import (

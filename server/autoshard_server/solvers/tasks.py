@@ -12,25 +12,24 @@ from pydantic import TypeAdapter
 from autoshard.errors import PlanError
 from autoshard.graph import ArchiveLimits, Graph, graph_from_json, load_graph, rules_from_json
 from autoshard.mesh import mesh_from_json, topology_from_json
-from autoshard.plan import (
+from autoshard.ops import with_rules
+from autoshard.outcome import SolveStatus
+from autoshard.plan import Plan, PlanOptions, operator_coverage
+from autoshard.planner import (
     Candidate,
     Explanation,
-    Plan,
-    PlanOptions,
     SearchProgress,
     explain,
-    operator_coverage,
     plan_id,
     problem_size,
     search_meshes,
 )
-from autoshard.rules import with_rules
-from autoshard.solve import Status, TableStore
+from autoshard.solve import TableStore
 from autoshard_server.jobs.kinds import JobKind
 from autoshard_server.solvers.executor import Solved
 from autoshard_server.solvers.results import MeshSearch, SearchedMesh, Validation
 
-UNFINISHED = frozenset({Status.TIMED_OUT, Status.CANCELLED})
+UNFINISHED = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
 """Outcomes that say nothing about the next time."""
 
 _EXPLANATION = TypeAdapter(Explanation)

@@ -1,0 +1,247 @@
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from support.prices import Prices
+
+from autoshard.errors import LayoutError
+from autoshard.layouts import (
+    STEPS,
+    Action,
+    AxisType,
+    I,
+    Kind,
+    Layout,
+    P,
+    R,
+    ReshardingTable,
+    S,
+    Step,
+    again_price,
+    step_price,
+)
+from autoshard.layouts.resharding import STEP_OVERHEAD
+
+SIZES = (2, 4)
+SHAPE = (8, 16)
+
+
+def reshardings(
+    *, differentiable: bool = True, backward: bool = True, chunked: tuple[AxisType, ...] = ()
+) -> ReshardingTable:
+    return ReshardingTable(
+        SHAPE,
+        4,
+        SIZES,
+        differentiable=differentiable,
+        backward=backward,
+        chunked=chunked,
+        pricer=Prices(),
+    )
+
+
+CHUNKED = (S(1, (1, 1)), S(1, (2, 1, 1)))
+
+
+TABLE = """
+I R nothing        all_reduce
+I S slice          all_gather
+I P mask           nothing
+R I nothing        mask
+R S slice          pad
+R P mask           mask
+S I all_gather     slice
+S R all_gather     reduce_scatter
+S S all_to_all     all_to_all
+P I all_reduce     nothing
+P R all_reduce     all_reduce
+P S reduce_scatter all_gather
+"""
+
+
+def test_the_table_of_steps_is_the_specification() -> None:
+    rows = [line.split() for line in TABLE.split("\n") if line]
+    assert {(Kind(a), Kind(b)): (Action(f), Action(g)) for a, b, f, g in rows} == STEPS
+
+
+def test_the_transpose_of_a_step_is_the_step_of_the_transposed_types() -> None:
+    """The gradient of a -> b reshards b's gradient type to a's, so the pair must be dual."""
+    dual = {
+        Kind.INVARIANT: Kind.INVARIANT,
+        Kind.REPLICATE: Kind.PARTIAL,
+        Kind.PARTIAL: Kind.REPLICATE,
+        Kind.SHARD: Kind.SHARD,
+    }
+    for (a, b), (_, backward) in STEPS.items():
+        if (a, b) != (Kind.REPLICATE, Kind.SHARD):
+            assert STEPS[dual[b], dual[a]][0] is backward, (a, b)
+    assert (Kind.SHARD, Kind.PARTIAL) not in STEPS, "the dual of R -> S is not offered"
+
+
+def test_every_layout_leads_to_every_other() -> None:
+    assert np.isfinite(reshardings().cost).all()
+    assert np.isfinite(reshardings(differentiable=False).cost).all()
+    assert np.isfinite(reshardings(chunked=CHUNKED).cost).all()
+
+
+def test_reshardings_obey_the_triangle_inequality() -> None:
+    cost = reshardings().cost
+    best_detour = (cost[:, :, None] + cost[None, :, :]).min(axis=1)
+    assert (cost <= best_detour + 1e-15).all()
+    assert (np.diag(cost) == 0).all()
+
+
+def test_without_a_gradient_nothing_runs_backward() -> None:
+    table = reshardings(differentiable=False)
+    assert all("I" not in str(layout) for layout in table.layouts)
+    for source, target in product(table.layouts, repeat=2):
+        assert all(step.backward is Action.NOTHING for step in table.path(source, target))
+
+
+def test_an_unpriced_backward_leaves_the_types() -> None:
+    (step,) = reshardings(backward=False).path(Layout.parse("I,I"), Layout.parse("R,I"))
+    assert step.backward is Action.NOTHING
+    assert step_price(step, Prices()) < 1e-8
+
+
+def test_data_parallel_is_invariant_to_replicate() -> None:
+    (step,) = reshardings().path(Layout.parse("I,I"), Layout.parse("I,R"))
+    assert (step.forward, step.backward) == (Action.NOTHING, Action.ALL_REDUCE)
+    assert step.nbytes == 8 * 16 * 4
+
+
+def test_fully_sharded_is_shard_to_replicate() -> None:
+    (step,) = reshardings().path(Layout.parse("I,S(0)"), Layout.parse("I,R"))
+    assert (step.forward, step.backward) == (Action.ALL_GATHER, Action.REDUCE_SCATTER)
+    assert step.nbytes == 8 * 16 * 4
+
+
+@pytest.mark.parametrize("source", ["I,I", "I,S(0)"])
+def test_what_makes_a_tensor_whole_pays_its_part_of_a_collective_for_many(source: str) -> None:
+    (step,) = reshardings().path(Layout.parse(source), Layout.parse("I,R"))
+    eightfold = replace(step, nbytes=8 * step.nbytes)
+    part = (step_price(eightfold, Prices()) - STEP_OVERHEAD) / 8
+    assert step_price(step, Prices(), 8) == pytest.approx(part + STEP_OVERHEAD)
+    assert step_price(step, Prices(), 8) < step_price(step, Prices())
+    assert again_price(step, Prices(), 8) <= step_price(step, Prices(), 8)
+
+
+@pytest.mark.parametrize("ends", [("P,I", "I,I"), ("S(0),I", "S(1),I"), ("S(0),I", "I,I")])
+def test_what_else_a_tensor_goes_through_shares_nothing(ends: tuple[str, str]) -> None:
+    (step,) = reshardings().path(*map(Layout.parse, ends))
+    assert step_price(step, Prices(), 8) == step_price(step, Prices())
+
+
+def test_a_table_of_a_tensor_that_shares_collectives_has_lower_prices() -> None:
+    alone = ReshardingTable(SHAPE, 4, SIZES, differentiable=True, pricer=Prices())
+    shared = ReshardingTable(SHAPE, 4, SIZES, differentiable=True, pricer=Prices(), carried=8)
+    ends = (alone.index[Layout.parse(text)] for text in ("I,S(0)", "I,R"))
+    source, target = ends
+    (step,) = alone.path(alone.layouts[source], alone.layouts[target])
+    assert shared.cost[source, target] == pytest.approx(step_price(step, Prices(), 8))
+    assert shared.again_cost[source, target] == pytest.approx(again_price(step, Prices(), 8))
+    assert (shared.cost <= alone.cost).all()
+
+
+def test_the_outer_axis_is_gathered_through_the_inner_one() -> None:
+    """Dim 0 is cut by axis 0 and, inside, by axis 1: axis 1 must give way first."""
+    steps = reshardings().path(Layout.parse("S(0),S(0)"), Layout.parse("R,S(0)"))
+    assert steps[0].axis == 1
+    assert [s.axis for s in steps].count(0) == 1
+    assert len(steps) == 3
+
+
+def test_other_chunks_of_a_dim_are_reached_through_another_cut_or_the_whole() -> None:
+    table = reshardings(chunked=CHUNKED)
+    steps = table.path(Layout.parse("I,S(1)"), Layout.parse("I,S(1)/1+1"))
+    assert len(steps) == 2
+    assert steps[0].target.dim != 1
+
+
+def test_a_swapped_nesting_is_another_layout() -> None:
+    assert reshardings().path(Layout.parse("S(0),S(0)"), Layout.parse("S(0),S(0);1>0"))
+
+
+def test_a_mesh_of_one_device_reshards_nothing() -> None:
+    table = ReshardingTable(SHAPE, 4, (), differentiable=True, pricer=Prices())
+    assert table.path(Layout(()), Layout(())) == ()
+    assert table.cost.tolist() == [[0.0]]
+
+
+def test_an_illegal_layout_is_named() -> None:
+    with pytest.raises(LayoutError, match=r"S\(0\),S\(0\).*\(6, 16\)"):
+        ReshardingTable((6, 16), 4, SIZES, differentiable=True, pricer=Prices()).path(
+            Layout.parse("S(0),S(0)"), Layout.parse("R,R")
+        )
+
+
+def test_steps_change_one_axis_each() -> None:
+    table = reshardings()
+    for source, target in product(table.layouts, repeat=2):
+        steps: tuple[Step, ...] = table.path(source, target)
+        assert all(not (a.axis == b.axis and a.target != b.source) for a, b in pairwise(steps))
+
+
+HALVES = (S(1, (1, 1)),)
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize(("shape", "sizes"), [((8, 16), (2, 4)), ((16,), (2, 2, 4)), ((), (2,))])
+def test_steps_are_those_of_single_layouts(
+    shape: tuple[int, ...], sizes: tuple[int, ...], *, differentiable: bool
+) -> None:
+    chunked = HALVES if len(shape) > 1 else ()
+    cuts = [*(S(d) for d in range(len(shape))), *chunked]
+    priced = ReshardingTable(
+        shape, 4, sizes, differentiable=differentiable, chunked=chunked, pricer=Prices()
+    )
+    expected = set()
+    for i, layout in enumerate(priced.layouts):
+        for axis, new in product(range(len(sizes)), [I, R, P, *cuts]):
+            old = layout.types[axis]
+            if old == new or (old.kind, new.kind) not in STEPS:
+                continue
+            try:
+                after = layout.replace(axis, new)
+            except LayoutError:
+                continue
+            if after in priced.index:
+                expected.add((i, priced.index[after]))
+    sources, targets, _ = priced.steps
+    pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == expected
+
+
+class _InnerDims(Prices):
+    """Collectives of another dim than the first cost a second more."""
+
+    def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
+        return super().collective_time(action, axis, nbytes) + inner
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "num_inner"),
+    [
+        ("S(0)", "R", 0),
+        ("S(1)", "R", 2),
+        ("S(1)", "I", 1),
+        ("P", "S(0)", 0),
+        ("P", "S(1)", 2),
+        ("S(0)", "S(1)", 2),
+        ("I", "R", 0),
+    ],
+)
+def test_a_step_says_whether_it_moves_slices_of_an_inner_dim(
+    before: str, after: str, num_inner: int
+) -> None:
+    found = ReshardingTable((8, 8), 4, (2,), differentiable=True, pricer=_InnerDims())
+    plain = ReshardingTable((8, 8), 4, (2,), differentiable=True, pricer=Prices())
+    sources, targets, prices = found.steps
+    step = (sources == found.index[Layout.parse(before)]) & (
+        targets == found.index[Layout.parse(after)]
+    )
+    (price,) = prices[step]
+    (expected,) = plain.steps[2][step]
+    assert price == pytest.approx(expected + num_inner)

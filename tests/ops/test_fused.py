@@ -1,0 +1,153 @@
+"""Which tensors can be cut in chunks, and that operators then do what they should."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.models import gpt2, graph_of, llama, small_graph
+from torch import nn
+
+from autoshard.layouts import S
+from autoshard.ops import chunked_types, rule_for, strategies
+
+MakeExample = Callable[..., Any]
+Prove = Callable[..., set[str]]
+
+THIRDS, HALVES = (1, 1, 1), (1, 1)
+
+
+class Halved(nn.Module):
+    """One product whose output is taken apart along a dim."""
+
+    def __init__(self, halve: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.halve = halve
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.halve(self.up(x).tanh())
+        return left * right
+
+
+def offered(module: nn.Module, *shape: int) -> dict[tuple[int, ...], set[str]]:
+    graph = graph_of((module, {"x": torch.randn(shape)}))
+    return {shape: {str(t) for t in types} for shape, types in chunked_types(graph).items()}
+
+
+def test_the_projection_of_gpt2_has_three_chunks() -> None:
+    assert chunked_types(small_graph(partial(gpt2, layers=1))) == {
+        (4, 8, 96): (S(2, THIRDS),),
+        (32, 96): (S(1, THIRDS),),
+        (96,): (S(0, THIRDS),),
+    }
+
+
+def test_llama_has_no_chunks() -> None:
+    """Its rotary embedding halves heads, but no weight lies along their elements."""
+    assert not chunked_types(small_graph(partial(llama, layers=1)))
+
+
+@pytest.mark.parametrize(
+    "halve",
+    [
+        lambda x: x.chunk(2, -1),
+        lambda x: x.split(8, -1),
+        lambda x: (x[:, :8], x[:, 8:]),
+        lambda x: (x[:, :-8], x[:, -8:]),
+        lambda x: (x.narrow(1, 0, 8), x.narrow(1, 8, 8)),
+        lambda x: x.view(4, 2, 8).unbind(1),
+        lambda x: (x.view(4, 2, 8)[:, 0], x.view(4, 2, 8)[:, 1]),
+    ],
+)
+def test_however_a_product_is_halved_its_weight_has_two_chunks(
+    halve: Callable[[torch.Tensor], Any],
+) -> None:
+    assert offered(Halved(halve), 4, 8) == {
+        (4, 16): {"S(1)/1+1"},
+        (16,): {"S(0)/1+1"},
+        (16, 8): {"S(0)/1+1"},
+    }
+
+
+def test_a_dim_that_the_caller_passes_has_no_chunks() -> None:
+    """The batch is halved here, and no weight lies along it."""
+    assert not offered(Halved(lambda x: x.chunk(2, 0)), 4, 8)
+
+
+X = torch.randn(4, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+TAKEN_APART = [
+    ("aten.split.Tensor", {"self": X, "split_size": 8, "dim": -1}, THIRDS, ["S(1)"] * 3),
+    ("aten.chunk.default", {"self": X, "chunks": 2, "dim": 1}, HALVES, ["S(1)"] * 2),
+    (
+        "aten.split_with_sizes.default",
+        {"self": X, "split_sizes": [12, 6, 6], "dim": 1},
+        (2, 1, 1),
+        ["S(1)"] * 3,
+    ),
+    (
+        "aten.split_with_sizes.default",
+        {"self": X, "split_sizes": [12, 12], "dim": 1},
+        (2, 1, 1),
+        ["S(1)", "S(1)/1+1"],
+    ),
+    ("aten.slice.Tensor", {"self": X, "dim": 1, "start": 8, "end": 16}, THIRDS, ["S(1)"]),
+    ("aten.slice.Tensor", {"self": X, "dim": 1, "start": -16}, THIRDS, ["S(1)/1+1"]),
+    ("aten.narrow.default", {"self": X, "dim": 1, "start": 16, "length": 8}, THIRDS, ["S(1)"]),
+]
+
+
+@pytest.mark.parametrize("case", TAKEN_APART)
+def test_a_slice_of_each_chunk_gives_a_slice_of_each_piece(
+    example: MakeExample, prove: Prove, case: tuple[Any, ...]
+) -> None:
+    operator, arguments, chunks, pieces = case
+    call = example(operator, **arguments)
+    prove(call)
+    whole = S(1, chunks)
+    chunked = [[whole], *([S(1, HALVES)] for _ in pieces)]
+    found = {str(s) for s in strategies(rule_for(call.call), (2,), chunked=chunked)}
+    assert f"{whole} -> {' '.join(pieces)}" in found
+    assert not any("S(1)" in text for text in map(str, strategies(rule_for(call.call), (2,))))
+
+
+def test_chunks_that_end_within_a_piece_are_not_cut(example: MakeExample) -> None:
+    case = example("aten.chunk.default", self=X, chunks=2, dim=1)
+    chunked = [[S(1, THIRDS)], [], []]
+    found = strategies(rule_for(case.call), (2,), chunked=chunked)
+    assert not any(t.chunks for s in found for t in s.inputs[0].types)
+
+
+def test_what_is_joined_has_chunks(example: MakeExample, prove: Prove) -> None:
+    case = example("aten.cat.default", tensors=[X, X[:, :12]], dim=1)
+    prove(case)
+    chunked = [[], [], [S(1, (2, 1))]]
+    found = {str(s) for s in strategies(rule_for(case.call), (2,), chunked=chunked)}
+    assert "S(1) S(1) -> S(1)/2+1" in found
+
+
+def test_an_inner_factor_is_cut_in_as_many_chunks_as_the_outer_one_has(
+    example: MakeExample, prove: Prove
+) -> None:
+    case = example("aten.view.default", self=X, size=[4, 3, 8])
+    prove(case)
+    found = {str(s) for s in strategies(rule_for(case.call), (2,), chunked=[[S(1, THIRDS)], []])}
+    assert "S(1)/1+1+1 -> S(2)" in found
+
+
+def test_axes_cut_the_same_chunks_of_a_dim(example: MakeExample) -> None:
+    case = example("aten.tanh.default", self=X)
+    types = [S(1, THIRDS), S(1, HALVES)]
+    found = strategies(rule_for(case.call), (2, 2), chunked=[types, types])
+    cut = [s.inputs[0] for s in found if s.inputs[0].types[0].dim == s.inputs[0].types[1].dim == 1]
+    assert {layout.chunks(1) for layout in cut} == {(), THIRDS, HALVES}
+    assert not any(layout.mixes_chunks for layout in cut)
+
+
+def test_where_the_place_of_an_element_matters_there_are_no_chunks(example: MakeExample) -> None:
+    """A rank that looks up a slice of the vocabulary knows it by its first row."""
+    case = example("aten.embedding.default", weight=X.T, indices=torch.arange(6))
+    chunked = [[S(0, THIRDS), S(1, HALVES)], [], [S(1, HALVES)]]
+    found = strategies(rule_for(case.call), (2,), chunked=chunked)
+    assert {str(t) for s in found for t in s.inputs[0].types if t.chunks} == {"S(1)/1+1"}
