@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from autoshard.graph import export_model
     from autoshard.runtime import (
         dcp_state_dict,
-        gathered,
+        full_tensor,
         init_empty_weights,
         load_checkpoint,
         parallelize,
+        rng_step,
         save_checkpoint,
         shard_loader,
-        step_counter,
     )
-    from autoshard.runtime.launch import Launched, launch, launched
+    from autoshard.runtime.launch import LaunchContext, get_context, launch
 
 __all__ = [
     "AsyncClient",
@@ -50,7 +50,7 @@ __all__ = [
     "Client",
     "ForbiddenCollective",
     "Graph",
-    "Launched",
+    "LaunchContext",
     "Mesh",
     "Pins",
     "Plan",
@@ -63,11 +63,11 @@ __all__ = [
     "explain",
     "export_model",
     "export_plan",
-    "gathered",
+    "full_tensor",
+    "get_context",
     "get_topology",
     "init_empty_weights",
     "launch",
-    "launched",
     "list_topologies",
     "load_checkpoint",
     "load_graph",
@@ -75,24 +75,24 @@ __all__ = [
     "make_plan",
     "operator_coverage",
     "parallelize",
+    "rng_step",
     "save_checkpoint",
     "search_meshes",
     "shard_loader",
     "simulate",
-    "step_counter",
 ]
 
 _NEEDS_TORCH = {
     "discover": "autoshard.discovery",
     "export_model": "autoshard.graph",
     "dcp_state_dict": "autoshard.runtime",
-    "Launched": "autoshard.runtime.launch",
+    "LaunchContext": "autoshard.runtime.launch",
     "launch": "autoshard.runtime.launch",
-    "launched": "autoshard.runtime.launch",
+    "get_context": "autoshard.runtime.launch",
     "parallelize": "autoshard.runtime",
-    "gathered": "autoshard.runtime",
+    "full_tensor": "autoshard.runtime",
     "shard_loader": "autoshard.runtime",
-    "step_counter": "autoshard.runtime",
+    "rng_step": "autoshard.runtime",
     "load_checkpoint": "autoshard.runtime",
     "init_empty_weights": "autoshard.runtime",
     "save_checkpoint": "autoshard.runtime",

@@ -35,7 +35,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.pytorch_utils import Conv1D
 
 from autoshard import (
-    Launched,
+    LaunchContext,
     Mesh,
     Plan,
     PlanOptions,
@@ -255,7 +255,7 @@ def planned(name: str, mesh: DeviceMesh, plan: Plan) -> Step:
 
 
 def measured(
-    launched: Launched, name: str, documents: Mapping[str, str], rounds: int
+    launched: LaunchContext, name: str, documents: Mapping[str, str], rounds: int
 ) -> list[list[float]]:
     """Seconds of a step, of the slowest rank: in each round, by hand and then as planned.
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from scipy.stats import spearmanr
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoshard import Launched, Plan, launch
+from autoshard import LaunchContext, Plan, launch
 from autoshard.mesh import topology_from_json
 from autoshard.runtime.profiling import MadeUpStep
 from benchmarks.document import caption, replace_table
@@ -34,7 +34,7 @@ Seconds = tuple[float, float]
 """Of a step: wall time of the slowest rank; processor time of all, over the processors."""
 
 
-def measured(launched: Launched, documents: Sequence[str]) -> list[Seconds]:
+def measured(launched: LaunchContext, documents: Sequence[str]) -> list[Seconds]:
     """Medians of a step of each plan."""
     torch.set_num_threads(1)
     plans = [Plan.from_json(text) for text in documents]

@@ -57,8 +57,8 @@ class Kernel(StrEnum):
     """The argument named by `LocalKernel.argument`, a diagonal of the last two dims, becomes that
     of the rank's rows and columns."""
     ATTENTION = "attention"
-    """As `ALONG` where the keys are cut. If the flag named by `LocalKernel.argument` is set, the
-    rank's queries see the keys up to their own place in the whole sequence, and later keys are
+    """As `SHARDED_DIM` where the keys are cut. If the flag named by `LocalKernel.argument` is set,
+    the rank's queries see the keys up to their own place in the whole sequence, and later keys are
     left out. Otherwise plain."""
     SCALED = "scaled"
     """A mean: the result is multiplied by the rank's share of what is averaged, which is 1/n
@@ -66,12 +66,12 @@ class Kernel(StrEnum):
     a shard and output 0 is partial.
     Where `LocalKernel.argument` names a reduction argument, only if that is 1 (mean, and
     the default); otherwise plain."""
-    ALONG = "along"
+    SHARDED_DIM = "sharded_dim"
     """Where the dims that the operator works along are cut, ranks put their statistics together
     as `OperatorRule.reduced` says, or exchange edges as `OperatorRule.halo` does. Otherwise plain,
     or `GROUPS` where `LocalKernel.argument` names an argument."""
     CLASSES = "classes"
-    """As `ALONG` where the classes of a loss are cut, and as `SCALED` besides."""
+    """As `SHARDED_DIM` where the classes of a loss are cut, and as `SCALED` besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,12 @@ _PLAIN = LocalKernel()
 _RESHAPE = LocalKernel(Kernel.RESHAPE)
 _RESIZE = LocalKernel(Kernel.RESIZE, "size")
 _SPLIT = LocalKernel(Kernel.SPLIT)
-_CONVOLUTION = LocalKernel(Kernel.ALONG, "groups")
+_CONVOLUTION = LocalKernel(Kernel.SHARDED_DIM, "groups")
 _ROUTED = LocalKernel(Kernel.ROUTED)
 _EXPERTS = LocalKernel(Kernel.EXPERTS, "offs")
 _MEAN = LocalKernel(Kernel.SCALED)
 _MEAN_LOSS = LocalKernel(Kernel.SCALED, "reduction")
-_ALONG = LocalKernel(Kernel.ALONG)
+_SHARDED_DIM = LocalKernel(Kernel.SHARDED_DIM)
 
 KERNELS: Mapping[str, LocalKernel] = {
     "aten.reshape.default": _RESHAPE,
@@ -134,15 +134,19 @@ KERNELS: Mapping[str, LocalKernel] = {
     "aten.binary_cross_entropy.default": _MEAN_LOSS,
     "aten.binary_cross_entropy_with_logits.default": _MEAN_LOSS,
     **{f"aten.adaptive_avg_pool{rank}d.default": _MEAN for rank in RANKS},
-    **{f"aten.{kind}_pool{rank}d.default": _ALONG for kind in ("max", "avg") for rank in RANKS},
-    **{f"aten.upsample_{name}.vec": _ALONG for name in INTERPOLATIONS},
+    **{
+        f"aten.{kind}_pool{rank}d.default": _SHARDED_DIM
+        for kind in ("max", "avg")
+        for rank in RANKS
+    },
+    **{f"aten.upsample_{name}.vec": _SHARDED_DIM for name in INTERPOLATIONS},
     **{f"aten.conv{rank}d": _CONVOLUTION for rank in RANKS},
     "aten.conv_transpose1d.default": _CONVOLUTION,
     "aten.conv_transpose2d.input": _CONVOLUTION,
     "aten.conv_transpose3d.input": _CONVOLUTION,
-    "aten.group_norm.default": LocalKernel(Kernel.ALONG, "num_groups"),
+    "aten.group_norm.default": LocalKernel(Kernel.SHARDED_DIM, "num_groups"),
     **{
-        f"aten.{operator}": _ALONG
+        f"aten.{operator}": _SHARDED_DIM
         for operator in (
             *("layer_norm.default", "rms_norm.default", "batch_norm.default"),
             *("softmax.int", "log_softmax.int", "logsumexp", "linalg_vector_norm", "var", "std"),

@@ -2,7 +2,7 @@
 
 from autoshard.runtime.batches import shard_loader
 from autoshard.runtime.checkpoints import dcp_state_dict
-from autoshard.runtime.gathering import gathered
+from autoshard.runtime.gathering import full_tensor
 from autoshard.runtime.parallelize import parallelize
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.recorder import (
@@ -11,7 +11,7 @@ from autoshard.runtime.recorder import (
     record_collectives,
     summarize,
 )
-from autoshard.runtime.step_counter import StepCounter, step_counter
+from autoshard.runtime.step_counter import RngStep, rng_step
 from autoshard.runtime.weights import (
     LoadReport,
     init_empty_weights,
@@ -24,15 +24,15 @@ __all__ = [
     "CollectiveRecorder",
     "LoadReport",
     "LocalProgram",
-    "StepCounter",
+    "RngStep",
     "dcp_state_dict",
-    "gathered",
+    "full_tensor",
     "init_empty_weights",
     "load_checkpoint",
     "parallelize",
     "record_collectives",
+    "rng_step",
     "save_checkpoint",
     "shard_loader",
-    "step_counter",
     "summarize",
 ]

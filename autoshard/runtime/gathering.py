@@ -12,7 +12,7 @@ from autoshard.runtime.resharding import bind_step
 ResultT = TypeVar("ResultT")
 
 
-def gathered(result: ResultT) -> ResultT:
+def full_tensor(result: ResultT) -> ResultT:
     """A result with whole, plain tensors in place of DTensors; differentiable.
 
     All ranks of the mesh have to call it. Unlike `DTensor.full_tensor`, it is right for every

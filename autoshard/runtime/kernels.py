@@ -14,7 +14,7 @@ from autoshard.layouts import Kind
 from autoshard.ops import Kernel, kernel_for
 from autoshard.runtime.local_node import LocalKernel, LocalNode
 from autoshard.runtime.operators import OperatorCall
-from autoshard.runtime.sharded_kernels import bind_along
+from autoshard.runtime.sharded_kernels import bind_sharded_kernel
 from autoshard.runtime.sharded_kernels.experts import bind_experts
 
 MEAN = 1
@@ -83,11 +83,11 @@ def _scaled(local: LocalNode, argument: str) -> LocalKernel:
 
 
 def _classes(local: LocalNode, argument: str) -> LocalKernel:
-    return _scaling(local, argument, bind_along(local) or _plain(local))
+    return _scaling(local, argument, bind_sharded_kernel(local) or _plain(local))
 
 
-def _along(local: LocalNode, argument: str) -> LocalKernel:
-    return bind_along(local) or (_groups(local, argument) if argument else _plain(local))
+def _sharded_dim(local: LocalNode, argument: str) -> LocalKernel:
+    return bind_sharded_kernel(local) or (_groups(local, argument) if argument else _plain(local))
 
 
 def _scaling(local: LocalNode, argument: str, plain: LocalKernel) -> LocalKernel:
@@ -219,7 +219,7 @@ def _experts(local: LocalNode, argument: str) -> LocalKernel:
 
 
 def _attention(local: LocalNode, argument: str) -> LocalKernel:
-    return bind_along(local) or _causal(local, argument)
+    return bind_sharded_kernel(local) or _causal(local, argument)
 
 
 def _causal(local: LocalNode, argument: str) -> LocalKernel:
@@ -281,7 +281,7 @@ _BINDERS: Mapping[Kernel, Callable[[LocalNode, str], LocalKernel]] = {
     Kernel.RESHAPE: _reshape,
     Kernel.VOCABULARY: _vocabulary,
     Kernel.SCALED: _scaled,
-    Kernel.ALONG: _along,
+    Kernel.SHARDED_DIM: _sharded_dim,
     Kernel.CLASSES: _classes,
     Kernel.REPEAT: _repeat,
     Kernel.SPLIT: _split,

@@ -72,7 +72,7 @@ def parallelize(
             them (`mylib::gate`), or their namespaces (`mylib`). A plan may come from elsewhere,
             so it calls none that it was not trusted with.
         seed: of random operators such as dropout; the same on all ranks. Numbers follow from it
-            and the step, which `step_counter` keeps in a checkpoint.
+            and the step, which `rng_step` keeps in a checkpoint.
 
     Returns:
         The same object; its class is now a subclass of the one it had.

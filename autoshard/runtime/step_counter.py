@@ -10,17 +10,17 @@ from autoshard.errors import PlanError
 from autoshard.runtime.parallelize import PlannedForward, planned_forward
 
 
-def step_counter(model: nn.Module) -> "StepCounter":
+def rng_step(model: nn.Module) -> "RngStep":
     """What a planned model counts its steps with, for a checkpoint of a training with dropout.
 
     Dropout draws its numbers from the seed that `parallelize` was given, the number of the step,
     and the slice that a rank has. A training that goes on where another one ended therefore needs
     the number too. It is no part of the model's state dict; save it beside that:
 
-        state = {"model": ..., "optimizer": ..., "steps": step_counter(model)}
+        state = {"model": ..., "optimizer": ..., "steps": rng_step(model)}
         dcp.save(dcp_state_dict(state), checkpoint_id="run")
 
-    and load it likewise (`dcp.load` puts it into the model), or set `step_counter(model).value`.
+    and load it likewise (`dcp.load` puts it into the model), or set `rng_step(model).value`.
     Under another plan the same numbers are drawn as far as it cuts what is dropped alike; the
     others are as good.
 
@@ -30,10 +30,10 @@ def step_counter(model: nn.Module) -> "StepCounter":
     Raises:
         PlanError: the model does not run as planned.
     """
-    return StepCounter(planned_forward(model))
+    return RngStep(planned_forward(model))
 
 
-class StepCounter:
+class RngStep:
     """Counts calls of a planned model; `torch.distributed.checkpoint` saves and loads it.
 
     Args:

@@ -19,7 +19,7 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, export_model, load_graph
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
-from autoshard.runtime import gathered, parallelize, shard_loader
+from autoshard.runtime import full_tensor, parallelize, shard_loader
 
 ROWS = list(range(10))
 TOKENS = ("input_ids", "labels")
@@ -110,7 +110,7 @@ class Gathered:
         plan = make_plan(graph_of((model, inputs)), slow_devices(a=2, b=2), self._options)
         assert plan.found, plan.reason
         parallelize(model, plan, device_mesh(plan))
-        whole_result = gathered({"made": model(**inputs)})["made"]
+        whole_result = full_tensor({"made": model(**inputs)})["made"]
         assert not isinstance(whole_result, DTensor)
         expected = plain(**inputs)
         close(whole_result.detach(), expected.detach(), "result")
@@ -118,7 +118,7 @@ class Gathered:
         expected.backward(cotangent)
         whole_result.backward(cotangent)
         for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            close(gathered(one.grad), other.grad, f"gradient of {name}")
+            close(full_tensor(one.grad), other.grad, f"gradient of {name}")
 
 
 class OtherSizes:

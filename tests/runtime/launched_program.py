@@ -15,12 +15,12 @@ import torch.distributed as dist
 from support.models import mlp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard import Launched, launched, parallelize
+from autoshard import LaunchContext, get_context, parallelize
 
 STEPS = 3
 
 
-def train(run: Launched, rate: float) -> tuple[int, tuple[str, ...], float, float]:
+def train(run: LaunchContext, rate: float) -> tuple[int, tuple[str, ...], float, float]:
     """Rank, axis names, and how far loss and a gradient are from those of the whole model."""
     torch.set_num_threads(1)
     # spmd_types calls collectives of torch by names that newer releases deprecate.
@@ -69,8 +69,8 @@ class Failing(TorchDispatchMode):
 
 def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
-    run = launched()
-    assert launched() is run
+    run = get_context()
+    assert get_context() is run
     for _ in range(STEPS):
         with run.step():
             dist.barrier()

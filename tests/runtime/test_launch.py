@@ -122,7 +122,7 @@ def test_a_file_that_is_no_plan_is_named() -> None:
 def test_outside_of_a_launch_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOSHARD_PLAN", raising=False)
     with pytest.raises(PlanError, match="autoshard launch --plan"):
-        autoshard.launched()
+        autoshard.get_context()
 
 
 def test_without_a_plan_nothing_is_launched(plan: Plan) -> None:

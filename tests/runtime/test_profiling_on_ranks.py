@@ -16,7 +16,7 @@ from autoshard.discovery import discover
 from autoshard.errors import PlanError
 from autoshard.plan import Event, Plan, PlanOptions, chrome_trace
 from autoshard.planner import make_plan
-from autoshard.runtime.launch import Launched
+from autoshard.runtime.launch import LaunchContext
 from autoshard.runtime.profiling import profile
 from autoshard.runtime.profiling.step import rows_to_choose_from
 
@@ -47,7 +47,7 @@ class Profiled:
         made = self.plan
         assert made is not None
         mesh = device_mesh(made)
-        launched = Launched(made, mesh, torch.device("cpu"))
+        launched = LaunchContext(made, mesh, torch.device("cpu"))
         if self.custom:
             with pytest.raises(PlanError, match="custom_operators"):
                 profile(launched, num_steps=1)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
-from autoshard.runtime import dcp_state_dict, parallelize, shard_loader, step_counter
+from autoshard.runtime import dcp_state_dict, parallelize, rng_step, shard_loader
 from autoshard.runtime.kernels import draws_random_numbers
 
 STEPS = 20
@@ -139,22 +139,22 @@ class Resumed:
             model, inputs, optimizer = self._start(second)
             _step(model, optimizer, inputs)  # so that there is a state to load into
             dcp.load(self._state(model, optimizer), checkpoint_id=folder)
-        assert step_counter(model).value == 3
+        assert rng_step(model).value == 3
         with torch.no_grad():
-            step_counter(model).value = 0
+            rng_step(model).value = 0
             anew = float(whole(model(**inputs).loss))
-            step_counter(model).value = 3
+            rng_step(model).value = 3
         found += [_step(model, optimizer, inputs) for _ in range(3)]
         close(torch.tensor(found), torch.tensor(losses), "losses")
         assert abs(anew - losses[3]) > 1e-3
         for wrong in (-1, 1.5, "3", None, torch.tensor([1, 2])):
             with pytest.raises(PlanError, match=r"cannot be .*; it is an int from 0 on"):
-                step_counter(model).load_state_dict({"value": wrong})
+                rng_step(model).load_state_dict({"value": wrong})
         with pytest.raises(PlanError, match="cannot be None"):
-            step_counter(model).load_state_dict({})
+            rng_step(model).load_state_dict({})
         with pytest.raises(PlanError, match="cannot be -1"):
-            step_counter(model).value = -1
-        assert step_counter(model).value == 6
+            rng_step(model).value = -1
+        assert rng_step(model).value == 6
 
     def _start(self, plan: Plan) -> tuple[nn.Module, dict[str, Any], torch.optim.Optimizer]:
         model, inputs = self._built()
@@ -162,7 +162,7 @@ class Resumed:
         return model, inputs, _optimizer(model)
 
     def _state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return dcp_state_dict(state_of(model, optimizer) | {"steps": step_counter(model)})
+        return dcp_state_dict(state_of(model, optimizer) | {"steps": rng_step(model)})
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

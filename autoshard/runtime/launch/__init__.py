@@ -1,7 +1,7 @@
 """Starting the ranks of a plan, through PyTorch's elastic launcher."""
 
 from autoshard.runtime.launch.functions import launch
-from autoshard.runtime.launch.launched import Launched, check_world, join, launched
+from autoshard.runtime.launch.launched import LaunchContext, check_world, get_context, join
 from autoshard.runtime.launch.timing import StepTimer
 
-__all__ = ["Launched", "StepTimer", "check_world", "join", "launch", "launched"]
+__all__ = ["LaunchContext", "StepTimer", "check_world", "get_context", "join", "launch"]

@@ -77,7 +77,7 @@ def _parser() -> ArgumentParser:
     parser.prog = "autoshard launch"
     parser.description = (
         "Launch a Python program on the devices of a plan. Takes the options of torchrun; by "
-        "default all ranks run on this machine. In the program, autoshard.launched() gives the "
+        "default all ranks run on this machine. In the program, autoshard.get_context() gives the "
         "plan and the device mesh."
     )
     parser.add_argument(

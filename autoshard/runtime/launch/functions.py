@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autoshard.plan import Plan
 from autoshard.runtime.launch.failures import failures_noted, first_failure
-from autoshard.runtime.launch.launched import Launched, check_world, join
+from autoshard.runtime.launch.launched import LaunchContext, check_world, join
 
 T = TypeVar("T")
 
@@ -24,11 +24,11 @@ def launch(
     """Run a function on every rank of a plan, all of them on this machine.
 
     Args:
-        function: called with a `Launched` and the arguments, in a process of its own per rank;
+        function: called with a `LaunchContext` and the arguments, in a process of its own per rank;
             it must be defined at the top of a module.
         plan: what the ranks are for.
         args: sent to every rank, as `multiprocessing` does.
-        timing: whether rank 0 prints how long each `Launched.step` takes.
+        timing: whether rank 0 prints how long each `LaunchContext.step` takes.
 
     Returns:
         What the function returned, by rank.
@@ -67,7 +67,7 @@ class _Settings(NamedTuple):
 
 def _rank(settings: _Settings, function: Callable[..., T], args: tuple[Any, ...]) -> T:
     with failures_noted(Path(settings.folder)):
-        launched: Launched = join(Plan.from_json(settings.plan), timing=settings.timing)
+        launched: LaunchContext = join(Plan.from_json(settings.plan), timing=settings.timing)
         result = function(launched, *args)
         launched.close()
     return result

@@ -23,7 +23,7 @@ TIMING_VARIABLE = "AUTOSHARD_TIMING"
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchContext:
     """A process that was started for a plan.
 
     Attributes:
@@ -60,7 +60,7 @@ class Launched:
 
 
 @cache
-def launched() -> Launched:
+def get_context() -> LaunchContext:
     """The plan and the device mesh of a process that `autoshard launch` has started.
 
     Any launcher will do that sets the variables of `torchrun`; it has to put the path of the
@@ -82,7 +82,7 @@ def launched() -> Launched:
     return join(plan, timing=os.environ.get(TIMING_VARIABLE) == "1")
 
 
-def join(plan: Plan, *, timing: bool = False) -> Launched:
+def join(plan: Plan, *, timing: bool = False) -> LaunchContext:
     """Make the process groups of a plan; torchrun's variables say which rank this is.
 
     Raises:
@@ -94,7 +94,7 @@ def join(plan: Plan, *, timing: bool = False) -> Launched:
     _check_same_plan(plan, device)
     report = _say if mesh.get_rank() == 0 else None
     timer = StepTimer(plan, device, report) if timing else None
-    return Launched(plan, mesh, device, timer)
+    return LaunchContext(plan, mesh, device, timer)
 
 
 def check_world(plan: Plan, num_ranks: int) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from autoshard.runtime.launch.failures import failures_noted
-from autoshard.runtime.launch.launched import launched
+from autoshard.runtime.launch.launched import get_context
 
 FAILURES_VARIABLE = "AUTOSHARD_FAILURES"
 """Environment variable with the folder in which ranks note how they failed."""
@@ -26,8 +26,8 @@ def main() -> None:
         else:
             sys.path[0] = str(Path(program).resolve().parent)
             runpy.run_path(program, run_name="__main__")
-        if launched.cache_info().currsize:
-            launched().close()
+        if get_context.cache_info().currsize:
+            get_context().close()
 
 
 if __name__ == "__main__":

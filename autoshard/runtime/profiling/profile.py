@@ -18,7 +18,7 @@ from autoshard.layouts import Action
 from autoshard.plan import Event, Simulation, simulate
 from autoshard.plan.memory.schedule import Phase
 from autoshard.plan.simulation.events import COMPUTE, Category
-from autoshard.runtime.launch import Launched, StepTimer
+from autoshard.runtime.launch import LaunchContext, StepTimer
 from autoshard.runtime.profiling.probe import Part, Probe, instrument
 from autoshard.runtime.profiling.step import MadeUpStep
 
@@ -71,7 +71,7 @@ class Profile:
 
 
 def profile(
-    launched: Launched,
+    launched: LaunchContext,
     *,
     num_steps: int = 5,
     seed: int = 0,

@@ -21,7 +21,7 @@ from autoshard.runtime.sharded_kernels.resampling import bind_interpolation
 from autoshard.runtime.sharded_kernels.softmax import bind_logsumexp, bind_softmax
 from autoshard.runtime.sharded_kernels.windows import bind_avg_pool, bind_convolution, bind_max_pool
 
-__all__ = ["bind_along"]
+__all__ = ["bind_sharded_kernel"]
 
 _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
     "softmax": bind_softmax,
@@ -54,6 +54,6 @@ _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
 """By packet of ATen."""
 
 
-def bind_along(local: LocalNode) -> LocalKernel | None:
+def bind_sharded_kernel(local: LocalNode) -> LocalKernel | None:
     """What a rank runs where the dims that an operator works along are cut, else None."""
     return _BINDERS[local.node.operator.split(".")[1]](local)
