@@ -1,0 +1,296 @@
+"""Carrying requests out in this process: plan, validate, search, coverage, explain.
+
+The local client and the service's solver process call these functions; the remote client sends the
+same requests to a service. A result comes with a flag that says whether it is final: the same
+request would give it again. Results of runs that hit a time limit or were cancelled are not final
+and must not be cached.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from autoshard.client.results import JobProgress, MeshSearch, SearchedMesh, Validation
+from autoshard.errors import PlanError
+from autoshard.graph import ArchiveLimits, Graph, graph_from_json, load_graph, rules_from_json
+from autoshard.mesh import Mesh, Topology
+from autoshard.ops import has_rule, with_rules
+from autoshard.outcome import SolveStatus
+from autoshard.plan import Coverage, Plan, PlanOptions, operator_coverage
+from autoshard.planner import (
+    Candidate,
+    Explanation,
+    SearchProgress,
+    make_plan,
+    plan_id,
+    problem_size,
+    search_meshes,
+    torch_version,
+)
+from autoshard.planner import explain as explain_choice
+from autoshard.solve import CancelToken, Progress, TableStore
+
+OnProgress = Callable[[JobProgress], None]
+"""Called with each progress report of a running request."""
+
+KeepPlan = Callable[[Plan, bool], bool]
+"""Stores a plan of a search under its id. The flag says whether the plan is final; the result,
+whether the plan can be looked up by its id from now on."""
+
+_UNFINISHED = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Caches and limits of the process that carries requests out.
+
+    Attributes:
+        blocks: cache of solved blocks; None solves every block anew.
+        rules: cache of sharding rules that were found by running operators.
+        discovery_seconds: time limit for finding rules, for all operators of a graph together.
+        max_strategies: largest number of strategies of a problem; None for no limit.
+        num_workers: processes that a mesh search plans with.
+    """
+
+    blocks: TableStore | None = None
+    rules: TableStore | None = None
+    discovery_seconds: float = 30.0
+    max_strategies: int | None = None
+    num_workers: int = 2
+
+
+def load_request_graph(
+    graph: bytes, rules: Sequence[Mapping[str, Any]], limits: ArchiveLimits | None = None
+) -> Graph:
+    """Read the graph of a request and add the rules that were sent with it.
+
+    Raises:
+        GraphError: the graph cannot be read, or a rule does not fit it.
+    """
+    return with_rules(load_graph(graph, limits=limits), rules_from_json(rules))
+
+
+def find_rules(graph: Graph, resources: Resources) -> tuple[Graph, bool]:
+    """Add rules for the ATen operators that have none, found by running them on small tensors.
+
+    The model's own operators are never run here. Without torch, operators without a rule stay
+    replicated.
+
+    Returns:
+        the graph, and whether there was time to try all operators.
+    """
+    if all(has_rule(node.operator) for node in graph.nodes if node.operator.startswith("aten.")):
+        return graph, True
+    if torch_version() is None:
+        _log.warning("operators without a rule are replicated: torch is not installed here")
+        return graph, True
+    from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
+
+    found = discover(
+        graph, custom=False, store=resources.rules, time_limit=resources.discovery_seconds
+    )
+    for finding in found.findings:
+        if finding.rule is None:
+            _log.warning(
+                "%s is replicated, as no rule was found: %s", finding.operator, finding.reason
+            )
+    return found.graph, found.is_complete
+
+
+def plan(
+    graph: Graph,
+    mesh: Mesh,
+    options: PlanOptions,
+    resources: Resources,
+    *,
+    on_progress: OnProgress | None = None,
+    cancel: CancelToken | None = None,
+) -> tuple[Plan, bool]:
+    """Plan a graph for a mesh.
+
+    The plan's id is that of the request: rules that are found here do not change it.
+
+    Args:
+        graph: as `load_request_graph` returned it.
+        mesh: to plan for.
+        options: of planning.
+        resources: caches and limits.
+        on_progress: called with the solver's progress.
+        cancel: set it to stop; the plan's status is then `cancelled`.
+
+    Returns:
+        the plan, and whether it is final.
+
+    Raises:
+        InputError: the graph cannot be planned as asked.
+    """
+    found, is_complete = find_rules(graph, resources)
+    made = make_plan(
+        found,
+        mesh,
+        options,
+        on_progress=None if on_progress is None else lambda p: on_progress(_solver_progress(p)),
+        cancel=cancel,
+        tables=resources.blocks,
+        max_strategies=resources.max_strategies,
+    )
+    return _with_id(made, plan_id(graph, mesh, options)), is_complete and _is_final(made)
+
+
+def validate(
+    graph: Graph, mesh: Mesh, options: PlanOptions, resources: Resources
+) -> tuple[Validation, bool]:
+    """Measure the problem that a request poses, without planning it.
+
+    Returns:
+        the plan's id and the problem's size, and whether that is final.
+
+    Raises:
+        InputError: planning would refuse the request.
+    """
+    found, is_complete = find_rules(graph, resources)
+    size = problem_size(found, mesh, options, max_strategies=resources.max_strategies)
+    return Validation(plan_id=plan_id(graph, mesh, options), size=size), is_complete
+
+
+def coverage(
+    graph: Graph, axis_sizes: Collection[int], resources: Resources
+) -> tuple[Coverage, bool]:
+    """List the operators that can be sharded, and the reasons why others cannot.
+
+    Args:
+        graph: as `load_request_graph` returned it.
+        axis_sizes: sizes of mesh axes of which one must be able to shard; empty for any size.
+        resources: caches and limits.
+
+    Returns:
+        the coverage, and whether it is final.
+    """
+    found, is_complete = find_rules(graph, resources)
+    return operator_coverage(found, axis_sizes=axis_sizes), is_complete
+
+
+def explain(
+    made: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
+) -> tuple[Explanation, bool]:
+    """Price every alternative of one choice of a plan; as `autoshard.explain`.
+
+    Returns:
+        the explanation, and whether it is final: no alternative ran out of time.
+
+    Raises:
+        PlanError: planning ended without a plan.
+        OptionError: the plan has nothing of that name.
+    """
+    if not made.found:
+        raise PlanError(f"there is no plan to explain: {made.reason}")
+    graph = graph_from_json(made.stages[0].program)
+    found = explain_choice(graph, made, name, value=value, time_limit=time_limit)
+    return found, all(alternative.exact for alternative in found.alternatives)
+
+
+def search(
+    graph: Graph,
+    num_devices: int,
+    *,
+    topology: str | Topology | None,
+    max_axes: int,
+    options: PlanOptions,
+    resources: Resources,
+    on_progress: OnProgress | None = None,
+    cancel: CancelToken | None = None,
+    keep: KeepPlan | None = None,
+) -> tuple[MeshSearch, bool]:
+    """Plan a graph on every mesh of a number of devices.
+
+    Args:
+        graph: as `load_request_graph` returned it.
+        num_devices: of each mesh.
+        topology: a built-in name, or a topology; the default one if None.
+        max_axes: largest number of mesh axes.
+        options: of planning, the same for all meshes.
+        resources: caches and limits.
+        on_progress: called after each mesh.
+        cancel: set it to stop.
+        keep: stores each plan under its id; None keeps none.
+
+    Returns:
+        the meshes, best first, and whether the result is final. A mesh has a `plan_id` if `keep`
+        has stored its plan.
+
+    Raises:
+        InputError: the graph cannot be planned as asked.
+    """
+    started = time.monotonic()
+    complete, is_complete = find_rules(graph, resources)
+
+    def report(progress: SearchProgress) -> None:
+        if on_progress is not None:
+            best = _finite(progress.latest.objective)
+            elapsed = time.monotonic() - started
+            on_progress(JobProgress(progress.phase, best, None, None, elapsed))
+
+    candidates = search_meshes(
+        complete,
+        num_devices,
+        topology=topology,
+        options=options,
+        max_axes=max_axes,
+        num_workers=resources.num_workers,
+        on_progress=report,
+        cancel=cancel,
+        tables=resources.blocks,
+        max_strategies=resources.max_strategies,
+    )
+    found = []
+    for candidate in candidates:
+        known = plan_id(graph, candidate.mesh, options)
+        found.append(_searched_mesh(candidate, known, keep, is_complete=is_complete))
+    plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
+    is_final = is_complete and all(_is_final(made) for made in plans)
+    # If a plan could not be stored, the next request searches again and gets it.
+    are_kept = keep is None or all(mesh.plan_id for mesh in found if not mesh.error)
+    return MeshSearch(meshes=tuple(found)), is_final and are_kept
+
+
+def _searched_mesh(
+    candidate: Candidate, known: str, keep: KeepPlan | None, *, is_complete: bool
+) -> SearchedMesh:
+    made = candidate.plan
+    if made is None:
+        return SearchedMesh(mesh=candidate.mesh, error=candidate.error)
+    is_kept = keep is not None and keep(_with_id(made, known), is_complete and _is_final(made))
+    return SearchedMesh(
+        mesh=candidate.mesh,
+        plan_id=known if is_kept else None,
+        certificate=made.certificate,
+        peak_memory=None if made.memory is None else made.memory.peak,
+        reason=made.reason,
+    )
+
+
+def _is_final(made: Plan) -> bool:
+    return made.certificate.status not in _UNFINISHED
+
+
+def _with_id(made: Plan, known: str) -> Plan:
+    return made if made.id == known else made.model_copy(update={"id": known})
+
+
+def _solver_progress(progress: Progress) -> JobProgress:
+    return JobProgress(
+        progress.phase,
+        _finite(progress.incumbent),
+        _finite(progress.bound),
+        _finite(progress.gap),
+        progress.elapsed,
+    )
+
+
+def _finite(figure: float) -> float | None:
+    return figure if isfinite(figure) else None
