@@ -65,7 +65,7 @@ def _seconds(step: MadeUpStep) -> Seconds:
 def table(plans: Mapping[str, Plan], seconds: Sequence[float]) -> str:
     """Plans in the order of their predictions, and the rank correlation."""
     rows = [
-        (plan.costs.total + plan.costs.hidden, time, name)
+        (plan.costs.total + plan.costs.overlapped, time, name)
         for (name, plan), time in zip(plans.items(), seconds, strict=True)
         if plan.costs is not None
     ]

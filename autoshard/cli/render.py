@@ -98,7 +98,7 @@ def render_candidates(candidates: Sequence[Candidate]) -> RenderableType:
     table.add_column("mesh", style="cyan", no_wrap=True)
     kinds = ["total", "compute", "communication"]
     if any(candidate.plan and candidate.plan.options.overlap for candidate in candidates):
-        kinds.append("hidden")
+        kinds.append("overlapped")
     for title in (*kinds, "memory"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("certificate")
@@ -208,8 +208,8 @@ def _costs(costs: Costs) -> Table:
     figures = {kind: milliseconds(getattr(costs, kind)) for kind in always}
     if costs.recompute:
         figures["recompute"] = milliseconds(costs.recompute)
-    if costs.hidden:
-        figures["hidden"] = f"-{milliseconds(costs.hidden)}"
+    if costs.overlapped:
+        figures["overlapped"] = f"-{milliseconds(costs.overlapped)}"
     figures["total"] = milliseconds(costs.total)
     for title in figures:
         table.add_column(title, justify="right")
@@ -232,7 +232,7 @@ def _recomputing(plan: Plan) -> Iterator[Text]:
     """What backward runs once more, if anything."""
     assert plan.costs is not None
     (stage,) = plan.stages
-    again = [c for c in stage.reshardings if c.again]
+    again = [c for c in stage.reshardings if c.regather]
     if again or stage.checkpoints:
         parameters = {parameter.name for parameter in stage.parameters}
         gathered = sum(resharding.value in parameters for resharding in again)

@@ -108,7 +108,7 @@ def _lanes(simulation: Simulation) -> Table:
     for lane in simulation.lanes:
         events = [event for event in simulation.events if event.lane == lane]
         busy = sum(event.seconds for event in events)
-        hidden = sum(event.seconds for event in events if event.hidden)
+        hidden = sum(event.seconds for event in events if event.overlapped)
         table.add_row(
             lane,
             str(len(events)),

@@ -53,9 +53,9 @@ class Bucket:
         return tuple(resharding.use for resharding in self.reshardings)
 
     @property
-    def again(self) -> bool:
+    def regather(self) -> bool:
         """Whether backward runs its forward steps once more, apart from a checkpoint."""
-        return self.reshardings[0].again
+        return self.reshardings[0].regather
 
     @property
     def steps(self) -> Iterator[tuple[PlannedStep, int]]:
@@ -96,7 +96,7 @@ def buckets_of(stage: Stage, graph: Graph) -> tuple[Bucket, ...]:
     insides = readers_inside(graph, stage, spans)
     number_of = {node: number for number, span in enumerate(spans) for node in span}
     shared = {c.value for c in stage.reshardings if c.consumer is None}
-    blocks = _blocks(graph) if any(c.again for c in stage.reshardings) else {}
+    blocks = _blocks(graph) if any(c.regather for c in stage.reshardings) else {}
     once_more = recomputed(graph, stage).reshardings if spans else frozenset()
     found: list[_Member] = []
     parameters = {placed.name for placed in stage.parameters}
@@ -108,7 +108,7 @@ def buckets_of(stage: Stage, graph: Graph) -> tuple[Bucket, ...]:
         reader = _first_reader(resharding, graph)
         if inside is None or not _gathers(resharding):
             # What runs again does so for memory: only what a block needs is made at one time.
-            block = blocks.get(reader, -1) if resharding.again else None
+            block = blocks.get(reader, -1) if resharding.regather else None
             if reader in number_of:
                 reader = spans[number_of[reader]].start
             found.append(_Member(reader, resharding, -1, (steps, block)))
@@ -152,7 +152,7 @@ def _key(resharding: Resharding, stage: Stage, graph: Graph) -> Hashable | None:
             return None
         chain.append((step.axis, source.kind, step.forward, step.backward))
     tensor = graph.values[resharding.value]
-    return (*chain, resharding.again, tensor.dtype, tensor.requires_grad) if chain else None
+    return (*chain, resharding.regather, tensor.dtype, tensor.requires_grad) if chain else None
 
 
 def _blocks(graph: Graph) -> dict[int, int]:

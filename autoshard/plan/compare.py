@@ -9,7 +9,7 @@ from autoshard.mesh import Mesh
 from autoshard.plan.document import CollectiveCount, Plan
 from autoshard.plan.memory.timeline import KINDS
 
-_COSTS = ("compute", "communication", "optimizer", "recompute", "hidden", "total")
+_COSTS = ("compute", "communication", "optimizer", "recompute", "overlapped", "total")
 _MEMORY = (*KINDS, "peak")
 
 Key = TypeVar("Key")

@@ -32,7 +32,7 @@ class OperatorUse(Document):
     )
     time_whole: Seconds | None = Field(description="of the calls that fall back")
     time_around: Seconds | None = Field(
-        description="of reshardings to and from the calls that fall back, less what is hidden"
+        description="of reshardings to and from the calls that fall back, less what overlaps with compute"
     )
 
 
@@ -160,7 +160,7 @@ class _Survey:
             for end in ends:
                 if end is not None and self._reasons.get(end):
                     # What hides may be longer: it has what backward reshards once more.
-                    seen = max(resharding.time - resharding.hidden, 0.0)
+                    seen = max(resharding.time - resharding.overlapped, 0.0)
                     found[end] = found.get(end, 0.0) + seen
                     break
         return found

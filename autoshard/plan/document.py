@@ -139,18 +139,17 @@ class Resharding(Document):
     source: LayoutText
     target: LayoutText
     steps: tuple[PlannedStep, ...]
-    again: bool = Field(
+    regather: bool = Field(
         default=False,
         description=(
-            "whether backward gets the resharded tensor by running the forward actions once "
-            "more, instead of finding it held"
+            "whether backward runs the forward steps a second time instead of keeping the "
+            "resharded tensor in memory (FSDP's reshard_after_forward)"
         ),
     )
-
-    hidden: Seconds = Field(
+    overlapped: Seconds = Field(
         default=0.0,
         description=(
-            "what of its communication runs beside compute, that of running it once more included"
+            "seconds of its communication that overlap with compute, including its re-gather"
         ),
     )
 
@@ -232,10 +231,10 @@ class Costs(Document):
     recompute: Seconds = Field(
         default=0.0, description="operators and reshardings that backward runs once more"
     )
-    hidden: Seconds = Field(
+    overlapped: Seconds = Field(
         default=0.0,
         description=(
-            "what of communication and recompute runs beside compute and is not in the total"
+            "seconds of communication and recompute that overlap with compute; not in the total"
         ),
     )
 

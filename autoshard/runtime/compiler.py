@@ -221,7 +221,7 @@ class Compiler:
             self._resharded[use] = self._new_slot()
         targets = tuple(self._resharded[use] for use in bucket.uses)
         self.instructions.append(
-            End(reads=(crossing,), targets=targets, steps=steps, again=bucket.again)
+            End(reads=(crossing,), targets=targets, steps=steps, again=bucket.regather)
         )
 
     def _add_resharding(self, resharding: Resharding) -> int:
@@ -241,7 +241,7 @@ class Compiler:
                 targets=(target,),
                 use=resharding.use,
                 steps=steps,
-                again=resharding.again,
+                again=resharding.regather,
             )
         )
         return target

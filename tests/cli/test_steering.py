@@ -138,12 +138,12 @@ def test_what_is_recomputed_is_shown(archive: Path) -> None:
     assert "recompute" in words(again)
 
 
-def test_what_is_hidden_is_shown(archive: Path) -> None:
+def test_overlap_is_shown(archive: Path) -> None:
     pins = ("--pin", "parameter:*=I", "--batch-axis", "tp")
     apart = autoshard("plan", archive, "--mesh", "4", *pins)
     beside = autoshard("plan", archive, "--mesh", "4", *pins, "--overlap")
     searched = autoshard("search", archive, "--devices", "2", "--overlap")
     assert (apart.exit_code, beside.exit_code, searched.exit_code) == (0, 0, 0)
-    assert "hidden" not in words(apart)
-    assert "hidden" in words(searched)
-    assert re.search(r"hidden .* -0\.[0-9]*[1-9][0-9]* ms", words(beside))
+    assert "overlapped" not in words(apart)
+    assert "overlapped" in words(searched)
+    assert re.search(r"overlapped .* -0\.[0-9]*[1-9][0-9]* ms", words(beside))

@@ -51,7 +51,7 @@ def test_members_take_the_same_steps(options: str) -> None:
     for bucket in found:
         chains = [[(s.axis, s.forward, s.backward) for s in c.steps] for c in bucket.reshardings]
         assert all(chain == chains[0] for chain in chains)
-        assert {c.again for c in bucket.reshardings} == {bucket.again}
+        assert {c.regather for c in bucket.reshardings} == {bucket.regather}
     uses = [use for bucket in found for use in bucket.uses]
     assert len(set(uses)) == len(uses)
 

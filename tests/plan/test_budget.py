@@ -31,7 +31,7 @@ def stage_of(plan: Plan) -> Stage:
 
 
 def again(plan: Plan) -> list[str]:
-    return [c.value for c in stage_of(plan).reshardings if c.again]
+    return [c.value for c in stage_of(plan).reshardings if c.regather]
 
 
 def test_with_ample_memory_nothing_is_done_twice(free: Plan) -> None:

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Tamper, str]] = {
     "fewer bytes at the turn": (_set("memory", "turn", to=1), "at the turn"),
     "temporaries that flatter": (_set("memory", "temporaries", to=0), "temporaries take"),
     "a resharding that runs again for nothing": (
-        _set(*STAGE, "reshardings", -1, "again", to=True),
+        _set(*STAGE, "reshardings", -1, "regather", to=True),
         "backward does not need it",
     ),
     "fewer collectives": (_set("collectives", to=[]), "table of collectives"),
@@ -132,13 +132,13 @@ def recomputing(planned: Planner) -> Plan:
     plan = planned(graph, mesh, **options, memory_budget=int(0.95 * ample.memory.peak))
     (stage,) = plan.stages
     assert stage.checkpoints
-    assert any(resharding.again for resharding in stage.reshardings)
+    assert any(resharding.regather for resharding in stage.reshardings)
     return plan
 
 
 def _hold_all(document: dict[str, Any]) -> None:
     for resharding in document["stages"][0]["reshardings"]:
-        resharding["again"] = False
+        resharding["regather"] = False
 
 
 def test_blocks_that_are_not_checkpointed_as_asked_are_found_out(planned: Planner) -> None:
@@ -176,7 +176,7 @@ RECOMPUTING: dict[str, tuple[Tamper, str]] = {
     ),
     "options that rule reshardings out": (
         _set("options", "reshard_after_forward", to="never"),
-        "reshards again, which the options rule out",
+        "re-gathers in backward, which the options rule out",
     ),
     "a larger budget than was asked for": (
         _set("memory", "budget", to=lambda b: b + 1),

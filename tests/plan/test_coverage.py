@@ -78,7 +78,7 @@ def test_reshardings_around_count_once() -> None:
     names = {node.name for node in graph().nodes if node.operator in whole}
     made = {value for node in graph().nodes if node.name in names for value in node.outputs}
     around = [c for c in plan.stages[0].reshardings if c.consumer in names or c.value in made]
-    seen = sum(max(c.time - c.hidden, 0.0) for c in around)
+    seen = sum(max(c.time - c.overlapped, 0.0) for c in around)
     assert seen > 0
     found = sum(use.time_around for use in coverage.operators)
     assert found == pytest.approx(seen)
@@ -99,7 +99,7 @@ def test_what_is_hidden_is_not_around() -> None:
     plan = planned()
     stage = plan.stages[0]
     plain = operator_coverage(graph(), plan)
-    hiding = [c.model_copy(update={"hidden": c.time / 4}) for c in stage.reshardings]
+    hiding = [c.model_copy(update={"overlapped": c.time / 4}) for c in stage.reshardings]
     overlapped = stage.model_copy(update={"reshardings": tuple(hiding)})
     coverage = operator_coverage(graph(), plan.model_copy(update={"stages": (overlapped,)}))
     assert plain.share_around > 0

@@ -76,12 +76,14 @@ def test_a_reduction_runs_beside_backward(planned: Planner, bandwidth: float) ->
     plan = planned(graph, by_hand(bandwidth), overlap=True, **DATA_PARALLEL)
     reduction = 32 / bandwidth
     bias = resharding_of(plan, "bias")
-    assert (bias.time, bias.hidden) == pytest.approx(
+    assert (bias.time, bias.overlapped) == pytest.approx(
         (reduction, min(reduction, BACKWARD)), rel=NEARLY
     )
-    assert plan.costs.hidden == bias.hidden
+    assert plan.costs.overlapped == bias.overlapped
     apart = planned(graph, by_hand(bandwidth), **DATA_PARALLEL)
-    assert apart.certificate.objective - plan.certificate.objective == pytest.approx(bias.hidden)
+    assert apart.certificate.objective - plan.certificate.objective == pytest.approx(
+        bias.overlapped
+    )
 
 
 @pytest.mark.parametrize("bandwidth", [1.0, 1 / 19, 1 / 50])
@@ -91,7 +93,7 @@ def test_a_gather_runs_beside_forward(planned: Planner, bandwidth: float) -> Non
     moved = 16 / bandwidth  # half of it, forward as well as backward
     bias = resharding_of(plan, "bias")
     hidden = min(moved, FORWARD) + min(moved, BACKWARD)
-    assert (bias.time, bias.hidden) == pytest.approx((2 * moved, hidden), rel=NEARLY)
+    assert (bias.time, bias.overlapped) == pytest.approx((2 * moved, hidden), rel=NEARLY)
 
 
 class Product(nn.Module):
@@ -122,9 +124,9 @@ def test_gathering_again_shares_backward_with_the_reduction(
     weight = resharding_of(plan, "weight")
     (node,) = [n for n in plan.stages[0].nodes if n.name.startswith("mul")]
     hidden = min(moved, FORWARD) + min(2 * moved, node.time - FORWARD)
-    assert weight.again
+    assert weight.regather
     assert plan.costs.recompute == pytest.approx(moved, rel=NEARLY)
-    assert weight.hidden == pytest.approx(hidden, rel=NEARLY)
+    assert weight.overlapped == pytest.approx(hidden, rel=NEARLY)
     assert plan.certificate.objective == pytest.approx(plan.costs.total)
 
 
@@ -140,8 +142,8 @@ def test_it_never_costs_more(planned: Planner, name: str, options: dict[str, Any
         beside = planned(graph, mesh, relative_gap=0, overlap=True, **options)
         assert max(apart.certificate.gap, beside.certificate.gap) < ROUNDING
         assert beside.certificate.objective <= apart.certificate.objective * (1 + 1e-9)
-        assert apart.costs.hidden == 0
-        assert beside.costs.hidden <= beside.costs.communication
+        assert apart.costs.overlapped == 0
+        assert beside.costs.overlapped <= beside.costs.communication
 
 
 @pytest.mark.parametrize(
@@ -154,12 +156,12 @@ def test_compute_hides_once_and_only_weights(planned: Planner, options: dict[str
     parameters = {p.name for p in stage.parameters}
     times = {node.name: node.time for node in stage.nodes}
     claimed = dict.fromkeys(times, 0.0)
-    assert any(c.hidden for c in stage.reshardings)
+    assert any(c.overlapped for c in stage.reshardings)
     for resharding in stage.reshardings:
-        if resharding.hidden:
+        if resharding.overlapped:
             assert resharding.value in parameters
             assert resharding.consumer is not None
-            claimed[resharding.consumer] += resharding.hidden
+            claimed[resharding.consumer] += resharding.overlapped
     assert all(claimed[name] <= time for name, time in times.items())
 
 
@@ -226,14 +228,14 @@ def overlapped(planned: Planner) -> Plan:
 
 def hides_more(document: dict[str, Any], seconds: float) -> None:
     for resharding in document["stages"][0]["reshardings"]:
-        if resharding["hidden"]:
-            resharding["hidden"] += seconds
+        if resharding["overlapped"]:
+            resharding["overlapped"] += seconds
 
 
 def flatters(document: dict[str, Any]) -> None:
     """Everything that adds up to the objective."""
     hides_more(document, 1.0)
-    document["costs"]["hidden"] += 1.0
+    document["costs"]["overlapped"] += 1.0
     document["costs"]["total"] -= 1.0
     document["certificate"] = {"status": "feasible", "bound": None, "gap": None} | {
         "objective": document["costs"]["total"]
@@ -244,7 +246,7 @@ def flatters(document: dict[str, Any]) -> None:
     ("tamper", "finding"),
     [
         (lambda d: hides_more(d, 1.0), "beside compute, not"),
-        (lambda d: d["costs"].update(hidden=0.0), "hidden adds up to"),
+        (lambda d: d["costs"].update(overlapped=0.0), "overlapped adds up to"),
         (flatters, "beside compute, not"),
         (lambda d: d["options"].update(overlap=False), "has 0.0 s beside compute"),
     ],
@@ -262,8 +264,8 @@ def test_plans_with_and_without_are_compared(planned: Planner, overlapped: Plan)
     graph = graph_of((Bias(), {"x": torch.zeros(8, 8)}))
     difference = compare_plans(planned(graph, by_hand(1.0), **DATA_PARALLEL), overlapped)
     figures = {figure.name: figure for figure in difference.costs}
-    assert figures["hidden"].difference == overlapped.costs.hidden
-    assert figures["total"].difference == pytest.approx(-overlapped.costs.hidden)
+    assert figures["overlapped"].difference == overlapped.costs.overlapped
+    assert figures["total"].difference == pytest.approx(-overlapped.costs.overlapped)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def made(planned: Planner) -> Made:
 
 
 def resharded_again(stage: Stage, again: frozenset[Use]) -> Stage:
-    reshardings = (c.model_copy(update={"again": c.use in again}) for c in stage.reshardings)
+    reshardings = (c.model_copy(update={"regather": c.use in again}) for c in stage.reshardings)
     return stage.model_copy(update={"reshardings": tuple(reshardings)})
 
 
@@ -116,5 +116,5 @@ def test_again_inside_a_checkpoint_means_nothing(made: Made) -> None:
     own = next(c for c in stage.reshardings if c.consumer in names)
     number = names.index(own.consumer)
     edited = checkpointing(graph, resharded_again(stage, frozenset({own.use})), (number, number))
-    with pytest.raises(PlanError, match=f"'{own.value}' .* is `again` inside a checkpoint"):
+    with pytest.raises(PlanError, match=f"'{own.value}' .* is `regather` inside a checkpoint"):
         recomputed(graph, edited)

@@ -42,14 +42,14 @@ def simulated(request: pytest.FixtureRequest, plans: dict[str, Plan]) -> tuple[P
 
 
 def waited(simulation: Simulation) -> Iterator[Event]:
-    return (event for event in simulation.events if not event.hidden)
+    return (event for event in simulation.events if not event.overlapped)
 
 
 def test_the_step_takes_what_the_plan_says(simulated: tuple[Plan, Simulation]) -> None:
     plan, simulation = simulated
     assert plan.costs is not None
     assert simulation.seconds == pytest.approx(plan.costs.total, rel=ROUNDING)
-    assert simulation.hidden == pytest.approx(plan.costs.hidden, rel=ROUNDING)
+    assert simulation.overlapped == pytest.approx(plan.costs.overlapped, rel=ROUNDING)
     for category in ("compute", "communication", "optimizer", "recompute"):
         found = simulation.by_category().get(category, 0.0)
         assert found == pytest.approx(getattr(plan.costs, category), rel=ROUNDING), category
@@ -79,9 +79,9 @@ def test_collectives_are_those_of_the_plan(simulated: tuple[Plan, Simulation]) -
     count: Counter[tuple[str, str | None, str]] = Counter()
     nbytes: Counter[tuple[str, str | None, str]] = Counter()
     begun: set[tuple[str, str | None, str, Phase]] = set()
-    for e in sorted(events, key=lambda event: event.hidden):
+    for e in sorted(events, key=lambda event: event.overlapped):
         one = e.name, e.axis, e.subject, e.phase
-        if not e.hidden or one not in begun:
+        if not e.overlapped or one not in begun:
             key = e.name, e.axis, "forward" if e.phase is Phase.FORWARD else "backward"
             count[key] += 1
             nbytes[key] += e.nbytes
@@ -115,7 +115,7 @@ def test_the_options_show(plans: dict[str, Plan]) -> None:
     assert phases["plain"] == {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER}
     assert Phase.RECOMPUTE in phases["checkpoints"]
     assert Phase.RECOMPUTE in phases["resharded again"]
-    assert simulate(plans["overlap"]).hidden > 0
+    assert simulate(plans["overlap"]).overlapped > 0
 
 
 def test_a_trace_has_what_perfetto_asks_for(plans: dict[str, Plan]) -> None:

@@ -79,7 +79,7 @@ def resharding_again(plan: Plan, wanted: Callable[[Resharding], bool]) -> Plan:
     return edited(
         plan,
         reshardings=tuple(
-            resharding.model_copy(update={"again": resharding in kept and wanted(resharding)})
+            resharding.model_copy(update={"regather": resharding in kept and wanted(resharding)})
             for resharding in stage.reshardings
         ),
     )

@@ -47,7 +47,7 @@ class Case:
         plan = make_plan(graph, mesh, options)
         assert plan.found, plan.reason
         assert check_plan(plan, graph) == ()
-        assert any(resharding.again for resharding in plan.stages[0].reshardings)
+        assert any(resharding.regather for resharding in plan.stages[0].reshardings)
         self.plan = Plan.from_json(plan.to_json())
 
     def __call__(self) -> None:

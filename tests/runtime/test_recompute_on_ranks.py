@@ -100,7 +100,7 @@ class Case:
         whole = parameters(self.plan)
         # The last step of a gather makes the whole parameter; its slice is there anyway.
         made_anew = [
-            c.steps[-1].nbytes for c in self.plan.stages[0].reshardings if c.again and whole(c)
+            c.steps[-1].nbytes for c in self.plan.stages[0].reshardings if c.regather and whole(c)
         ]
         wanted = plain.held // 2 if self.edit is checkpoints else plain.held - sum(made_anew)
         step = run_step(self.plan, MODELS[self.model], patient_until=wanted)

@@ -78,7 +78,9 @@ def again(plan: Plan, *values: str) -> Plan:
     reshardings = plan.stages[0].reshardings
     return edited(
         plan,
-        reshardings=tuple(c.model_copy(update={"again": c.value in values}) for c in reshardings),
+        reshardings=tuple(
+            c.model_copy(update={"regather": c.value in values}) for c in reshardings
+        ),
     )
 
 

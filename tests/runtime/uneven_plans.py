@@ -86,7 +86,7 @@ def check_gathered_again(hand: HandPlan, plan: Plan) -> None:
     """Backward gathers 18 columns once more instead of finding them held."""
     (stage,) = plan.stages
     (weight,) = (p.name for p in stage.parameters if p.target == "down.weight")
-    reshardings = (c.model_copy(update={"again": c.value == weight}) for c in stage.reshardings)
+    reshardings = (c.model_copy(update={"regather": c.value == weight}) for c in stage.reshardings)
     again = edited(plan, reshardings=tuple(reshardings))
     assert again.collectives != plan.collectives
     check_training(copy.deepcopy(hand.model), again, hand.args, tolerance=EXACT)

@@ -77,7 +77,7 @@ def counts(plan: Plan) -> Counter[str]:
     for resharding in stage.reshardings:
         for step in resharding.steps:
             runs = [(step.forward, "forward"), (step.backward, "backward")]
-            runs += [(step.forward, "backward")] * resharding.again
+            runs += [(step.forward, "backward")] * resharding.regather
             for kind, direction in runs:
                 if kind not in COLLECTIVES or step.nbytes <= SCALAR_NBYTES:
                     continue

@@ -141,7 +141,7 @@ def test_a9_parameters_are_gathered_again_for_backward(mesh: tuple[int, int]) ->
     always = optimal(narrow(), alpa_mesh(*mesh), reshard_after_forward="always", **CUT_AT_REST)
     assert all("S" in layout for layout in parameters(always).values())
     assert counts(always) == gathered_twice
-    assert sum(resharding.again for resharding in always.stages[0].reshardings) == 5
+    assert sum(resharding.regather for resharding in always.stages[0].reshardings) == 5
     assert price(always) == pytest.approx(GRADIENTS_NARROW, rel=1e-3)
     assert always.costs.recompute == pytest.approx(5 * all_gather(32 * 32 * 4))
 

@@ -52,7 +52,7 @@ def _certificate_findings(plan: Plan) -> Iterator[str]:
     certificate = plan.certificate
     costs = plan.costs
     spent = costs.compute + costs.communication + costs.optimizer + costs.recompute
-    parts = spent - costs.hidden
+    parts = spent - costs.overlapped
     if not isclose(plan.costs.total, parts, rel_tol=TOLERANCE):
         yield f"total cost {plan.costs.total} is not the sum of its parts {parts}"
     if certificate.objective is None:

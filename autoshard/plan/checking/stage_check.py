@@ -119,9 +119,9 @@ class StageCheck:
         if options.activation_checkpointing == "never" and self.stage.checkpoints:
             yield f"{self.stage.name}: it has checkpoints, which the options rule out"
         if options.reshard_after_forward == "never" and any(
-            c.again for c in self.stage.reshardings
+            c.regather for c in self.stage.reshardings
         ):
-            yield f"{self.stage.name}: it reshards again, which the options rule out"
+            yield f"{self.stage.name}: it re-gathers in backward, which the options rule out"
         if options.activation_checkpointing == "always" and self.prices.training:
             spans = checkpoint_spans(self.graph, self.stage)
             for nodes in self._blocks():
@@ -300,8 +300,8 @@ class StageCheck:
         if again:
             self.recompute_time += found.passes.forward
         hidden = float(hidden_seconds(found.passes, beside, again=again))
-        if not isclose(hidden, resharding.hidden, rel_tol=TOLERANCE, abs_tol=_NOTHING):
-            yield f"{where} has {hidden} s beside compute, not {resharding.hidden}"
+        if not isclose(hidden, resharding.overlapped, rel_tol=TOLERANCE, abs_tol=_NOTHING):
+            yield f"{where} has {hidden} s beside compute, not {resharding.overlapped}"
 
     def _outputs(self) -> Iterator[str]:
         for placed in self.stage.outputs:
@@ -347,9 +347,9 @@ class StageCheck:
             ("optimizer", self.optimizer_time, self.plan.costs.optimizer),
             ("recompute", self.recompute_time, self.plan.costs.recompute),
             (
-                "hidden",
-                sum(c.hidden for c in self.stage.reshardings),
-                self.plan.costs.hidden,
+                "overlapped",
+                sum(c.overlapped for c in self.stage.reshardings),
+                self.plan.costs.overlapped,
             ),
         )
         for name, found, stated in sums:
@@ -368,7 +368,7 @@ class StageCheck:
         )
         for value, consumer, _ in sorted(found.idle, key=str):
             where = consumer or "all"
-            yield f"resharding of {value} for {where}: it is again, but backward does not need it"
+            yield f"resharding of {value} for {where}: it is re-gathered, but backward does not need it"
         if found.peak != stated.peak:
             yield f"memory peaks at {found.peak} bytes, not {stated.peak}"
         for kind, nbytes in found.at_peak.items():

@@ -150,7 +150,7 @@ class Outline:
         return frozenset(
             resharding.value
             for resharding in self.stage.reshardings
-            if resharding.again or resharding.consumer in inside
+            if resharding.regather or resharding.consumer in inside
         )
 
     def named(self, axes: Sequence[int]) -> str:

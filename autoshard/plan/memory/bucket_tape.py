@@ -103,7 +103,7 @@ class BucketTape:
                 (moves.reduces_once,),
                 use=resharding.use,
                 uses=(resharding.use,),
-                again=resharding.again and is_view,
+                regather=resharding.regather and is_view,
                 checkpoint=self._buckets[bucket].checkpoint,
                 bucket=bucket,
             )
@@ -142,7 +142,7 @@ class BucketTape:
                 backward,
                 (False,) * (len(members) + len(moved)),
                 uses=tuple(way.resharding.use for way in members),
-                again=members[0].resharding.again and not members[0].is_view and bool(moved),
+                regather=members[0].resharding.regather and not members[0].is_view and bool(moved),
                 checkpoint=self._buckets[bucket].checkpoint,
                 bucket=bucket,
             )

@@ -1,6 +1,6 @@
 """What runs once more in backward, from the plan alone.
 
-Two parts of a stage say that something does: a resharding that is `again`, and a
+Two parts of a stage say that something does: a resharding that is `regather`, and a
 checkpoint. The runtime does exactly what is said here.
 """
 
@@ -69,11 +69,11 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
     """What a stage runs once more.
 
     Of checkpoints it is what `taken_again` says, with the reshardings for it. A resharding
-    that is `again` runs once more as a whole.
+    that is `regather` runs once more as a whole.
 
     Raises:
         PlanError: the checkpoints do not fit the program, or a resharding inside one is
-            `again`.
+            `regather`.
     """
     spans = checkpoint_spans(graph, stage)
     nodes: set[str] = set()
@@ -88,7 +88,7 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
         frozenset(
             resharding.use
             for resharding, reader in zip(stage.reshardings, insides, strict=True)
-            if resharding.again or reader in entered
+            if resharding.regather or reader in entered
         ),
     )
 

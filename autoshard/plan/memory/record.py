@@ -39,7 +39,7 @@ class Instruction(NamedTuple):
         passes_gradient: for each read whether its gradient is that of the target.
         use: what a resharding is for; None of an operator, and of the end of a bucket.
         uses: what it makes its first targets for, if it is a resharding.
-        again: whether backward reshards once more.
+        regather: whether backward reshards once more.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
         bucket: number of the bucket whose collectives it shares; -1 for none.
     """
@@ -54,7 +54,7 @@ class Instruction(NamedTuple):
     passes_gradient: tuple[bool, ...]
     use: Use | None = None
     uses: tuple[Use, ...] = ()
-    again: bool = False
+    regather: bool = False
     checkpoint: int = -1
     bucket: int = -1
 

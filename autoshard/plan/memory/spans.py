@@ -12,7 +12,7 @@ def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
 
     Raises:
         PlanError: a checkpoint names no node, is empty, or overlaps another one; or a
-            resharding inside one is `again`.
+            resharding inside one is `regather`.
     """
     index = graph.numbers
     spans: list[range] = []
@@ -33,10 +33,10 @@ def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
         free = span.stop
     insides = readers_inside(graph, stage, spans)
     for resharding, reader in zip(stage.reshardings, insides, strict=True):
-        if resharding.again and reader is not None:
+        if resharding.regather and reader is not None:
             raise PlanError(
                 f"the resharding of {resharding.value!r} for {resharding.consumer or 'all'} is "
-                f"`again` inside a checkpoint, whose reshardings run again anyway"
+                f"`regather` inside a checkpoint, whose reshardings run again anyway"
             )
     return tuple(spans)
 

@@ -217,7 +217,7 @@ class Tape:
                 (moves.passes_gradient,),
                 use=resharding.use,
                 uses=(resharding.use,),
-                again=resharding.again and not moves.in_place,
+                regather=resharding.regather and not moves.in_place,
                 checkpoint=self._checkpoint,
             )
         )

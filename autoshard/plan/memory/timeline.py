@@ -53,7 +53,7 @@ class Timeline:
     Attributes:
         moments: what happens, in order.
         nbytes: bytes by kind, each of shape [M].
-        idle: reshardings that are `again` though backward needs nothing that they make, so
+        idle: reshardings that are `regather` though backward needs nothing that they make, so
             that none of them would run.
         regathered: the moment at which each of the others runs once more.
     """
@@ -154,9 +154,9 @@ class _Lives:
         )
 
     def _resharded_again(self) -> Iterator[tuple[Use, int]]:
-        """What reshardings that are `again` are for, and the storage of what they make."""
+        """What reshardings that are `regather` are for, and the storage of what they make."""
         for instruction in self._tape.instructions:
-            if instruction.again:
+            if instruction.regather:
                 for use, slot in zip(instruction.uses, instruction.targets, strict=False):
                     yield use, self._tape.storages[slot]
 
@@ -215,7 +215,7 @@ class _Lives:
     def _gather_together(self) -> None:
         """The reshardings of a bucket run once more when the first of them is needed."""
         for instruction in self._tape.instructions:
-            if instruction.again and instruction.bucket >= 0:
+            if instruction.regather and instruction.bucket >= 0:
                 storages = {self._tape.storages[slot] for slot in instruction.targets}
                 needed = [storage for storage in storages if storage in self._again]
                 first = min((self._again[storage][0] for storage in needed), default=0)
@@ -230,7 +230,7 @@ class _Lives:
         made = self._tape.instructions[maker]
         if checkpoint >= 0 and made.checkpoint == checkpoint:
             self._copies[storage] = max(self._copies.get(storage, 0), until)
-        elif made.again:
+        elif made.regather:
             first, last = self._again.get(storage, (until, until))
             self._again[storage] = (min(first, until), max(last, until))
             self._hold(self._tape.storages[made.reads[0]], until, checkpoint)

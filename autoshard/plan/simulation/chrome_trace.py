@@ -54,8 +54,8 @@ def _events(
         args: dict[str, Any] = {"of": event.subject, "phase": event.phase.value}
         if event.nbytes:
             args["bytes"] = event.nbytes
-        if event.hidden:
-            args["hidden"] = True
+        if event.overlapped:
+            args["overlapped"] = True
         if event.inside:
             args["inside"] = event.inside
         yield _record(

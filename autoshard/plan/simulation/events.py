@@ -56,7 +56,7 @@ class Event:
         seconds: how long it takes.
         nbytes: size of the larger of a rank's tensor before and after, all those of a bucket
             together; 0 of compute.
-        hidden: whether it runs beside compute.
+        overlapped: whether it overlaps with compute.
         inside: the operator that a collective is a part of; empty of a resharding's.
     """
 
@@ -68,7 +68,7 @@ class Event:
     start: float
     seconds: float
     nbytes: int = 0
-    hidden: bool = False
+    overlapped: bool = False
     inside: str = ""
 
     @property
@@ -98,13 +98,13 @@ class Simulation:
     memory: Timeline
 
     def by_category(self) -> Mapping[Category, float]:
-        """Seconds of all events by what the plan's costs call them, hidden ones included."""
+        """Seconds of all events by what the plan's costs call them, overlapped ones included."""
         found: dict[Category, float] = {}
         for event in self.events:
             found[event.category] = found.get(event.category, 0.0) + event.seconds
         return found
 
     @property
-    def hidden(self) -> float:
-        """Seconds of what runs beside compute."""
-        return sum(event.seconds for event in self.events if event.hidden)
+    def overlapped(self) -> float:
+        """Seconds of what overlaps with compute."""
+        return sum(event.seconds for event in self.events if event.overlapped)

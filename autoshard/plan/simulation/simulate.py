@@ -149,10 +149,14 @@ class _Simulator:
             timing = self._timings[resharding.use]
             label = self._labels[resharding.use]
             if backward:
-                self._run(timing.again.hidden, label, Phase.RECOMPUTE, "recompute", hidden=True)
-                self._run(timing.backward.hidden, label, phase, "communication", hidden=True)
+                self._run(
+                    timing.again.overlapped, label, Phase.RECOMPUTE, "recompute", overlapped=True
+                )
+                self._run(
+                    timing.backward.overlapped, label, phase, "communication", overlapped=True
+                )
             else:
-                self._run(timing.forward.hidden, label, phase, "communication", hidden=True)
+                self._run(timing.forward.overlapped, label, phase, "communication", overlapped=True)
         self._now = end
         self._inside(node, phase)
 
@@ -191,7 +195,7 @@ class _Simulator:
         phase: Phase,
         category: Category,
         *,
-        hidden: bool = False,
+        overlapped: bool = False,
         inside: str = "",
     ) -> None:
         for piece in pieces:
@@ -205,7 +209,7 @@ class _Simulator:
                     self._now,
                     piece.seconds,
                     piece.nbytes,
-                    hidden,
+                    overlapped,
                     inside,
                 )
             )

@@ -40,11 +40,11 @@ class Split:
 
     Attributes:
         waited: those that compute waits for.
-        hidden: those that run beside compute, after the others; one piece may be in both.
+        overlapped: those that run beside compute, after the others; one piece may be in both.
     """
 
     waited: tuple[Piece, ...] = ()
-    hidden: tuple[Piece, ...] = ()
+    overlapped: tuple[Piece, ...] = ()
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], hidden: float) -> "Split":
@@ -158,7 +158,7 @@ class Timing:
                 *(
                     Split(
                         tuple(_together([s.waited for s in splits], nbytes)) if i == 0 else (),
-                        tuple(_together([splits[i].hidden], nbytes)),
+                        tuple(_together([splits[i].overlapped], nbytes)),
                     )
                     for splits in (
                         [timing.forward for timing in own],

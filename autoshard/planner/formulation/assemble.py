@@ -86,7 +86,9 @@ class Assembly:
             if self._source(arc) != self._target(arc)
             for use in [use_of(self._formulation, arc)]
         }
-        reshardings = (c.model_copy(update={"hidden": hidden[c.use]}) for c in stage.reshardings)
+        reshardings = (
+            c.model_copy(update={"overlapped": hidden[c.use]}) for c in stage.reshardings
+        )
         return stage.model_copy(update={"reshardings": tuple(reshardings)})
 
     def _hidden(self, arc: Arc, *, again: bool) -> float:
@@ -112,14 +114,14 @@ class Assembly:
         communication = sum(resharding.time for resharding in stage.reshardings)
         communication += sum(node.communication for node in stage.nodes)
         recompute = self._recompute(stage)
-        hidden = sum(resharding.hidden for resharding in stage.reshardings)
+        hidden = sum(resharding.overlapped for resharding in stage.reshardings)
         return Costs(
             total=compute + communication + optimizer + recompute - hidden,
             compute=compute,
             communication=communication,
             optimizer=optimizer,
             recompute=recompute,
-            hidden=hidden,
+            overlapped=hidden,
         )
 
     def _recompute(self, stage: Stage) -> float:
@@ -266,7 +268,7 @@ class Assembly:
             source=start,
             target=end,
             steps=steps,
-            again=again and moves,
+            regather=again and moves,
         )
 
     def _change(self, arc: Arc) -> _Change:

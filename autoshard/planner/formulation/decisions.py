@@ -42,7 +42,7 @@ def decisions_of(formulation: Formulation, stage: Stage) -> Decisions:
     Raises:
         PlanError: the plan has a layout that the formulation does not offer.
     """
-    again = {c.use for c in stage.reshardings if c.again}
+    again = {c.use for c in stage.reshardings if c.regather}
     return Decisions(
         _choice(formulation, stage),
         frozenset(

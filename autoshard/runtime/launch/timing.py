@@ -34,7 +34,7 @@ class StepTimer:
     ) -> None:
         if plan.costs is None:
             raise PlanError(f"the document has no plan to compare with: {plan.reason}")
-        self.predicted = plan.costs.total + plan.costs.hidden
+        self.predicted = plan.costs.total + plan.costs.overlapped
         self.seconds: list[float] = []
         self._device = device
         self._report = report
