@@ -32,7 +32,7 @@ class OperatorUse(Document):
     )
     time_whole: Seconds | None = Field(description="of the calls that fall back")
     time_around: Seconds | None = Field(
-        description="of reshardings to and from the calls that fall back, less what overlaps with compute"
+        description="of reshardings to and from those calls, less what overlaps with compute"
     )
 
 

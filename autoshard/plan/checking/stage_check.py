@@ -368,7 +368,10 @@ class StageCheck:
         )
         for value, consumer, _ in sorted(found.idle, key=str):
             where = consumer or "all"
-            yield f"resharding of {value} for {where}: it is re-gathered, but backward does not need it"
+            yield (
+                f"resharding of {value} for {where}: it is re-gathered, but backward does not "
+                f"need it"
+            )
         if found.peak != stated.peak:
             yield f"memory peaks at {found.peak} bytes, not {stated.peak}"
         for kind, nbytes in found.at_peak.items():
