@@ -24,8 +24,8 @@ from autoshard.graph import (
     rules_from_json,
     rules_to_json,
 )
+from autoshard.graph.custom_rules import anonymous
 from autoshard.graph.ir import call_key
-from autoshard.graph.rules import anonymous
 from autoshard.ops import Call, call_of, has_rule, with_rules
 from autoshard.solve import TableStore
 

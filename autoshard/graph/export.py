@@ -1,7 +1,6 @@
-"""A live model -> a `.pt2` archive without weights.
+"""Export of a live model to a `.pt2` archive without weights.
 
-With `own_gradients` the only file of this package that needs torch; the package imports it
-when it is called.
+The only module of this package that needs torch; it is imported when it is first used.
 """
 
 import copy
@@ -13,13 +12,42 @@ from io import BytesIO
 from typing import Any
 
 import torch
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import GraphError
-from autoshard.graph.archive import TIES_FILE
-from autoshard.graph.constants import CONSTANT_BYTES
-from autoshard.graph.own_gradients import own_gradients_watched
+from autoshard.graph.archive import CONSTANT_BYTES, TIES_FILE
+
+_SAME_GRADIENT = "torch."
+"""Functions of torch itself (activation checkpointing, say) compute what their forward says."""
+
+
+@contextmanager
+def own_gradients_watched() -> Iterator[set[str]]:
+    """A context that collects the names of a model's own `autograd.Function`s.
+
+    An exported graph keeps the operators of their forward and nothing of their backward.
+    Only those that are called where a gradient passes are collected.
+    """
+    plain = Function.__dict__["apply"]
+    found: set[str] = set()
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        passes = any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            for leaf in pytree.tree_leaves((args, kwargs))
+        )
+        if passes and torch.is_grad_enabled() and not cls.__module__.startswith(_SAME_GRADIENT):
+            found.add(f"{cls.__module__}.{cls.__qualname__}")
+        return plain.__func__(cls, *args, **kwargs)
+
+    # Assigned here and put back below.
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield found
+    finally:
+        Function.apply = plain  # type: ignore[method-assign]
 
 
 def export_model(

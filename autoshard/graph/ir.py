@@ -1,16 +1,123 @@
 """The imported model: an immutable graph of operators and the tensors between them.
 
-Nothing here knows torch. Operators keep PyTorch's names (`aten.linear.default`), and
-arguments keep the names of the operator's schema, so that a runtime can call them again.
+Nothing here knows torch. Operators keep PyTorch's names (`aten.linear.default`), and arguments keep
+the names of the operator's schema, so that a runtime can call them again.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
+from typing import Any
 
-from autoshard.graph.sizes import Dynamic
+from autoshard.errors import SchemaError
+
+Path = tuple[str | int, ...]
+"""Where an integer stands in a document: keys and positions from the outside in."""
+
+Terms = tuple[tuple[int, tuple[str, ...]], ...]
+"""A sum of products: a coefficient and the symbols that it is multiplied with, each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """An open size.
+
+    Attributes:
+        name: as the export calls it.
+        planned: its number in the example inputs.
+        least: smallest number that the program is made for.
+        most: largest; None where there is no end.
+    """
+
+    name: str
+    planned: int
+    least: int
+    most: int | None
+
+    def allows(self, number: int) -> bool:
+        """Whether the program is made for a number."""
+        return self.least <= number and (self.most is None or number <= self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """The open sizes of a program, and all integers in its document that depend on them.
+
+    Attributes:
+        symbols: the open sizes.
+        sizes: what the integers at some places are.
+    """
+
+    symbols: tuple[Symbol, ...]
+    sizes: tuple[tuple[Terms, tuple[Path, ...]], ...]
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """The number of each symbol in the example inputs."""
+        return {symbol.name: symbol.planned for symbol in self.symbols}
+
+    def symbols_of(self, value: str) -> dict[int, str]:
+        """The symbols that are sizes of a value themselves, by dim."""
+        return {
+            path[-1]: names[0]
+            for ((factor, names), *more), places in self.sizes
+            if factor == 1 and len(names) == 1 and not more
+            for path in places
+            if path[:-1] == ("values", value, "shape") and isinstance(path[-1], int)
+        }
+
+    def resized(self, document: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """The document of the program at other sizes.
+
+        Args:
+            document: of the program, as JSON has it; not changed.
+            sizes: a number for each symbol.
+        """
+        changes: dict[str | int, Any] = {}
+        for terms, places in self.sizes:
+            number = value_of(terms, sizes)
+            for path in places:
+                branch = changes
+                for key in path[:-1]:
+                    branch = branch.setdefault(key, {})
+                branch[path[-1]] = number
+        made: dict[str, Any] = _changed(dict(document), changes)
+        made["dynamic"] = self._planned_at(sizes).to_json()
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        """The open sizes as plain JSON; `dynamic_from_json` reads them back."""
+        return {
+            "symbols": [asdict(symbol) for symbol in self.symbols],
+            "sizes": [
+                {
+                    "terms": [[factor, list(names)] for factor, names in terms],
+                    "places": [list(path) for path in places],
+                }
+                for terms, places in self.sizes
+            ],
+        }
+
+    def _planned_at(self, sizes: Mapping[str, int]) -> "Dynamic":
+        symbols = (Symbol(s.name, sizes[s.name], s.least, s.most) for s in self.symbols)
+        return Dynamic(tuple(symbols), self.sizes)
+
+
+def value_of(terms: Terms, sizes: Mapping[str, int]) -> int:
+    """The number that a sum of products is."""
+    return sum(factor * prod(sizes[name] for name in names) for factor, names in terms)
+
+
+def _changed(document: Any, changes: Any) -> Any:
+    if not isinstance(changes, dict):
+        return changes
+    made = document.copy()
+    for key, change in changes.items():
+        made[key] = _changed(document[key], change)
+    return made
 
 
 class DType(StrEnum):
@@ -365,3 +472,114 @@ class Graph:
     def parameters(self) -> tuple[Input, ...]:
         """The inputs that are parameters."""
         return tuple(i for i in self.inputs if i.kind is InputKind.PARAMETER)
+
+
+FILLING = frozenset({"full", "ones", "scalar_tensor", "zeros"})
+MAKING = FILLING | {"arange", "eye", "linspace", "logspace", "tril_indices", "triu_indices"}
+"""Packets that make a tensor of nothing but their arguments."""
+
+FOLLOWING = frozenset(
+    """
+    __and__ __or__ __xor__ abs add all amax amin any argmax argmin bitwise_and bitwise_not
+    bitwise_or bitwise_xor broadcast_tensors broadcast_to bucketize cat ceil chunk clamp clamp_max
+    clamp_min constant_pad_nd cos cumprod cumsum detach diagonal diff div einsum eq exp expand
+    fill flip floor floor_divide fmod full_like gather ge gt index index_put index_select isin
+    isinf isnan le log log10 log1p log2 logical_and logical_not logical_or logical_xor lt
+    masked_fill max maximum mean meshgrid min minimum movedim mul narrow ne neg new_full new_ones
+    new_zeros one_hot ones_like pad permute pow reciprocal remainder repeat repeat_interleave
+    reshape roll round rsqrt rsub scatter select select_scatter sign sin slice slice_scatter split
+    split_with_sizes sqrt squeeze stack sub sum t tanh to transpose tril triu trunc unbind unfold
+    unsqueeze where zeros_like
+    """.split()  # noqa: SIM905  a table of words
+)
+"""Packets that make the same of the same tensors; what is not here stays in the step."""
+
+
+def may_prepare(node: Node) -> bool:
+    """Whether a call whose inputs are the same in every step makes the same in every step."""
+    namespace, packet = node.operator.split(".")[:2]
+    return namespace == "aten" and packet in (FOLLOWING if node.inputs else MAKING)
+
+
+def check_wiring(graph: Graph) -> None:
+    """Check that the graph is a program.
+
+    Raises:
+        SchemaError: a name is used twice, a value is used before it is made (which is also
+            what a cycle looks like) or has no shape; the message names it.
+    """
+    _check_unique("node", Counter(node.name for node in graph.nodes))
+    made = [i.name for i in graph.inputs if i.kind is not InputKind.LITERAL]
+    _check_unique("value", Counter([*made, *(o for node in graph.nodes for o in node.outputs)]))
+    known = set(made)
+    _check_shapes(graph, known, "the inputs")
+    values = graph.values
+    for node in graph.nodes:
+        for name in node.inputs:
+            if name not in known:
+                raise SchemaError(
+                    f"node {node.name!r} ({node.operator}) uses {name!r}, which no input and no "
+                    "earlier node makes"
+                )
+        # Runs for everything in a graph, so no message is written before it is needed.
+        if not all(name in values for name in node.outputs):
+            _check_shapes(graph, node.outputs, f"node {node.name!r} ({node.operator})")
+        known.update(node.outputs)
+    for output in graph.outputs:
+        if output.name is not None and output.name not in known:
+            raise SchemaError(f"the graph returns {output.name!r}, which nothing makes")
+    _check_contents(graph)
+    _check_preparation(graph)
+
+
+def _check_contents(graph: Graph) -> None:
+    """Only constants have a value, and it is as long as their shape says."""
+    for source in graph.inputs:
+        if source.contents is None:
+            continue
+        tensor = graph.values[source.name] if source.kind is InputKind.CONSTANT else None
+        if tensor is None or len(source.contents) != tensor.nbytes:
+            raise SchemaError(
+                f"{source.name!r} has a value of {len(source.contents)} bytes and is "
+                f"{tensor or f'a {source.kind}'}"
+            )
+
+
+def _check_preparation(graph: Graph) -> None:
+    """What is prepared is what the preparation makes, and it takes nothing."""
+    taken = [i.name for i in graph.inputs if i.kind is InputKind.PREPARED]
+    if graph.preparation is None:
+        if taken:
+            raise SchemaError(f"nothing makes {taken[0]!r}, which is to be prepared")
+        return
+    made = [output.name for output in graph.preparation.outputs]
+    if graph.preparation.inputs or made != taken:
+        raise SchemaError(
+            f"the preparation must take nothing and make {taken}; it makes {made} of "
+            f"{[i.name for i in graph.preparation.inputs]}"
+        )
+    for node in graph.preparation.nodes:
+        if not may_prepare(node):
+            raise SchemaError(
+                f"node {node.name!r} ({node.operator}) of the preparation may be another in each "
+                f"step, or on each rank"
+            )
+    check_wiring(graph.preparation)
+    for name in taken:
+        if graph.values[name] != graph.preparation.values[name]:
+            raise SchemaError(
+                f"{name!r} is {graph.values[name]}, and prepared it is "
+                f"{graph.preparation.values[name]}"
+            )
+
+
+def _check_unique(what: str, counts: Counter[str]) -> None:
+    name, count = next(iter(counts.most_common(1)), ("", 0))
+    if count > 1:
+        raise SchemaError(f"the {what} name {name!r} is used {count} times")
+
+
+def _check_shapes(graph: Graph, names: "set[str] | tuple[str, ...]", maker: str) -> None:
+    missing = sorted(name for name in names if name not in graph.values)
+    if missing:
+        raise SchemaError(f"{maker}: value {missing[0]!r} has no entry among the tensor values")

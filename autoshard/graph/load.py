@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from autoshard.collection import collection_paused
-from autoshard.graph.archive import ArchiveLimits, read_archive
-from autoshard.graph.constants import with_contents
-from autoshard.graph.dynamic import find_dynamic
+from autoshard.graph.archive import ArchiveLimits, read_archive, with_contents
+from autoshard.graph.dynamic_shapes import find_dynamic
 from autoshard.graph.ir import Graph
 from autoshard.graph.normalise import normalise
 from autoshard.graph.parse import parse_program

@@ -1,16 +1,220 @@
-"""model.json -> `Program`: every member checked, every symbolic size replaced by its hint."""
+"""Parser of an archive's `model.json`: every member checked, every symbolic size replaced.
+
+The result is a `Program`, which may still nest regions; `Graph` has no nesting. Codes that stand
+for torch objects are those of `torch._export.serde.schema`, schema version 8.
+"""
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from autoshard.errors import ArchiveError, SchemaError, UnsupportedError
-from autoshard.graph.arguments import parse_argument, tensor_name
-from autoshard.graph.codes import DTYPES, SCHEMA_MAJOR
-from autoshard.graph.fields import member, place, read_each, typed, union
-from autoshard.graph.ir import Argument, Input, InputKind, Node, Output, Ref, Tensor
-from autoshard.graph.program import Body, Program, Region
-from autoshard.graph.symbols import Symbols, size
+from autoshard.graph.ir import (
+    Argument,
+    DType,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    Ref,
+    Tensor,
+    Token,
+    TokenKind,
+)
+from autoshard.graph.json_fields import member, place, read_each, typed, union
+from autoshard.graph.symbols import Symbols, size, to_float
+
+SCHEMA_MAJOR = 8
+"""The schema version that these codes belong to; minor versions only add optional members."""
+
+DTYPES = {
+    1: DType.UINT8,
+    2: DType.INT8,
+    3: DType.INT16,
+    4: DType.INT32,
+    5: DType.INT64,
+    6: DType.FLOAT16,
+    7: DType.FLOAT32,
+    8: DType.FLOAT64,
+    9: DType.COMPLEX32,
+    10: DType.COMPLEX64,
+    11: DType.COMPLEX128,
+    12: DType.BOOL,
+    13: DType.BFLOAT16,
+    28: DType.UINT16,
+    29: DType.FLOAT8_E4M3FN,
+    30: DType.FLOAT8_E5M2,
+    34: DType.UINT32,
+    35: DType.UINT64,
+}
+
+LAYOUTS = {
+    1: "sparse_coo",
+    2: "sparse_csr",
+    3: "sparse_csc",
+    4: "sparse_bsr",
+    5: "sparse_bsc",
+    6: "_mkldnn",
+    7: "strided",
+}
+
+MEMORY_FORMATS = {
+    1: "contiguous_format",
+    2: "channels_last",
+    3: "channels_last_3d",
+    4: "preserve_format",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A list of steps with its own inputs and names.
+
+    Attributes:
+        inputs: names of the values that come in; None where a number comes in, which is
+            already put in wherever it is used.
+        steps: operators and regions in execution order.
+        outputs: what goes out.
+        values: shape and type of every value made or taken here.
+    """
+
+    inputs: tuple[str | None, ...]
+    steps: tuple["Node | Region", ...]
+    outputs: tuple[Output, ...]
+    values: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A call of a higher-order operator: a body that runs under some setting.
+
+    Attributes:
+        name: unique among the steps of its body.
+        operator: as in `higher_order.wrap_with_set_grad_enabled`.
+        settings: arguments in front of the body.
+        body: what runs.
+        operands: arguments behind the body, one for each input of the body.
+        outputs: names of the values made, one for each output of the body.
+    """
+
+    name: str
+    operator: str
+    settings: tuple[Argument, ...]
+    body: Body
+    operands: tuple[Argument, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A whole program; the inputs and outputs of its body are those of the model.
+
+    Attributes:
+        inputs: what comes in.
+        body: what runs.
+        in_spec: how the arguments nest.
+        out_spec: how the results nest.
+        has_open_sizes: whether sizes may be others than the numbers that stand for them.
+    """
+
+    inputs: tuple[Input, ...]
+    body: Body
+    in_spec: str = ""
+    out_spec: str = ""
+    has_open_sizes: bool = False
+
+
+T = TypeVar("T")
+
+
+def parse_argument(arg: object, symbols: Symbols) -> Argument:
+    """One argument of an operator.
+
+    Raises:
+        SchemaError: it is malformed.
+        UnsupportedError: its kind has no place in a plan (script objects, complex numbers).
+    """
+    tag, payload = union(arg, "an argument")
+    if tag in _READERS:
+        return _READERS[tag](payload)
+    if tag in _SYMBOLIC:
+        return symbols.resolve(payload)
+    if tag in _SYMBOLIC_LISTS:
+        return tuple(symbols.resolve(item) for item in typed(payload, list, repr(tag)))
+    raise UnsupportedError(
+        f"arguments of kind {tag!r} cannot be planned; export the model without them"
+    )
+
+
+def tensor_name(payload: object) -> str:
+    """The value that a TensorArgument names."""
+    return member(payload, "name", str)
+
+
+def _ref(payload: object) -> Ref:
+    return Ref(tensor_name(payload))
+
+
+def _optional_ref(payload: object) -> Argument:
+    tag, inner = union(payload, "an optional tensor")
+    if tag == "as_none":
+        return None
+    if tag == "as_tensor":
+        return _ref(inner)
+    raise SchemaError(f"unknown kind of optional tensor {tag!r}")
+
+
+def _device(payload: object) -> Token:
+    kind = member(payload, "type", str)
+    index = typed(payload, dict, "'as_device'").get("index")
+    number = "" if index is None else f":{typed(index, int, 'the device index')}"
+    return Token(TokenKind.DEVICE, kind + number)
+
+
+def _coded(kind: TokenKind, codes: Mapping[int, str]) -> Callable[[Any], Token]:
+    def read(payload: object) -> Token:
+        code = typed(payload, int, f"the {kind.value}")
+        if code not in codes:
+            raise UnsupportedError(f"{kind.value} code {code} is unknown")
+        return Token(kind, str(codes[code]))
+
+    return read
+
+
+def _plain(kind: type[T]) -> Callable[[Any], T]:
+    return lambda payload: typed(payload, kind, f"a {kind.__name__} argument")
+
+
+def _list(read: Callable[[Any], Argument]) -> Callable[[Any], tuple[Argument, ...]]:
+    return lambda payload: tuple(read(item) for item in typed(payload, list, "a list argument"))
+
+
+_READERS: dict[str, Callable[[Any], Argument]] = {
+    "as_none": lambda _: None,
+    "as_tensor": _ref,
+    "as_tensors": _list(_ref),
+    "as_nested_tensors": _list(_list(_ref)),
+    "as_optional_tensor": _optional_ref,
+    "as_optional_tensors": _list(_optional_ref),
+    "as_int": _plain(int),
+    "as_ints": _list(_plain(int)),
+    "as_int_lists": _list(_list(_plain(int))),
+    "as_float": to_float,
+    "as_floats": _list(to_float),
+    "as_float_lists": _list(_list(to_float)),
+    "as_bool": _plain(bool),
+    "as_bools": _list(_plain(bool)),
+    "as_string": _plain(str),
+    "as_strings": _list(_plain(str)),
+    "as_scalar_type": _coded(TokenKind.DTYPE, DTYPES),
+    "as_device": _device,
+    "as_layout": _coded(TokenKind.LAYOUT, LAYOUTS),
+    "as_memory_format": _coded(TokenKind.MEMORY_FORMAT, MEMORY_FORMATS),
+}
+_SYMBOLIC = frozenset({"as_sym_int", "as_sym_float", "as_sym_bool"})
+_SYMBOLIC_LISTS = frozenset({"as_sym_ints", "as_sym_floats", "as_sym_bools"})
+
 
 _SYMBOLIC_OUTPUTS = frozenset({"as_sym_int", "as_sym_float", "as_sym_bool"})
 _ASSERTIONS = frozenset(

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import GraphError, SchemaError
-from autoshard.graph.dynamic import dynamic_from_json
-from autoshard.graph.fields import member, place, typed
+from autoshard.graph.custom_rules import rules_from_json, rules_to_json
+from autoshard.graph.dynamic_shapes import dynamic_from_json
 from autoshard.graph.ir import (
     DType,
     Graph,
@@ -22,10 +22,19 @@ from autoshard.graph.ir import (
     Node,
     Output,
     Tensor,
+    check_wiring,
 )
-from autoshard.graph.plain import check_members, code, each, from_json, pair_from_json, to_json
-from autoshard.graph.rules import rules_from_json, rules_to_json
-from autoshard.graph.wiring import check_wiring
+from autoshard.graph.json_fields import (
+    check_members,
+    code,
+    each,
+    from_json,
+    member,
+    pair_from_json,
+    place,
+    to_json,
+    typed,
+)
 
 Literal = bool | int | float | str | None
 

@@ -1,11 +1,19 @@
 """The layout algebra: types, layouts, reshardings. Knows neither graphs nor meshes."""
 
 from autoshard.layouts.layout import (
+    AxisType,
+    I,
+    Kind,
     Layout,
+    P,
+    R,
+    S,
     can_be_cut,
     cuts_unevenly,
     largest_share,
     legal_layouts,
+    parse_type,
+    reduced,
 )
 from autoshard.layouts.placements import (
     from_placements,
@@ -25,7 +33,6 @@ from autoshard.layouts.resharding import (
     makes_whole,
     step_price,
 )
-from autoshard.layouts.types import AxisType, I, Kind, P, R, S, parse_type, reduced
 
 __all__ = [
     "STEPS",

@@ -19,8 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from autoshard.errors import LayoutError
-from autoshard.layouts.layout import Layout
-from autoshard.layouts.types import AxisType, I, Kind, P, S
+from autoshard.layouts.layout import AxisType, I, Kind, Layout, P, S
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement

@@ -2,19 +2,20 @@
 
 MASE keeps a solution, which says how each node of its graph is placed, in a pickle, and hands
 its launcher a map from modules to placements. Pickles from others are a danger: see
-`autoshard.mase.pickles`. Nothing of autoshard but its command line imports this package.
+`autoshard.mase.solution`. Nothing of autoshard but its command line imports this package.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autoshard.mase.pickles import read_solution, write_solution
 from autoshard.mase.solution import (
     MaseNode,
     MaseSolution,
     extrapolated,
     pins_of_solution,
+    read_solution,
     solution_of_plan,
+    write_solution,
 )
 
 if TYPE_CHECKING:

@@ -4,16 +4,29 @@ The formats are those of MASE's `autosharding.py` (`_export_solution`, `_import_
 weight is a node of its own there, named as its parameter with `_` for `.`, and its placements
 are those of the result `data_out_0`. Names of operators depend on how MASE traced the model, so
 only weights and inputs are understood here.
+
+The file `ilp_solution.pkl` is a pickle: whoever wrote it decides which functions run when it is
+read. It is read only from a file that the user names and vouches for, by an unpickler that
+knows DTensor's placements and plain containers and refuses everything else; a file can still be
+made to exhaust the memory. MASE writes with dill, whose files are plain pickles as long as they
+hold nothing else, and reads what is written here.
 """
 
+import pickle
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from autoshard.errors import LayoutError, PlanError
+from autoshard.errors import LayoutError, OptionError, PlanError
 from autoshard.graph import Graph
-from autoshard.layouts import Layout, layout_of_texts
+from autoshard.layouts import Layout, layout_of_texts, to_placements
 from autoshard.plan import Pins, Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
 
 Placements = tuple[str, ...]
 """DTensor's placements as text, one per axis of the mesh."""
@@ -124,3 +137,83 @@ def _layout(name: str, placements: Placements, axis_sizes: tuple[int, ...]) -> L
         return layout_of_texts(placements, axis_sizes)
     except LayoutError as error:
         raise PlanError(f"the solution places {name!r} as no weight can lie: {error}") from None
+
+
+_MODULES: Final = (
+    "torch.distributed.tensor.placement_types",
+    "torch.distributed._tensor.placement_types",  # where torch had them before 2.5
+)
+_CLASSES: Final = ("Shard", "Replicate", "Partial", "_StridedShard")
+
+
+class _Placements(pickle.Unpickler):
+    """Reads pickles of placements in plain containers."""
+
+    def find_class(self, module: str, name: str) -> type:
+        if module not in _MODULES or name not in _CLASSES:
+            raise PlanError(
+                f"the file names {module}.{name}, which has no place in a solution of MASE; it was "
+                f"not run"
+            )
+        from torch.distributed.tensor import placement_types  # noqa: PLC0415  torch is slow
+
+        found: type = getattr(placement_types, name)
+        return found
+
+
+def read_solution(path: Path, *, trust_pickle: bool) -> dict[str, MaseNode]:
+    """Read a solution that MASE wrote on this machine.
+
+    Args:
+        path: of a local file.
+        trust_pickle: that the user knows where the file comes from, and asks for it to be read.
+
+    Raises:
+        OptionError: it is not trusted.
+        PlanError: it is no solution, or names what has no place in one.
+    """
+    if not trust_pickle:
+        raise OptionError(
+            f"{path} is a pickle, which can run whatever its author wants; if you made it "
+            f"yourself, say so with --trust-pickle"
+        )
+    with path.open("rb") as file:
+        try:
+            document = _Placements(file).load()
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+        except Exception as error:  # noqa: BLE001  a broken pickle raises anything
+            raise PlanError(f"{path} is no pickle of a solution: {error}") from None
+    try:
+        return {
+            str(name): MaseNode(_side(node.get("args", {})), _side(node.get("results", {})))
+            for name, node in document.items()
+        }
+    except (AttributeError, TypeError) as error:
+        raise PlanError(f"{path} is no solution of MASE: {error}") from None
+
+
+def _side(placed: dict[str, Iterable["Placement"]]) -> dict[str, Placements]:
+    return {str(name): tuple(map(repr, placements)) for name, placements in placed.items()}
+
+
+def write_solution(solution: MaseSolution, path: Path, axis_sizes: tuple[int, ...]) -> None:
+    """Write a solution for MASE.
+
+    Args:
+        solution: placements by node.
+        path: of the file.
+        axis_sizes: of the mesh that it is for.
+    """
+
+    def placed(side: Any) -> dict[str, tuple["Placement", ...]]:
+        return {
+            name: to_placements(layout_of_texts(texts, axis_sizes), axis_sizes)
+            for name, texts in side.items()
+        }
+
+    document = {
+        name: {"args": placed(node.args), "results": placed(node.results)}
+        for name, node in solution.items()
+    }
+    path.write_bytes(pickle.dumps(document))

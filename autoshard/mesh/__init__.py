@@ -1,15 +1,17 @@
 """Device meshes and what communication over them costs. Knows neither graphs nor layouts."""
 
-from autoshard.mesh.collectives import AlphaBeta, Span
-from autoshard.mesh.document import (
+from autoshard.mesh.mesh import (
+    AlphaBeta,
+    Axis,
+    Mesh,
+    Span,
+    make_mesh,
     mesh_from_json,
     mesh_to_json,
     topology_from_json,
     topology_to_json,
 )
-from autoshard.mesh.mesh import Axis, Mesh
 from autoshard.mesh.presets import DEFAULT_TOPOLOGY, get_topology, list_topologies
-from autoshard.mesh.shorthand import make_mesh
 from autoshard.mesh.topology import COLLECTIVES, Bend, Device, Link, Pace, Paces, Rate, Topology
 
 __all__ = [

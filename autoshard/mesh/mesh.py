@@ -1,17 +1,239 @@
-"""The device mesh: named axes over a topology, and what collectives over them cost."""
+"""The device mesh: named axes over a topology, and what collectives over them cost.
 
+A collective costs `fixed + slope * bytes` seconds. Let an axis have n ranks, of which r_l share
+a group at link level l (innermost l = 0, and r_{-1} = 1), in g_l groups (g_{-1} = n). B is the
+size of the larger of a rank's tensor before and after, bw_l a device's bandwidth and lat_l the
+latency of a step at level l.
+
+All-gather and reduce-scatter take the faster of two algorithms, as NCCL does:
+
+* ring: n - 1 steps, of which g_{l-1} - g_l cross level l; every one of the r_{l-1} ranks
+  of a group carries its own share of the ring over its own link, all levels at once:
+  sum_l (g_{l-1} - g_l) lat_l + max_l (n-1)/n B / (r_{l-1} bw_l);
+* stages, for short messages: recursive doubling level by level, outermost first, so that
+  each byte enters a group once:
+  sum_l [ceil(log2(g_{l-1} / g_l)) lat_l + (1/r_{l-1} - 1/r_l) B / bw_l]. Long messages run
+  as rings, so the term in B is never taken below the ring's.
+
+All-reduce is a reduce-scatter and an all-gather: both twice. All-to-all exchanges B/n with
+each peer in turn; what leaves a group goes over the sender's own link, all levels at once:
+sum_l (r_l - r_{l-1}) lat_l + max_l (1 - r_{l-1}/n) B / bw_l. A halo exchange sends B to the two
+ranks next to a rank, both at once, as if over the slowest link that any of them crosses, however
+many ranks there are: max_l lat_l + max_l B / bw_l. Every collective also pays the topology's
+overhead once, which is the floor for small messages. A link may have figures of its own
+for a collective, where one was measured that the common ones do not describe; and it may be
+slower for the bytes of a message beyond some size, which is then the case of the whole price.
+
+Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH" (2005), for the volumes and the steps of ring, recursive doubling and
+pairwise exchange; nccl-tests, doc/PERFORMANCE.md, for bus bandwidth; NCCL,
+src/graph/tuning.cc, for the split of a ring's steps between the links inside and between
+nodes.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd, prod
-from typing import ClassVar
+from itertools import pairwise
+from math import ceil, gcd, log2, prod
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
-from pydantic import ConfigDict
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from autoshard.errors import MeshError
-from autoshard.mesh.checks import check_name, check_unique
-from autoshard.mesh.collectives import AlphaBeta, Line, Span, lines
-from autoshard.mesh.topology import COLLECTIVES, INNER, Topology, check_collective
+from autoshard.mesh.presets import (
+    DEFAULT_CPU_TOPOLOGY,
+    DEFAULT_TOPOLOGY,
+    GLOO_OVERHEAD,
+    NCCL_OVERHEAD,
+    NETWORK_LATENCY,
+    NVLINK_LATENCY,
+    TCP_LATENCY,
+    get_topology,
+)
+from autoshard.mesh.topology import (
+    COLLECTIVES,
+    INNER,
+    Link,
+    Rate,
+    Topology,
+    check_backend,
+    check_collective,
+    check_name,
+    check_not_negative,
+    check_unique,
+)
+
+
+class Line(NamedTuple):
+    """Seconds as `fixed + slope * nbytes`, with more slope beyond some bytes.
+
+    Attributes:
+        fixed: seconds without any bytes.
+        slope: seconds per byte.
+        bends: pairs of bytes, and how much the slope grows there, as a share of `slope`.
+    """
+
+    fixed: float
+    slope: float
+    bends: tuple[tuple[int, float], ...] = ()
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds for so many bytes."""
+        counted: float = nbytes
+        for start, growth in self.bends:
+            counted += growth * max(nbytes - start, 0)
+        return self.fixed + self.slope * counted
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """How an axis lies over the groups of one link level.
+
+    Attributes:
+        num_groups: groups that the ranks of the axis fall into.
+        ranks_per_group: how many of them share a group; the fewest where groups differ.
+    """
+
+    num_groups: int
+    ranks_per_group: int
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """The cost model of Alpa: one latency and one inverse bandwidth per axis.
+
+    An alternative to prices from links, for comparison with published results. Units are
+    whatever alpha and beta are in; local copies are then free. The formulas, with their
+    constants, are those of alpa/shard_parallel/auto_sharding.py (`LogicalDeviceMesh`).
+
+    Attributes:
+        alpha: price of a collective, per axis.
+        beta: price of a byte, per axis.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    alpha: tuple[float, ...]
+    beta: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.alpha) != len(self.beta):
+            raise MeshError(
+                f"alpha has {len(self.alpha)} entries and beta {len(self.beta)}; "
+                "give one of each per axis"
+            )
+        for name, values in (("alpha", self.alpha), ("beta", self.beta)):
+            for axis, value in enumerate(values):
+                check_not_negative(value, f"{name}[{axis}]")
+
+    def line(self, action: str, axis: int, num_ranks: int) -> Line:
+        """Price of a collective over one axis of more than one rank.
+
+        The published all-to-all counts the whole group's bytes, (n-1)/n^2 of them, with a
+        penalty of n/2; a rank's tensor is one n-th of that. Alpa has no halo exchange: it is
+        taken as a message of these bytes.
+        """
+        check_collective(action)
+        n = num_ranks
+        constant, volume = {
+            "all_reduce": (0.01, 2 * (n - 1) / n),
+            "all_gather": (0.1, (n - 1) / n),
+            "reduce_scatter": (0.001, (n - 1) / n),
+            "all_to_all": (0.001, (n - 1) / 2),
+            "halo_exchange": (0.001, 1.0),
+        }[action]
+        return Line(self.alpha[axis] + constant, self.beta[axis] * volume)
+
+
+def lines(action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Link]) -> list[Line]:
+    """Price of a collective by each algorithm; the lowest line at a size is what it takes.
+
+    Args:
+        action: name of the collective, by which links have figures (`MEASURABLE`).
+        num_ranks: ranks that take part; more than one.
+        spans: how they lie over each link level, innermost first.
+        links: the levels.
+    """
+    check_collective(action.removesuffix(INNER))
+    crossings = list(_crossings(action, num_ranks, spans, links))
+    if action == "all_to_all":
+        return [_exchange(num_ranks, crossings)]
+    if action == "halo_exchange":
+        return [_neighbours(crossings)]
+    passes = 2 if action == "all_reduce" else 1
+    ring, stages = _ring(num_ranks, crossings), _stages(crossings)
+    stages = stages._replace(slope=max(ring.slope, stages.slope))
+    return [Line(passes * x.fixed, passes * x.slope, ring.bends) for x in (ring, stages)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """A link level that an axis crosses: r_{l-1}, r_l, g_{l-1}, g_l, bw_l and lat_l."""
+
+    ranks_inside: int
+    ranks: int
+    groups_inside: int
+    groups: int
+    link: Rate
+
+
+def _crossings(
+    action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Link]
+) -> Iterable[_Crossing]:
+    chain = [Span(num_ranks, 1), *spans]
+    for (inside, span), link in zip(pairwise(chain), links, strict=True):
+        if span.num_groups < inside.num_groups:
+            yield _Crossing(
+                ranks_inside=inside.ranks_per_group,
+                ranks=span.ranks_per_group,
+                groups_inside=inside.num_groups,
+                groups=span.num_groups,
+                link=link.rate(action),
+            )
+
+
+def _ring(num_ranks: int, crossings: Sequence[_Crossing]) -> Line:
+    volume = (num_ranks - 1) / num_ranks
+    slopes = [volume / (c.ranks_inside * c.link.bandwidth) for c in crossings]
+    return Line(
+        sum((c.groups_inside - c.groups) * c.link.latency for c in crossings),
+        max(slopes),
+        _bends(slopes, crossings),
+    )
+
+
+def _stages(crossings: Sequence[_Crossing]) -> Line:
+    return Line(
+        sum(ceil(log2(c.groups_inside / c.groups)) * c.link.latency for c in crossings),
+        sum((1 / c.ranks_inside - 1 / c.ranks) / c.link.bandwidth for c in crossings),
+    )
+
+
+def _exchange(num_ranks: int, crossings: Sequence[_Crossing]) -> Line:
+    slopes = [(1 - c.ranks_inside / num_ranks) / c.link.bandwidth for c in crossings]
+    return Line(
+        sum((c.ranks - c.ranks_inside) * c.link.latency for c in crossings),
+        max(slopes),
+        _bends(slopes, crossings),
+    )
+
+
+def _neighbours(crossings: Sequence[_Crossing]) -> Line:
+    slopes = [1 / c.link.bandwidth for c in crossings]
+    return Line(max(c.link.latency for c in crossings), max(slopes), _bends(slopes, crossings))
+
+
+def _bends(
+    slopes: Sequence[float], crossings: Sequence[_Crossing]
+) -> tuple[tuple[int, float], ...]:
+    """The bends of the link that long messages wait for."""
+    rate = crossings[slopes.index(max(slopes))].link
+    inverses = [1.0, *(rate.bandwidth / bend.bandwidth for bend in rate.bends)]
+    growths = (after - before for before, after in pairwise(inverses))
+    return tuple((bend.nbytes, growth) for bend, growth in zip(rate.bends, growths, strict=True))
+
 
 MAX_DEVICES = 1 << 20
 """No cluster is larger; the limit keeps absurd requests from exhausting memory."""
@@ -175,3 +397,161 @@ def _span(num_ranks: int, stride: int, size: int, num_devices: int) -> Span:
     starts = np.diff(groups, axis=1, prepend=-1) != 0
     runs = np.diff(np.flatnonzero(starts), append=starts.size)
     return Span(int(starts.sum(axis=1).max()), int(runs.min()))
+
+
+_LATENCIES = {"nccl": (NVLINK_LATENCY, NETWORK_LATENCY), "gloo": (TCP_LATENCY, TCP_LATENCY)}
+_OVERHEADS = {"nccl": NCCL_OVERHEAD, "gloo": GLOO_OVERHEAD}
+_DEFAULTS = {"nccl": DEFAULT_TOPOLOGY, "gloo": DEFAULT_CPU_TOPOLOGY}
+
+
+def make_mesh(
+    shape: Sequence[int],
+    *,
+    axes: Sequence[str] | None = None,
+    topology: str | Topology | None = None,
+    intra_bandwidth: float | None = None,
+    inter_bandwidth: float | None = None,
+    intra_latency: float | None = None,
+    inter_latency: float | None = None,
+    backend: str | None = None,
+) -> Mesh:
+    """A mesh over a known topology, or over the two-level cluster that two bandwidths describe.
+
+    With bandwidths, the last axis is one node and the earlier axes lie between nodes; the
+    devices are those of the backend's default topology. With a topology, or with neither,
+    nodes have the topology's size and an axis may lie on several levels.
+
+    Args:
+        shape: size of each axis, outermost first.
+        axes: name of each axis; by default ("tp",), ("dp", "tp"), ("dp0", "dp1", "tp") and
+            so on. Names are labels and steer nothing.
+        topology: a preset's name, or a topology.
+        intra_bandwidth: bytes per second per device and direction inside a node.
+        inter_bandwidth: likewise between nodes; needed where an earlier axis is larger than 1.
+        intra_latency: seconds per step inside a node; by default the backend's usual figure.
+        inter_latency: likewise between nodes.
+        backend: "nccl" or "gloo"; by default the topology's, and "nccl" without one. Without
+            a topology it picks h100-sxm or cpu-100gbe.
+
+    Raises:
+        MeshError: the arguments contradict each other, or one of them is impossible.
+    """
+    if backend is not None:
+        check_backend(backend)
+    link_options = {
+        "intra_bandwidth": intra_bandwidth,
+        "inter_bandwidth": inter_bandwidth,
+        "intra_latency": intra_latency,
+        "inter_latency": inter_latency,
+    }
+    given = {name: value for name, value in link_options.items() if value is not None}
+    mesh_axes = _axes(shape, axes)
+    if not given:
+        return Mesh(mesh_axes, _known(topology, backend))
+    if topology is not None:
+        raise MeshError(
+            f"both a topology and {', '.join(given)} are given; a topology has its own links, "
+            "so leave one of the two out"
+        )
+    return Mesh(mesh_axes, _two_level(shape, given, backend or "nccl"))
+
+
+def _axes(shape: Sequence[int], names: Sequence[str] | None) -> tuple[Axis, ...]:
+    if not shape:
+        raise MeshError("the shape of the mesh is empty; one device is the shape (1,)")
+    if names is None:
+        outer = len(shape) - 1
+        names = ["dp", "tp"] if outer == 1 else [*(f"dp{i}" for i in range(outer)), "tp"]
+    if len(names) != len(shape):
+        raise MeshError(f"{len(names)} axis names are given for {len(shape)} axes")
+    return tuple(Axis(name, size) for name, size in zip(names, shape, strict=True))
+
+
+def _known(topology: str | Topology | None, backend: str | None) -> Topology:
+    if topology is None:
+        return get_topology(_DEFAULTS[backend or "nccl"])
+    found = get_topology(topology) if isinstance(topology, str) else topology
+    if backend not in (None, found.backend):
+        raise MeshError(
+            f"backend {backend!r} contradicts topology {found.name!r}, whose links are described "
+            f"for {found.backend!r}; leave one of the two out"
+        )
+    return found
+
+
+def _two_level(shape: Sequence[int], given: dict[str, float], backend: str) -> Topology:
+    if "intra_bandwidth" not in given:
+        raise MeshError(f"{', '.join(given)} given without intra_bandwidth; give it too")
+    num_nodes = prod(shape[:-1])
+    if "inter_bandwidth" not in given and num_nodes > 1:
+        raise MeshError(
+            f"the mesh {tuple(shape)} has {num_nodes} nodes (all axes but the last lie between "
+            "nodes), but inter_bandwidth is not given; give it too"
+        )
+    intra_latency, inter_latency = _LATENCIES[backend]
+    links = [
+        Link(
+            "intra",
+            shape[-1],
+            given["intra_bandwidth"],
+            given.get("intra_latency", intra_latency),
+        )
+    ]
+    if "inter_bandwidth" in given:
+        latency = given.get("inter_latency", inter_latency)
+        links.append(Link("inter", None, given["inter_bandwidth"], latency))
+    return Topology(
+        name="custom",
+        device=get_topology(_DEFAULTS[backend]).device,
+        levels=tuple(links),
+        backend=backend,
+        collective_overhead=_OVERHEADS[backend],
+        source="bandwidths given by the user",
+    )
+
+
+_MESH = TypeAdapter(Mesh)
+_TOPOLOGY = TypeAdapter(Topology)
+
+T = TypeVar("T")
+
+
+def mesh_to_json(mesh: Mesh) -> str:
+    """The mesh as a JSON document that holds every figure, so that it needs no presets."""
+    return _MESH.dump_json(mesh).decode()
+
+
+def mesh_from_json(document: str | bytes) -> Mesh:
+    """Read what `mesh_to_json` writes. Unknown fields and inexact types are refused.
+
+    Raises:
+        MeshError: the document is not JSON, or does not describe a mesh; the message names
+            every field that is wrong.
+    """
+    return _read(_MESH, document, "mesh")
+
+
+def topology_to_json(topology: Topology, *, indent: int | None = 1) -> str:
+    """The topology as a JSON document, for people to look at and change."""
+    return _TOPOLOGY.dump_json(topology, indent=indent).decode()
+
+
+def topology_from_json(document: str | bytes) -> Topology:
+    """Read what `topology_to_json` writes. Unknown fields and inexact types are refused.
+
+    Raises:
+        MeshError: the document is not JSON, or does not describe a topology; the message names
+            every field that is wrong.
+    """
+    return _read(_TOPOLOGY, document, "topology")
+
+
+def _read(adapter: TypeAdapter[T], document: str | bytes, what: str) -> T:
+    try:
+        return adapter.validate_json(document, strict=True)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, (what, *e['loc'])))}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors(include_url=False, include_context=False)
+        ]
+        raise MeshError("; ".join(problems)) from None

@@ -12,7 +12,7 @@ from torch import nn
 
 from autoshard.errors import SchemaError
 from autoshard.graph import Graph, export_model, graph_from_json, graph_to_json, load_graph
-from autoshard.graph.constants import CONSTANT_BYTES, CONSTANTS_BYTES, read_constants
+from autoshard.graph.archive import CONSTANT_BYTES, CONSTANTS_BYTES, read_constants
 from autoshard.runtime.constants import constant_value
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from autoshard.mesh import (
     topology_from_json,
     topology_to_json,
 )
-from autoshard.mesh.device_calibration import (
+from autoshard.mesh.calibration import (
     TILES,
     CopySample,
     OperatorSample,

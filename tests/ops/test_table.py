@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoshard.graph import Argument, Node, Ref, Tensor, Token
-from autoshard.graph.normalise.inplace import OVERWRITES, is_inplace, plain_form
+from autoshard.graph.normalise.functional import OVERWRITES, is_inplace, plain_form
 from autoshard.ops import has_rule, has_saved_row
 from autoshard.ops.examples import EXAMPLES, ExampleCall
 from autoshard.ops.table import call_of_example, page

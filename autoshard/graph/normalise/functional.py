@@ -1,22 +1,25 @@
-"""Operators that write into their input -> operators that return a new value.
+"""Functionalisation: operators that write into their input become operators that return values.
 
-Values are grouped by the tensor that they look at (its base). A write makes a new base,
-and whoever looks at it later looks at the new one: views are taken again. Where it cannot
-be told from the graph whether two values share memory (a `reshape` may copy), using one
-after the other was written to is refused.
+Values are grouped by the tensor whose memory they share (its base). A write makes a new base,
+and later readers of a view take the view of the new base. Where the graph cannot tell whether
+two values share memory (a `reshape` may copy), using one after the other was written to is
+refused.
 
-What the caller could see of a write is lost on purpose in two cases: a user input that the
-model overwrites keeps its value in the caller's hands, and an integer counter among the
-buffers (`num_batches_tracked`) is not advanced.
+Two effects of a write are dropped on purpose: a user input that the program overwrites keeps
+its value for the caller, and an integer counter among the buffers (`num_batches_tracked`) stays
+as it is.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
 
-from autoshard.errors import UnsupportedError
+from autoshard.errors import SchemaError, UnsupportedError
 from autoshard.graph.ir import (
     Argument,
+    DType,
     Graph,
     Input,
     InputKind,
@@ -26,18 +29,292 @@ from autoshard.graph.ir import (
     Token,
     TokenKind,
 )
-from autoshard.graph.normalise.inplace import OVERWRITES, is_inplace, plain_form, promotes
-from autoshard.graph.normalise.memory import (
-    Emit,
-    View,
-    is_same,
-    may_share,
-    views_of,
-    write_back,
+from autoshard.graph.normalise.rewriting import Names, integer, required, rewire, sizes
+
+_WITHOUT_PLAIN_FORM = frozenset(
+    {
+        *("as_strided_", "resize_", "resize_as_", "set_", "rename_", "requires_grad_"),
+        *("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
+        *("eq_", "ge_", "gt_", "le_", "lt_", "ne_", "not_equal_"),
+        *("greater_", "greater_equal_", "less_", "less_equal_"),
+        *("logical_and_", "logical_not_", "logical_or_", "logical_xor_"),
+        *("cauchy_", "geometric_", "log_normal_", "random_"),
+    }
 )
-from autoshard.graph.normalise.names import Names, rewire
-from autoshard.graph.normalise.promotion import keeps_dtype
-from autoshard.graph.normalise.read import required
+"""They change the shape of a value, keep an element type that the plain form changes, or
+draw numbers with arguments that the plain form orders differently."""
+
+_WITHOUT_PROMOTION = frozenset(
+    {
+        *("addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "index_add_", "index_copy_"),
+        *("index_fill_", "index_put_", "index_reduce_", "masked_fill_", "masked_scatter_", "put_"),
+        *("scatter_", "scatter_add_", "scatter_reduce_"),
+    }
+)
+"""Their plain form has the element type of the first input, whatever the others have."""
+
+_RANDOM = {
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+    "aten.normal_.default": "aten.normal_functional.default",
+}
+
+OVERWRITES: dict[str, str | None] = {
+    "aten.copy_.default": "src",
+    "aten.fill_.Scalar": "value",
+    "aten.fill_.Tensor": "value",
+    "aten.zero_.default": None,
+}
+"""Operators that replace all contents, by the argument that holds the new ones."""
+
+
+@lru_cache(maxsize=1 << 12)
+def is_inplace(operator: str) -> bool:
+    """Whether the name is that of an operator that writes into its first input."""
+    packet = _packet(operator)
+    return packet.endswith("_") and not packet.endswith("__")
+
+
+def promotes(operator: str) -> bool:
+    """Whether the plain form has the wider type of its inputs, not that of the first."""
+    return _packet(operator) not in _WITHOUT_PROMOTION
+
+
+def plain_form(node: Node) -> str:
+    """The operator that returns what the node's operator writes.
+
+    Raises:
+        UnsupportedError: there is none with the same arguments.
+    """
+    if node.operator in _RANDOM:
+        return _RANDOM[node.operator]
+    namespace, packet, *overload = node.operator.split(".")
+    if namespace == "aten" and packet not in _WITHOUT_PLAIN_FORM:
+        return ".".join([namespace, packet[:-1], *overload])
+    raise UnsupportedError(
+        f"node {node.name!r}: {node.operator} changes its input in a way that has no plain form; "
+        "write the model without it"
+    )
+
+
+def _packet(operator: str) -> str:
+    parts = operator.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+_CATEGORIES = (
+    frozenset({DType.BOOL}),
+    frozenset(d for d in DType if d.value.startswith(("int", "uint"))),
+    frozenset(d for d in DType if d.value.startswith(("float", "bfloat"))),
+    frozenset(d for d in DType if d.value.startswith("complex")),
+)
+
+
+def category(dtype: DType) -> int:
+    """0 for truth values, 1 for integers, 2 for reals, 3 for complex numbers."""
+    return next(i for i, dtypes in enumerate(_CATEGORIES) if dtype in dtypes)
+
+
+def keeps_dtype(own: Tensor, other: Tensor) -> bool:
+    """Whether combining a tensor with another one gives the element type of the first."""
+    rank, other_rank = category(own.dtype), category(other.dtype)
+    if own.dtype is other.dtype or rank != other_rank:
+        return rank >= other_rank
+    if not other.shape and own.shape:
+        return True
+    signed = own.dtype.value.startswith("int") and other.dtype is DType.UINT8
+    return own.dtype.itemsize > other.dtype.itemsize and (
+        signed or own.dtype.value.startswith("u") == other.dtype.value.startswith("u")
+    )
+
+
+_INVERTIBLE = frozenset(
+    {
+        "aten.permute.default",
+        "aten.select.int",
+        "aten.slice.Tensor",
+        "aten.squeeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.t.default",
+        "aten.transpose.int",
+        "aten.unflatten.int",
+        "aten.unsqueeze.default",
+        "aten.view.default",
+    }
+)
+"""Views through which a write can be carried back to the tensor they look at."""
+
+_SPLITS = frozenset(
+    {
+        "aten.chunk.default",
+        "aten.split.Tensor",
+        "aten.split.sizes",
+        "aten.split_with_sizes.default",
+    }
+)
+
+_MAY_SHARE = frozenset(
+    {
+        "aten.as_strided.default",
+        "aten.broadcast_tensors.default",
+        "aten.broadcast_to.default",
+        "aten.contiguous.default",
+        "aten.detach.default",
+        "aten.diagonal.default",
+        "aten.expand.default",
+        "aten.expand_as.default",
+        "aten.flatten.using_ints",
+        "aten.imag.default",
+        "aten.meshgrid.default",
+        "aten.meshgrid.indexing",
+        "aten.movedim.int",
+        "aten.movedim.intlist",
+        "aten.numpy_T.default",
+        "aten.mT.default",
+        "aten.narrow.default",
+        "aten.real.default",
+        "aten.reshape.default",
+        "aten.reshape_as.default",
+        "aten.swapaxes.default",
+        "aten.tensor_split.sections",
+        "aten.tensor_split.indices",
+        "aten.unfold.default",
+        "aten.view.dtype",
+        "aten.view_as.default",
+        "aten.view_as_complex.default",
+        "aten.view_as_real.default",
+    }
+)
+"""Operators whose outputs share memory with their inputs, or may, depending on strides."""
+
+_SAME = frozenset({"aten.alias.default", "aten.lift.default"})
+_CASTS = frozenset({"aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.other"})
+_DROPOUTS = frozenset({"aten.dropout.default", "aten.feature_dropout.default"})
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One look at a tensor: an operator with its further arguments, and what it yields."""
+
+    operator: str
+    arguments: tuple[tuple[str, Argument], ...]
+    tensor: Tensor
+
+
+def is_same(node: Node, values: Mapping[str, Tensor]) -> bool:
+    """Whether the operator returns its very input."""
+    if not node.inputs or len(node.outputs) != 1:
+        return False
+    if node.operator in _SAME:
+        return True
+    if node.operator in _DROPOUTS:
+        return node.argument("train") is False or node.argument("p") == 0
+    if node.operator == "aten.type_as.default" or node.operator in _CASTS:
+        source, result = values[node.inputs[0]], values[node.outputs[0]]
+        return source.dtype is result.dtype and node.argument("copy", default=False) is False
+    return False
+
+
+def may_share(node: Node) -> bool:
+    """Whether outputs may share memory with inputs in a way that is not followed."""
+    return node.operator in _MAY_SHARE
+
+
+def views_of(node: Node, values: Mapping[str, Tensor]) -> tuple[View, ...]:
+    """One view for each output, where the operator makes views that can be written through."""
+    if not node.inputs:
+        return ()
+    if node.operator in _INVERTIBLE:
+        arguments = tuple(pair for pair in node.arguments if pair[0] != "self")
+        return (View(node.operator, arguments, values[node.outputs[0]]),)
+    if node.operator in _SPLITS:
+        return tuple(_split_views(node, values))
+    if node.operator == "aten.unbind.int":
+        dim = integer(node, "dim", 0)
+        return tuple(
+            View("aten.select.int", (("dim", dim), ("index", i)), values[name])
+            for i, name in enumerate(node.outputs)
+        )
+    return ()
+
+
+def _split_views(node: Node, values: Mapping[str, Tensor]) -> list[View]:
+    dim = integer(node, "dim", 0)
+    views, start = [], 0
+    for name in node.outputs:
+        tensor = values[name]
+        if dim >= len(tensor.shape):
+            raise SchemaError(f"node {node.name!r} ({node.operator}): {name!r} has no dim {dim}")
+        end = start + tensor.shape[dim]
+        bounds = (("dim", dim), ("start", start), ("end", end), ("step", 1))
+        views.append(View("aten.slice.Tensor", bounds, tensor))
+        start = end
+    return views
+
+
+class Emit(Protocol):
+    """Runs an operator and names its result."""
+
+    def __call__(self, operator: str, out: Tensor, /, **arguments: Argument) -> str:
+        """The name of the result, whose shape and type are `out`."""
+        ...
+
+
+def write_back(view: View, behind: Tensor, *, old: str, new: str, emit: Emit) -> str | None:
+    """Put a view's new contents into the tensor behind it.
+
+    Args:
+        view: how the tensor was looked at.
+        behind: shape and type of the tensor behind the view.
+        old: name of that tensor's contents.
+        new: name of the view's new contents.
+        emit: runs an operator.
+
+    Returns:
+        Name of the new contents of the tensor behind; None where the view takes every other
+        element and so cannot be written through.
+    """
+    node = Node("", view.operator, view.arguments, ())
+    if view.operator in _SELF_INVERSE:
+        return emit(view.operator, behind, self=Ref(new), **dict(view.arguments))
+    if view.operator == "aten.permute.default":
+        order = sizes(node, "dims")
+        if sorted(order) != list(range(len(behind.shape))):
+            raise SchemaError(f"{view.operator}: dims {order} do not order {behind.shape}")
+        inverse = tuple(order.index(d) for d in range(len(order)))
+        return emit(view.operator, behind, self=Ref(new), dims=inverse)
+    if view.operator in _SLABS:
+        return _write_slab(node, behind, old=old, new=new, emit=emit)
+    return emit("aten.reshape.default", behind, self=Ref(new), shape=behind.shape)
+
+
+_SELF_INVERSE = frozenset({"aten.t.default", "aten.transpose.int"})
+_SLABS = frozenset({"aten.select.int", "aten.slice.Tensor"})
+
+
+def _write_slab(view: Node, behind: Tensor, *, old: str, new: str, emit: Emit) -> str | None:
+    """Join what is in front of a slice, its new contents, and what is behind it."""
+    dim = required(view, "dim", int)
+
+    def slab(size: int) -> Tensor:
+        return Tensor((*behind.shape[:dim], size, *behind.shape[dim + 1 :]), behind.dtype)
+
+    def cut(start: int, end: int) -> tuple[Ref, ...]:
+        if start == end:
+            return ()
+        bounds = {"dim": dim, "start": start, "end": end, "step": 1}
+        return (Ref(emit("aten.slice.Tensor", slab(end - start), self=Ref(old), **bounds)),)
+
+    if view.operator == "aten.select.int":
+        start = required(view, "index", int)
+        end = start + 1
+        new = emit("aten.unsqueeze.default", slab(1), self=Ref(new), dim=dim)
+    else:
+        start, end = required(view, "start", int), required(view, "end", int)
+        if required(view, "step", int) != 1:
+            return None
+    parts = (*cut(0, start), Ref(new), *cut(end, behind.shape[dim]))
+    return emit("aten.cat.default", behind, tensors=parts, dim=dim)
 
 
 def make_functional(graph: Graph) -> Graph:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from autoshard.errors import SchemaError, UnsupportedError
 from autoshard.graph.ir import Argument, Graph, Node, Output, Ref, Tensor
-from autoshard.graph.normalise.names import Names, rewire
-from autoshard.graph.program import Body, Program, Region
+from autoshard.graph.normalise.rewriting import Names, rewire
+from autoshard.graph.parse import Body, Program, Region
 
 _SET_GRAD = "higher_order.wrap_with_set_grad_enabled"
 _AUTOCAST = "higher_order.wrap_with_autocast"

@@ -18,8 +18,7 @@ from autoshard.graph.ir import (
     Token,
     TokenKind,
 )
-from autoshard.graph.normalise.names import Names
-from autoshard.graph.normalise.read import required
+from autoshard.graph.normalise.rewriting import Names, required
 
 _OPERATOR = "aten.cross_entropy_loss.default"
 _NONE, _MEAN, _SUM = 0, 1, 2

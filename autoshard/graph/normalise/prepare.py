@@ -9,10 +9,19 @@ prepared whole, and in a step only its own part.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from autoshard.graph.ir import Graph, Input, InputKind, Node, Output, Ref, Tensor
-from autoshard.graph.normalise.memory import may_share, views_of
-from autoshard.graph.normalise.names import rewire
-from autoshard.graph.preparable import FILLING, may_prepare
+from autoshard.graph.ir import (
+    FILLING,
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    Ref,
+    Tensor,
+    may_prepare,
+)
+from autoshard.graph.normalise.functional import may_share, views_of
+from autoshard.graph.normalise.rewriting import rewire
 
 _MOST_BYTES = 1 << 30
 """Of a tensor that is prepared: the mask of 8 sequences of 8192 tokens takes half of this."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from autoshard.errors import SchemaError
 from autoshard.graph.ir import Graph, Input, Ref
-from autoshard.graph.normalise.names import rewire
+from autoshard.graph.normalise.rewriting import rewire
 
 
 def merge_ties(graph: Graph, ties: Sequence[Sequence[str]] | None) -> Graph:

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.errors import MeshError
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology
-from autoshard.mesh.calibration import CollectiveSample, fit_links
-from autoshard.mesh.device_calibration import fit_device, fit_paces
+from autoshard.mesh.calibration import CollectiveSample, fit_device, fit_links, fit_paces
 from autoshard.mesh.topology import INNER
 from autoshard.runtime.calibration.collectives import measure_collectives, shared_size
 from autoshard.runtime.calibration.kernels import measure_copies, measure_launch, measure_products

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from autoshard.mesh.device_calibration import CopySample, ProductSample
+from autoshard.mesh.calibration import CopySample, ProductSample
 from autoshard.runtime.calibration.stopwatch import KernelClock
 
 _DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16", "bfloat16")}

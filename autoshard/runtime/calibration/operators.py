@@ -12,7 +12,7 @@ from autoshard.costs import Category, categorise, operator_times, pace_name
 from autoshard.graph import Argument, DType, Node, Ref, Tensor
 from autoshard.layouts import Layout
 from autoshard.mesh import Device, Pace, Paces
-from autoshard.mesh.device_calibration import OperatorSample
+from autoshard.mesh.calibration import OperatorSample
 from autoshard.ops import Call, Strategy, is_view, rule_for
 from autoshard.runtime.calibration.stopwatch import KernelClock
 from autoshard.runtime.kernels import bind_kernel

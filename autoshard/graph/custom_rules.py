@@ -8,9 +8,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autoshard.errors import SchemaError
-from autoshard.graph.fields import member, place, read_each, typed
 from autoshard.graph.ir import CallRule, DType, Letters, Ref, references
-from autoshard.graph.plain import check_members, code, each, pair_from_json, to_json
+from autoshard.graph.json_fields import (
+    check_members,
+    code,
+    each,
+    member,
+    pair_from_json,
+    place,
+    read_each,
+    to_json,
+    typed,
+)
 
 RULES_VERSION = 1
 """Of the rules that `autoshard.discovery` finds; counts up when it looks in another way."""

@@ -13,10 +13,9 @@ from math import prod
 from typing import Any
 
 from autoshard.errors import GraphError, SchemaError
-from autoshard.graph.expressions import LARGEST, evaluate
-from autoshard.graph.fields import member, typed
-from autoshard.graph.plain import check_members, each
-from autoshard.graph.sizes import Dynamic, Path, Symbol, Terms, value_of
+from autoshard.graph.ir import Dynamic, Path, Symbol, Terms, value_of
+from autoshard.graph.json_fields import check_members, each, member, typed
+from autoshard.graph.symbols import LARGEST, evaluate
 
 MOST_SYMBOLS = 6
 """Open sizes up to which a program is followed; the number of samples grows with their square."""
