@@ -21,7 +21,7 @@ from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan, operator_coverage
 from autoshard.planner import make_plan
 from autoshard.solve import Progress
-from autoshard_solver_cache import FolderCache, Shelf
+from autoshard_solver_cache import FolderCache, NamespacedCache
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     _limit_memory(asked["most_memory"])
     data = Path(asked["archive"]).read_bytes()
     mesh, options = make_mesh(asked["mesh"]), PlanOptions.model_validate(asked["options"])
-    tables = Shelf(FolderCache(asked["blocks"]), "blocks") if "blocks" in asked else None
+    tables = NamespacedCache(FolderCache(asked["blocks"]), "blocks") if "blocks" in asked else None
     phases, start = _Phases(), time.perf_counter()
     graph = phases.run("load", lambda: load_graph(data))
     plan = phases.run(

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from autoshard.cli import app
 from autoshard_solver_cache import (
     Cache,
-    ExchangeError,
+    CacheFileError,
     FolderCache,
     MemoryCache,
     SolverCache,
@@ -193,7 +193,7 @@ def test_a_file_that_was_damaged_says_so(tmp_path: Path, coding: str) -> None:
         try:
             import_entries(MemoryCache(), file)
             outcomes.add("read")
-        except ExchangeError:
+        except CacheFileError:
             outcomes.add("refused")
     assert "refused" in outcomes
 
@@ -211,7 +211,7 @@ def test_an_import_takes_no_entry_that_is_larger_than_it_looks(tmp_path: Path) -
             member.size = len(body)
             tar.addfile(member, io.BytesIO(body))
     found = import_entries(cache := MemoryCache(), file)
-    assert (found.num_added, len(found.refused)) == (1, 3)
+    assert (found.num_added, len(found.rejected)) == (1, 3)
     assert [entry.key for entry in cache.entries("plans")] == ["k"]
 
 

@@ -16,8 +16,8 @@ from autoshard.cli.render import format_bytes, titled_table
 from autoshard.errors import InputError
 from autoshard_solver_cache import (
     Cache,
+    CacheFileError,
     EntryInfo,
-    ExchangeError,
     FolderCache,
     NamespaceError,
     export_entries,
@@ -100,7 +100,7 @@ def collect(
         if max_bytes is None and max_days is None:
             raise InputError("say what to drop: give --max-bytes, --max-days or both")
         age = None if max_days is None else max_days * 86400
-        dropped = opened.collect(max_bytes=max_bytes, max_age=age)
+        dropped = opened.evict(max_bytes=max_bytes, max_age=age)
     console.print(f"dropped {dropped} entries", highlight=False)
 
 
@@ -146,11 +146,11 @@ def import_cache(
     """
     with _opened(cache, store) as opened:
         found = import_entries(opened, file)
-    for name in found.refused:
+    for name in found.rejected:
         errors.print(marked("refused:", name), soft_wrap=True)
-    known = f"{found.num_known} were known"
+    known = f"{found.num_existing} were known"
     console.print(f"added {found.num_added} entries, {known}", highlight=False)
-    if found.refused:
+    if found.rejected:
         raise typer.Exit(1)
 
 
@@ -159,13 +159,13 @@ def _opened(folder: Path | None, store: str | None) -> Iterator[Cache]:
     """The folder or the database; what is wrong with it is told as what is wrong with input."""
     with reported():
         if store is None:
-            with _told(ExchangeError, NamespaceError), closing(FolderCache(folder)) as found:
+            with _told(CacheFileError, NamespaceError), closing(FolderCache(folder)) as found:
                 yield found
             return
         # A database library takes long to import.
         from autoshard_solver_cache import SolverCache, StoreUnavailableError  # noqa: PLC0415
 
-        with _told(ExchangeError, StoreUnavailableError), closing(SolverCache(store)) as kept:
+        with _told(CacheFileError, StoreUnavailableError), closing(SolverCache(store)) as kept:
             yield kept
 
 

@@ -243,9 +243,9 @@ def _mesh(
 def _shelf(folder: Path | None, namespace: str, *, closed: bool) -> TableStore | None:
     if closed:
         return None
-    from autoshard_solver_cache import FolderCache, Shelf  # noqa: PLC0415  --no-cache needs none
+    from autoshard_solver_cache import FolderCache, NamespacedCache  # noqa: PLC0415  --no-cache needs none
 
-    return Shelf(FolderCache(folder, max_bytes=_CACHE_BYTES), namespace)
+    return NamespacedCache(FolderCache(folder, max_bytes=_CACHE_BYTES), namespace)
 
 
 def _note(text: str) -> None:

@@ -45,7 +45,7 @@ from autoshard.planner import (
     search_meshes,
 )
 from autoshard.solve import TableStore
-from autoshard_solver_cache import FolderCache, Shelf
+from autoshard_solver_cache import FolderCache, NamespacedCache
 
 _UNFINISHED = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
 
@@ -68,7 +68,7 @@ class Local(Talk):
         self._tables: TableStore | None = None
         if blocks:
             folder = os.environ.get(FOLDER_VARIABLE) or None
-            self._tables = Shelf(FolderCache(folder), "blocks")
+            self._tables = NamespacedCache(FolderCache(folder), "blocks")
         self._jobs = LocalJobs()
         self._topologies: dict[str, Topology] = {}
 

@@ -1,17 +1,27 @@
-"""What every cache can do."""
+"""The interface of every cache, the counting that they share, and the cache in memory."""
 
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import ClassVar
+
+_log = logging.getLogger(__name__)
+
+_CHECKS_PER_BUDGET = 50
+"""How often the budget is checked while as many bytes are written as it allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What a namespace holds, and how this cache object has been used.
+    """Contents of a namespace, and how this cache object has been used.
 
     Attributes:
-        num_entries: entries held, by whoever wrote them.
-        nbytes: room that they take, as stored.
+        num_entries: entries, whoever wrote them.
+        nbytes: bytes that they occupy, as stored.
         hits: reads that found an entry, since this object was made.
         misses: reads that found none, since this object was made.
         corrupted: entries dropped because their bytes had changed; each is a miss too.
@@ -26,15 +36,15 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """What is known of an entry without reading its bytes.
+    """Metadata of an entry.
 
     Attributes:
-        namespace: where it is.
-        key: under which it is found.
-        size: bytes, as they were put.
-        stored_size: bytes that it takes.
+        namespace: of the entry.
+        key: of the entry within its namespace.
+        size: bytes of the value.
+        stored_size: bytes that it occupies.
         created_at: seconds since 1970.
-        used_at: the same, of the last use, which may lag an hour behind.
+        used_at: the same, of the last use; may lag by an hour.
     """
 
     namespace: str
@@ -46,46 +56,235 @@ class EntryInfo:
 
 
 class NamespaceError(ValueError):
-    """A name cannot be that of a namespace."""
+    """The name of a namespace is invalid."""
 
 
-class Cache(Protocol):
-    """Bytes under keys, in namespaces; safe to share between threads."""
+class Cache(ABC):
+    """Bytes under keys, in namespaces; safe to share between threads.
+
+    Args:
+        max_bytes: budget for all entries together, as stored; the least recently used are
+            evicted first.
+    """
+
+    _TOUCH_INTERVAL: ClassVar[float] = 3600.0
+    """Seconds by which `used_at` may lag, so that a read is rarely also a write."""
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._lock = Lock()
+        # What others wrote before is unknown, so the first write checks the budget.
+        self._unchecked = max_bytes or 0
 
     def get(self, namespace: str, key: str) -> bytes | None:
-        """The bytes stored under the key, or None: nothing there, or no longer intact."""
+        """The bytes stored under the key; None for a missing or corrupted entry."""
+        found = self._load(namespace, key)
+        self._count(namespace, "misses" if found is None else "hits")
+        if found is None:
+            return None
+        body, used_at = found
+        if time.time() - used_at >= self._TOUCH_INTERVAL:
+            self._touch(namespace, key)
+        return body
 
     def read(self, namespace: str, key: str) -> bytes | None:
-        """What `get` gives; does not count as a use."""
+        """The same as `get`, but does not count as a use."""
+        found = self._load(namespace, key)
+        return None if found is None else found[0]
 
+    @abstractmethod
     def put(self, namespace: str, key: str, body: bytes) -> bool:
-        """Store bytes under a key; False if the key is taken, which leaves it as it is."""
+        """Store bytes under a key; False if the key exists, which leaves its entry unchanged."""
 
+    @abstractmethod
     def delete(self, namespace: str, key: str) -> bool:
-        """Drop an entry; False if there is none."""
+        """Delete an entry; False if there is none."""
 
+    @abstractmethod
     def info(self, namespace: str, key: str) -> EntryInfo | None:
-        """What is known of an entry, or None; does not count as a use."""
+        """Metadata of an entry, or None; does not count as a use."""
 
-    def held(self, namespace: str, keys: Sequence[str]) -> frozenset[str]:
+    def existing(self, namespace: str, keys: Sequence[str]) -> frozenset[str]:
         """Those of the keys that have an entry; does not count as a use."""
+        return frozenset(key for key in keys if self.info(namespace, key) is not None)
 
+    @abstractmethod
     def namespaces(self) -> list[str]:
-        """Namespaces that hold something, sorted."""
+        """Namespaces that have entries, sorted."""
 
+    @abstractmethod
     def entries(self, namespace: str) -> Iterator[EntryInfo]:
-        """What a namespace holds, by key."""
+        """Entries of a namespace, ordered by key."""
 
-    def collect(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
-        """Drop what was used longest ago until both limits hold; how many entries.
+    @abstractmethod
+    def evict(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
+        """Delete the least recently used entries until both limits are met.
 
         Args:
-            max_bytes: room for all entries together.
+            max_bytes: budget for all entries together.
             max_age: seconds since the last use.
+
+        Returns:
+            number of entries deleted.
         """
 
     def stats(self, namespace: str) -> CacheStats:
-        """What a namespace holds, and how it has been used."""
+        """Contents of a namespace, and how often it was read."""
+        num_entries, nbytes = self._usage(namespace)
+        with self._lock:
+            return CacheStats(
+                num_entries=num_entries,
+                nbytes=nbytes,
+                hits=self._counts[namespace, "hits"],
+                misses=self._counts[namespace, "misses"],
+                corrupted=self._counts[namespace, "corrupted"],
+            )
+
+    def close(self) -> None:  # noqa: B027  most caches have nothing to release
+        """Release files and connections."""
+
+    @abstractmethod
+    def _load(self, namespace: str, key: str) -> tuple[bytes, float] | None:
+        """The bytes of an intact entry and the time of its last use."""
+
+    @abstractmethod
+    def _touch(self, namespace: str, key: str) -> None:
+        """Record a use of an entry."""
+
+    def _usage(self, namespace: str) -> tuple[int, int]:
+        """Number of entries of a namespace, and the bytes that they occupy."""
+        sizes = [entry.stored_size for entry in self.entries(namespace)]
+        return len(sizes), sum(sizes)
+
+    def _count(self, namespace: str, event: str) -> None:
+        with self._lock:
+            self._counts[namespace, event] += 1
+
+    def _enforce_budget(self, written: int) -> None:
+        """Evict after a write if enough was written since the last check."""
+        if self._max_bytes is None:
+            return
+        with self._lock:
+            self._unchecked += written
+            if self._unchecked * _CHECKS_PER_BUDGET < self._max_bytes:
+                return
+            self._unchecked = 0
+        self.evict(max_bytes=self._max_bytes)
+
+
+class MemoryCache(Cache):
+    """A cache that lives as long as its process, for tests and for running without a disk.
+
+    Args:
+        max_bytes: budget for all entries together; the least recently used are evicted first.
+    """
+
+    _TOUCH_INTERVAL = 0.0
+
+    def __init__(self, *, max_bytes: int | None = None) -> None:
+        super().__init__(max_bytes)
+        self._entries: OrderedDict[tuple[str, str], tuple[bytes, EntryInfo]] = OrderedDict()
+
+    def put(self, namespace: str, key: str, body: bytes) -> bool:
+        """Store bytes under a key; False if the key exists, which leaves its entry unchanged."""
+        now = time.time()
+        entry = (body, EntryInfo(namespace, key, len(body), len(body), now, now))
+        with self._lock:
+            is_new = self._entries.setdefault((namespace, key), entry) is entry
+        if is_new and self._max_bytes is not None:
+            self.evict(max_bytes=self._max_bytes)
+        return is_new
+
+    def delete(self, namespace: str, key: str) -> bool:
+        """Delete an entry; False if there is none."""
+        with self._lock:
+            return self._entries.pop((namespace, key), None) is not None
+
+    def info(self, namespace: str, key: str) -> EntryInfo | None:
+        """Metadata of an entry, or None; does not count as a use."""
+        with self._lock:
+            entry = self._entries.get((namespace, key))
+            return None if entry is None else entry[1]
+
+    def namespaces(self) -> list[str]:
+        """Namespaces that have entries, sorted."""
+        with self._lock:
+            return sorted({namespace for namespace, _ in self._entries})
+
+    def entries(self, namespace: str) -> Iterator[EntryInfo]:
+        """Entries of a namespace, ordered by key."""
+        with self._lock:
+            found = [info for _, info in self._entries.values() if info.namespace == namespace]
+        return iter(sorted(found, key=lambda info: info.key))
+
+    def evict(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
+        """Delete the least recently used entries until both limits are met; returns how many."""
+        oldest = 0.0 if max_age is None else time.time() - max_age
+        deleted = 0
+        with self._lock:
+            nbytes = sum(info.size for _, info in self._entries.values())
+            while self._entries:
+                _, info = next(iter(self._entries.values()))
+                if (max_bytes is None or nbytes <= max_bytes) and info.used_at >= oldest:
+                    break
+                self._entries.popitem(last=False)
+                nbytes -= info.size
+                deleted += 1
+        return deleted
 
     def close(self) -> None:
-        """Give files and connections back."""
+        """Delete all entries."""
+        with self._lock:
+            self._entries.clear()
+
+    def _load(self, namespace: str, key: str) -> tuple[bytes, float] | None:
+        with self._lock:
+            entry = self._entries.get((namespace, key))
+            return None if entry is None else (entry[0], entry[1].used_at)
+
+    def _touch(self, namespace: str, key: str) -> None:
+        with self._lock:
+            body, info = self._entries[namespace, key]
+            self._entries[namespace, key] = body, replace(info, used_at=time.time())
+            self._entries.move_to_end((namespace, key))
+
+
+class NamespacedCache:
+    """One namespace of a cache, for callers that can work without it.
+
+    `get` and `put` never raise: the first error is logged, and the cache is not used again.
+
+    Args:
+        cache: with the entries.
+        namespace: the only one that is used.
+    """
+
+    def __init__(self, cache: Cache, namespace: str) -> None:
+        self._cache = cache
+        self._namespace = namespace
+        self._is_usable = True
+
+    def get(self, key: str) -> bytes | None:
+        """The bytes stored under the key, or None."""
+        if not self._is_usable:
+            return None
+        try:
+            return self._cache.get(self._namespace, key)
+        except Exception as error:  # noqa: BLE001  a disk, a lock, a network: all are the same here
+            self._disable(error)
+            return None
+
+    def put(self, key: str, body: bytes) -> None:
+        """Store bytes under a key, if that is possible and the key does not exist."""
+        if not self._is_usable:
+            return
+        try:
+            self._cache.put(self._namespace, key, body)
+        except Exception as error:  # noqa: BLE001  as above
+            self._disable(error)
+
+    def _disable(self, error: Exception) -> None:
+        # Waiting for the same lock once per entry would cost more than the cache saves.
+        self._is_usable = False
+        _log.warning("continuing without the cache of %s: %s", self._namespace, error)

@@ -6,38 +6,32 @@ import os
 import re
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from urllib.parse import quote, unquote
 
 import platformdirs
 
-from autoshard_solver_cache.cache import CacheStats, EntryInfo, NamespaceError
-from autoshard_solver_cache.room import Room
+from autoshard_solver_cache.cache import Cache, EntryInfo, NamespaceError
 
 _log = logging.getLogger(__name__)
 
-_TOUCH_INTERVAL = 3600.0
-"""Seconds by which the time of last use may lag, so that a read is rarely also a write."""
+_DIGEST_SIZE = hashlib.sha256().digest_size
 
-_SEAL_SIZE = hashlib.sha256().digest_size
-
-_LONGEST_NAME = 200
-"""Longer keys are found by their digest, and cannot be listed by name."""
+_MAX_NAME = 200
+"""Longer keys are stored under their digest, and cannot be listed by name."""
 
 _HASHED = "="
-"""Begins the names of those: a quoted key has no such character."""
+"""First character of the names of those: a quoted key has no such character."""
 
 _UNFINISHED = "+"
-"""Begins the names of files that are being written."""
+"""First character of the names of files that are being written."""
 
 _NAMESPACE = re.compile(r"[a-z0-9_-]{1,64}")
 
 _TAG = "CACHEDIR.TAG"
-"""Stands in every folder of entries that we made: without it nothing is deleted there."""
+"""File in every folder of entries that we made: without it nothing is deleted there."""
 
 _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # Made by autoshard: whatever is in this folder can be made again, and may be deleted.
@@ -45,60 +39,30 @@ _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 """
 
 
-class FolderCache:
-    """One file per entry, written whole or not at all, and checked on every read.
+class FolderCache(Cache):
+    """One file per entry, written atomically and checked on every read.
 
     Safe to share between threads and processes. An entry whose bytes no longer match their
-    digest is dropped and counts as a miss. Each namespace is a folder inside; one that was there
-    before, with something in it, is somebody else's: nothing is written or deleted there.
+    digest is dropped and counts as a miss. Each namespace is a folder inside; a folder that
+    existed before with files in it belongs to somebody else: nothing is written or deleted there.
 
     Args:
-        path: the folder, made when it is first written to; in the user's cache folder if
-            left out.
-        max_bytes: room for all entries together; the least recently used go first.
+        path: the folder, made by the first write; in the user's cache folder if left out.
+        max_bytes: budget for all entries together; the least recently used are evicted first.
     """
 
     def __init__(self, path: str | Path | None = None, *, max_bytes: int | None = None) -> None:
-        self.path = default_folder() if path is None else Path(path)
-        self._room = None if max_bytes is None else Room(max_bytes)
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._lock = Lock()
-
-    def get(self, namespace: str, key: str) -> bytes | None:
-        """The bytes stored under the key, or None: nothing there, or no longer intact."""
-        body = self.read(namespace, key)
-        if body is None:
-            self._count(namespace, "misses")
-            return None
-        self._count(namespace, "hits")
-        self._touch(self._path(namespace, key))
-        return body
-
-    def read(self, namespace: str, key: str) -> bytes | None:
-        """What `get` gives; does not count as a use."""
-        path = self._path(namespace, key)
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        seal, body = content[:_SEAL_SIZE], content[_SEAL_SIZE:]
-        if hashlib.sha256(body).digest() != seal:
-            if not self._is_ours(namespace):
-                return None
-            self._count(namespace, "corrupted")
-            _log.warning("dropped the corrupted cache entry %s", path)
-            path.unlink(missing_ok=True)
-            return None
-        return body
+        super().__init__(max_bytes)
+        self.path = _default_folder() if path is None else Path(path)
 
     def put(self, namespace: str, key: str, body: bytes) -> bool:
-        """Store bytes under a key; False if the key is taken, which leaves it as it is.
+        """Store bytes under a key; False if the key exists, which leaves its entry unchanged.
 
         Raises:
-            OSError: the folder cannot be written, or somebody else's files are in it.
+            OSError: the folder cannot be written, or has files of somebody else.
         """
         path = self._path(namespace, key)
-        self._prepare(namespace)
+        self._make_folder(namespace)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_UNFINISHED) as file:
             file.write(hashlib.sha256(body).digest() + body)
             file.flush()
@@ -107,12 +71,11 @@ class FolderCache:
                 path.hardlink_to(file.name)
             except FileExistsError:
                 return False
-        if self._room is not None and self._room.is_due(_SEAL_SIZE + len(body)):
-            self.collect(max_bytes=self._room.max_bytes)
+        self._enforce_budget(_DIGEST_SIZE + len(body))
         return True
 
     def delete(self, namespace: str, key: str) -> bool:
-        """Drop an entry; False if there is none."""
+        """Delete an entry; False if there is none."""
         path = self._path(namespace, key)
         if not self._is_ours(namespace):
             return False
@@ -123,143 +86,129 @@ class FolderCache:
         return True
 
     def info(self, namespace: str, key: str) -> EntryInfo | None:
-        """What is known of an entry, or None; does not count as a use."""
+        """Metadata of an entry, or None; does not count as a use."""
         try:
             return _info(namespace, key, self._path(namespace, key).stat())
         except FileNotFoundError:
             return None
 
-    def held(self, namespace: str, keys: Sequence[str]) -> frozenset[str]:
-        """Those of the keys that have an entry; does not count as a use."""
-        return frozenset(key for key in keys if self._path(namespace, key).exists())
-
     def namespaces(self) -> list[str]:
-        """Namespaces that hold something, sorted."""
+        """Namespaces that have entries, sorted."""
         if not self.path.is_dir():
             return []
         names = (f.name for f in self.path.iterdir() if _NAMESPACE.fullmatch(f.name))
         return sorted(name for name in names if self._files(name))
 
     def entries(self, namespace: str) -> Iterator[EntryInfo]:
-        """What a namespace holds, by key; entries with very long keys are left out."""
-        found = [(Path(path).name, status) for path, status in self._files(namespace)]
+        """Entries of a namespace, ordered by key; those with very long keys are left out."""
+        found = [(path.name, status) for path, status in self._files(namespace)]
         named = ((unquote(name), s) for name, s in found if not name.startswith(_HASHED))
         for key, status in sorted(named, key=lambda pair: pair[0]):
             yield _info(namespace, key, status)
 
-    def collect(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
-        """Drop what was used longest ago until both limits hold; how many entries."""
+    def evict(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
+        """Delete the least recently used entries until both limits are met; returns how many."""
         oldest = 0.0 if max_age is None else time.time() - max_age
         files = [file for namespace in self.namespaces() for file in self._files(namespace)]
-        kept, dropped = 0, 0
+        nbytes, deleted = 0, 0
         for path, status in sorted(files, key=lambda file: file[1].st_mtime, reverse=True):
-            kept += status.st_size
-            if (max_bytes is not None and kept > max_bytes) or status.st_mtime < oldest:
-                Path(path).unlink(missing_ok=True)
-                dropped += 1
-        return dropped
+            nbytes += status.st_size
+            if (max_bytes is not None and nbytes > max_bytes) or status.st_mtime < oldest:
+                path.unlink(missing_ok=True)
+                deleted += 1
+        return deleted
 
-    def stats(self, namespace: str) -> CacheStats:
-        """What a namespace holds, and how it has been used."""
+    def _load(self, namespace: str, key: str) -> tuple[bytes, float] | None:
+        path = self._path(namespace, key)
+        try:
+            content, used_at = path.read_bytes(), path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        digest, body = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
+        if hashlib.sha256(body).digest() == digest:
+            return body, used_at
+        if self._is_ours(namespace):
+            self._count(namespace, "corrupted")
+            _log.warning("dropped the corrupted cache entry %s", path)
+            path.unlink(missing_ok=True)
+        return None
+
+    def _touch(self, namespace: str, key: str) -> None:
+        # Another process may delete it at this moment.
+        with suppress(FileNotFoundError):
+            os.utime(self._path(namespace, key))
+
+    def _usage(self, namespace: str) -> tuple[int, int]:
         sizes = [status.st_size for _, status in self._files(namespace)]
-        with self._lock:
-            return CacheStats(
-                num_entries=len(sizes),
-                nbytes=sum(sizes),
-                hits=self._counts[namespace, "hits"],
-                misses=self._counts[namespace, "misses"],
-                corrupted=self._counts[namespace, "corrupted"],
-            )
-
-    def close(self) -> None:
-        """Nothing stays open between calls."""
+        return len(sizes), sum(sizes)
 
     def _folder(self, namespace: str) -> Path:
         if not _NAMESPACE.fullmatch(namespace):
             raise NamespaceError(
-                f"{namespace!r} is no namespace of a cache: give up to 64 small letters, digits, "
-                "'-' and '_', such as 'plans' or 'blocks'"
+                f"{namespace!r} is not a valid cache namespace: use up to 64 lower-case letters, "
+                "digits, '-' and '_', such as 'plans' or 'blocks'"
             )
         return self.path / namespace
 
     def _path(self, namespace: str, key: str) -> Path:
-        return self._folder(namespace) / _name(key)
+        return self._folder(namespace) / _file_name(key)
 
     def _is_ours(self, namespace: str) -> bool:
-        """Whether we made the folder of a namespace, so that we may delete in it."""
-        # The one of the user's cache folder is ours by its place: releases before had no tag.
-        return (self._folder(namespace) / _TAG).is_file() or self.path == default_folder()
+        """Whether a cache made the folder of a namespace, so that files may be deleted in it."""
+        # The one of the user's cache folder is ours by its path: older releases wrote no tag.
+        return (self._folder(namespace) / _TAG).is_file() or self.path == _default_folder()
 
-    def _prepare(self, namespace: str) -> None:
+    def _make_folder(self, namespace: str) -> None:
         """Make the folder of a namespace, with its tag."""
-        if self._is_ours(namespace):
-            self._folder(namespace).mkdir(parents=True, exist_ok=True)
-            return
-        folder = self._folder(namespace)
+        folder, is_ours = self._folder(namespace), self._is_ours(namespace)
         folder.mkdir(parents=True, exist_ok=True)
+        if is_ours:
+            return
         is_used = any(folder.iterdir())
-        # Others may make it in this moment: the tag comes before anything else.
+        # Another process may make it at this moment: the tag is written before anything else.
         if is_used and not self._is_ours(namespace):
             raise FileExistsError(
-                f"{folder} holds files that no cache has written (it has no {_TAG}); "
-                "give another folder for the cache"
+                f"{folder} has files that no cache has written (there is no {_TAG}); "
+                "choose another folder for the cache"
             )
         (folder / _TAG).write_text(_TAG_TEXT, encoding="utf-8")
 
-    def _files(self, namespace: str) -> list[tuple[str, os.stat_result]]:
-        """Path and status of each entry."""
-        return _entry_files(self._folder(namespace)) if self._is_ours(namespace) else []
-
-    def _count(self, namespace: str, event: str) -> None:
-        with self._lock:
-            self._counts[namespace, event] += 1
-
-    def _touch(self, path: Path) -> None:
-        # Somebody may drop it in this very moment.
-        with suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > _TOUCH_INTERVAL:
-                os.utime(path)
+    def _files(self, namespace: str) -> list[tuple[Path, os.stat_result]]:
+        """Path and status of each entry; files that are deleted meanwhile are left out."""
+        if not self._is_ours(namespace):
+            return []
+        found = []
+        with suppress(FileNotFoundError), os.scandir(self._folder(namespace)) as files:
+            for file in files:
+                with suppress(FileNotFoundError):
+                    if _is_entry(file.name) and file.is_file(follow_symlinks=False):
+                        found.append((Path(file.path), file.stat()))
+        return found
 
 
-def default_folder() -> Path:
-    """Where blocks are kept for this user, unless somebody says otherwise."""
+def _default_folder() -> Path:
+    """The folder of this user's solved blocks, where no other is given."""
     return platformdirs.user_cache_path("autoshard") / "solved"
 
 
 def _info(namespace: str, key: str, status: os.stat_result) -> EntryInfo:
-    size = max(0, status.st_size - _SEAL_SIZE)
-    # Written once, its times are those of its uses; not all systems know of its birth.
+    size = max(0, status.st_size - _DIGEST_SIZE)
+    # The content is never modified, so mtime is the last use; not all systems have a birth time.
     born = getattr(status, "st_birthtime", status.st_ctime)
-    made_at = min(born, status.st_mtime)
-    return EntryInfo(namespace, key, size, status.st_size, made_at, status.st_mtime)
+    created_at = min(born, status.st_mtime)
+    return EntryInfo(namespace, key, size, status.st_size, created_at, status.st_mtime)
 
 
-def _name(key: str) -> str:
+def _file_name(key: str) -> str:
     # No key leads out of the folder: what has a meaning in paths is quoted.
     name = quote(key, safe="").replace(".", "%2E")
-    if len(name) > _LONGEST_NAME:
+    if len(name) > _MAX_NAME:
         return _HASHED + hashlib.sha256(key.encode()).hexdigest()
     return name
 
 
-def _is_name(name: str) -> bool:
-    """Whether a file may be an entry: it has a name that we give."""
+def _is_entry(name: str) -> bool:
+    """Whether a file has a name that an entry can have."""
     if name.startswith(_HASHED):
         return re.fullmatch(r"[0-9a-f]{64}", name[len(_HASHED) :]) is not None
-    return _name(unquote(name)) == name
-
-
-def _entry_files(folder: Path) -> list[tuple[str, os.stat_result]]:
-    """Path and status of each whole file; those that vanish meanwhile are left out."""
-    found = []
-    try:
-        entries = list(os.scandir(folder))
-    except FileNotFoundError:
-        return []
-    for entry in entries:
-        try:
-            if _is_name(entry.name) and entry.is_file(follow_symlinks=False):
-                found.append((entry.path, entry.stat()))
-        except FileNotFoundError:
-            continue
-    return found
+    return _file_name(unquote(name)) == name

@@ -36,7 +36,7 @@ from autoshard.ops import Call, axis_rules, with_rules
 from autoshard.ops.given import given_rule
 from autoshard.plan import PlanOptions, check_plan
 from autoshard.planner import make_plan
-from autoshard_solver_cache import MemoryCache, Shelf
+from autoshard_solver_cache import MemoryCache, NamespacedCache
 
 FLOAT = DType.FLOAT32
 
@@ -342,18 +342,20 @@ class Distances(torch.nn.Module):
 def test_what_is_found_for_operators_of_torch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of((Distances(), {"x": torch.randn(32, 16, 64)}))
     store: dict[str, bytes] = {}
-    first_time = discover(graph, store=Shelf(Kept(store), "rules"))
+    first_time = discover(graph, store=NamespacedCache(Kept(store), "rules"))
     (only,) = first_time.findings
     assert only.rule is not None
     (key,) = store
     with monkeypatch.context() as patched:
         patched.setattr("autoshard.discovery.program.probe_of", refuse)
-        assert discover(graph, store=Shelf(Kept(store), "rules")) == first_time
+        assert discover(graph, store=NamespacedCache(Kept(store), "rules")) == first_time
         for damaged in (b"", b"[1]", store[key][:-9], store[key].replace(b"32", b"64")):
             with pytest.raises(RuntimeError, match="tried"):
-                discover(graph, store=Shelf(Kept({key: damaged}), "rules"))
+                discover(graph, store=NamespacedCache(Kept({key: damaged}), "rules"))
     custom: dict[str, bytes] = {}
-    assert discover(graph_of(custom_operators.mixer()), store=Shelf(Kept(custom), "rules")).findings
+    assert discover(
+        graph_of(custom_operators.mixer()), store=NamespacedCache(Kept(custom), "rules")
+    ).findings
     assert custom == {}
 
 

@@ -18,7 +18,7 @@ from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.solve import TableStore
-from autoshard_solver_cache import Cache, FolderCache, Shelf, SolverCache
+from autoshard_solver_cache import Cache, FolderCache, NamespacedCache, SolverCache
 
 MESH = (2, 2)
 
@@ -54,7 +54,7 @@ def counts(plan: Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_a_deeper_model_reuses_the_block(cache: Cache, llamas: dict[int, Graph], mode: str) -> None:
-    tables = Shelf(cache, "blocks")
+    tables = NamespacedCache(cache, "blocks")
     shallow = planned(llamas[4], tables, mode=mode)
     deep = planned(llamas[7], tables, mode=mode)
     assert content(shallow) == content(planned(llamas[4], mode=mode))
@@ -78,7 +78,7 @@ def test_a_plan_without_a_cache_says_what_repeats(llamas: dict[int, Graph]) -> N
 def test_a_binding_budget_gives_the_plan_of_a_fresh_solve(
     cache: Cache, llamas: dict[int, Graph]
 ) -> None:
-    tables = Shelf(cache, "blocks")
+    tables = NamespacedCache(cache, "blocks")
     free = planned(llamas[4], tables)
     assert free.memory is not None
     options = {"memory_budget": int(free.memory.peak * 0.9), "relative_gap": 0.02}
@@ -119,11 +119,11 @@ def test_spoilt_entries_are_dropped_and_solved_again(
     if kind == "sqlite":
         make = partial(SolverCache, f"sqlite:///{path}")
     with closing(make()) as cache:
-        first = planned(llamas[4], Shelf(cache, "blocks"))
+        first = planned(llamas[4], NamespacedCache(cache, "blocks"))
     spoilt = spoil_rows(path, damage) if kind == "sqlite" else spoil_file(path, damage)
     assert spoilt > 0
     with closing(make()) as cache:
-        tables = Shelf(cache, "blocks")
+        tables = NamespacedCache(cache, "blocks")
         second = planned(llamas[4], tables)
         assert content(second) == content(first)
         assert counts(second)[0] == 0
@@ -137,10 +137,11 @@ from pathlib import Path
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
 from autoshard.planner import (make_plan)
-from autoshard_solver_cache import FolderCache, Shelf, SolverCache
+from autoshard_solver_cache import FolderCache, NamespacedCache, SolverCache
 kind, store, archive = sys.argv[1:]
 cache = {"sqlite": SolverCache, "folder": FolderCache}[kind](store)
-plan = make_plan(load_graph(Path(archive)), make_mesh((2, 4)), tables=Shelf(cache, "blocks"))
+tables = NamespacedCache(cache, "blocks")
+plan = make_plan(load_graph(Path(archive)), make_mesh((2, 4)), tables=tables)
 print(plan.to_json())
 """
 

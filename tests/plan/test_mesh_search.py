@@ -15,7 +15,7 @@ from autoshard.errors import MeshError, OptionError
 from autoshard.mesh import Topology, get_topology
 from autoshard.plan import Pins, PlanOptions, check_plan
 from autoshard.planner import SearchProgress, candidate_meshes, search_meshes
-from autoshard_solver_cache import MemoryCache, Shelf
+from autoshard_solver_cache import MemoryCache, NamespacedCache
 
 FLAT: Topology = slow_devices(a=2).topology
 
@@ -64,7 +64,7 @@ def test_a_search_ranks_the_plans_of_all_meshes(planned: Planner) -> None:
 
 def test_a_search_keeps_and_reuses_solved_blocks() -> None:
     graph = small_graph(partial(llama, layers=4))
-    tables = Shelf(MemoryCache(), "blocks")
+    tables = NamespacedCache(MemoryCache(), "blocks")
     fresh, first, second = (
         search_meshes(graph, 4, tables=store) for store in (None, tables, tables)
     )

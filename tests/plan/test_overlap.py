@@ -22,7 +22,7 @@ from autoshard.planner import explain, make_plan
 from autoshard.planner.formulation.assemble import Assembly
 from autoshard.planner.formulation.decisions import Decisions
 from autoshard.planner.formulation.formulation import Formulation
-from autoshard_solver_cache import MemoryCache, Shelf
+from autoshard_solver_cache import MemoryCache, NamespacedCache
 
 ROUNDING = 1e-12
 NEARLY = 1e-5
@@ -208,7 +208,7 @@ def test_the_plan_is_the_best_of_all(planned: Planner, formulation: Formulation)
 
 def test_solved_blocks_are_not_mistaken_for_those_without() -> None:
     graph = graph_of(meta(llama, layers=4))
-    mesh, tables = slow_devices(latency=1e-4, dp=2, tp=2), Shelf(MemoryCache(), "blocks")
+    mesh, tables = slow_devices(latency=1e-4, dp=2, tp=2), NamespacedCache(MemoryCache(), "blocks")
     make_plan(graph, mesh, PlanOptions(), tables=tables)
     first, second, fresh = (
         make_plan(graph, mesh, PlanOptions(overlap=True), tables=store)

@@ -225,10 +225,10 @@ def test_a_cache_in_postgresql_keeps_bytes_intact(postgres: Any) -> None:
     assert cache.get("plans", "0") is None
     assert cache.stats("plans").corrupted == 1
     assert cache.put("plans", "0", noise[0])
-    assert cache.collect(max_bytes=10) == 1
+    assert cache.evict(max_bytes=10) == 1
     cache.put("plans", "1", noise[1])
-    assert cache.collect(max_age=60) == 0
-    assert cache.collect(max_age=-60) == 1
+    assert cache.evict(max_age=60) == 0
+    assert cache.evict(max_age=-60) == 1
     cache.close()
 
 

@@ -1,4 +1,4 @@
-"""The cache keeps bytes intact, or says that it has none."""
+"""Caches: entries, eviction, damage, concurrency."""
 
 import subprocess
 import sys
@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import text
+from sqlalchemy import Engine, text
 
 from autoshard_solver_cache import (
     Cache,
     FolderCache,
     MemoryCache,
+    NamespacedCache,
     NamespaceError,
-    Shelf,
     SolverCache,
     StoreUnavailableError,
     open_engine,
@@ -147,23 +148,23 @@ def test_entries_are_listed_without_being_used(make_cache: MakeCache) -> None:
     ]
     assert cache.info("plans", "b") == listed[1]
     assert cache.info("plans", "d") is None
-    assert cache.held("plans", ["b", "c", "d", "x"]) == {"b", "c"}
+    assert cache.existing("plans", ["b", "c", "d", "x"]) == {"b", "c"}
     assert cache.read("plans", "b") == b"12345"
     assert cache.read("plans", "d") is None
     stats = cache.stats("plans")
     assert (stats.hits, stats.misses) == (0, 0)
 
 
-def test_collecting_drops_what_was_used_longest_ago(make_cache: MakeCache) -> None:
+def test_the_least_recently_used_are_evicted(make_cache: MakeCache) -> None:
     cache = make_cache()
-    assert cache.collect(max_bytes=0) == 0
+    assert cache.evict(max_bytes=0) == 0
     for i in range(4):
         cache.put("plans", str(i), noise(i))
-    assert cache.collect() == 0
-    assert cache.collect(max_age=3600) == 0
-    assert cache.collect(max_bytes=2500, max_age=3600) == 2
+    assert cache.evict() == 0
+    assert cache.evict(max_age=3600) == 0
+    assert cache.evict(max_bytes=2500, max_age=3600) == 2
     assert [entry.key for entry in cache.entries("plans")] == ["2", "3"]
-    assert cache.collect(max_age=-1) == 2
+    assert cache.evict(max_age=-1) == 2
 
 
 DAMAGES = {
@@ -248,9 +249,9 @@ def test_no_key_leaves_the_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["inside"]
     assert cache.stats("blocks").num_entries == 6
     for namespace in ("..", "/abs", "a/b", "", "A", "x" * 65):
-        with pytest.raises(NamespaceError, match="no namespace"):
+        with pytest.raises(NamespaceError, match="not a valid cache namespace"):
             cache.put(namespace, "k", b"body")
-        with pytest.raises(NamespaceError, match="no namespace"):
+        with pytest.raises(NamespaceError, match="not a valid cache namespace"):
             list(cache.entries(namespace))
 
 
@@ -272,39 +273,39 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert cache.namespaces() == ["ours"]
     assert list(cache.entries("src")) == []
     assert [entry.key for entry in cache.entries("ours")] == ["b"]
-    assert cache.collect(max_bytes=0, max_age=-1) == 1
+    assert cache.evict(max_bytes=0, max_age=-1) == 1
     assert all(path.exists() for path in others)
 
 
-def test_a_shelf_is_one_namespace() -> None:
+def test_a_namespaced_cache_uses_one_namespace() -> None:
     cache = MemoryCache()
-    shelf = Shelf(cache, "blocks")
-    shelf.put("k", b"body")
-    assert shelf.get("k") == cache.get("blocks", "k") == b"body"
+    cached = NamespacedCache(cache, "blocks")
+    cached.put("k", b"body")
+    assert cached.get("k") == cache.get("blocks", "k") == b"body"
     assert cache.get("plans", "k") is None
 
 
-def test_a_shelf_in_a_store_that_fails_is_left_alone(
+def test_a_namespaced_cache_stops_using_a_database_that_fails(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = open_engine(url)
-    shelf = Shelf(SolverCache(engine), "blocks")
+    cached = NamespacedCache(SolverCache(engine), "blocks")
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE cache_entries"))
-    assert shelf.get("k") is None
-    shelf.put("k", b"body")
-    assert shelf.get("k") is None
+    assert cached.get("k") is None
+    cached.put("k", b"body")
+    assert cached.get("k") is None
     assert len(caplog.records) == 1
     engine.dispose()
 
 
-def test_a_shelf_in_a_folder_that_cannot_be_made_is_left_alone(
+def test_a_namespaced_cache_stops_using_a_folder_that_cannot_be_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
-    shelf = Shelf(FolderCache(tmp_path / "file" / "folder"), "blocks")
-    shelf.put("k", b"body")
-    assert shelf.get("k") is None
+    cached = NamespacedCache(FolderCache(tmp_path / "file" / "folder"), "blocks")
+    cached.put("k", b"body")
+    assert cached.get("k") is None
     assert len(caplog.records) == 1
 
 
@@ -388,3 +389,23 @@ def test_a_password_in_the_url_is_not_shown() -> None:
     with pytest.raises(StoreUnavailableError) as caught:
         open_engine("nosuchdb://user:secret@host/name")
     assert "secret" not in str(caught.value)
+
+
+NUM_OPENERS, NUM_DATABASES = 6, 40
+
+
+def test_connections_that_open_a_new_database_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    def connect(engine: Engine, together: Barrier) -> str:
+        together.wait()
+        with engine.connect() as connection:
+            return str(connection.exec_driver_sql("PRAGMA journal_mode").scalar_one())
+
+    for number in range(NUM_DATABASES):
+        url = f"sqlite:///{tmp_path / str(number)}.sqlite3"
+        engines = [open_engine(url) for _ in range(NUM_OPENERS)]
+        together = Barrier(NUM_OPENERS)
+        with ThreadPoolExecutor(NUM_OPENERS) as pool:
+            modes = list(pool.map(lambda engine, b=together: connect(engine, b), engines))
+        assert modes == ["wal"] * NUM_OPENERS
+        for engine in engines:
+            engine.dispose()

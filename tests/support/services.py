@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from autoshard_server import Executor, Settings, ThreadExecutor, create_app
 from autoshard_server.jobs.kinds import JobKind
 from autoshard_server.solvers.solving import solve
-from autoshard_solver_cache import Shelf, SolverCache, open_engine
+from autoshard_solver_cache import NamespacedCache, SolverCache, open_engine
 
 
 class Mlp(torch.nn.Module):
@@ -42,7 +42,7 @@ def keeping(folder: Path) -> Iterator[str]:
     """A service that solves in threads, whose searches keep plans where it keeps its own."""
     store = f"sqlite:///{folder / 'store.sqlite3'}"
     engine = open_engine(store)
-    plans = Shelf(SolverCache(engine), JobKind.PLAN.namespace)
+    plans = NamespacedCache(SolverCache(engine), JobKind.PLAN.namespace)
 
     def paced(work: Any, report: Callable[[Mapping[str, Any]], None], cancel: Event) -> Any:
         def slowly(progress: Mapping[str, Any]) -> None:

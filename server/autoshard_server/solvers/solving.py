@@ -36,7 +36,7 @@ from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Solved, Work
 from autoshard_server.solvers.frames import FrameKind, read_frame, write_frame
 from autoshard_server.solvers.tasks import UNFINISHED, Assignment, requested_graph, run_task
-from autoshard_solver_cache import Shelf, SolverCache, StoreUnavailableError, open_engine
+from autoshard_solver_cache import NamespacedCache, SolverCache, StoreUnavailableError, open_engine
 
 _log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def main() -> None:
     source = sys.stdin.buffer
     answers = _claim_stdout()
     # Opened before there is work, as everything is imported before.
-    tables, rules, plans = _open_shelves(Settings())
+    tables, rules, plans = _open_caches(Settings())
     with suppress(OSError):
         # Where nobody is there any more, the end of stdin says so.
         write_frame(answers, FrameKind.READY, b"")
@@ -186,7 +186,9 @@ def main() -> None:
     write_frame(answers, kind, solved.plan)
 
 
-def _open_shelves(settings: Settings) -> tuple[Shelf | None, Shelf | None, Shelf | None]:
+def _open_caches(
+    settings: Settings,
+) -> tuple[NamespacedCache | None, NamespacedCache | None, NamespacedCache | None]:
     """Solved blocks, found rules and plans in the service's cache; None where it is not there."""
     try:
         engine = open_engine(settings.store_url, busy_timeout=_BUSY_TIMEOUT)
@@ -194,8 +196,8 @@ def _open_shelves(settings: Settings) -> tuple[Shelf | None, Shelf | None, Shelf
     except StoreUnavailableError as error:
         _log.warning("solving without the cache: %s", error)
         return None, None, None
-    plans = None if settings.is_in_memory else Shelf(cache, JobKind.PLAN.namespace)
-    return Shelf(cache, BLOCKS), Shelf(cache, RULES), plans
+    plans = None if settings.is_in_memory else NamespacedCache(cache, JobKind.PLAN.namespace)
+    return NamespacedCache(cache, BLOCKS), NamespacedCache(cache, RULES), plans
 
 
 def _claim_stdout() -> IO[bytes]:

@@ -265,7 +265,7 @@ class Workers:
     def _clean(self) -> None:
         self._jobs.purge(self._settings.job_retention)
         self._stores.idempotency.purge()
-        self._stores.cache.collect(max_age=self._settings.cache_max_age)
+        self._stores.cache.evict(max_age=self._settings.cache_max_age)
         while self._stores.plans.refresh() and not self._stopping.is_set():
             pass
 

@@ -107,7 +107,7 @@ class PlanIndex:
         while len(found) < limit:
             wanted = limit - len(found)
             rows = self._rows(after, graph_digest, wanted)
-            held = self._cache.held(PLANS, [row.id for row in rows])
+            held = self._cache.existing(PLANS, [row.id for row in rows])
             found += [row for row in rows if row.id in held]
             if len(rows) < wanted:
                 break

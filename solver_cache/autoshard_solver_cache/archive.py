@@ -1,4 +1,4 @@
-"""Entries as a tar file: taken along, checked, and put into another cache."""
+"""Cache entries as a tar file: export, import and verification."""
 
 import gzip
 import hashlib
@@ -16,39 +16,38 @@ from urllib.parse import quote, unquote
 from autoshard_solver_cache.cache import Cache, EntryInfo
 
 MAX_ENTRY = 512 << 20
-"""No entry is longer; a member that says so is not read."""
+"""Largest entry in bytes; larger members are not read."""
 
-_LONGEST_KEY = 255
-"""What a database has room for."""
+_MAX_KEY = 255
+"""Length of the key column in a database."""
 
 _NAME = re.compile(r"(?P<namespace>[a-z0-9_-]{1,64})/(?P<key>[^/]+)/(?P<sha256>[0-9a-f]{64})")
 
 _UNREADABLE = (tarfile.TarError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
-"""What a damaged file raises, by the way in which it is compressed."""
+"""Errors of a damaged file, by its compression."""
 
 
-class ExchangeError(ValueError):
+class CacheFileError(ValueError):
     """A file cannot be read as a tar file of entries."""
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
-    """What became of the entries of a file.
+class ImportResult:
+    """Outcome of an import.
 
     Attributes:
-        num_added: entries that are new here.
-        num_known: entries that were here before, and stay as they were.
-        refused: names of members that are no entries, or whose bytes are not those of their
-            digest.
+        num_added: new entries.
+        num_existing: entries that existed before and are unchanged.
+        rejected: names of members that are not entries, or that do not match their digest.
     """
 
     num_added: int
-    num_known: int
-    refused: tuple[str, ...]
+    num_existing: int
+    rejected: tuple[str, ...]
 
 
 def verify_entries(cache: Cache, namespaces: Iterable[str] | None = None) -> Iterator[EntryInfo]:
-    """Read everything; yields the entries that were no longer intact, which are dropped."""
+    """Read all entries; yields the corrupted ones, which are dropped."""
     for entry in _entries(cache, namespaces):
         if cache.read(entry.namespace, entry.key) is None:
             yield entry
@@ -57,15 +56,15 @@ def verify_entries(cache: Cache, namespaces: Iterable[str] | None = None) -> Ite
 def export_entries(cache: Cache, path: Path, namespaces: Iterable[str] | None = None) -> int:
     """Write entries to a tar file, compressed if its name ends in .gz.
 
-    A member is named NAMESPACE/KEY/SHA256 and holds the bytes; there is nothing else in it.
+    Each member is named NAMESPACE/KEY/SHA256 and contains the bytes of one entry.
 
     Args:
         cache: whose entries.
-        path: of the file; whatever is there is replaced when all is written.
+        path: of the file; an existing one is replaced when all is written.
         namespaces: only these; all if left out.
 
     Returns:
-        how many entries were written.
+        number of entries written.
     """
     unfinished = path.with_name(path.name + ".part")
     mode: Literal["w:gz", "w:"] = "w:gz" if path.suffix == ".gz" else "w:"
@@ -87,17 +86,16 @@ def export_entries(cache: Cache, path: Path, namespaces: Iterable[str] | None = 
     return count
 
 
-def import_entries(cache: Cache, path: Path) -> Imported:
-    """Put the entries of a tar file into a cache, each only if its bytes are those of its digest.
+def import_entries(cache: Cache, path: Path) -> ImportResult:
+    """Put the entries of a tar file into a cache, each only if its bytes match its digest.
 
-    That shows that nothing was damaged on the way. What an entry says is up to whoever wrote
-    it: import only from those whose plans you would use.
+    This detects damage, not malice: import only files of people whose plans you would use.
 
     Raises:
-        ExchangeError: the file is no tar file, or ends too early; entries before that are in.
+        CacheFileError: the file is not a tar file, or is truncated; entries before are imported.
     """
-    added = known = 0
-    refused: list[str] = []
+    added = existing = 0
+    rejected: list[str] = []
     try:
         with tarfile.open(path, "r:*") as file:
             for member in file:
@@ -105,17 +103,17 @@ def import_entries(cache: Cache, path: Path) -> Imported:
                 key = "" if found is None else unquote(found["key"])
                 body = _body(file, member) if _is_key(key) else None
                 if found is None or body is None or not _is_intact(body, found["sha256"]):
-                    refused.append(member.name)
+                    rejected.append(member.name)
                 elif cache.put(found["namespace"], key, body):
                     added += 1
                 else:
-                    known += 1
+                    existing += 1
     except _UNREADABLE as error:
-        raise ExchangeError(
+        raise CacheFileError(
             f"{path} cannot be read as a tar file of cache entries: {error}; "
             f"{added} new entries before that were imported"
         ) from error
-    return Imported(added, known, tuple(refused))
+    return ImportResult(added, existing, tuple(rejected))
 
 
 def _entries(cache: Cache, namespaces: Iterable[str] | None) -> Iterator[EntryInfo]:
@@ -128,7 +126,7 @@ def _quoted(key: str) -> str:
 
 
 def _is_key(key: str) -> bool:
-    return 0 < len(key) <= _LONGEST_KEY and "\0" not in key
+    return 0 < len(key) <= _MAX_KEY and "\0" not in key
 
 
 def _body(file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | None:
