@@ -1,8 +1,8 @@
-"""Where gradients exist, and where the backward pass really goes.
+"""Gradient flow of a program: which values have gradients, and where backward runs.
 
-Gradients enter at the scalar outputs that require one; if none is a scalar, at all outputs
-that do. Backward runs from there against the direction of the program. A value may have a
-gradient that backward never asks for: an output beside the loss has one.
+Backward starts at the scalar outputs that require a gradient; if none is a scalar, at all outputs
+that do. A value may have a gradient that backward never computes, such as an output beside the
+loss.
 """
 
 from enum import StrEnum
@@ -11,14 +11,14 @@ from autoshard.graph import Graph, Node
 
 
 class Gradient(StrEnum):
-    """How the backward pass meets a use of a value."""
+    """The gradient of a value, or of one use of it."""
 
     FLOWS = "flows"
     UNPRICED = "unpriced"
-    """The value has a gradient, but backward does not come this way."""
+    """The value has a gradient, but backward does not compute it here."""
     NONE = "none"
 
-    # Every use of a value is looked up by it, and an enumeration would hash in Python.
+    # It is part of keys in hot paths, and an enum would hash in Python.
     __hash__ = str.__hash__
 
 
@@ -27,7 +27,7 @@ class Gradients:
 
     Args:
         graph: the program.
-        training: whether there is a backward pass at all.
+        training: whether there is a backward pass.
     """
 
     def __init__(self, graph: Graph, *, training: bool) -> None:
@@ -45,19 +45,19 @@ class Gradients:
         return not self._reached.isdisjoint(node.outputs)
 
     def of_value(self, value: str) -> Gradient:
-        """How backward meets a value, all its uses together."""
+        """The gradient of a value, of all its uses together."""
         if not self.exists(value):
             return Gradient.NONE
         return Gradient.FLOWS if value in self._reached else Gradient.UNPRICED
 
     def of_use(self, value: str, node: Node) -> Gradient:
-        """How backward meets the use of a value by a node."""
+        """The gradient of the use of a value by a node."""
         if not self.exists(value) or not any(self.exists(v) for v in node.outputs):
             return Gradient.NONE
         return Gradient.FLOWS if self.flows(node) else Gradient.UNPRICED
 
     def of_output(self, position: int) -> Gradient:
-        """How backward meets an output of the program."""
+        """The gradient of the use of a value as an output of the program."""
         name = self._graph.outputs[position].name
         if name is None or not self.exists(name):
             return Gradient.NONE

@@ -1,4 +1,4 @@
-"""What users ask of a plan, besides graph and mesh."""
+"""Options of planning, beside graph and mesh."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -21,34 +21,32 @@ _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
 class Pins(BaseModel):
     """Layouts that a plan must have, by name.
 
-    A name may be a pattern: `*` stands for any text, dots included. All pins that match
-    hold. A layout has one part per axis of the mesh, separated by commas:
+    A name may be a pattern in which `*` stands for any text, dots included. A plan obeys every
+    pin that matches. A layout has one part per axis of the mesh, separated by commas:
 
-    * `I`, `R`, `S(dim)`, `P`: the type; at rest (inputs, outputs, parameters) there is one
-      whole type only, so `I` and `R` both mean it;
-    * `Replicate()`, `Shard(dim)`, `Partial()`: DTensor's words; `Replicate()` is `I` or `R`;
-    * `*`: left free.
+    * `I`, `R`, `S(dim)`, `P`: the spmd type; inputs, outputs and parameters have a single
+      replicated type, so `I` and `R` mean the same there;
+    * `Replicate()`, `Shard(dim)`, `Partial()`: DTensor's names; `Replicate()` is `I` or `R`;
+    * `*`: any type.
 
-    A part for an axis of one rank says nothing.
+    The part for an axis of one rank is ignored.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    inputs: _PinTable = Field(
-        default={}, description="by argument name: what the caller passes to forward."
-    )
+    inputs: _PinTable = Field(default={}, description="by argument name of forward.")
     outputs: _PinTable = Field(
         default={}, description="by position among the outputs (`0`), or by value name."
     )
     parameters: _PinTable = Field(
-        default={}, description="by dotted name in the state dict; tied names all count."
+        default={}, description="by dotted name in the state dict; any of several tied names."
     )
     nodes: _PinTable = Field(
         default={},
         description=(
-            "by operator name, or by module path, which stands for the operators that make what "
-            "leaves the module. One layout holds for every output; "
-            "`S(0),R R,R -> S(0),R` gives inputs and outputs, `*` one that is free."
+            "by operator name, or by module path, which stands for the operators whose results "
+            "leave the module. A single layout is for every output; "
+            "`S(0),R R,R -> S(0),R` gives inputs and outputs, `*` leaves one free."
         ),
     )
 
@@ -59,76 +57,81 @@ class ForbiddenCollective(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: CollectiveKind
-    axis: str | None = Field(default=None, description="only on this axis; on all axes if null.")
+    axis: str | None = Field(
+        default=None, description="forbid it on this axis only; on all axes if null."
+    )
 
     def __str__(self) -> str:
         return self.kind if self.axis is None else f"{self.kind}@{self.axis}"
 
 
 class PlanOptions(BaseModel):
-    """Options of planning; every default is what most people want."""
+    """Options of planning, with defaults that suit most users."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Mode = Field(
         default="training",
-        description="training prices forward, backward and the optimizer; inference forward.",
+        description="training counts forward, backward and the optimizer step; inference forward.",
     )
     optimizer: str = Field(
-        default="adamw", description="whose state is kept and updated in training."
+        default="adamw",
+        description="optimizer whose state is counted in memory and whose step is timed.",
     )
     master_weights: bool = Field(
         default=False,
         description=(
-            "whether the optimizer keeps a float32 copy of parameters that are narrower, and "
-            "updates that."
+            "whether the optimizer keeps and updates float32 copies of parameters of a narrower "
+            "type."
         ),
     )
     state_dtype: StateDType | None = Field(
         default=None,
-        description=(
-            "element type of the optimizer's state; that of the values it updates if null."
-        ),
+        description="element type of the optimizer state; the type of the updated values if null.",
     )
     memory_budget: int | None = Field(
         default=None,
         gt=0,
-        description="bytes per device that the peak must obey; the device's memory if null.",
+        description="limit of the peak memory, bytes per device; the device's memory if null.",
     )
     reshard_after_forward: Recomputing = Field(
         default="auto",
         description=(
-            "whether backward reshards a tensor again instead of finding it held, such as a "
-            "parameter that is gathered again (FSDP's reshard after forward). auto: where memory "
-            "is short and it costs least. never. always: every input that was moved, the rest as "
-            "in auto. What a checkpoint reshards again is not meant."
+            "whether resharded tensors, such as gathered parameters, are freed after forward and "
+            "resharded again in backward (FSDP's reshard_after_forward). auto: where it is needed "
+            "to fit memory, at the least cost. never. always: every resharded graph input, other "
+            "tensors as in auto. Recomputation inside activation checkpoints is not affected."
         ),
     )
     activation_checkpointing: Recomputing = Field(
         default="auto",
         description=(
-            "whether repeated blocks run forward once more in backward and hold only what enters "
-            "them. auto: where memory is short and it costs least. never. always: every block."
+            "whether repeated blocks are recomputed in backward and only their inputs are saved. "
+            "auto: where it is needed to fit memory, at the least cost. never. always: every block."
         ),
     )
     overlap: bool = Field(
         default=False,
         description=(
-            "whether gathers of parameters and reductions of their gradients run beside the "
-            "compute of what reads them, so that only what does not fit is priced."
+            "whether parameter gathers and gradient reductions overlap with the compute of the "
+            "operators that read the parameters; then only the rest of them costs time."
         ),
     )
-    time_limit: float = Field(default=60.0, gt=0, description="seconds for the solver.")
+    time_limit: float = Field(default=60.0, gt=0, description="time limit of the solver, seconds.")
     relative_gap: float = Field(
-        default=1e-3, ge=0, lt=1, description="stop when the proven gap is at most this."
+        default=1e-3,
+        ge=0,
+        lt=1,
+        description="stop at a proven relative gap of at most this between plan and lower bound.",
     )
-    seed: int = Field(default=0, ge=0, description="for the solver's own choices.")
+    seed: int = Field(default=0, ge=0, description="seed of the solver's random numbers.")
     algo: Algorithm = Field(
         default="optimal",
         description=(
-            "optimal: the cheapest of all plans. megatron: the cheapest within the fixed pattern "
-            "of Megatron-LM, a baseline: weights cut by columns or rows, attention by heads, "
-            "embeddings by vocabulary over the last axis, the batch over the others."
+            "optimal: the fastest of all plans. megatron: the fastest within the fixed pattern "
+            "of Megatron-LM, a baseline: on the last axis weights are column- or row-parallel, "
+            "attention is sharded by heads and embeddings by vocabulary; the other axes shard the "
+            "batch."
         ),
     )
     pins: Pins = Field(default=Pins(), description="layouts that the plan must have.")
@@ -138,14 +141,14 @@ class PlanOptions(BaseModel):
     batch_axis: str | None = Field(
         default=None,
         description=(
-            "name of the axis that cuts the batch dim, and no other axis does: dim 0 of what "
-            "the caller passes, and the dims that come from it."
+            "name of the data-parallel axis, the only one that shards the batch: dim 0 of user "
+            "inputs, and the dims that derive from it."
         ),
     )
     skip_fully_replicated: bool = Field(
         default=False,
         description=(
-            "no operator that can be cut does all of its work on every rank; views, scalars and "
-            "what is made from nothing may."
+            "whether to rule out that an operator which can be sharded does all of its work on "
+            "every rank; views, scalars and operators without inputs are exempt."
         ),
     )

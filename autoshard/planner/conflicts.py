@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from autoshard.outcome import SolveStatus
-from autoshard.plan.constraints.restriction import Restriction
+from autoshard.plan.constraints import Constraint
 from autoshard.plan.document import Conflict
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.formulation.formulation import Formulation
@@ -70,11 +70,11 @@ class _Filter:
         if self._contradicts(self._formulation):
             return self._conflict(self._smallest(self._contradicts), budget=None, least=None)
         members = self._smallest(self._exceeds)
-        budget = self._formulation.prices.budget_bytes
+        budget = self._formulation.prices.memory_budget
         return self._conflict(members, budget=budget, least=self._least_budget())
 
     def _conflict(
-        self, members: Sequence[Restriction], *, budget: int | None, least: int | None
+        self, members: Sequence[Constraint], *, budget: int | None, least: int | None
     ) -> Conflict:
         return Conflict(
             options=tuple(restriction.label for restriction in members),
@@ -104,7 +104,7 @@ class _Filter:
 
     def _exceeds(self, formulation: Formulation) -> bool:
         """Whether every choice takes more memory than there is."""
-        room = formulation.prices.budget_bytes * (1 + USAGE_TOLERANCE)
+        room = formulation.prices.memory_budget * (1 + USAGE_TOLERANCE)
         return self._planning(formulation).least_usage() > room
 
     def _planning(self, formulation: Formulation) -> Planning:
@@ -127,9 +127,9 @@ class _Filter:
             plan = planning.within(budget - 1).plan
         return budget
 
-    def _smallest(self, infeasible: Callable[[Formulation], bool]) -> list[Restriction]:
+    def _smallest(self, infeasible: Callable[[Formulation], bool]) -> list[Constraint]:
         """Restrictions that cannot all hold, though they can without any one of them."""
-        members = list(self._formulation.steering.restrictions)
+        members = list(self._formulation.constraints.constraints)
         if members and infeasible(self._steered([])):
             return []
         for restriction in tuple(members):
@@ -138,7 +138,7 @@ class _Filter:
                 members = rest
         return members
 
-    def _steered(self, restrictions: Sequence[Restriction]) -> Formulation:
+    def _steered(self, restrictions: Sequence[Constraint]) -> Formulation:
         old = self._formulation
-        steering = old.steering.keeping(restrictions)
-        return Formulation(old.graph, old.axes, old.prices, steering=steering)
+        constraints = old.constraints.only(restrictions)
+        return Formulation(old.graph, old.axes, old.prices, constraints=constraints)

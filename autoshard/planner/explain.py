@@ -14,9 +14,9 @@ from autoshard.graph import Graph, graph_digest
 from autoshard.layouts import Layout
 from autoshard.ops import Strategy
 from autoshard.outcome import SolveStatus
-from autoshard.plan.active_axes import ActiveAxes
-from autoshard.plan.constraints.restriction import Restriction, Steering
+from autoshard.plan.constraints import Constraint, PlanConstraints, plan_constraints
 from autoshard.plan.document import Plan
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.pricing import Prices
 from autoshard.planner.formulation.decisions import Decisions, decisions_of
 from autoshard.planner.formulation.formulation import Formulation
@@ -102,12 +102,12 @@ def explain(
         raise PlanError(f"there is no plan to explain: {plan.reason}")
     if graph_digest(graph) != plan.graph.digest:
         raise PlanError("the plan was made for another graph; explain it with its own")
-    axes = ActiveAxes.of(plan.mesh)
+    axes = NontrivialAxes.of(plan.mesh)
     formulation = Formulation(
         graph,
         axes,
         Prices(plan.mesh, plan.options),
-        steering=Steering.of(graph, plan.mesh, plan.options),
+        constraints=plan_constraints(graph, plan.mesh, plan.options),
     )
     number = _find(formulation, name, value=value)
     return _Explainer(formulation, plan, time_limit).explanation(number)
@@ -184,7 +184,7 @@ class _Explainer:
             regret=_finite(self._difference(total)),
             exact=exact,
             override=_finite(self._override(number, s)),
-            forbidden=self._formulation.steering.violated(place, strategy),
+            forbidden=self._formulation.constraints.violated(place, strategy),
         )
 
     def _difference(self, total: float) -> float:
@@ -251,7 +251,7 @@ class _Explainer:
 
     def _obeys(self, decisions: Decisions) -> bool:
         peak = self._planning.made(decisions).memory.peak
-        return peak <= self._formulation.prices.budget_bytes
+        return peak <= self._formulation.prices.memory_budget
 
     def _forced(self, number: int, s: int) -> tuple[float, bool]:
         """Seconds of the best plan with a strategy, and whether that is proven."""
@@ -260,11 +260,11 @@ class _Explainer:
         old, variable = self._formulation, self._formulation.variables[number]
         wanted = variable.strategies[s]
         place = variable.role.value, variable.name
-        only = Restriction("the alternative", {place: lambda strategy: strategy == wanted})
-        steering = Steering([*old.steering.restrictions, only])
-        formulation = Formulation(old.graph, old.axes, old.prices, steering=steering)
+        only = Constraint("the alternative", {place: lambda strategy: strategy == wanted})
+        constraints = PlanConstraints([*old.constraints.constraints, only])
+        formulation = Formulation(old.graph, old.axes, old.prices, constraints=constraints)
         planning = Planning(formulation, self._options, seconds=self._remaining)
-        found = planning.within(old.prices.budget_bytes).solution
+        found = planning.within(old.prices.memory_budget).solution
         return found.objective, found.status in (SolveStatus.OPTIMAL, SolveStatus.INFEASIBLE)
 
     def _override(self, number: int, s: int) -> float:
@@ -276,7 +276,7 @@ class _Explainer:
         if not self._is_possible(number, new):
             return float("inf")
         changed = self._planning.made(replace(self._decisions, choice=new))
-        if changed.memory.peak > self._formulation.prices.budget_bytes:
+        if changed.memory.peak > self._formulation.prices.memory_budget:
             return float("inf")
         return changed.costs.total - self._total
 

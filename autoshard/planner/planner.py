@@ -14,8 +14,7 @@ from autoshard.graph import RULES_VERSION, Graph, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.ops import has_rule
 from autoshard.outcome import SolveStatus, relative_gap
-from autoshard.plan.active_axes import ActiveAxes
-from autoshard.plan.constraints.restriction import Steering
+from autoshard.plan.constraints import plan_constraints
 from autoshard.plan.document import (
     PLAN_VERSION,
     Certificate,
@@ -28,6 +27,7 @@ from autoshard.plan.document import (
 )
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.memory.counting import count_collectives
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices
 from autoshard.planner.conflicts import conflict_text, find_conflict
@@ -107,14 +107,14 @@ def make_plan(
     clock = _Clock()
     with clock.phase("formulate"), collection_paused():
         prices = Prices(mesh, options)
-        steering = Steering.of(graph, mesh, options)
-        formulation = Formulation(graph, ActiveAxes.of(mesh), prices, steering=steering)
+        constraints = plan_constraints(graph, mesh, options)
+        formulation = Formulation(graph, NontrivialAxes.of(mesh), prices, constraints=constraints)
         check_size(formulation, max_strategies)
     with clock.phase("solve"), collection_of_new():
         planning = Planning(
             formulation, options, on_progress=on_progress, cancel=cancel, tables=tables
         )
-        outcome = planning.within(prices.budget_bytes)
+        outcome = planning.within(prices.memory_budget)
     conflict = None
     if outcome.is_conflict:
         with clock.phase("find conflict"):

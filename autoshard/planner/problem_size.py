@@ -6,9 +6,9 @@ from pydantic import Field
 from autoshard.collection import collection_paused
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.plan.active_axes import ActiveAxes
-from autoshard.plan.constraints.restriction import Steering
+from autoshard.plan.constraints import plan_constraints
 from autoshard.plan.document import Bytes, Document
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices
 from autoshard.planner.formulation.formulation import Formulation
@@ -57,8 +57,8 @@ def problem_size(
     options = options or PlanOptions()
     check_mode(graph, options)
     prices = Prices(mesh, options)
-    steering = Steering.of(graph, mesh, options)
-    formulation = Formulation(graph, ActiveAxes.of(mesh), prices, steering=steering)
+    constraints = plan_constraints(graph, mesh, options)
+    formulation = Formulation(graph, NontrivialAxes.of(mesh), prices, constraints=constraints)
     check_size(formulation, max_strategies)
     inputs = (v for v in formulation.variables if v.role is Role.INPUT)
     bound = sum(_least_bytes(variable) for variable in inputs)
@@ -67,8 +67,8 @@ def problem_size(
         num_edges=len(formulation.arcs),
         num_strategies=sum(len(v.strategies) for v in formulation.variables),
         memory_bound=bound,
-        memory_budget=prices.budget_bytes,
-        feasible=False if bound > prices.budget_bytes else None,
+        memory_budget=prices.memory_budget,
+        feasible=False if bound > prices.memory_budget else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Steering, explaining, comparing and searching from the command line."""
+"""PlanConstraints, explaining, comparing and searching from the command line."""
 
 import re
 from pathlib import Path

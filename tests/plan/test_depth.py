@@ -12,7 +12,7 @@ from torch import nn
 from autoshard.graph import Graph, find_blocks
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan
-from autoshard.plan.active_axes import ActiveAxes
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.pricing import Prices
 from autoshard.planner.formulation.formulation import Formulation
 
@@ -50,7 +50,7 @@ def tower(layers: int) -> Case:
 
 def formulation(graph: Graph) -> Formulation:
     mesh = make_mesh((2, 2))
-    return Formulation(graph, ActiveAxes.of(mesh), Prices(mesh, PlanOptions()))
+    return Formulation(graph, NontrivialAxes.of(mesh), Prices(mesh, PlanOptions()))
 
 
 def test_deeper_models_have_more_choices_but_no_further_prices() -> None:

@@ -16,9 +16,9 @@ from autoshard.errors import PlanError
 from autoshard.layouts import Action
 from autoshard.mesh import Mesh
 from autoshard.plan import PlanOptions
-from autoshard.plan.active_axes import ActiveAxes
-from autoshard.plan.constraints.restriction import Steering
+from autoshard.plan.constraints import plan_constraints
 from autoshard.plan.memory.timeline import timeline
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.pricing import Prices
 from autoshard.planner.formulation.assemble import Assembly
 from autoshard.planner.formulation.decisions import Decisions, use_of
@@ -113,8 +113,10 @@ def formulated(
     with torch.device("meta"):
         graph = graph_of((module(), {"x": torch.ones(*shape)}))
     chosen = PlanOptions.model_validate(options)
-    steering = Steering.of(graph, mesh, chosen)
-    return Formulation(graph, ActiveAxes.of(mesh), Prices(mesh, chosen), steering=steering)
+    constraints = plan_constraints(graph, mesh, chosen)
+    return Formulation(
+        graph, NontrivialAxes.of(mesh), Prices(mesh, chosen), constraints=constraints
+    )
 
 
 def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from torch import nn
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology, make_mesh
 from autoshard.plan import Plan, PlanOptions, Resharding, check_plan, compare_plans
-from autoshard.plan.active_axes import ActiveAxes
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.pricing import Prices
 from autoshard.planner import explain, make_plan
 from autoshard.planner.formulation.assemble import Assembly
@@ -186,7 +186,7 @@ def formulations() -> Iterator[Formulation]:
     ):
         sized = Mesh((Axis("a", size),), mesh.topology)
         options = PlanOptions(mode=mode, overlap=True)
-        yield Formulation(graph, ActiveAxes.of(sized), Prices(sized, options))
+        yield Formulation(graph, NontrivialAxes.of(sized), Prices(sized, options))
 
 
 @pytest.mark.parametrize("formulation", list(formulations()))

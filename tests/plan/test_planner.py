@@ -12,7 +12,7 @@ from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions
-from autoshard.plan.active_axes import ActiveAxes
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.pricing import Prices
 from autoshard.planner import make_plan, plan_id
 from autoshard.planner.formulation.formulation import Formulation
@@ -51,7 +51,7 @@ def formulations() -> Iterator[Formulation]:
     for shape, mode in product([(2,), (4,)], ["training", "inference"]):
         mesh = make_mesh(shape)
         options = PlanOptions(mode=mode)
-        yield Formulation(graph, ActiveAxes.of(mesh), Prices(mesh, options))
+        yield Formulation(graph, NontrivialAxes.of(mesh), Prices(mesh, options))
 
 
 @pytest.mark.parametrize("formulation", list(formulations()))

@@ -18,10 +18,10 @@ from autoshard.layouts import (
     step_price,
 )
 from autoshard.mesh import Mesh
-from autoshard.plan.active_axes import ActiveAxes
-from autoshard.plan.constraints.restriction import Steering
+from autoshard.plan.constraints import PlanConstraints
 from autoshard.plan.document import PlannedStep, Resharding
 from autoshard.plan.gradients import Gradient
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 
 TOLERANCE = 1e-6
 """Relative difference that stated seconds may have from those found."""
@@ -49,13 +49,13 @@ class ReshardingCheck:
 
     Args:
         mesh: the devices.
-        steering: what is forbidden.
+        constraints: what is forbidden.
     """
 
-    def __init__(self, mesh: Mesh, steering: Steering) -> None:
+    def __init__(self, mesh: Mesh, constraints: PlanConstraints) -> None:
         self._mesh = mesh
-        self._axes = ActiveAxes.of(mesh)
-        self._steering = steering
+        self._axes = NontrivialAxes.of(mesh)
+        self._steering = constraints
         self._checked: dict[Hashable, CheckedResharding] = {}
 
     def of(

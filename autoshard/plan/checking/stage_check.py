@@ -10,16 +10,16 @@ from autoshard.graph import Graph, Node, find_blocks
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import Kind, Layout, has_placements, placement_texts
 from autoshard.ops import InnerCollective, Saved, Strategy, call_of, rule_for, saved_by
-from autoshard.plan.active_axes import ActiveAxes
 from autoshard.plan.buckets import carried_beside
 from autoshard.plan.checking.resharding_check import TOLERANCE, ReshardingCheck
-from autoshard.plan.constraints.restriction import Steering
+from autoshard.plan.constraints import plan_constraints
 from autoshard.plan.document import InnerStep, Memory, PlacedNode, Plan, Resharding, Stage, Use
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import share_of, without_invariant
 from autoshard.plan.memory.recompute import recomputed
 from autoshard.plan.memory.spans import checkpoint_spans
 from autoshard.plan.memory.timeline import timeline
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.pricing import Prices, inner_time
 
 _NOTHING = 1e-15
@@ -79,11 +79,11 @@ class StageCheck:
         self.sizes = plan.mesh.axis_sizes
         self.prices = Prices(plan.mesh, plan.options)
         self.gradients = Gradients(graph, training=self.prices.training)
-        self.axes = ActiveAxes.of(plan.mesh)
-        self.steering = Steering.of(graph, plan.mesh, plan.options)
+        self.axes = NontrivialAxes.of(plan.mesh)
+        self.constraints = plan_constraints(graph, plan.mesh, plan.options)
         self.nodes = {node.name: node for node in graph.nodes}
         self.work: dict[Hashable, _Work] = {}
-        self.reshardings = ReshardingCheck(plan.mesh, self.steering)
+        self.reshardings = ReshardingCheck(plan.mesh, self.constraints)
         self.ragged = ragged_values(graph)
         self.carried = carried_beside(graph, plan.mesh)
         self.made: dict[str, Layout] = {}
@@ -169,7 +169,7 @@ class StageCheck:
                 self.optimizer_time += float(time[0])
             else:
                 self.loading_time += float(time[0])
-            yield from self._steering("input", placed.name, (), (layout,))
+            yield from self._constraints("input", placed.name, (), (layout,))
             self.made[placed.name] = layout
             yield from self._shared(placed.name)
 
@@ -192,7 +192,7 @@ class StageCheck:
         if work.fault:
             yield f"node {node.name}: {work.fault}"
             return
-        yield from self._steering("operator", node.name, work.inputs, work.outputs, work.sizes)
+        yield from self._constraints("operator", node.name, work.inputs, work.outputs, work.sizes)
         if node.name in self.again.nodes:
             self.recompute_time += work.again
         if placed.inside != work.inside:
@@ -207,7 +207,7 @@ class StageCheck:
     def _inside(self, node: Node, work: _Work) -> Iterator[str]:
         for step in work.inside:
             axis = self.mesh.axis_names.index(step.axis)
-            for label in self.steering.forbidding(step.action, self.axes, axis):
+            for label in self.constraints.forbidding(step.action, self.axes, axis):
                 yield f"node {node.name} runs {step.action} on {step.axis} against the {label}"
 
     def _beside(self, node: Node, position: int, work: _Work) -> Passes[float]:
@@ -244,7 +244,8 @@ class StageCheck:
         if share is None:
             fault = f"no rule of {node.operator} allows {', '.join(map(str, layouts))}"
             return _Work(inputs, outputs, uses, fault)
-        seconds, forward = self.prices.strategy(self.graph, node, share.sizes, backward=backward)
+        compute = self.prices.rank_compute(self.graph, node, share.sizes, backward=backward)
+        seconds, forward = compute.forward + compute.backward, compute.forward
         wanted = backward and gradients[0]
         inside = tuple(self._inner_step(c) for c in share.collectives if wanted or not c.backward)
         return _Work(inputs, outputs, uses, "", share.sizes, seconds, forward, inside)
@@ -313,9 +314,9 @@ class StageCheck:
                 yield f"output {placed.name} leaves as {layout}: it is not summed"
             if not has_placements(layout):
                 yield f"output {placed.name} leaves as {layout}: DTensor has no placement for it"
-            yield from self._steering("output", str(placed.position), (layout,), ())
+            yield from self._constraints("output", str(placed.position), (layout,), ())
 
-    def _steering(
+    def _constraints(
         self,
         role: str,
         name: str,
@@ -323,10 +324,10 @@ class StageCheck:
         outputs: Sequence[Layout],
         sizes: Mapping[str, int] = MappingProxyType({}),
     ) -> Iterator[str]:
-        if not self.steering.restrictions:
+        if not self.constraints.constraints:
             return
         taken, made = (tuple(self.axes.narrow(x) for x in side) for side in (inputs, outputs))
-        for label in self.steering.violated((role, name), Strategy(taken, made, sizes)):
+        for label in self.constraints.violated((role, name), Strategy(taken, made, sizes)):
             yield f"{role} {name} does not obey the {label}"
 
     def _costs(self) -> Iterator[str]:
@@ -382,9 +383,9 @@ class StageCheck:
             yield f"the peak is in {moment[0]} at {moment[1]!r}, not as stated"
         if stated.turn != (None if turn is None else found.total[turn]):
             yield f"{stated.turn} bytes at the turn from forward to backward do not follow"
-        if stated.budget != self.prices.budget_bytes:
-            yield f"the budget is {self.prices.budget_bytes} bytes, not {stated.budget}"
-        budget = min(self.prices.budget_bytes, stated.budget or self.prices.budget_bytes)
+        if stated.budget != self.prices.memory_budget:
+            yield f"the budget is {self.prices.memory_budget} bytes, not {stated.budget}"
+        budget = min(self.prices.memory_budget, stated.budget or self.prices.memory_budget)
         if found.peak > budget:
             yield f"peak memory {found.peak} is over the budget {budget}"
 

@@ -1,1 +1,23 @@
-"""What users demand of a plan, as tests of strategies: pins, the batch, patterns."""
+"""Constraints on plans: pins, forbidden collectives, the batch axis, the Megatron-LM pattern."""
+
+from autoshard.plan.constraints.batch import DimOrigins, Origin
+from autoshard.plan.constraints.constraints import (
+    UNCONSTRAINED,
+    ChoiceId,
+    Constraint,
+    PlanConstraints,
+    StrategyConstraint,
+)
+from autoshard.plan.constraints.from_options import LayoutPattern, plan_constraints
+
+__all__ = [
+    "UNCONSTRAINED",
+    "ChoiceId",
+    "Constraint",
+    "DimOrigins",
+    "LayoutPattern",
+    "Origin",
+    "PlanConstraints",
+    "StrategyConstraint",
+    "plan_constraints",
+]

@@ -1,55 +1,184 @@
-"""The batch on one axis of the user's choice."""
+"""The `batch_axis` option, and the origins of tensor dims by which it finds the batch.
+
+In `[b*s, h]` the batch is the outer factor of dim 0. So a dim is a product of factors, each with
+an origin, and the letters of the operators' rules carry factors from value to value.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import StrEnum
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph, InputKind
+from autoshard.graph import Graph, InputKind, Node
 from autoshard.layouts import can_be_cut, largest_share
-from autoshard.ops import call_of, rule_for
-from autoshard.plan.active_axes import ActiveAxes
-from autoshard.plan.constraints.demands import CutDemand, Demand, Dim, can_cut
-from autoshard.plan.constraints.origins import Origin, Origins
-from autoshard.plan.constraints.pins import Place
+from autoshard.ops import Dims, OperatorRule, call_of, rule_for
+from autoshard.plan.constraints.constraints import (
+    ChoiceId,
+    Dim,
+    ShardingConstraint,
+    StrategyConstraint,
+    shard_any,
+)
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 
 
-def batch_demands(graph: Graph, axes: ActiveAxes, axis: int | None) -> dict[Place, Demand]:
-    """The batch is cut on one axis wherever it can be, and on no other axis.
+class Origin(StrEnum):
+    """Where a factor of a dim comes from."""
+
+    BATCH = "batch"
+    INPUT = "input"
+    """Another dim of a user input: a sequence, rows of pixels."""
+    MODEL = "model"
+    """A dim of a parameter, or of a tensor created inside the model."""
+
+
+_Factors = tuple[tuple[int, Origin], ...]
+"""Sizes and origins of the factors of a dim, from the outermost to the innermost."""
+
+
+class DimOrigins:
+    """Origins of the dims of every value.
+
+    Args:
+        graph: the program. Its batch size is the size of dim 0 of its first user input that has
+            dims; every user input with this size in dim 0 has a batch there.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        shapes = {i: graph.values[i.name].shape for i in graph.inputs if i.name in graph.values}
+        user = (shape for i, shape in shapes.items() if i.kind is InputKind.USER)
+        self.batch_size = next((shape[0] for shape in user if shape), None)
+        self._factors: dict[str, tuple[_Factors, ...]] = {}
+        self._calls: dict[str, tuple[tuple[_Factors, ...], ...]] = {}
+        for graph_input, shape in shapes.items():
+            self._factors[graph_input.name] = tuple(
+                ((size, self._of_input(graph_input.kind, dim, size)),)
+                for dim, size in enumerate(shape)
+            )
+        for node in graph.nodes:
+            self._propagate(node)
+
+    def of_input(self, value: str, *wanted: Origin) -> frozenset[Dim]:
+        """The dims of a graph input whose outermost factor has such an origin; it is tensor 0."""
+        return _dims([self._factors[value]], wanted)
+
+    def of_call(self, node: Node, *wanted: Origin) -> frozenset[Dim]:
+        """The dims of a call's tensors whose outermost factor has such an origin.
+
+        An axis shards the outermost factor first. Dims of one letter are sharded together, so
+        they have one origin here: a mask that is created inside the model has a batch where the
+        tensor that it masks has one.
+        """
+        return _dims(self._calls[node.name], wanted)
+
+    def _of_input(self, kind: InputKind, dim: int, size: int) -> Origin:
+        if kind is not InputKind.USER:
+            return Origin.MODEL
+        return Origin.BATCH if dim == 0 and size == self.batch_size else Origin.INPUT
+
+    def _propagate(self, node: Node) -> None:
+        rule = rule_for(call_of(self._graph, node))
+        letters: dict[str, _Factors] = {}
+        for value, dims in zip(node.inputs, rule.inputs, strict=True):
+            for factors, group in zip(self._factors[value], dims, strict=True):
+                for letter, found in _split_factors(factors, group, rule.sizes).items():
+                    if all(o is Origin.MODEL for _, o in letters.get(letter, ())):
+                        letters[letter] = found
+        tensors = (*rule.inputs, *rule.outputs)
+        self._calls[node.name] = tuple(_factors_of(rule, dims, letters) for dims in tensors)
+        made = self._calls[node.name][len(rule.inputs) :]
+        self._factors.update(zip(node.outputs, made, strict=True))
+
+
+def _dims(tensors: Iterable[Sequence[_Factors]], wanted: Collection[Origin]) -> frozenset[Dim]:
+    return frozenset(
+        (i, dim)
+        for i, dims in enumerate(tensors)
+        for dim, factors in enumerate(dims)
+        if next((origin for size, origin in factors if size > 1), Origin.MODEL) in wanted
+    )
+
+
+def _factors_of(
+    rule: OperatorRule, dims: Dims, letters: Mapping[str, _Factors]
+) -> tuple[_Factors, ...]:
+    return tuple(
+        tuple(
+            factor
+            for letter in group
+            for factor in letters.get(letter, ((rule.sizes[letter], Origin.MODEL),))
+        )
+        for group in dims
+    )
+
+
+def _split_factors(
+    factors: _Factors, group: Sequence[str], sizes: Mapping[str, int]
+) -> dict[str, _Factors]:
+    """The factors of each letter of a dim.
+
+    Where factors and letters do not divide each other, all letters get the most specific origin.
+    """
+    split: dict[str, _Factors] = {}
+    rest = [factor for factor in factors if factor[0] != 1]
+    for letter in group:
+        taken: list[tuple[int, Origin]] = []
+        missing = sizes[letter]
+        while missing > 1 and rest:
+            size, origin = rest.pop(0)
+            if size > missing and size % missing == 0:
+                rest.insert(0, (size // missing, origin))
+                size = missing
+            if missing % size:
+                origins = [origin for _, origin in factors]
+                common = next((o for o in Origin if o in origins), Origin.MODEL)
+                return {x: ((sizes[x], common),) for x in group}
+            taken.append((size, origin))
+            missing //= size
+        split[letter] = tuple(taken)
+    return split
+
+
+def batch_constraints(
+    graph: Graph, axes: NontrivialAxes, axis: int | None
+) -> dict[ChoiceId, StrategyConstraint]:
+    """The batch is sharded on one axis wherever possible, and on no other axis.
 
     Args:
         graph: the program.
         axes: the mesh.
-        axis: number of the active axis; None where it has one rank, so that no axis cuts.
+        axis: number of the non-trivial axis; None where it has one rank, so that no axis shards
+            the batch.
 
     Raises:
-        OptionError: there is no batch, or the axis cannot cut it.
+        OptionError: there is no batch, or the axis cannot shard it.
     """
-    origins = Origins(graph)
+    origins = DimOrigins(graph)
     sizes = axes.sizes
     if origins.batch_size is None:
-        raise OptionError("batch_axis is given, but the caller passes no tensor that has dims")
+        raise OptionError("batch_axis is set, but no user input has dims")
     if axis is not None and not can_be_cut(origins.batch_size, sizes[axis]):
         raise OptionError(
             f"batch_axis {axes.mesh.axis_names[axes.axes[axis]]!r} of {sizes[axis]} ranks does "
-            f"not divide the batch of {origins.batch_size}, and in slices of "
-            f"{largest_share(origins.batch_size, sizes[axis])} it leaves nothing for the last rank"
+            f"not divide the batch of {origins.batch_size}, and shards of "
+            f"{largest_share(origins.batch_size, sizes[axis])} leave nothing for the last rank"
         )
-    demands: dict[Place, Demand] = {}
-    for graph_input in graph.inputs:
-        if graph_input.kind is InputKind.USER:
-            dims = origins.of_input(graph_input.name, Origin.BATCH)
-            every = origins.of_input(graph_input.name, *Origin)
-            demands["input", graph_input.name] = _demand(axis, len(sizes), dims, every, can=True)
+
+    def constraint(
+        batch: frozenset[Dim], dims: frozenset[Dim], *, required: bool
+    ) -> ShardingConstraint:
+        return ShardingConstraint(
+            tuple(None if a == axis else dims - batch for a in range(len(sizes))),
+            tuple(batch if a == axis and required else frozenset() for a in range(len(sizes))),
+        )
+
+    constraints: dict[ChoiceId, StrategyConstraint] = {}
+    for value in (i.name for i in graph.inputs if i.kind is InputKind.USER):
+        batch, dims = origins.of_input(value, Origin.BATCH), origins.of_input(value, *Origin)
+        constraints["input", value] = constraint(batch, dims, required=True)
     for node in graph.nodes:
-        dims = origins.of_call(node, Origin.BATCH)
-        every = origins.of_call(node, *Origin)
+        batch, dims = origins.of_call(node, Origin.BATCH), origins.of_call(node, *Origin)
         rule = rule_for(call_of(graph, node))
-        can = axis is not None and can_cut(rule, sizes[axis], dims) is not None
-        demands["operator", node.name] = _demand(axis, len(sizes), dims, every, can=can)
-    return demands
-
-
-def _demand(
-    axis: int | None, num_axes: int, batch: frozenset[Dim], every: frozenset[Dim], *, can: bool
-) -> CutDemand:
-    return CutDemand(
-        tuple(None if a == axis else every - batch for a in range(num_axes)),
-        tuple(batch if a == axis and can else frozenset() for a in range(num_axes)),
-    )
+        required = axis is not None and shard_any(rule, sizes[axis], batch) is not None
+        constraints["operator", node.name] = constraint(batch, dims, required=required)
+    return constraints

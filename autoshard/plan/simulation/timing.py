@@ -127,7 +127,7 @@ class Timing:
                 f"no rule of {node.operator} allows the layouts of node {node.name!r}; "
                 f"`autoshard check` says what else is wrong with the plan"
             )
-        return self.prices.strategy(self._graph, node, share.sizes, backward=flows)[1]
+        return self.prices.rank_compute(self._graph, node, share.sizes, backward=flows).forward
 
     def resharding(self, resharding: Resharding) -> ReshardingTiming:
         """What a resharding runs, and what of it is hidden."""

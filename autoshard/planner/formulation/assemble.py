@@ -6,7 +6,6 @@ from autoshard.costs import Passes, hidden_seconds
 from autoshard.graph import Graph, Input, InputKind, Node, graph_to_json
 from autoshard.layouts import Action, Layout, Step, again_price, placement_texts, step_price
 from autoshard.ops import InnerCollective, Strategy
-from autoshard.plan.active_axes import ActiveAxes
 from autoshard.plan.document import (
     Checkpoint,
     Costs,
@@ -22,6 +21,8 @@ from autoshard.plan.document import (
 from autoshard.plan.gradients import Gradient
 from autoshard.plan.memory.recompute import recomputed
 from autoshard.plan.memory.timeline import Timeline
+from autoshard.plan.nontrivial_axes import NontrivialAxes
+from autoshard.plan.pricing import inner_time
 from autoshard.planner.formulation.decisions import Decisions, use_of
 from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.variables import Arc, Role
@@ -47,7 +48,7 @@ class Assembly:
         self._decisions = decisions
         choice = decisions.choice
         self._graph: Graph = formulation.graph
-        self._axes: ActiveAxes = formulation.axes
+        self._axes: NontrivialAxes = formulation.axes
         self._choice = choice
         self._strategies: list[Strategy] = [
             variable.strategies[s]
@@ -151,7 +152,7 @@ class Assembly:
         turn = timeline.turn
         return Memory(
             peak=timeline.peak,
-            budget=self._formulation.prices.budget_bytes,
+            budget=self._formulation.prices.memory_budget,
             phase=phase.value,
             at=name,
             turn=None if turn is None else int(timeline.total[turn]),
@@ -213,7 +214,10 @@ class Assembly:
             return time
         formulation = self._formulation
         backward = formulation.gradients.flows(node)
-        return formulation.prices.strategy(self._graph, node, strategy.sizes, backward=backward)[0]
+        compute = formulation.prices.rank_compute(
+            self._graph, node, strategy.sizes, backward=backward
+        )
+        return compute.forward + compute.backward
 
     def _inner_step(self, collective: InnerCollective) -> InnerStep:
         return InnerStep(
@@ -222,7 +226,7 @@ class Assembly:
             operation=collective.operation.value,
             direction="backward" if collective.backward else "forward",
             nbytes=collective.nbytes,
-            time=self._formulation.prices.inside(collective),
+            time=inner_time(collective, self._axes),
         )
 
     def _texts(self, values: tuple[str, ...], layouts: tuple[Layout, ...]) -> _Texts:

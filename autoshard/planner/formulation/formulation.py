@@ -20,12 +20,12 @@ from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_b
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import I, Kind, Layout, R, ReshardingTable, has_placements, legal_layouts
 from autoshard.ops import Strategy, chunked_types
-from autoshard.plan.active_axes import ActiveAxes
 from autoshard.plan.buckets import carried_beside
-from autoshard.plan.constraints.restriction import UNSTEERED, Steering
+from autoshard.plan.constraints import UNCONSTRAINED, PlanConstraints
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.memory.lifetimes import input_interval, output_interval
+from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.pricing import OperatorPrices, Prices, Usage
 from autoshard.planner.formulation.edge_costs import Ends, Priced
 from autoshard.planner.formulation.overlap import Hiding
@@ -60,20 +60,25 @@ class Formulation:
         graph: the normalised program.
         axes: the mesh.
         prices: what strategies cost and use.
-        steering: what is forbidden.
+        constraints: what is forbidden.
 
     Raises:
-        OptionError: the steering leaves an operator or a value nothing to choose from.
+        OptionError: the constraints leaves an operator or a value nothing to choose from.
     """
 
     def __init__(
-        self, graph: Graph, axes: ActiveAxes, prices: Prices, *, steering: Steering = UNSTEERED
+        self,
+        graph: Graph,
+        axes: NontrivialAxes,
+        prices: Prices,
+        *,
+        constraints: PlanConstraints = UNCONSTRAINED,
     ) -> None:
         self.graph = graph
         self.axes = axes
         self.prices = prices
-        self.steering = steering
-        self._pricer = steering.pricer(axes)
+        self.constraints = constraints
+        self._pricer = constraints.pricer(axes)
         self.gradients = Gradients(graph, training=prices.training)
         self._chunked = chunked_types(graph)
         self._ragged = ragged_values(graph)
@@ -357,7 +362,7 @@ class Formulation:
 
     def _add(self, variable: Variable) -> int:
         place = (variable.role, variable.name)
-        time = self.steering.priced(place, variable.strategies, variable.time)
+        time = self.constraints.apply(place, variable.strategies, variable.time)
         self.variables.append(variable if time is variable.time else replace(variable, time=time))
         return len(self.variables) - 1
 

@@ -39,7 +39,7 @@ class Hiding:
             return None
         # Nodes that share their strategies share their prices.
         if id(strategies) not in self._passes:
-            self._passes[id(strategies)] = self._prices.passes(
+            self._passes[id(strategies)] = self._prices.compute(
                 self._graph, reader, strategies, backward=self._gradients.flows(reader)
             )
         passes = self._passes[id(strategies)]

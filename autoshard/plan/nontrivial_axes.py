@@ -1,10 +1,9 @@
-"""The axes that matter: an axis of one rank cuts nothing and costs nothing.
+"""The mesh axes of more than one rank: the others shard nothing and cost nothing.
 
-Planning sees only the axes of more than one rank. A plan shows all of them, so layouts are
-widened again at the end: an axis of one rank gets the type that is always legal.
+Planning only sees the non-trivial axes. A plan shows all axes, so layouts are widened at the end:
+an axis of one rank gets the type that is always legal.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.layouts import AxisType, I, Layout, R
@@ -12,8 +11,8 @@ from autoshard.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class ActiveAxes:
-    """A mesh seen without its axes of one rank; prices collectives by narrowed axis.
+class NontrivialAxes:
+    """A mesh without its axes of one rank; prices collectives by the number of such an axis.
 
     Attributes:
         mesh: the whole mesh.
@@ -24,17 +23,21 @@ class ActiveAxes:
     axes: tuple[int, ...]
 
     @classmethod
-    def of(cls, mesh: Mesh) -> "ActiveAxes":
-        """The active axes of a mesh."""
+    def of(cls, mesh: Mesh) -> "NontrivialAxes":
+        """The non-trivial axes of a mesh."""
         return cls(mesh, tuple(i for i, size in enumerate(mesh.axis_sizes) if size > 1))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Size of each active axis."""
+        """Size of each non-trivial axis."""
         return tuple(self.mesh.axis_sizes[axis] for axis in self.axes)
 
+    def name(self, axis: int) -> str:
+        """Name of a non-trivial axis."""
+        return self.mesh.axis_names[self.axes[axis]]
+
     def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
-        """Seconds of a collective over an active axis."""
+        """Seconds of a collective over a non-trivial axis."""
         return self.mesh.collective_time(action, self.axes[axis], nbytes, inner=inner)
 
     def copy_time(self, nbytes: int) -> float:
@@ -50,9 +53,8 @@ class ActiveAxes:
         return Layout(tuple(types), nesting)
 
     def narrow(self, layout: Layout) -> Layout:
-        """The layout over the active axes only."""
+        """The layout over the non-trivial axes only."""
         number = {axis: i for i, axis in enumerate(self.axes)}
         types = [layout.types[axis] for axis in self.axes]
-        order: Sequence[int] = [number[a] for o in layout.nesting for a in o if a in number]
-        rest = [a for a in range(len(types)) if a not in order]
-        return Layout.nested(types, [*order, *rest])
+        order = [number[a] for o in layout.nesting for a in o if a in number]
+        return Layout.nested(types, [*order, *(a for a in range(len(types)) if a not in order)])

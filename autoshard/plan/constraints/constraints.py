@@ -1,0 +1,172 @@
+"""Constraints on a plan: which strategies a choice may take, which collectives may run.
+
+A constraint changes costs only: what it forbids costs infinity. So a constrained problem has the
+same choices as the free one, and its certificate means the same. The planner filters strategies
+with a constraint, and the checker tests the layouts of a plan with the same one.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.arrays import FloatArray
+from autoshard.errors import OptionError
+from autoshard.layouts import Action, Pricer
+from autoshard.ops import OperatorRule, Strategy, axis_rules
+from autoshard.plan.nontrivial_axes import NontrivialAxes
+
+ChoiceId = tuple[str, str]
+"""Role (input, operator, shared, output) and name of a choice, see `Variable`."""
+
+Dim = tuple[int, int]
+"""Index of a tensor of a call, inputs before outputs, and one of its dims."""
+
+StrategyConstraint = Callable[[Strategy], bool]
+"""Whether a strategy over the non-trivial axes is allowed; hashable, equal ones are run once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingConstraint:
+    """A constraint on the dims that each axis shards.
+
+    Attributes:
+        allowed: for each axis the dims that it may shard; None for all.
+        required: for each axis dims of which it must shard at least one; empty for none.
+    """
+
+    allowed: tuple[frozenset[Dim] | None, ...]
+    required: tuple[frozenset[Dim], ...]
+
+    def __call__(self, strategy: Strategy) -> bool:
+        """Whether every axis shards a required dim and no dim that is not allowed."""
+        tensors = (*strategy.inputs, *strategy.outputs)
+        for axis, (allowed, required) in enumerate(zip(self.allowed, self.required, strict=True)):
+            types = [layout.types[axis] for layout in tensors]
+            sharded = {(i, t.dim) for i, t in enumerate(types) if t.is_shard}
+            if allowed is not None and not sharded <= allowed:
+                return False
+            if required and sharded.isdisjoint(required):
+                return False
+        return True
+
+
+def shard_any(rule: OperatorRule, num_ranks: int, dims: frozenset[Dim]) -> OperatorRule | None:
+    """The operator on one rank after an axis shards one of these dims; None where none can be."""
+    for option in axis_rules(rule, num_ranks):
+        types = (*option.inputs, *option.outputs)
+        if option.letter and any(types[i].is_shard and types[i].dim == d for i, d in dims):
+            return rule.cut(option.letter, num_ranks)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Constraint:
+    """One constraint that the user set.
+
+    Attributes:
+        label: its name in messages.
+        strategies: the test that each choice it concerns must pass.
+        collectives: forbidden collectives, each with a non-trivial axis.
+    """
+
+    label: str
+    strategies: Mapping[ChoiceId, StrategyConstraint] = field(default_factory=dict)
+    collectives: frozenset[tuple[str, int]] = frozenset()
+
+
+class PlanConstraints:
+    """All constraints of one plan.
+
+    Args:
+        constraints: all of them must hold.
+    """
+
+    def __init__(self, constraints: Sequence[Constraint] = ()) -> None:
+        self.constraints = tuple(constraints)
+        self._forbidden = frozenset(c for x in self.constraints for c in x.collectives)
+        # Strategies and costs are kept with the result, so that their ids stay theirs.
+        self._applied: dict[
+            tuple[object, ...], tuple[tuple[Strategy, ...], FloatArray, FloatArray]
+        ] = {}
+
+    def only(self, kept: Collection[Constraint]) -> "PlanConstraints":
+        """Some of the constraints."""
+        return PlanConstraints([c for c in self.constraints if c in kept])
+
+    def apply(
+        self, choice: ChoiceId, strategies: tuple[Strategy, ...], costs: FloatArray
+    ) -> FloatArray:
+        """The costs of a choice's strategies, shape [S], infinite where forbidden.
+
+        Equal arguments give the same array, so that choices which share their costs still do.
+
+        Raises:
+            OptionError: one constraint alone forbids all strategies.
+        """
+        concerned = [c for c in self.constraints if choice in c.strategies]
+        communicates = self._forbidden and any(s.collectives for s in strategies)
+        if not concerned and not communicates:
+            return costs
+        key = (id(strategies), id(costs), *(c.strategies[choice] for c in concerned))
+        if key not in self._applied:
+            allowed = np.array([not self._runs_forbidden(s) for s in strategies], dtype=np.bool_)
+            for constraint in concerned:
+                alone = [constraint.strategies[choice](strategy) for strategy in strategies]
+                if not any(alone):
+                    raise OptionError(_nothing_allowed(constraint, choice, strategies))
+                allowed &= alone
+            self._applied[key] = strategies, costs, np.where(allowed, costs, np.inf)
+        return self._applied[key][-1]
+
+    def pricer(self, axes: NontrivialAxes) -> Pricer:
+        """Prices of collectives, infinite where forbidden."""
+        return _ConstrainedPricer(axes, self._forbidden) if self._forbidden else axes
+
+    def violated(self, choice: ChoiceId, strategy: Strategy) -> tuple[str, ...]:
+        """Labels of the constraints that a strategy violates."""
+        return tuple(
+            c.label
+            for c in self.constraints
+            if choice in c.strategies and not c.strategies[choice](strategy)
+        )
+
+    def forbidding(self, action: str, axes: NontrivialAxes, axis: int) -> tuple[str, ...]:
+        """Labels of the constraints that forbid an action on an axis of the whole mesh."""
+        if axis not in axes.axes:
+            return ()
+        collective = (action, axes.axes.index(axis))
+        return tuple(c.label for c in self.constraints if collective in c.collectives)
+
+    def _runs_forbidden(self, strategy: Strategy) -> bool:
+        return any((c.operation.action, c.axis) in self._forbidden for c in strategy.collectives)
+
+
+UNCONSTRAINED = PlanConstraints()
+
+
+@dataclass(frozen=True)
+class _ConstrainedPricer:
+    axes: NontrivialAxes
+    forbidden: frozenset[tuple[str, int]]
+
+    def collective_time(
+        self, action: Action, axis: int, nbytes: int, *, inner: bool = False
+    ) -> float:
+        if (action, axis) in self.forbidden:
+            return float("inf")
+        return self.axes.collective_time(action, axis, nbytes, inner=inner)
+
+    def copy_time(self, nbytes: int) -> float:
+        return self.axes.copy_time(nbytes)
+
+
+def _nothing_allowed(
+    constraint: Constraint, choice: ChoiceId, strategies: Sequence[Strategy]
+) -> str:
+    shown = [str(s) for s in strategies[:8]]
+    more = f", and {len(strategies) - len(shown)} more" if len(strategies) > len(shown) else ""
+    return (
+        f"{constraint.label}: {choice[0]} {choice[1]!r} has no such strategy; over the axes of "
+        f"more than one rank it has {'; '.join(shown)}{more}"
+    )
