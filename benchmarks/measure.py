@@ -61,7 +61,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     phases, start = _Phases(), time.perf_counter()
     graph = phases.run("load", lambda: load_graph(data))
     plan = phases.run(
-        "plan", lambda: make_plan(graph, mesh, options, on_progress=_announce, tables=tables)
+        "plan", lambda: make_plan(graph, mesh, options, on_progress=_announce, block_cache=tables)
     )
     findings = phases.run("check", lambda: check_plan(plan, graph)) if plan.found else ()
     total = time.perf_counter() - start

@@ -16,7 +16,7 @@ from autoshard.graph import Graph
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import Plan, operator_coverage
 from autoshard.planner import make_plan, search_meshes
-from autoshard.solve import TableStore
+from autoshard.solve import KeyValueStore
 
 NO_PLAN = 3
 """Exit status where planning ended without a plan: infeasible, or out of time."""
@@ -84,8 +84,8 @@ def plan(
             )
         else:
             program = _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache)
-            tables = _shelf(cache, "blocks", closed=no_cache)
-            found = make_plan(program, devices, asked, tables=tables)
+            block_cache = _shelf(cache, "blocks", closed=no_cache)
+            found = make_plan(program, devices, asked, block_cache=block_cache)
         _write(found, output)
     if json:
         sys.stdout.write(found.to_json() + "\n")
@@ -163,7 +163,7 @@ def search(
                     num_workers=workers,
                     on_progress=lambda progress: status.update(progress.phase),
                     options=asked,
-                    tables=_shelf(cache, "blocks", closed=no_cache),
+                    block_cache=_shelf(cache, "blocks", closed=no_cache),
                 )
         best = candidates[0].plan
         if best is not None:
@@ -240,7 +240,7 @@ def _mesh(
     )
 
 
-def _shelf(folder: Path | None, namespace: str, *, closed: bool) -> TableStore | None:
+def _shelf(folder: Path | None, namespace: str, *, closed: bool) -> KeyValueStore | None:
     if closed:
         return None
     from autoshard_solver_cache import FolderCache, NamespacedCache  # noqa: PLC0415  --no-cache needs none

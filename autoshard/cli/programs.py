@@ -8,7 +8,7 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph, load_graph, rules_from_json
 from autoshard.ops import has_rule, with_rules
 from autoshard.plan import Plan
-from autoshard.solve import TableStore
+from autoshard.solve import KeyValueStore
 
 
 def read_program(
@@ -16,7 +16,7 @@ def read_program(
     *,
     modules: Sequence[str] = (),
     discover: bool = True,
-    store: TableStore | None = None,
+    store: KeyValueStore | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Graph:
     """The program of an archive, with rules that are found by running its operators.

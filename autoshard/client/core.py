@@ -31,7 +31,7 @@ from autoshard.planner import (
     torch_version,
 )
 from autoshard.planner import explain as explain_choice
-from autoshard.solve import CancelToken, Progress, TableStore
+from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 OnProgress = Callable[[JobProgress], None]
 """Called with each progress report of a running request."""
@@ -57,8 +57,8 @@ class Resources:
         num_workers: processes that a mesh search plans with.
     """
 
-    blocks: TableStore | None = None
-    rules: TableStore | None = None
+    blocks: KeyValueStore | None = None
+    rules: KeyValueStore | None = None
     discovery_seconds: float = 30.0
     max_strategies: int | None = None
     num_workers: int = 2
@@ -136,7 +136,7 @@ def plan(
         options,
         on_progress=None if on_progress is None else lambda p: on_progress(_solver_progress(p)),
         cancel=cancel,
-        tables=resources.blocks,
+        block_cache=resources.blocks,
         max_strategies=resources.max_strategies,
     )
     return _with_id(made, plan_id(graph, mesh, options)), is_complete and _is_final(made)
@@ -244,7 +244,7 @@ def search(
         num_workers=resources.num_workers,
         on_progress=report,
         cancel=cancel,
-        tables=resources.blocks,
+        block_cache=resources.blocks,
         max_strategies=resources.max_strategies,
     )
     found = []

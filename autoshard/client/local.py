@@ -44,7 +44,7 @@ from autoshard.planner import (
     problem_size,
     search_meshes,
 )
-from autoshard.solve import TableStore
+from autoshard.solve import KeyValueStore
 from autoshard_solver_cache import FolderCache, NamespacedCache
 
 _UNFINISHED = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
@@ -65,10 +65,10 @@ class Local(Talk):
 
     def __init__(self, kept: OfflinePlans | None = None, *, blocks: bool = True) -> None:
         super().__init__(kept)
-        self._tables: TableStore | None = None
+        self._block_cache: KeyValueStore | None = None
         if blocks:
             folder = os.environ.get(FOLDER_VARIABLE) or None
-            self._tables = NamespacedCache(FolderCache(folder), "blocks")
+            self._block_cache = NamespacedCache(FolderCache(folder), "blocks")
         self._jobs = LocalJobs()
         self._topologies: dict[str, Topology] = {}
 
@@ -113,7 +113,7 @@ class Local(Talk):
 
         def validate() -> Validation:
             known = plan_id(asked.program, asked.mesh, asked.options)
-            graph = _with_found_rules(asked.program, self._tables)
+            graph = _with_found_rules(asked.program, self._block_cache)
             size = problem_size(graph, asked.mesh, asked.options)
             return Validation(plan_id=known, size=size)
 
@@ -124,7 +124,7 @@ class Local(Talk):
         asked.topologies = dict(self._topologies)
 
         def cover() -> Coverage:
-            graph = _with_found_rules(asked.program, self._tables)
+            graph = _with_found_rules(asked.program, self._block_cache)
             return operator_coverage(graph, axis_sizes=asked.axis_sizes)
 
         return (yield from work(cover))
@@ -261,12 +261,12 @@ class Local(Talk):
 
     def _solve(self, asked: Asked, job: LocalJob) -> Made | None:
         plan = make_plan(
-            _with_found_rules(asked.program, self._tables),
+            _with_found_rules(asked.program, self._block_cache),
             asked.mesh,
             asked.options,
             on_progress=job.advance,
             cancel=job.cancel,
-            tables=self._tables,
+            block_cache=self._block_cache,
         )
         if plan.certificate.status is SolveStatus.CANCELLED:
             return None
@@ -277,7 +277,7 @@ class Local(Talk):
 
     def _search(self, asked: AskedSearch, job: LocalJob) -> Made | None:
         found = search_meshes(
-            _with_found_rules(asked.program, self._tables),
+            _with_found_rules(asked.program, self._block_cache),
             asked.num_devices,
             topology=asked.cluster,
             options=asked.options,
@@ -285,7 +285,7 @@ class Local(Talk):
             num_workers=_PROCESSES,
             on_progress=job.advance_search,
             cancel=job.cancel,
-            tables=self._tables,
+            block_cache=self._block_cache,
         )
         if job.cancel.is_set():
             return None
@@ -341,7 +341,7 @@ def _entry(plan: Plan, created_at: datetime) -> PlanEntry:
     )
 
 
-def _with_found_rules(graph: Graph, store: TableStore | None) -> Graph:
+def _with_found_rules(graph: Graph, store: KeyValueStore | None) -> Graph:
     """The program with rules for operators of ATen that have none, where torch is installed."""
     if all(has_rule(node.operator) for node in graph.nodes if node.operator.startswith("aten.")):
         return graph

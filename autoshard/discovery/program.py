@@ -27,7 +27,7 @@ from autoshard.graph import (
 from autoshard.graph.custom_rules import anonymous
 from autoshard.graph.ir import call_key
 from autoshard.ops import Call, call_of, has_rule, with_rules
-from autoshard.solve import TableStore
+from autoshard.solve import KeyValueStore
 
 TIME_LIMIT = 30.0
 """Seconds for all operators of a program."""
@@ -82,7 +82,7 @@ def discover(
     *,
     custom: bool = True,
     aten: bool = True,
-    store: TableStore | None = None,
+    store: KeyValueStore | None = None,
     time_limit: float = TIME_LIMIT,
 ) -> Discovery:
     """Find rules for the operators of a program that have none, by running them.
@@ -145,7 +145,7 @@ def _kinds(graph: Graph) -> Iterator[list[Node]]:
 
 
 def _finding(
-    call: Call, nodes: Iterable[Node], store: TableStore | None, deadline: float
+    call: Call, nodes: Iterable[Node], store: KeyValueStore | None, deadline: float
 ) -> Finding:
     names = _names(nodes)
     if refused := _refusal(call):

@@ -22,7 +22,7 @@ from autoshard.planner.formulation.decisions import Decisions, decisions_of
 from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.variables import Role, Variable
 from autoshard.planner.memory_budget.planning import Planning
-from autoshard.solve import Marginals
+from autoshard.solve import MinMarginals
 
 _EXACT = 1e-6
 """Relative gap of the plans that a regret is measured with."""
@@ -214,7 +214,7 @@ class _Explainer:
 
     def _totals(self, number: int) -> tuple[FloatArray, BoolArray]:
         """Seconds of the best plan with each strategy, shape [S], and whether that is proven."""
-        marginals = Marginals.of(self._problem)
+        marginals = MinMarginals.of(self._problem)
         size = self._problem.nodes[number].num_strategies
         exact = np.ones(size, dtype=np.bool_)
         known = np.array([self._objective + self._override(number, s) for s in range(size)])
@@ -232,7 +232,7 @@ class _Explainer:
                 totals[s] = total if exact[s] else min(total, known[s])
         return totals, exact
 
-    def _fits(self, marginals: Marginals, number: int, s: int) -> bool:
+    def _fits(self, marginals: MinMarginals, number: int, s: int) -> bool:
         """Whether a best plan with a strategy, made without the budget, obeys it anyway."""
         if self._remaining <= 0 or not self._holds_everything:
             return False

@@ -19,7 +19,7 @@ from autoshard.mesh import Mesh, Topology, make_mesh, mesh_to_json
 from autoshard.plan.compare import mesh_text
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
-from autoshard.solve import CancelToken, TableStore
+from autoshard.solve import CancelToken, KeyValueStore
 
 _WORKER = (sys.executable, "-m", "autoshard.planner.search_worker")
 _LOOK = 0.1
@@ -81,7 +81,7 @@ def search_meshes(
     num_workers: int = 2,
     on_progress: Callable[[SearchProgress], None] | None = None,
     cancel: CancelToken | None = None,
-    tables: TableStore | None = None,
+    block_cache: KeyValueStore | None = None,
     max_strategies: int | None = None,
 ) -> tuple[Candidate, ...]:
     """Plan a program on every mesh of so many devices, best first.
@@ -98,7 +98,7 @@ def search_meshes(
         num_workers: how many processes plan at the same time.
         on_progress: called after each mesh, from the calling thread.
         cancel: once set, the processes are killed and what is done is returned.
-        tables: keeps solved blocks, as for `make_plan`; asked from several threads. Where it
+        block_cache: keeps solved blocks, as for `make_plan`; asked from several threads. Where it
             raises OSError, the worker that met it goes on without it.
         max_strategies: as for `make_plan`; a mesh whose problem is larger has an error.
 
@@ -118,12 +118,13 @@ def search_meshes(
         {
             "graph": graph_to_json(graph),
             "options": asked,
-            "tables": tables is not None,
+            "block_cache": block_cache is not None,
             "max_strategies": max_strategies,
         }
     )
     workers = [
-        _Worker(request, waiting, answers, tables) for _ in range(min(num_workers, len(meshes)))
+        _Worker(request, waiting, answers, block_cache)
+        for _ in range(min(num_workers, len(meshes)))
     ]
     found: list[Candidate] = []
     try:
@@ -207,12 +208,12 @@ class _Worker:
         request: str,
         meshes: "queue.SimpleQueue[Mesh]",
         answers: "queue.SimpleQueue[Candidate]",
-        tables: TableStore | None,
+        block_cache: KeyValueStore | None,
     ) -> None:
         self._request = request
         self._meshes = meshes
         self._answers = answers
-        self._tables = tables
+        self._block_cache = block_cache
         self._process: subprocess.Popen[str] | None = None
         self._lock = Lock()
         self._stopped = False
@@ -264,20 +265,20 @@ class _Worker:
 
     def _kept(self, key: str) -> bytes | None:
         """A table; None where there is none, or no store without trouble."""
-        if self._tables is not None:
+        if self._block_cache is not None:
             try:
-                return self._tables.get(key)
+                return self._block_cache.get(key)
             except OSError:
-                self._tables = None
+                self._block_cache = None
         return None
 
     def _keep(self, key: str, body: bytes) -> None:
         """Keep a table, unless the store is in trouble: it costs a solve and never an answer."""
-        if self._tables is not None:
+        if self._block_cache is not None:
             try:
-                self._tables.put(key, body)
+                self._block_cache.put(key, body)
             except OSError:
-                self._tables = None
+                self._block_cache = None
 
     def _started(self) -> "subprocess.Popen[str]":
         with self._lock:

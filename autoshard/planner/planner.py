@@ -34,7 +34,7 @@ from autoshard.planner.conflicts import conflict_text, find_conflict
 from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.variables import Role
 from autoshard.planner.memory_budget.planning import Outcome, Planning
-from autoshard.solve import CancelToken, Progress, Solution, TableStore
+from autoshard.solve import CancelToken, KeyValueStore, Progress, Solution
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
 
@@ -79,7 +79,7 @@ def make_plan(
     *,
     on_progress: Callable[[Progress], None] | None = None,
     cancel: CancelToken | None = None,
-    tables: TableStore | None = None,
+    block_cache: KeyValueStore | None = None,
     max_strategies: int | None = None,
 ) -> Plan:
     """Find the cheapest way to run a graph on a mesh.
@@ -90,7 +90,7 @@ def make_plan(
         options: mode, optimizer, memory budget, limits of the solver.
         on_progress: called with phase, incumbent and bound while the solver runs.
         cancel: an event; setting it stops the solver.
-        tables: keeps solved blocks for other plans. What it has is not worked out again;
+        block_cache: keeps solved blocks for other plans. What it has is not worked out again;
             `provenance.blocks` says what that was, and nothing else in the plan depends on it.
         max_strategies: of all choices together; a larger problem is refused, not solved.
 
@@ -112,7 +112,7 @@ def make_plan(
         check_size(formulation, max_strategies)
     with clock.phase("solve"), collection_of_new():
         planning = Planning(
-            formulation, options, on_progress=on_progress, cancel=cancel, tables=tables
+            formulation, options, on_progress=on_progress, cancel=cancel, block_cache=block_cache
         )
         outcome = planning.within(prices.memory_budget)
     conflict = None

@@ -18,10 +18,10 @@ from autoshard.graph import Graph, graph_from_json
 from autoshard.mesh import mesh_from_json
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.planner import make_plan
-from autoshard.solve import TableStore
+from autoshard.solve import KeyValueStore
 
 
-class _RemoteTables:
+class _RemoteBlockCache:
     """The tables of whoever started this process.
 
     Args:
@@ -50,10 +50,10 @@ def main() -> None:
     request = json.loads(lines.get())
     graph = graph_from_json(request["graph"])
     options = PlanOptions.model_validate(request["options"])
-    tables = _RemoteTables(lines, answers) if request["tables"] else None
+    block_cache = _RemoteBlockCache(lines, answers) if request["block_cache"] else None
     most = request["max_strategies"]
     while True:
-        _say(answers, _answer(graph, json.loads(lines.get()), options, tables, most))
+        _say(answers, _answer(graph, json.loads(lines.get()), options, block_cache, most))
 
 
 def _say(answers: TextIO, message: dict[str, Any]) -> None:
@@ -62,10 +62,16 @@ def _say(answers: TextIO, message: dict[str, Any]) -> None:
 
 
 def _answer(
-    graph: Graph, mesh: str, options: PlanOptions, tables: TableStore | None, most: int | None
+    graph: Graph,
+    mesh: str,
+    options: PlanOptions,
+    block_cache: KeyValueStore | None,
+    most: int | None,
 ) -> dict[str, Any]:
     try:
-        plan = make_plan(graph, mesh_from_json(mesh), options, tables=tables, max_strategies=most)
+        plan = make_plan(
+            graph, mesh_from_json(mesh), options, block_cache=block_cache, max_strategies=most
+        )
         return {"plan": plan.to_json()}
     except InputError as error:
         return {"error": str(error)}

@@ -11,7 +11,7 @@ _FloatArray = NDArray[np.float64]
 _IntArray = NDArray[np.intp]
 
 
-class Closure:
+class ShortestPathCost:
     """A matrix of prices, shape [N, N]: the cheapest ways over steps from state to state.
 
     Where states are few thousands with a dozen steps each, a product with a vector is a

@@ -22,10 +22,10 @@ from autoshard.solve.repeats import Outcome, solve_repeats
 from autoshard.solve.search import CancelToken, Interrupted, Progress, Search
 from autoshard.solve.solution import Solution
 from autoshard.solve.stage import Stage
-from autoshard.solve.tables import TableStore
+from autoshard.solve.tables import KeyValueStore
 from autoshard.solve.thinning import thin
-from autoshard.solve.trail import Trail
 from autoshard.solve.usage import minimum_usage
+from autoshard.solve.warm_start import WarmStart
 
 _INTEGRAL = 1.0 - 1e-6
 _MOST_ROUNDS = 6
@@ -56,8 +56,8 @@ def solve_problem(
     on_progress: Callable[[Progress], None] | None = None,
     cancel: CancelToken | None = None,
     solver: str = "highs",
-    tables: TableStore | None = None,
-    trail: Trail | None = None,
+    block_cache: KeyValueStore | None = None,
+    warm_start: WarmStart | None = None,
 ) -> Solution:
     """Find the cheapest choice, with a proof of how good it is.
 
@@ -77,9 +77,9 @@ def solve_problem(
         cancel: a `threading.Event`, say; once set, the solve ends with what it has.
         solver: "highs", or the name of a cvxpy solver that gets what the reductions leave
             (see `solve_reference`; then `cancel` is heard only between phases).
-        tables: keeps tables of repeated groups for other solves. What it has is not worked
+        block_cache: keeps tables of repeated groups for other solves. What it has is not worked
             out again; `Solution.blocks` says what that was.
-        trail: give the same one to solves of one problem under several limits; all but the
+        warm_start: give the same one to solves of one problem under several limits; all but the
             first then know where to look.
 
     Returns:
@@ -98,8 +98,8 @@ def solve_problem(
         seed=seed,
         on_progress=on_progress,
         cancel=cancel,
-        tables=tables,
-        trail=trail,
+        block_cache=block_cache,
+        warm_start=warm_start,
     )
     infeasible = False
     try:
@@ -141,8 +141,10 @@ def _solve(search: Search, solver: str) -> bool:
 def _through_structure(search: Search) -> Outcome:
     """Make use of wide nodes and repeated groups; NOTHING where that leaves something to do."""
     outcome = solve_narrowed(search, partial(_solve_core, search))
-    done = outcome is Outcome.INFEASIBLE or search.closed or search.trail.core is not None
-    if done or (outcome is Outcome.TOLD and search.problem.has_closures):
+    done = (
+        outcome is Outcome.INFEASIBLE or search.closed or search.warm_start.restricted is not None
+    )
+    if done or (outcome is Outcome.TOLD and search.problem.has_path_costs):
         return outcome
     outcome = _repeated(search)
     return outcome if outcome is Outcome.INFEASIBLE or search.closed else Outcome.NOTHING
@@ -157,7 +159,13 @@ def _repeated(search: Search) -> Outcome:
 
 
 def _solve_core(
-    search: Search, core: Problem, seconds: float, *, gap: float, bound: float, trail: Trail | None
+    search: Search,
+    core: Problem,
+    seconds: float,
+    *,
+    gap: float,
+    bound: float,
+    warm_start: WarmStart | None,
 ) -> Solution:
     """Solve a part of the problem of a search, of which a lower bound is known."""
     inner = Search(
@@ -166,8 +174,8 @@ def _solve_core(
         gap=max(gap, _LEAST_GAP),
         seed=search.seed,
         cancel=search,
-        tables=search.tables,
-        trail=trail,
+        block_cache=search.block_cache,
+        warm_start=warm_start,
     )
     inner.raise_bound(bound)
     infeasible = False

@@ -14,7 +14,7 @@ def _go_on() -> None:
     """Never stops anything."""
 
 
-class Marginals:
+class MinMarginals:
     """The best choices that pick a given strategy of a given node; usage limits are ignored.
 
     Exact, by message passing over an elimination order (see `Elimination`).
@@ -37,7 +37,7 @@ class Marginals:
             self.least = tuple(np.full(len(cost), np.inf) for cost in every)
 
     @classmethod
-    def of(cls, problem: Problem, *, check: Callable[[], None] = _go_on) -> "Marginals | None":
+    def of(cls, problem: Problem, *, check: Callable[[], None] = _go_on) -> "MinMarginals | None":
         """The marginals of a problem; None where it has ties, or tables would be too large.
 
         Closures stand for matrices that are too large.
@@ -46,7 +46,7 @@ class Marginals:
             problem: what to look at.
             check: called now and then; raises to stop.
         """
-        if problem.ties or problem.has_closures:
+        if problem.ties or problem.has_path_costs:
             return None
         network = Network.from_problem(problem, limited=False)
         plan = Elimination.compile(network, check=check)

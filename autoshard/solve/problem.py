@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
-from autoshard.solve.closure import Closure
+from autoshard.solve.closure import ShortestPathCost
 
 USAGE_TOLERANCE = 1e-9
 """Relative excess over a usage limit that counts as rounding."""
@@ -63,14 +63,14 @@ class Edge:
 
     source: int
     target: int
-    prices: FloatArray | Closure
+    prices: FloatArray | ShortestPathCost
     rows: IntArray
     cols: IntArray
 
     @property
     def cost(self) -> FloatArray:
         """The prices as a matrix; slow and large for a closure."""
-        return self.prices.dense if isinstance(self.prices, Closure) else self.prices
+        return self.prices.dense if isinstance(self.prices, ShortestPathCost) else self.prices
 
     def dense(self) -> FloatArray:
         """The full matrix, shape [S_source, S_target]."""
@@ -147,23 +147,25 @@ class Problem:
         return np.concatenate((listed.costs[listed.starts[nodes] + picks[nodes]], paid))
 
     @cached_property
-    def has_closures(self) -> bool:
+    def has_path_costs(self) -> bool:
         """Whether some edges have no matrix: a method that needs one is not for this problem."""
-        return any(isinstance(edge.prices, Closure) for edge in self.edges)
+        return any(isinstance(edge.prices, ShortestPathCost) for edge in self.edges)
 
     @cached_property
     def most(self) -> float:
         """A price that no allowed choice exceeds."""
         arrays = [*(node.cost for node in self.nodes), *(edge.prices for edge in self.edges)]
         # Arrays that are shared are looked at once.
-        known = {id(a): a.most if isinstance(a, Closure) else _largest(a) for a in arrays}
+        known = {id(a): a.most if isinstance(a, ShortestPathCost) else _largest(a) for a in arrays}
         return sum(known[id(array)] for array in arrays)
 
     @cached_property
     def _listed(self) -> "_Listed":
         costs, starts = _laid_out([node.cost for node in self.nodes])
         labels, places = _laid_out([x for edge in self.edges for x in (edge.rows, edge.cols)])
-        closures = {i: e.prices for i, e in enumerate(self.edges) if isinstance(e.prices, Closure)}
+        closures = {
+            i: e.prices for i, e in enumerate(self.edges) if isinstance(e.prices, ShortestPathCost)
+        }
         empty = np.zeros((0, 0))
         given = [empty if i in closures else e.cost for i, e in enumerate(self.edges)]
         prices, matrices = _laid_out(given)
@@ -290,7 +292,7 @@ class _Listed:
     sources: IntArray
     targets: IntArray
     numbers: IntArray
-    closures: dict[int, Closure]
+    closures: dict[int, ShortestPathCost]
 
 
 def _laid_out(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArray]:
@@ -356,7 +358,7 @@ def _validate_prices(edge: Edge, where: str) -> None:
     for index, size in zip((edge.rows, edge.cols), edge.prices.shape, strict=True):
         if len(index) and not (index.min() >= 0 and index.max() < size):
             raise ProblemError(f"{where} indexes outside its cost matrix")
-    given = edge.prices.arcs[2] if isinstance(edge.prices, Closure) else edge.prices
+    given = edge.prices.arcs[2] if isinstance(edge.prices, ShortestPathCost) else edge.prices
     # The least entry is NaN if any entry is; these matrices can be large.
     if not given.min(initial=np.inf) > -np.inf:
         raise ProblemError(f"{where} has a NaN or -inf cost; costs are numbers or +inf")

@@ -11,8 +11,8 @@ from autoshard.arrays import IntArray
 from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.solve.problem import Problem
 from autoshard.solve.solution import Solution
-from autoshard.solve.tables import SolvedBlock, TableStore
-from autoshard.solve.trail import Trail
+from autoshard.solve.tables import KeyValueStore, SolvedBlock
+from autoshard.solve.warm_start import WarmStart
 
 
 class CancelToken(Protocol):
@@ -59,8 +59,8 @@ class Search:
         seed: for the solvers that draw random numbers.
         on_progress: called with each improvement and at the start of each phase.
         cancel: asked between steps and from inside the solvers.
-        tables: keeps tables of solved blocks for other solves, if there is one.
-        trail: what solves of the same problem under other limits have left; grows.
+        block_cache: keeps tables of solved blocks for other solves, if there is one.
+        warm_start: what solves of the same problem under other limits have left; grows.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Search:
         seed: int = 0,
         on_progress: Callable[[Progress], None] | None = None,
         cancel: CancelToken | None = None,
-        tables: TableStore | None = None,
-        trail: Trail | None = None,
+        block_cache: KeyValueStore | None = None,
+        warm_start: WarmStart | None = None,
     ) -> None:
         self.problem = problem
-        self.trail = Trail() if trail is None else trail
+        self.warm_start = WarmStart() if warm_start is None else warm_start
         self.gap = gap
         self.seed = seed
-        self.tables = tables
+        self.block_cache = block_cache
         self.blocks: tuple[SolvedBlock, ...] = ()
         self.choice: IntArray | None = None
         self.objective = float("inf")

@@ -19,7 +19,7 @@ _FORMAT = b"autoshard table 2"
 _Number = TypeVar("_Number", np.float64, np.int32)
 
 
-class TableStore(Protocol):
+class KeyValueStore(Protocol):
     """Bytes under keys, shared with other solves.
 
     A store that cannot be reached says so by finding nothing: it must not raise.
@@ -82,7 +82,7 @@ class KeptTable:
         key: digest of everything that determines the table.
     """
 
-    def __init__(self, store: TableStore, key: str) -> None:
+    def __init__(self, store: KeyValueStore, key: str) -> None:
         self._store = store
         self._key = key
 

@@ -17,7 +17,7 @@ from autoshard.graph import Graph, export_model
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
-from autoshard.solve import TableStore
+from autoshard.solve import KeyValueStore
 from autoshard_solver_cache import Cache, FolderCache, NamespacedCache, SolverCache
 
 MESH = (2, 2)
@@ -38,8 +38,8 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cache]:
         yield opened
 
 
-def planned(graph: Graph, tables: TableStore | None = None, **options: Any) -> Plan:
-    return make_plan(graph, make_mesh(MESH), PlanOptions(**options), tables=tables)
+def planned(graph: Graph, block_cache: KeyValueStore | None = None, **options: Any) -> Plan:
+    return make_plan(graph, make_mesh(MESH), PlanOptions(**options), block_cache=block_cache)
 
 
 def content(plan: Plan) -> str:
@@ -54,9 +54,9 @@ def counts(plan: Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_a_deeper_model_reuses_the_block(cache: Cache, llamas: dict[int, Graph], mode: str) -> None:
-    tables = NamespacedCache(cache, "blocks")
-    shallow = planned(llamas[4], tables, mode=mode)
-    deep = planned(llamas[7], tables, mode=mode)
+    block_cache = NamespacedCache(cache, "blocks")
+    shallow = planned(llamas[4], block_cache, mode=mode)
+    deep = planned(llamas[7], block_cache, mode=mode)
     assert content(shallow) == content(planned(llamas[4], mode=mode))
     assert content(deep) == content(planned(llamas[7], mode=mode))
     assert counts(deep)[0] > 0
@@ -78,13 +78,13 @@ def test_a_plan_without_a_cache_says_what_repeats(llamas: dict[int, Graph]) -> N
 def test_a_binding_budget_gives_the_plan_of_a_fresh_solve(
     cache: Cache, llamas: dict[int, Graph]
 ) -> None:
-    tables = NamespacedCache(cache, "blocks")
-    free = planned(llamas[4], tables)
+    block_cache = NamespacedCache(cache, "blocks")
+    free = planned(llamas[4], block_cache)
     assert free.memory is not None
     options = {"memory_budget": int(free.memory.peak * 0.9), "relative_gap": 0.02}
     fresh = planned(llamas[4], **options)
-    first = planned(llamas[4], tables, **options)
-    again = planned(llamas[4], tables, **options)
+    first = planned(llamas[4], block_cache, **options)
+    again = planned(llamas[4], block_cache, **options)
     assert fresh.memory is not None
     assert fresh.memory.peak <= options["memory_budget"]
     assert content(first) == content(again) == content(fresh)
@@ -123,12 +123,12 @@ def test_spoilt_entries_are_dropped_and_solved_again(
     spoilt = spoil_rows(path, damage) if kind == "sqlite" else spoil_file(path, damage)
     assert spoilt > 0
     with closing(make()) as cache:
-        tables = NamespacedCache(cache, "blocks")
-        second = planned(llamas[4], tables)
+        block_cache = NamespacedCache(cache, "blocks")
+        second = planned(llamas[4], block_cache)
         assert content(second) == content(first)
         assert counts(second)[0] == 0
         assert cache.stats("blocks").corrupted > 0
-        assert counts(planned(llamas[4], tables))[1] == 0
+        assert counts(planned(llamas[4], block_cache))[1] == 0
 
 
 PLANNER = """
@@ -140,8 +140,8 @@ from autoshard.planner import (make_plan)
 from autoshard_solver_cache import FolderCache, NamespacedCache, SolverCache
 kind, store, archive = sys.argv[1:]
 cache = {"sqlite": SolverCache, "folder": FolderCache}[kind](store)
-tables = NamespacedCache(cache, "blocks")
-plan = make_plan(load_graph(Path(archive)), make_mesh((2, 4)), tables=tables)
+block_cache = NamespacedCache(cache, "blocks")
+plan = make_plan(load_graph(Path(archive)), make_mesh((2, 4)), block_cache=block_cache)
 print(plan.to_json())
 """
 

@@ -64,9 +64,9 @@ def test_a_search_ranks_the_plans_of_all_meshes(planned: Planner) -> None:
 
 def test_a_search_keeps_and_reuses_solved_blocks() -> None:
     graph = small_graph(partial(llama, layers=4))
-    tables = NamespacedCache(MemoryCache(), "blocks")
+    block_cache = NamespacedCache(MemoryCache(), "blocks")
     fresh, first, second = (
-        search_meshes(graph, 4, tables=store) for store in (None, tables, tables)
+        search_meshes(graph, 4, block_cache=store) for store in (None, block_cache, block_cache)
     )
     plans = [[candidate.plan for candidate in found] for found in (fresh, first, second)]
     for alone, kept, reused in zip(*plans, strict=True):
@@ -104,7 +104,7 @@ class FullDisk:
 def test_a_store_in_trouble_is_left_alone(is_readable: bool) -> None:
     graph = small_graph(partial(llama, layers=4))
     store = FullDisk(is_readable=is_readable)
-    found = search_meshes(graph, 2, tables=store, num_workers=1)
+    found = search_meshes(graph, 2, block_cache=store, num_workers=1)
     assert store.failures == 1
     assert [candidate.error for candidate in found] == [""]
     assert found[0].plan is not None

@@ -208,11 +208,14 @@ def test_the_plan_is_the_best_of_all(planned: Planner, formulation: Formulation)
 
 def test_solved_blocks_are_not_mistaken_for_those_without() -> None:
     graph = graph_of(meta(llama, layers=4))
-    mesh, tables = slow_devices(latency=1e-4, dp=2, tp=2), NamespacedCache(MemoryCache(), "blocks")
-    make_plan(graph, mesh, PlanOptions(), tables=tables)
+    mesh, block_cache = (
+        slow_devices(latency=1e-4, dp=2, tp=2),
+        NamespacedCache(MemoryCache(), "blocks"),
+    )
+    make_plan(graph, mesh, PlanOptions(), block_cache=block_cache)
     first, second, fresh = (
-        make_plan(graph, mesh, PlanOptions(overlap=True), tables=store)
-        for store in (tables, tables, None)
+        make_plan(graph, mesh, PlanOptions(overlap=True), block_cache=store)
+        for store in (block_cache, block_cache, None)
     )
     assert first.stages == second.stages == fresh.stages
     assert any(block.num_solved for block in first.provenance.blocks)

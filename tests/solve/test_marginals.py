@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.solve import Edge, Marginals, Node, Problem, brute_force
+from autoshard.solve import Edge, MinMarginals, Node, Problem, brute_force
 
 
 def random_problem(seed: int) -> Problem:
@@ -31,7 +31,7 @@ def forced(problem: Problem, node: int, strategy: int) -> Problem:
 @pytest.mark.parametrize("seed", range(40))
 def test_marginals_are_what_forcing_costs(seed: int) -> None:
     problem = random_problem(seed)
-    marginals = Marginals.of(problem)
+    marginals = MinMarginals.of(problem)
     assert marginals is not None
     for node, least in enumerate(marginals.least):
         for strategy, price in enumerate(least):
@@ -45,4 +45,4 @@ def test_marginals_are_what_forcing_costs(seed: int) -> None:
 
 def test_ties_have_no_marginals() -> None:
     nodes = (Node(np.zeros(2), np.zeros(2)), Node(np.ones(2), np.zeros(2)))
-    assert Marginals.of(Problem(nodes, ties=((0, 1),))) is None
+    assert MinMarginals.of(Problem(nodes, ties=((0, 1),))) is None

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from autoshard.errors import ProblemError
 from autoshard.outcome import SolveStatus
 from autoshard.solve import (
-    Closure,
     Edge,
-    Marginals,
+    MinMarginals,
     Node,
     Problem,
     Repeat,
-    Trail,
+    ShortestPathCost,
+    WarmStart,
     brute_force,
     solve_problem,
 )
@@ -41,7 +41,7 @@ def link(rng: np.random.Generator, source: int, target: int, *, closure: bool) -
         return Edge(source, target, prices, states, states)
     arcs = [(a, b) for a in range(3) for b in range(3) if a != b and rng.random() < 0.8]
     ends = np.array(arcs, dtype=np.intp).reshape(-1, 2)
-    steps = Closure(3, ends[:, 0], ends[:, 1], rng.integers(0, 9, len(arcs)) / 2)
+    steps = ShortestPathCost(3, ends[:, 0], ends[:, 1], rng.integers(0, 9, len(arcs)) / 2)
     return Edge(source, target, steps, states, states)
 
 
@@ -104,7 +104,7 @@ def test_closure_is_the_matrix_of_cheapest_ways(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
     steps = np.where(rng.random((size, size)) < 0.4, rng.integers(0, 9, (size, size)), np.inf)
     sources, targets = np.nonzero(np.isfinite(steps))
-    closure = Closure(size, sources, targets, steps[sources, targets])
+    closure = ShortestPathCost(size, sources, targets, steps[sources, targets])
     ways = np.where(np.eye(size, dtype=bool), 0.0, steps)
     for middle in range(size):
         ways = np.minimum(ways, ways[:, [middle]] + ways[[middle]])
@@ -131,7 +131,7 @@ def test_closure_prices_choices_as_its_matrix_does() -> None:
 
 
 def test_closure_of_an_unpriced_step_is_refused() -> None:
-    steps = Closure(2, np.array([0]), np.array([1]), np.array([np.nan]))
+    steps = ShortestPathCost(2, np.array([0]), np.array([1]), np.array([np.nan]))
     node = Node(np.zeros(2), np.zeros(2))
     with pytest.raises(ProblemError, match="NaN"):
         Problem((node, node), (Edge(0, 1, steps, np.arange(2), np.arange(2)),))
@@ -142,7 +142,7 @@ def test_closure_of_an_unpriced_step_is_refused() -> None:
 def test_bounds_of_messages_hold_and_never_fall(seed: int, sizes: tuple[int, int, int]) -> None:
     problem = layered(seed, *sizes)
     messages = folded_messages(problem)
-    exact = Marginals.of(written_down(problem))
+    exact = MinMarginals.of(written_down(problem))
     assert exact is not None
     optimum = float(exact.least[0].min())
     before = -np.inf
@@ -193,7 +193,7 @@ def test_core_is_the_problem_with_fewer_strategies(seed: int, sizes: tuple[int, 
 @pytest.mark.parametrize("seed", range(30))
 def test_narrowing_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> None:
     problem = layered(seed, *[(3, 2, 0), (4, 1, 0), (5, 1, 1), (6, 1, 0)][seed % 4])
-    exact = Marginals.of(written_down(problem))
+    exact = MinMarginals.of(written_down(problem))
     assert exact is not None
     optimum = float(exact.least[0].min())
     solution = solve_problem(problem, relative_gap=0.0)
@@ -241,14 +241,14 @@ def test_narrowing_keeps_a_limit(seed: int, share: float) -> None:
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("seed", range(8))
 def test_narrowing_keeps_one_limit_after_another(seed: int) -> None:
-    """Whatever a trail says is likely, bounds hold and choices keep the limit."""
+    """Whatever a warm_start says is likely, bounds hold and choices keep the limit."""
     free = layered(seed, 5, 1, 0)
     optimum = brute_force(free)
     if optimum.choice is None:
         return
     rng = np.random.default_rng(seed)
-    trail = Trail(unlimited=optimum.objective)
-    trail.likely = [
+    warm_start = WarmStart(unlimited_bound=optimum.objective)
+    warm_start.candidates = [
         (rng.random(node.num_strategies) < 0.5) | (np.arange(node.num_strategies) == 0)
         for node in free.nodes
     ]
@@ -257,7 +257,7 @@ def test_narrowing_keeps_one_limit_after_another(seed: int) -> None:
     for share in (0.8, 0.5, 0.3, 0.9):
         problem = replace(free, usage_limit=least + share * (most - least))
         expected = brute_force(problem)
-        solution = solve_problem(problem, relative_gap=0.0, trail=trail)
+        solution = solve_problem(problem, relative_gap=0.0, warm_start=warm_start)
         if solution.status is SolveStatus.INFEASIBLE:
             assert expected.status is SolveStatus.INFEASIBLE
             continue
@@ -269,8 +269,8 @@ def test_narrowing_keeps_one_limit_after_another(seed: int) -> None:
 
 def test_what_needs_matrices_passes_closures_by() -> None:
     problem = layered(1, 3, 1, 0)
-    assert Marginals.of(problem) is None
-    assert Marginals.of(written_down(problem)) is not None
+    assert MinMarginals.of(problem) is None
+    assert MinMarginals.of(written_down(problem)) is not None
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.layered import edge, free_node, layered, with_times
 
 from autoshard.outcome import SolveStatus
-from autoshard.solve import Node, Problem, Repeat, Solution, Trail, minimum_usage, solve_problem
+from autoshard.solve import Node, Problem, Repeat, Solution, WarmStart, minimum_usage, solve_problem
 from autoshard.solve.cuts import best_mixture, best_prices, cheapest_mixture
 from autoshard.solve.repeats import Outcome, find_runs, limited, solve_repeats
 from autoshard.solve.repeats.condensed import Condensed
@@ -74,18 +74,18 @@ def check_told(problem: Problem, few: int) -> Solution:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
 def test_a_trail_says_where_to_look_and_nothing_else(seed: int, num_layers: int) -> None:
-    plain, trail = layered(seed, num_layers=num_layers, num_inner=1, num_hubs=0), Trail()
+    plain, warm_start = layered(seed, num_layers=num_layers, num_inner=1, num_hubs=0), WarmStart()
     for share in (0.4, 0.2, 0.0, 0.7):
         problem = with_times(plain, seed, share)
         expected = solve_problem(replace(problem, repeats=()))
-        search = Search(problem, gap=1e-9, trail=trail)
+        search = Search(problem, gap=1e-9, warm_start=warm_start)
         if solve_repeats(search) is Outcome.INFEASIBLE:
             assert expected.status is SolveStatus.INFEASIBLE
             continue
         assert search.bound <= expected.objective * (1 + 1e-12)
         assert (search.choice is None) or problem.is_feasible(search.choice)
         assert search.objective >= expected.objective - 1e-9
-        solution = solve_problem(problem, trail=trail)
+        solution = solve_problem(problem, warm_start=warm_start)
         assert solution.status is expected.status
         assert solution.objective == pytest.approx(expected.objective)
 

@@ -97,8 +97,8 @@ def test_cached_answers_are_those_of_a_fresh_solve(seed: int, share: float | Non
     if share is not None:
         problem = limited(problem, share)
     fresh = solve_problem(problem)
-    first = solve_problem(problem, tables=store)
-    again = solve_problem(problem, tables=store)
+    first = solve_problem(problem, block_cache=store)
+    again = solve_problem(problem, block_cache=store)
     assert_same(first, fresh)
     assert_same(again, fresh)
     assert reused(first)[1] > 0
@@ -110,9 +110,9 @@ def test_cached_answers_are_those_of_a_fresh_solve(seed: int, share: float | Non
 @pytest.mark.parametrize("seed", range(3))
 def test_other_depths_and_other_models_reuse_a_block(seed: int) -> None:
     store = Store()
-    first = solve_problem(model(seed, layers=4), tables=store)
+    first = solve_problem(model(seed, layers=4), block_cache=store)
     for other in (model(seed, layers=7), model(seed, layers=3, around=1)):
-        fresh, cached = solve_problem(other), solve_problem(other, tables=store)
+        fresh, cached = solve_problem(other), solve_problem(other, block_cache=store)
         assert_same(cached, fresh)
         assert reused(cached)[0] > 0
         assert [b.key for b in cached.blocks] == [b.key for b in first.blocks]
@@ -135,7 +135,7 @@ def test_work_is_the_same_whether_tables_are_made_or_found(seed: int, share: flo
         problem = limited(problem, share)
     fresh = solve_problem(problem, relative_gap=0.3)
     for _ in range(2):
-        assert_same(solve_problem(problem, relative_gap=0.3, tables=store), fresh)
+        assert_same(solve_problem(problem, relative_gap=0.3, block_cache=store), fresh)
 
 
 @pytest.mark.parametrize("seed", [0, 6, 11])
@@ -152,7 +152,7 @@ def test_answers_do_not_depend_on_the_speed_of_the_machine(
 
 def test_what_repeats_is_named() -> None:
     problem = model(1, layers=5)
-    (block,) = solve_problem(problem, tables=Store()).blocks
+    (block,) = solve_problem(problem, block_cache=Store()).blocks
     assert block.num_groups == 5
     assert block.nodes == problem.repeats[0].instances[0]
     (plain,) = solve_problem(problem).blocks
@@ -161,9 +161,9 @@ def test_what_repeats_is_named() -> None:
 
 def test_another_price_is_another_block() -> None:
     store = Store()
-    solve_problem(model(1, layers=4), tables=store)
+    solve_problem(model(1, layers=4), block_cache=store)
     other = model(1, layers=4, nudge=1e-12)
-    cached = solve_problem(other, tables=store)
+    cached = solve_problem(other, block_cache=store)
     assert reused(cached)[0] == 0
     assert_same(cached, solve_problem(other))
 
@@ -172,11 +172,11 @@ def test_a_table_without_its_inside_is_made_again() -> None:
     """The states inside of a group that were asked for are kept apart from its table."""
     store = Store()
     problem = model(2, layers=4)
-    fresh = solve_problem(problem, tables=store)
-    tables = {key: body for key, body in store.entries.items() if len(body) != 32 + 3 * 4}
-    assert len(tables) < len(store.entries)
-    without = Store(tables)
-    cached = solve_problem(problem, tables=without)
+    fresh = solve_problem(problem, block_cache=store)
+    block_cache = {key: body for key, body in store.entries.items() if len(body) != 32 + 3 * 4}
+    assert len(block_cache) < len(store.entries)
+    without = Store(block_cache)
+    cached = solve_problem(problem, block_cache=without)
     assert_same(cached, fresh)
     assert reused(cached) == (sum(reused(fresh)), 0)
     assert without.missed > 0
@@ -197,9 +197,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 def test_damaged_entries_are_solved_again(damage: Callable[[bytes], bytes]) -> None:
     store = Store()
     problem = model(3, layers=4)
-    fresh = solve_problem(problem, tables=store)
+    fresh = solve_problem(problem, block_cache=store)
     damaged = Store({key: damage(body) for key, body in store.entries.items()})
-    cached = solve_problem(problem, tables=damaged)
+    cached = solve_problem(problem, block_cache=damaged)
     assert_same(cached, fresh)
     assert reused(cached)[0] == 0
 
@@ -207,10 +207,10 @@ def test_damaged_entries_are_solved_again(damage: Callable[[bytes], bytes]) -> N
 def test_entries_under_each_others_keys_are_not_taken() -> None:
     store = Store()
     problem = model(3, layers=4)
-    fresh = solve_problem(problem, tables=store)
+    fresh = solve_problem(problem, block_cache=store)
     keys = list(store.entries)
     mixed = Store({key: store.entries[keys[i - 1]] for i, key in enumerate(keys)})
-    cached = solve_problem(problem, tables=mixed)
+    cached = solve_problem(problem, block_cache=mixed)
     assert_same(cached, fresh)
     assert reused(cached)[0] == 0
 
@@ -218,9 +218,9 @@ def test_entries_under_each_others_keys_are_not_taken() -> None:
 def test_entries_of_another_version_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store()
     problem = model(3, layers=4)
-    fresh = solve_problem(problem, tables=store)
+    fresh = solve_problem(problem, block_cache=store)
     monkeypatch.setattr("autoshard.solve.tables._FORMAT", b"autoshard table 0")
-    cached = solve_problem(problem, tables=store)
+    cached = solve_problem(problem, block_cache=store)
     assert_same(cached, fresh)
     assert reused(cached)[0] == 0
 

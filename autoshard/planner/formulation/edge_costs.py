@@ -8,9 +8,9 @@ import numpy as np
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.costs import Passes, hidden_seconds
 from autoshard.layouts import ReshardingTable
-from autoshard.solve import Closure
+from autoshard.solve import ShortestPathCost
 
-Priced = tuple[FloatArray | Closure, IntArray, IntArray]
+Priced = tuple[FloatArray | ShortestPathCost, IntArray, IntArray]
 """Prices of reshardings, and the row and column of each strategy at either end."""
 
 _MOST_PAIRED = 600
@@ -86,18 +86,18 @@ class Ends:
         """Whether the forward part of each does nothing, shape [R, C]."""
         return table.stays[self._pairs]
 
-    def priced(self, table: ReshardingTable, closures: dict[int, Closure]) -> Priced:
+    def priced(self, table: ReshardingTable, path_costs: dict[int, ShortestPathCost]) -> Priced:
         """What an edge needs of the reshardings.
 
         Args:
             table: the value's reshardings.
-            closures: those of tables that were too large so far.
+            path_costs: those of tables that were too large so far.
         """
         if len(table.layouts) <= _MOST_PAIRED or self.compute is not None:
             return self.once(table), self.rows, self.cols
-        if id(table) not in closures:
-            closures[id(table)] = Closure(len(table.layouts), *table.steps)
-        return closures[id(table)], self.made[self.rows], self.taken[self.cols]
+        if id(table) not in path_costs:
+            path_costs[id(table)] = ShortestPathCost(len(table.layouts), *table.steps)
+        return path_costs[id(table)], self.made[self.rows], self.taken[self.cols]
 
     @property
     def _pairs(self) -> tuple[IntArray, IntArray]:

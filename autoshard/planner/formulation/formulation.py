@@ -30,7 +30,7 @@ from autoshard.plan.pricing import OperatorPrices, Prices, Usage
 from autoshard.planner.formulation.edge_costs import Ends, Priced
 from autoshard.planner.formulation.overlap import Hiding
 from autoshard.planner.formulation.variables import Arc, Role, Variable
-from autoshard.solve import Closure, Edge, Problem, Repeat
+from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
 from autoshard.solve import Node as ProblemNode
 
 
@@ -98,7 +98,7 @@ class Formulation:
         self._totals: dict[int, FloatArray] = {}
         self._edges: dict[tuple[object, ...], Priced] = {}
         self._ends: dict[tuple[object, ...], Ends] = {}
-        self._closures: dict[int, Closure] = {}
+        self._path_costs: dict[int, ShortestPathCost] = {}
         self._shared: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
         self._resting: dict[tuple[object, ...], _Resting] = {}
         self._build()
@@ -374,7 +374,7 @@ class Formulation:
         key = self.kind_of(arc)
         if key not in self._edges:
             table = self.table(arc.value, arc.gradient)
-            self._edges[key] = self.ends(arc).priced(table, self._closures)
+            self._edges[key] = self.ends(arc).priced(table, self._path_costs)
         return Edge(arc.source, arc.target, *self._edges[key])
 
 

@@ -15,7 +15,7 @@ from autoshard.arrays import BoolArray, FloatArray
 from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.variables import Role
 from autoshard.planner.memory_budget.saved_tensors import Retention
-from autoshard.solve import Node, Problem, Trail
+from autoshard.solve import Node, Problem, WarmStart
 
 _ELASTICITIES = (0.4, 3.0)
 """Prices of all the memory there is that are tried, in terms of the price of a step."""
@@ -25,8 +25,8 @@ _WIDTH = 12
 
 def likely_strategies(
     plain: Formulation,
-    first: Trail,
-    solve: Callable[[Problem, Trail], object],
+    first: WarmStart,
+    solve: Callable[[Problem, WarmStart], object],
     *,
     price: float,
     budget: int,
@@ -43,15 +43,15 @@ def likely_strategies(
     Returns:
         shape [S] for each variable; None where strategies are too few to be worth it.
     """
-    if not first.least:
+    if not first.strategy_bounds:
         return None
-    masks = [_cheapest(bounds) for bounds in first.least]
+    masks = [_cheapest(bounds) for bounds in first.strategy_bounds]
     held = _held(plain)
     for elasticity in _ELASTICITIES:
-        trail = Trail()
-        solve(_priced(plain.problem, held, elasticity * price / budget), trail)
-        if trail.least:
-            more = map(_cheapest, trail.least)
+        warm_start = WarmStart()
+        solve(_priced(plain.problem, held, elasticity * price / budget), warm_start)
+        if warm_start.strategy_bounds:
+            more = map(_cheapest, warm_start.strategy_bounds)
             masks = [mask | new for mask, new in zip(masks, more, strict=True)]
     return masks
 

@@ -31,11 +31,11 @@ from autoshard.planner.memory_budget.memory_problem import MemoryProblem
 from autoshard.planner.memory_budget.search import Counted, Draft, Rounds, without_plan
 from autoshard.solve import (
     CancelToken,
+    KeyValueStore,
     Problem,
     Progress,
     Solution,
-    TableStore,
-    Trail,
+    WarmStart,
     minimum_usage,
     solve_problem,
 )
@@ -87,7 +87,7 @@ class Planning:
         seconds: time for all of it; that of the options if None.
         on_progress: called while the solver runs.
         cancel: an event; setting it stops the solver.
-        tables: keeps solved blocks for other plans.
+        block_cache: keeps solved blocks for other plans.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class Planning:
         seconds: float | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         cancel: CancelToken | None = None,
-        tables: TableStore | None = None,
+        block_cache: KeyValueStore | None = None,
     ) -> None:
         self._formulation = formulation
         self._options = options
         self._deadline = time.perf_counter() + (seconds or options.time_limit)
         self._on_progress = on_progress
         self._cancel = cancel
-        self._tables = tables
-        self._trail = Trail()  # of the problem without a limit
+        self._block_cache = block_cache
+        self._warm_start = WarmStart()  # of the problem without a limit
 
     def within(self, budget: int) -> Outcome:
         """The cheapest plan that fits a budget in bytes per device."""
@@ -189,12 +189,12 @@ class Planning:
     def _unlimited(self) -> Outcome:
         """The cheapest plan that holds everything that backward needs."""
         problem = self._formulation.problem
-        solution = self._solve(problem, trail=self._trail)
+        solution = self._solve(problem, warm_start=self._warm_start)
         plan = None if solution.choice is None else self.made(Decisions(solution.choice))
         return Outcome(solution, problem, plan, lambda v: v)
 
     def _solve(
-        self, problem: Problem, *, gap: float | None = None, trail: Trail | None = None
+        self, problem: Problem, *, gap: float | None = None, warm_start: WarmStart | None = None
     ) -> Solution:
         # Inference counts nearly all there is, so that the first look is mostly the last.
         several = self._formulation.prices.training and isfinite(problem.usage_limit)
@@ -205,8 +205,8 @@ class Planning:
             seed=self._options.seed,
             on_progress=self._on_progress,
             cancel=self._cancel,
-            tables=self._tables,
-            trail=trail,
+            block_cache=self._block_cache,
+            warm_start=warm_start,
         )
 
     @collection_paused()
@@ -246,12 +246,14 @@ class Planning:
         for _ in range(_MOST_ROUNDS):
             if rounds.counted is None:
                 rounds.counted = self._counted(self._negligible(budget), rounds.backward)
-                rounds.counted.trail.unlimited = known if seen else None
-                rounds.counted.trail.likely = rounds.counted.nodes_with(likely) if likely else []
+                rounds.counted.warm_start.unlimited_bound = known if seen else None
+                rounds.counted.warm_start.candidates = (
+                    rounds.counted.nodes_with(likely) if likely else []
+                )
             limit = rounds.search.limit
             limited = replace(rounds.counted.problem, usage_limit=limit)
             gap = _LOOSE * self._options.relative_gap
-            solution = self._solve(limited, gap=gap, trail=rounds.counted.trail)
+            solution = self._solve(limited, gap=gap, warm_start=rounds.counted.warm_start)
             if whole is None or limit == budget:
                 whole = solution
                 rounds.bound = max(rounds.bound, solution.bound)
@@ -272,7 +274,7 @@ class Planning:
         if rounds.best is None or rounds.counted is None or self._is_good(rounds):
             return
         limited = replace(rounds.counted.problem, usage_limit=rounds.search.enough)
-        solution = self._solve(limited, trail=rounds.counted.trail)
+        solution = self._solve(limited, warm_start=rounds.counted.warm_start)
         if rounds.search.enough == rounds.budget:
             rounds.bound = max(rounds.bound, solution.bound)
         if solution.choice is not None:
@@ -346,8 +348,8 @@ class Planning:
             return None
         return likely_strategies(
             plain,
-            self._trail,
-            lambda problem, trail: self._solve(problem, gap=gap, trail=trail),
+            self._warm_start,
+            lambda problem, warm_start: self._solve(problem, gap=gap, warm_start=warm_start),
             price=price,
             budget=budget,
         )

@@ -9,7 +9,7 @@ from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Costs, Memory, Stage
 from autoshard.planner.formulation.decisions import Decisions
 from autoshard.planner.memory_budget.checkpoints import Backward
-from autoshard.solve import Problem, Solution, Trail
+from autoshard.solve import Problem, Solution, WarmStart
 
 _FINE = 3e-3
 """Share of the budget below which two limits are the same."""
@@ -39,14 +39,14 @@ class Counted:
         decisions: what a choice means.
         variable_of: the formulation's variable that a node stands for.
         nodes_with: strategies of nodes that go with some strategies of variables.
-        trail: left by solving it under some limits.
+        warm_start: left by solving it under some limits.
     """
 
     problem: Problem
     decisions: Callable[[IntArray], Decisions]
     variable_of: Callable[[int], int]
     nodes_with: Callable[[Sequence[BoolArray]], list[BoolArray]] = list
-    trail: Trail = field(default_factory=Trail)
+    warm_start: WarmStart = field(default_factory=WarmStart)
 
 
 class LimitSearch:

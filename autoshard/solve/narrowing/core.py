@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.closure import Closure
+from autoshard.solve.closure import ShortestPathCost
 from autoshard.solve.narrowing.folded import Folded
 from autoshard.solve.problem import Edge, Node, Problem
 
@@ -109,7 +109,7 @@ class _Shared:
             prices = edge.prices
             self._tables[key] = (
                 prices.between(row_labels, col_labels)
-                if isinstance(prices, Closure)
+                if isinstance(prices, ShortestPathCost)
                 else prices[np.ix_(row_labels, col_labels)]
             )
         return Edge(edge.source, edge.target, self._tables[key], rows, cols)

@@ -17,7 +17,7 @@ from autoshard.solve.narrowing.minimising import Narrowing, SolveCore, cheapest
 from autoshard.solve.problem import USAGE_TOLERANCE
 from autoshard.solve.repeats import Outcome, Pricing, Watch
 from autoshard.solve.search import Search
-from autoshard.solve.trail import Trail
+from autoshard.solve.warm_start import WarmStart
 
 _ELASTICITIES = (0.4, 3.0)
 """Guesses of the price of all usage that is allowed, in terms of the least price of a choice."""
@@ -52,7 +52,7 @@ class LimitedCore:
         self._solve = solve
         self._watch = Watch(search.problem, self._folded.runs)
         self._pricing = Pricing(search, self._watch, partial(narrowing.minimise, rough=True))
-        for choice in search.trail.best:
+        for choice in search.warm_start.best_choices:
             self._pricing.see(choice)
 
     def run(self) -> Outcome:
@@ -62,12 +62,12 @@ class LimitedCore:
             INFEASIBLE where no choice keeps the limit; the statistic `minimum_usage` is then
             a limit that one keeps.
         """
-        search, trail = self._search, self._search.trail
-        follows = trail.core is not None
+        search, warm_start = self._search, self._search.warm_start
+        follows = warm_start.restricted is not None
         if not follows:
             self._set_core(self._first_masks())
-        if self._problem.usage_limit <= trail.proven[0]:
-            search.raise_bound(trail.proven[1])
+        if self._problem.usage_limit <= warm_start.proven[0]:
+            search.raise_bound(warm_start.proven[1])
         for _ in range(_MOST_CORES):
             gap = search.objective - search.bound
             self._solve_core()
@@ -86,7 +86,7 @@ class LimitedCore:
 
     def _first_masks(self) -> list[BoolArray]:
         """Strategies that others think likely, or that are good at some prices of usage."""
-        likely = self._search.trail.likely
+        likely = self._search.warm_start.candidates
         if likely:
             return [likely[place.nodes[0]].copy() for place in self._folded.places]
         self._watch_most()
@@ -103,53 +103,55 @@ class LimitedCore:
 
     def _set_core(self, masks: Sequence[BoolArray]) -> None:
         """Make some strategies of each place the core; those that it has already stay."""
-        trail, inner = self._search.trail, Trail()
-        if trail.core is not None:
+        warm_start, inner = self._search.warm_start, WarmStart()
+        if warm_start.restricted is not None:
             masks = [mask.copy() for mask in masks]
             for place, mask in zip(self._folded.places, masks, strict=True):
-                mask[trail.core[0].kept[place.nodes[0]]] = True
+                mask[warm_start.restricted[0].kept[place.nodes[0]]] = True
         costs = [self._problem.nodes[place.nodes[0]].cost for place in self._folded.places]
         core = Core.of(self._problem, self._folded, one_per_run(self._folded, masks), costs=costs)
-        if trail.core is not None:
-            old, seen = trail.core
-            inner.best = [core.part(old.whole(choice)) for choice in seen.best]
-            inner.near = [
-                tuple(core.part(old.whole(choice)) for choice in some) for some in seen.near
+        if warm_start.restricted is not None:
+            old, seen = warm_start.restricted
+            inner.best_choices = [core.part(old.whole(choice)) for choice in seen.best_choices]
+            inner.swap_options = [
+                tuple(core.part(old.whole(choice)) for choice in some) for some in seen.swap_options
             ]
-        trail.core = core, inner
+        warm_start.restricted = core, inner
 
     def _solve_core(self) -> None:
         """Solve the core under the limit, and see the choices that were best at prices."""
-        search, trail = self._search, self._search.trail
+        search, warm_start = self._search, self._search.warm_start
         search.enter("solve a core")
         search.count("narrowing.cores")
-        assert trail.core is not None
-        core, inner = trail.core
+        assert warm_start.restricted is not None
+        core, inner = warm_start.restricted
         limited = replace(core.problem, usage_limit=self._problem.usage_limit)
         seconds = _CORE_SHARE * search.remaining
-        solution = self._solve(limited, seconds, gap=search.gap, bound=search.bound, trail=inner)
+        solution = self._solve(
+            limited, seconds, gap=search.gap, bound=search.bound, warm_start=inner
+        )
         if solution.choice is not None:
             search.offer(core.whole(solution.choice))
-        known = {choice.tobytes() for choice in trail.best}
-        for choice in map(core.whole, inner.best):
+        known = {choice.tobytes() for choice in warm_start.best_choices}
+        for choice in map(core.whole, inner.best_choices):
             if choice.tobytes() not in known:
                 self._pricing.see(choice)
-                trail.best.append(choice)
+                warm_start.best_choices.append(choice)
         search.check()
 
     def _prove(self) -> None:
         """Bound all choices at the prices that are best for those seen, and let the core grow."""
-        trail, limit = self._search.trail, self._problem.usage_limit
-        if not trail.best or not self._watch.weights:
+        warm_start, limit = self._search.warm_start, self._problem.usage_limit
+        if not warm_start.best_choices or not self._watch.weights:
             return
         prices = self._pricing.best_prices(limit)
         if not prices.any():
             return
-        sweeps = _FIRST_SWEEPS if np.isinf(trail.proven[0]) else _MORE_SWEEPS
+        sweeps = _FIRST_SWEEPS if np.isinf(warm_start.proven[0]) else _MORE_SWEEPS
         bound, least = self._narrowing.bounds(self._pricing.priced(prices), sweeps)
         self._search.raise_bound(self._pricing.proven(bound, prices))
-        trail.proven = limit, self._search.bound
-        if not self._search.closed and trail.core is not None:
+        warm_start.proven = limit, self._search.bound
+        if not self._search.closed and warm_start.restricted is not None:
             self._set_core([cheapest(bounds, _WIDTH) for bounds in least])
 
     def _is_possible(self) -> bool:

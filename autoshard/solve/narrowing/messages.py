@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.closure import Closure
+from autoshard.solve.closure import ShortestPathCost
 from autoshard.solve.narrowing.folded import Folded
 
 _EPSILON = 2.0**-50
@@ -122,7 +122,7 @@ class Messages:
             is_source: whether the prices are wanted by class of the source.
         """
         table = self._tables[bond]
-        if not isinstance(table, Closure):
+        if not isinstance(table, ShortestPathCost):
             prices = table + beyond if is_source else table + beyond[:, None]
             least: FloatArray = prices.min(axis=1 if is_source else 0)
             return least
@@ -192,16 +192,16 @@ def _views(folded: Folded) -> list[View]:
     return views
 
 
-def _tables(folded: Folded, views: Sequence[View]) -> list[FloatArray | Closure]:
+def _tables(folded: Folded, views: Sequence[View]) -> list[FloatArray | ShortestPathCost]:
     """Prices of each bond by class of its ends, shape [C, D], or by state."""
-    known: dict[tuple[int, int, int], FloatArray | Closure] = {}
+    known: dict[tuple[int, int, int], FloatArray | ShortestPathCost] = {}
     tables = []
     for bond in folded.bonds:
         prices, rows, cols = bond.edge.prices, views[bond.source], views[bond.target]
         key = (id(prices), id(rows), id(cols))
         if key not in known:
             known[key] = prices
-            if not isinstance(prices, Closure) and prices.shape != (
+            if not isinstance(prices, ShortestPathCost) and prices.shape != (
                 len(rows.labels),
                 len(cols.labels),
             ):

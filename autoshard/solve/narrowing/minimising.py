@@ -20,7 +20,7 @@ from autoshard.solve.narrowing.spanning import strategy_bounds
 from autoshard.solve.problem import Problem
 from autoshard.solve.search import Search
 from autoshard.solve.solution import Solution
-from autoshard.solve.trail import Trail
+from autoshard.solve.warm_start import WarmStart
 
 _FIRST_WIDTH, _LAST_WIDTH = 24, 48
 """Strategies of a place that a core holds."""
@@ -43,7 +43,13 @@ class SolveCore(Protocol):
     """Solves a core."""
 
     def __call__(
-        self, core: Problem, seconds: float, *, gap: float, bound: float, trail: Trail | None
+        self,
+        core: Problem,
+        seconds: float,
+        *,
+        gap: float,
+        bound: float,
+        warm_start: WarmStart | None,
     ) -> Solution:
         """Solve a core within some seconds.
 
@@ -52,7 +58,7 @@ class SolveCore(Protocol):
             seconds: after which the best choice so far is returned.
             gap: relative gap that may be left.
             bound: a lower bound that is known.
-            trail: left by solving it under other limits.
+            warm_start: left by solving it under other limits.
         """
 
 
@@ -220,7 +226,7 @@ class Narrowing:
         search.count("narrowing.cores")
         core = Core.of(self._problem, self.folded, masks, costs=self._messages.costs)
         seconds = _CORE_SHARE * search.remaining
-        solution = self._solve(core.problem, seconds, gap=gap, bound=bound, trail=None)
+        solution = self._solve(core.problem, seconds, gap=gap, bound=bound, warm_start=None)
         search.check()
         return solution, None if solution.choice is None else core.whole(solution.choice)
 

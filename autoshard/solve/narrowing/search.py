@@ -26,27 +26,27 @@ def solve_narrowed(search: Search, solve: SolveCore) -> Outcome:
         search: of the problem.
         solve: solves cores.
     """
-    problem, trail = search.problem, search.trail
-    if problem.ties or not (problem.repeats or problem.has_closures):
+    problem, warm_start = search.problem, search.warm_start
+    if problem.ties or not (problem.repeats or problem.has_path_costs):
         return Outcome.NOTHING
     folded = Folded(problem, independent_runs(problem))
     sizes = [problem.nodes[place.nodes[0]].num_strategies for place in folded.places]
-    if float(np.mean(sizes)) < _WIDE and not problem.has_closures:
+    if float(np.mean(sizes)) < _WIDE and not problem.has_path_costs:
         return Outcome.NOTHING
     narrowing = Narrowing(search, folded, solve)
-    if trail.unlimited is None:
+    if warm_start.unlimited_bound is None:
         bound = _minimise(search, narrowing)
         if bound == np.inf:
             return Outcome.INFEASIBLE
-        if search.choice is not None or not trail.best:
+        if search.choice is not None or not warm_start.best_choices:
             return Outcome.TOLD
-        trail.unlimited = bound
-    search.raise_bound(trail.unlimited)
+        warm_start.unlimited_bound = bound
+    search.raise_bound(warm_start.unlimited_bound)
     return LimitedCore(search, narrowing, solve).run()
 
 
 def _minimise(search: Search, narrowing: Narrowing) -> float:
-    """Tell the search the best choice without the limit; if it breaks it, the trail begins.
+    """Tell the search the best choice without the limit; if it breaks it, the warm_start begins.
 
     Returns:
         a lower bound.
@@ -58,7 +58,9 @@ def _minimise(search: Search, narrowing: Narrowing) -> float:
         if search.closed or search.choice is None:
             break
     if choice is not None and search.choice is None:
-        search.trail.best.append(choice)
+        search.warm_start.best_choices.append(choice)
     places = narrowing.folded.place_of
-    search.trail.least = [narrowing.least[places[v]] for v in range(len(search.problem.nodes))]
+    search.warm_start.strategy_bounds = [
+        narrowing.least[places[v]] for v in range(len(search.problem.nodes))
+    ]
     return bound

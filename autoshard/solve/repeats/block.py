@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.arrays import FloatArray
-from autoshard.solve.closure import Closure
+from autoshard.solve.closure import ShortestPathCost
 from autoshard.solve.problem import Problem
 from autoshard.solve.repeats.modes import Mode, find_modes
 from autoshard.solve.repeats.runs import Run
-from autoshard.solve.tables import KeptTable, SolvedBlock, TableStore, content_key
+from autoshard.solve.tables import KeptTable, KeyValueStore, SolvedBlock, content_key
 
 
 class Block:
@@ -29,7 +29,7 @@ class Block:
         num_solved: tables that had to be made.
     """
 
-    def __init__(self, problem: Problem, run: Run, store: TableStore | None) -> None:
+    def __init__(self, problem: Problem, run: Run, store: KeyValueStore | None) -> None:
         self.run = run
         self._problem = problem
         self._store = store
@@ -94,7 +94,7 @@ class Block:
         for edge in self.edges:
             prices = edge.prices
             if id(prices) not in known:
-                arrays = prices.arcs if isinstance(prices, Closure) else (prices,)
+                arrays = prices.arcs if isinstance(prices, ShortestPathCost) else (prices,)
                 known[id(prices)] = content_key(*map(_content, arrays)).encode()
             ends = repr((place[edge.source], place[edge.target], prices.shape)).encode()
             parts += [ends, known[id(prices)], _content(edge.rows), _content(edge.cols)]

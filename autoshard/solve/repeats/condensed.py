@@ -27,7 +27,7 @@ from autoshard.solve.repeats.template import (
     Template,
     reduce_around,
 )
-from autoshard.solve.tables import SolvedBlock, TableStore
+from autoshard.solve.tables import KeyValueStore, SolvedBlock
 
 _LEAST_WORK = 3e7
 """What one look at a problem costs beside additions, in additions."""
@@ -85,7 +85,7 @@ class Condensed:
         self,
         problem: Problem,
         runs: Sequence[Run],
-        store: TableStore | None = None,
+        store: KeyValueStore | None = None,
         *,
         check: Callable[[], None],
     ) -> None:

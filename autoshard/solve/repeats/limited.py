@@ -52,7 +52,7 @@ class PricedUsage:
         runs: runs in it.
         solver: solves the problem for other costs, its limit aside.
 
-    The search's trail begins with the best choice without a limit, which breaks it.
+    The search's warm_start begins with the best choice without a limit, which breaks it.
     """
 
     def __init__(self, search: Search, runs: Sequence[Run], solver: GroupSolver) -> None:
@@ -63,7 +63,7 @@ class PricedUsage:
         self._num_strategies = sum(node.num_strategies for node in search.problem.nodes)
         self._watch = Watch(search.problem, runs)
         self._pricing = Pricing(search, self._watch, solver.minimise)
-        for choice in search.trail.best:
+        for choice in search.warm_start.best_choices:
             self._pricing.see(choice)
 
     def run(self) -> bool:
@@ -85,7 +85,9 @@ class PricedUsage:
             if prices.any():
                 self._look_closer(prices, order)
         finally:
-            self._search.trail.best[:] = [point.choice for point in self._pricing.points]
+            self._search.warm_start.best_choices[:] = [
+                point.choice for point in self._pricing.points
+            ]
         return True
 
     def _look_closer(self, prices: FloatArray, order: Sequence[Point]) -> None:
@@ -173,7 +175,7 @@ class PricedUsage:
                 sides.append(other)
         filling = Filling(self._problem, self._runs, self._watch, check=search.check)
         search.enter("fill the room with repeated groups")
-        found = search.trail.near
+        found = search.warm_start.swap_options
         for i, (near, mode) in enumerate(product(sides, self._solver.modes)):
             if search.closed or search.choice is None:
                 return

@@ -14,7 +14,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.closure import Closure
+from autoshard.solve.closure import ShortestPathCost
 from autoshard.solve.problem import Edge, Problem
 
 Mode = Mapping[int, IntArray]
@@ -42,7 +42,7 @@ def find_modes(problem: Problem, nodes: Sequence[int], edges: Iterable[Edge]) ->
     splitting: list[tuple[Edge, IntArray]] = []
     for edge in edges:
         prices = edge.prices
-        if isinstance(prices, Closure) or not {edge.source, edge.target} <= place.keys():
+        if isinstance(prices, ShortestPathCost) or not {edge.source, edge.target} <= place.keys():
             continue
         if id(prices) not in known:
             known[id(prices)] = _parts(prices)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.closure import Closure
+from autoshard.solve.closure import ShortestPathCost
 from autoshard.solve.network import fingerprint
 from autoshard.solve.problem import Edge, Problem
 
@@ -103,7 +103,7 @@ class _Links:
         numbers: dict[tuple[bytes, ...], int] = {}
         known: dict[tuple[int, ...], int] = {}
 
-        def number(*arrays: FloatArray | IntArray | Closure) -> int:
+        def number(*arrays: FloatArray | IntArray | ShortestPathCost) -> int:
             # Arrays that are shared are digested once.
             identity = tuple(map(id, arrays))
             if identity not in known:
@@ -118,10 +118,10 @@ class _Links:
         self.others = ends[:, ::-1].T.ravel()
         self.keys = np.concatenate((np.array(keys, dtype=np.intp) + 1, keys)).astype(np.intp)
 
-    def _digest(self, array: FloatArray | IntArray | Closure) -> bytes:
+    def _digest(self, array: FloatArray | IntArray | ShortestPathCost) -> bytes:
         key = id(array)
         if key not in self._digests:
-            parts = array.arcs if isinstance(array, Closure) else (array,)
+            parts = array.arcs if isinstance(array, ShortestPathCost) else (array,)
             content = (part.tobytes() for part in parts)
             self._digests[key] = fingerprint(repr(array.shape).encode(), *content)
         return self._digests[key]

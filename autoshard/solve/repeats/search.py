@@ -30,7 +30,7 @@ def solve_repeats(search: Search) -> Outcome:
     """
     problem = search.problem
     runs = find_runs(problem)
-    condensed = Condensed(problem, runs, search.tables, check=search.check)
+    condensed = Condensed(problem, runs, search.block_cache, check=search.check)
     if problem.ties or not condensed.worthwhile:
         return Outcome.NOTHING
     try:
@@ -43,7 +43,7 @@ def _through(search: Search, runs: Sequence[Run], condensed: Condensed) -> Outco
     problem = search.problem
     search.enter("solve repeated groups")
     solver = GroupSolver(search, condensed)
-    if not search.trail.best:
+    if not search.warm_start.best_choices:
         answer = solver.minimise([node.cost for node in problem.nodes], SLACK)
         if answer is None:
             return Outcome.NOTHING
@@ -51,6 +51,6 @@ def _through(search: Search, runs: Sequence[Run], condensed: Condensed) -> Outco
         search.raise_bound(bound)
         if choice is None or search.offer(choice) or np.isinf(problem.usage_limit):
             return Outcome.TOLD
-        search.trail.best.append(choice)
+        search.warm_start.best_choices.append(choice)
     possible = PricedUsage(search, runs, solver).run()
     return Outcome.TOLD if possible else Outcome.INFEASIBLE

@@ -23,7 +23,7 @@ from autoshard.mesh import Mesh, mesh_from_json
 from autoshard.ops import has_rule
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan, plan_id, torch_version
-from autoshard.solve import Progress, TableStore
+from autoshard.solve import KeyValueStore, Progress
 from autoshard_server.jobs.kinds import JobKind
 from autoshard_server.problems import (
     INTERNAL,
@@ -61,10 +61,10 @@ def solve(
     work: Work,
     on_progress: Callable[[Mapping[str, Any]], None],
     cancel: Event,
-    tables: TableStore | None = None,
-    rules: TableStore | None = None,
+    block_cache: KeyValueStore | None = None,
+    rules: KeyValueStore | None = None,
     *,
-    plans: TableStore | None = None,
+    plans: KeyValueStore | None = None,
 ) -> Solved:
     """Do a job: make its plan, or what else its request asks for.
 
@@ -72,7 +72,7 @@ def solve(
         work: the request and the graph, as they were checked when they arrived.
         on_progress: called with phase, incumbent, bound and gap; null where not yet known.
         cancel: set it to stop.
-        tables: keeps solved blocks for other jobs.
+        block_cache: keeps solved blocks for other jobs.
         rules: keeps rules that were found for other jobs.
         plans: keeps plans that a search makes.
 
@@ -83,7 +83,9 @@ def solve(
     request = json.loads(work.request)
     if _kind(request) is not JobKind.PLAN:
         find_rules = partial(_with_found_rules, store=rules)
-        assigned = Assignment(request, work.graph, on_progress, cancel, tables, plans, find_rules)
+        assigned = Assignment(
+            request, work.graph, on_progress, cancel, block_cache, plans, find_rules
+        )
         return run_task(assigned)
     graph = requested_graph(request, work.graph)
     mesh, options = _mesh_and_options(request)
@@ -97,7 +99,7 @@ def solve(
         options,
         on_progress=lambda progress: on_progress(_report(progress)),
         cancel=cancel,
-        tables=tables,
+        block_cache=block_cache,
         max_strategies=request.get("max_strategies", _MOST_STRATEGIES),
     )
     # What we find ourselves follows from the request, and so does not change its id.
@@ -131,7 +133,7 @@ def _other_release() -> ServerError:
     )
 
 
-def _with_found_rules(graph: Graph, store: TableStore | None) -> tuple[Graph, bool]:
+def _with_found_rules(graph: Graph, store: KeyValueStore | None) -> tuple[Graph, bool]:
     """The program with rules for operators of ATen that have none; no others run here.
 
     Without torch they stay as they are: their work is done whole, by every rank.
@@ -165,7 +167,7 @@ def main() -> None:
     source = sys.stdin.buffer
     answers = _claim_stdout()
     # Opened before there is work, as everything is imported before.
-    tables, rules, plans = _open_caches(Settings())
+    block_cache, rules, plans = _open_caches(Settings())
     with suppress(OSError):
         # Where nobody is there any more, the end of stdin says so.
         write_frame(answers, FrameKind.READY, b"")
@@ -176,7 +178,9 @@ def main() -> None:
         write_frame(answers, FrameKind.PROGRESS, json.dumps(progress).encode())
 
     try:
-        solved = solve(Work(request.decode(), graph), report, Event(), tables, rules, plans=plans)
+        solved = solve(
+            Work(request.decode(), graph), report, Event(), block_cache, rules, plans=plans
+        )
     except Exception as error:  # noqa: BLE001  whatever it is becomes the answer
         if problem_type_of(error) is INTERNAL:
             _log.exception("solving failed")

@@ -24,7 +24,7 @@ from autoshard.planner import (
     problem_size,
     search_meshes,
 )
-from autoshard.solve import TableStore
+from autoshard.solve import KeyValueStore
 from autoshard_server.jobs.kinds import JobKind
 from autoshard_server.solvers.executor import Solved
 from autoshard_server.solvers.results import MeshSearch, SearchedMesh, Validation
@@ -47,7 +47,7 @@ class Assignment:
         payload: the bytes that came with it.
         report: called with phase, incumbent, bound and gap.
         cancel: set to stop.
-        tables: keeps solved blocks for other jobs.
+        block_cache: keeps solved blocks for other jobs.
         plans: keeps plan documents under their ids.
         find_rules: gives a graph the rules that this process can find, and says whether there
             was time to try all.
@@ -57,8 +57,8 @@ class Assignment:
     payload: bytes
     report: Callable[[Mapping[str, Any]], None]
     cancel: Event
-    tables: TableStore | None
-    plans: TableStore | None
+    block_cache: KeyValueStore | None
+    plans: KeyValueStore | None
     find_rules: Callable[[Graph], tuple[Graph, bool]]
 
 
@@ -134,7 +134,7 @@ def _search(task: Assignment) -> tuple[bytes, bool]:
         num_workers=_SEARCHERS,
         on_progress=lambda progress: task.report(_searched(progress)),
         cancel=task.cancel,
-        tables=task.tables,
+        block_cache=task.block_cache,
         max_strategies=task.asked.get("max_strategies"),
     )
     keep = task.plans if is_complete else None
@@ -159,7 +159,7 @@ def _is_final(plan: Plan) -> bool:
     return plan.certificate.status not in UNFINISHED
 
 
-def _searched_mesh(candidate: Candidate, known: str, keep: TableStore | None) -> SearchedMesh:
+def _searched_mesh(candidate: Candidate, known: str, keep: KeyValueStore | None) -> SearchedMesh:
     """A mesh of the answer; its plan is kept, so that it can be had under its id."""
     plan = candidate.plan
     if plan is None:
