@@ -14,7 +14,7 @@ from autoshard.cli.output import errors
 from autoshard.cli.programs import import_modules
 from autoshard.cli.render import milliseconds
 from autoshard.client import Client, JobProgress, SearchedMesh
-from autoshard.client.effects import OnProgress
+from autoshard.client.results import OnProgress
 from autoshard.errors import OptionError, RequestRejectedError
 from autoshard.mesh import Mesh, Topology
 from autoshard.plan import Coverage, Plan, PlanOptions

@@ -1,4 +1,4 @@
-"""REST clients of the planning service. Need torch only to export a live model."""
+"""Clients of the planner, at a service or in this process. Only exporting a module needs torch."""
 
 from autoshard.client.client import AsyncClient, Client
 from autoshard.client.results import (
@@ -11,7 +11,7 @@ from autoshard.client.results import (
     SearchResult,
     Validation,
 )
-from autoshard.client.retries import Retry
+from autoshard.client.transport import Retry
 
 __all__ = [
     "AsyncClient",

@@ -1,72 +1,62 @@
-"""The clients: a model and a mesh in, a plan out."""
+"""The clients of the planner: at a service, or in this process."""
 
-import inspect
-import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, get_args
-from urllib.parse import urlsplit
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
-from autoshard.client.api_key import find_api_key
-from autoshard.client.carriers import Awaiting, Blocking, Carrier
-from autoshard.client.effects import Conversation
-from autoshard.client.link import Link
+from autoshard.client import core
 from autoshard.client.local import Local
-from autoshard.client.offline import OfflinePlans
-from autoshard.client.remote import Remote
-from autoshard.client.retries import Retry
-from autoshard.client.talk import Talk
+from autoshard.client.offline import OfflinePlans, open_folder
+from autoshard.client.remote import Offline, Remote
+from autoshard.client.requests import (
+    CoverageRequest,
+    MeshLike,
+    ModelLike,
+    PlanRequest,
+    SearchRequest,
+    merge_options,
+    read_model,
+)
+from autoshard.client.results import (
+    JobStatus,
+    MeshSearch,
+    OnProgress,
+    PlanEntry,
+    PlanResult,
+    SearchResult,
+    Validation,
+)
+from autoshard.client.transport import (
+    AsyncTransport,
+    BlockingTransport,
+    Retry,
+    Transport,
+    run_blocking,
+)
+from autoshard.errors import ServiceError, ServiceUnavailableError
+from autoshard.mesh import Topology
+from autoshard.plan import (
+    Coverage,
+    Mode,
+    Plan,
+    PlanDifference,
+    PlanOptions,
+    compare_plans,
+    export_plan,
+)
+from autoshard.planner import Explanation
+from autoshard_solver_cache import NamespacedCache
 
 P = ParamSpec("P")
 T = TypeVar("T")
-C = TypeVar("C", bound=Carrier)
-
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-
-_log = logging.getLogger(__name__)
 
 
-def _blocking(
-    method: Callable[Concatenate[Talk, P], Conversation[T]],
-) -> "Callable[Concatenate[Client, P], T]":
-    """A conversation as a method that blocks."""
+class _Base:
+    """Construction of both clients."""
 
-    @wraps(method)
-    def call(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        conversation: Conversation[T] = getattr(self._talk, method.__name__)(*args, **kwargs)
-        return self._carrier.run(conversation)
-
-    return _described(call, method)
-
-
-def _awaiting(
-    method: Callable[Concatenate[Talk, P], Conversation[T]],
-) -> "Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]":
-    """A conversation as a coroutine."""
-
-    @wraps(method)
-    async def call(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        conversation: Conversation[T] = getattr(self._talk, method.__name__)(*args, **kwargs)
-        return await self._carrier.run(conversation)
-
-    return _described(call, method)
-
-
-def _described(call: T, method: Callable[..., Any]) -> T:
-    """A method with the signature of its conversation, returning what that returns."""
-    signature = inspect.signature(method)
-    *_, returned = get_args(signature.return_annotation)
-    call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
-    return call
-
-
-class _Base(Generic[C]):
-    """Whom a client talks to, and who carries that out."""
-
-    _make_carrier: type[C]
+    _transport_class: type[Transport]
 
     def __init__(
         self,
@@ -78,109 +68,477 @@ class _Base(Generic[C]):
         cache: bool | str | Path = True,
         fallback: Literal["local"] | None = None,
     ) -> None:
-        kept = _kept(cache)
-        link = Link(url, retry or Retry())
-        self._talk: Talk = Remote(link, kept, Local(kept) if fallback == "local" else None)
-        self._carrier: C = self._make_carrier(url, timeout, _headers(url, api_key))
+        transport = self._transport_class(url, timeout, retry or Retry(), api_key)
+        self._transport = transport
+        self._kept = None if cache is False else OfflinePlans(None if cache is True else cache)
+        local = Local(transport, self._kept, _resources(cache)) if fallback == "local" else None
+        self._backend: Local | Remote = Remote(transport, self._kept, local)
 
     @classmethod
-    def local(cls, *, cache: bool | str | Path = True) -> Self:
-        """A client that needs no service: plans are made in this process.
+    def local(cls, *, cache: bool | str | Path = True, num_workers: int = 2) -> Self:
+        """Make a client that needs no service: requests are carried out in this process.
 
-        What the service would refuse raises the library's own error here, such as `MeshError`.
+        Requests that a service would refuse raise the library's own errors, such as `MeshError`.
 
         Args:
-            cache: as of the client; where it is False, solved blocks are not kept either.
+            cache: keep plans, solved blocks and found rules on this machine, or the folder to
+                keep them in; AUTOSHARD_CACHE, or the user's cache folder, if True.
+            num_workers: processes that a mesh search plans with.
         """
-        made = cls("http://localhost", cache=cache)
-        made._talk = Local(_kept(cache), blocks=cache is not False)
+        made = cls("http://localhost", api_key=False, cache=cache)
+        resources = _resources(cache, num_workers)
+        made._backend = Local(made._transport, made._kept, resources)
         return made
 
-
-class Client(_Base[Blocking]):
-    """Talks to a planning service; a context manager. Safe to share between threads.
-
-    Args:
-        url: of the service, such as http://127.0.0.1:8000.
-        timeout: seconds that a single request may take; planning may take longer.
-        api_key: AUTOSHARD_API_KEY, the file that AUTOSHARD_API_KEY_FILE names, or `api-key` in
-            the user's folder of settings, if left out; none is sent if False.
-        retry: how patient to be when the service does not answer, or is too busy.
-        cache: whether plans are kept on this machine for when the service is down, or the
-            folder to keep them in; AUTOSHARD_CACHE, or the user's cache folder, if True.
-        fallback: `local` makes plans in this process where the service is not there, and no
-            plan is kept.
-
-    Raises:
-        OptionError: the API key cannot be read.
-    """
-
-    _make_carrier = Blocking
-
-    plan = _blocking(Talk.plan)
-    request_plan = _blocking(Talk.request_plan)
-    search = _blocking(Talk.search)
-    request_search = _blocking(Talk.request_search)
-    validate = _blocking(Talk.validate)
-    coverage = _blocking(Talk.coverage)
-    get_plan = _blocking(Talk.get_plan)
-    get_job = _blocking(Talk.get_job)
-    wait_for_job = _blocking(Talk.wait_for_job)
-    wait_for_search = _blocking(Talk.wait_for_search)
-    cancel = _blocking(Talk.cancel)
-    explain = _blocking(Talk.explain)
-    compare = _blocking(Talk.compare)
-    export = _blocking(Talk.export)
-    list_plans = _blocking(Talk.list_plans)
-    list_jobs = _blocking(Talk.list_jobs)
-    list_topologies = _blocking(Talk.list_topologies)
-    get_topology = _blocking(Talk.get_topology)
-    put_topology = _blocking(Talk.put_topology)
-    delete_topology = _blocking(Talk.delete_topology)
-    health = _blocking(Talk.health)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._carrier.close()
+    async def _plan(
+        self, request: PlanRequest, on_progress: OnProgress | None, offline: Offline, *, wait: bool
+    ) -> PlanResult:
+        kept = self._kept
+        if offline == "only":
+            plan = await self._transport.run(lambda: kept.find(request) if kept else None)
+            if plan is None:
+                raise ServiceUnavailableError("no plan of this request is kept on this machine")
+            return PlanResult(plan, cached=True, source="offline")
+        use_kept = offline == "fallback"
+        return await self._backend.plan(request, on_progress, use_kept=use_kept, wait=wait)
 
 
-class AsyncClient(_Base[Awaiting]):
+class AsyncClient(_Base):
     """As `Client`, with coroutines; an asynchronous context manager."""
 
-    _make_carrier = Awaiting
+    _transport_class = AsyncTransport
 
-    plan = _awaiting(Talk.plan)
-    request_plan = _awaiting(Talk.request_plan)
-    search = _awaiting(Talk.search)
-    request_search = _awaiting(Talk.request_search)
-    validate = _awaiting(Talk.validate)
-    coverage = _awaiting(Talk.coverage)
-    get_plan = _awaiting(Talk.get_plan)
-    get_job = _awaiting(Talk.get_job)
-    wait_for_job = _awaiting(Talk.wait_for_job)
-    wait_for_search = _awaiting(Talk.wait_for_search)
-    cancel = _awaiting(Talk.cancel)
-    explain = _awaiting(Talk.explain)
-    compare = _awaiting(Talk.compare)
-    export = _awaiting(Talk.export)
-    list_plans = _awaiting(Talk.list_plans)
-    list_jobs = _awaiting(Talk.list_jobs)
-    list_topologies = _awaiting(Talk.list_topologies)
-    get_topology = _awaiting(Talk.get_topology)
-    put_topology = _awaiting(Talk.put_topology)
-    delete_topology = _awaiting(Talk.delete_topology)
-    health = _awaiting(Talk.health)
+    async def plan(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        mesh: MeshLike,
+        options: PlanOptions | None = None,
+        mode: Mode | None = None,
+        memory_budget: int | None = None,
+        discover: bool = True,
+        on_progress: OnProgress | None = None,
+        offline: Offline = "fallback",
+    ) -> Plan:
+        """Plan a model for a mesh, and wait for the plan.
+
+            plan = client.plan("gpt2.pt2", mesh=(2, 4), memory_budget=40 * 10**9)
+
+        Args:
+            model: a module, which is exported on the meta device; or the path or bytes of a
+                `.pt2` archive or of its model.json.
+            args: example arguments of the module's forward.
+            kwargs: example keyword arguments of the module's forward.
+            mesh: size of each axis, or the arguments of `make_mesh` as a mapping, or a mesh.
+            options: of planning.
+            mode: replaces that of the options.
+            memory_budget: bytes per device; replaces that of the options.
+            discover: run the model's own operators in this process, on small tensors, to find
+                their sharding rules; the service never runs them. If False, they are replicated.
+            on_progress: called with each progress report of the job.
+            offline: use of plans kept on this machine: `fallback` if the service cannot be
+                reached, `never`, or `only`, which does not ask the service at all.
+                `request_plan` says where a plan comes from.
+
+        Returns:
+            The plan; if none exists, a document whose `reason` says why.
+
+        Raises:
+            GraphError: the model cannot be exported, or the file cannot be read.
+            RequestRejectedError: the service refused; carries the problem details.
+            ServiceUnavailableError: the service does not answer, or is too busy.
+        """
+        merged = merge_options(options, mode, memory_budget)
+        request = await self._transport.run(
+            lambda: PlanRequest(read_model(model, args, kwargs), mesh, merged, discover=discover)
+        )
+        result = await self._plan(request, on_progress, offline, wait=True)
+        if result.plan is None:
+            raise ServiceError("the service ended the request without a plan")
+        return result.plan
+
+    async def request_plan(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        mesh: MeshLike,
+        options: PlanOptions | None = None,
+        mode: Mode | None = None,
+        memory_budget: int | None = None,
+        discover: bool = True,
+        on_progress: OnProgress | None = None,
+        offline: Offline = "fallback",
+        wait: bool = True,
+    ) -> PlanResult:
+        """As `plan`, with the source of the plan; need not wait for it.
+
+        The arguments and errors are those of `plan`. With `wait=False`, it returns at once if the
+        plan is not known yet: ask for the job with `get_job`, or wait with `wait_for_job`.
+        """
+        merged = merge_options(options, mode, memory_budget)
+        request = await self._transport.run(
+            lambda: PlanRequest(read_model(model, args, kwargs), mesh, merged, discover=discover)
+        )
+        return await self._plan(request, on_progress, offline, wait=wait)
+
+    async def search(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        num_devices: int,
+        topology: str | Topology | None = None,
+        max_axes: int = 3,
+        options: PlanOptions | None = None,
+        mode: Mode | None = None,
+        memory_budget: int | None = None,
+        discover: bool = True,
+        on_progress: OnProgress | None = None,
+    ) -> MeshSearch:
+        """Plan a model on every mesh of a number of devices, and wait for the ranking.
+
+        The plans are stored: `get_plan` returns each by the `plan_id` of its mesh.
+
+        Args:
+            model: as in `plan`.
+            args: as in `plan`.
+            kwargs: as in `plan`.
+            num_devices: of each mesh.
+            topology: a name of `list_topologies`, or a topology; the default one if None.
+            max_axes: largest number of mesh axes.
+            options: of planning, the same for all meshes; `time_limit` is that of each plan.
+            mode: replaces that of the options.
+            memory_budget: bytes per device; replaces that of the options.
+            discover: as in `plan`.
+            on_progress: called with each progress report of the job: its phase counts the meshes
+                that are planned, its incumbent is the seconds of a step under the latest plan.
+
+        Returns:
+            Every mesh, best first; one whose plan ran out of time has no `plan_id`.
+
+        Raises:
+            GraphError: the model cannot be exported, or the file cannot be read.
+            RequestRejectedError: the service refused; carries the problem details.
+            ServiceUnavailableError: the service does not answer, or is too busy.
+        """
+        merged = merge_options(options, mode, memory_budget)
+        request = await self._transport.run(
+            lambda: SearchRequest(
+                read_model(model, args, kwargs),
+                num_devices,
+                topology=topology,
+                max_axes=max_axes,
+                options=merged,
+                discover=discover,
+            )
+        )
+        result = await self._backend.search(request, on_progress, wait=True)
+        if result.search is None:
+            raise ServiceError("the service ended the request without a search")
+        return result.search
+
+    async def request_search(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        num_devices: int,
+        topology: str | Topology | None = None,
+        max_axes: int = 3,
+        options: PlanOptions | None = None,
+        mode: Mode | None = None,
+        memory_budget: int | None = None,
+        discover: bool = True,
+        on_progress: OnProgress | None = None,
+        wait: bool = True,
+    ) -> SearchResult:
+        """As `search`, with the source of the ranking; need not wait for it.
+
+        The arguments and errors are those of `search`. With `wait=False`, it returns at once if
+        the search is not known yet: ask for the job with `get_job`, or wait with
+        `wait_for_search`.
+        """
+        merged = merge_options(options, mode, memory_budget)
+        request = await self._transport.run(
+            lambda: SearchRequest(
+                read_model(model, args, kwargs),
+                num_devices,
+                topology=topology,
+                max_axes=max_axes,
+                options=merged,
+                discover=discover,
+            )
+        )
+        return await self._backend.search(request, on_progress, wait=wait)
+
+    async def validate(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        mesh: MeshLike,
+        options: PlanOptions | None = None,
+        mode: Mode | None = None,
+        memory_budget: int | None = None,
+        discover: bool = True,
+    ) -> Validation:
+        """Check a request for a plan and measure its problem, without planning it.
+
+        A request that planning would refuse is refused here, with the same message: operators or
+        options that cannot be planned, an invalid mesh, a limit of the service. The arguments are
+        those of `plan`.
+
+        Returns:
+            The plan's id, and the size of the problem; `size.feasible` is False if memory rules
+            out every plan.
+
+        Raises:
+            GraphError: the model cannot be exported, or the file cannot be read.
+            RequestRejectedError: the service would refuse; carries the problem details.
+            ServiceUnavailableError: the service does not answer, or is too busy.
+        """
+        merged = merge_options(options, mode, memory_budget)
+        request = await self._transport.run(
+            lambda: PlanRequest(read_model(model, args, kwargs), mesh, merged, discover=discover)
+        )
+        return await self._backend.validate(request)
+
+    async def coverage(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        mesh: MeshLike | None = None,
+        plan: Plan | None = None,
+        discover: bool = True,
+    ) -> Coverage:
+        """List the operators of a model that can be sharded; as `autoshard.operator_coverage`.
+
+        Args:
+            model: as in `plan`.
+            args: as in `plan`.
+            kwargs: as in `plan`.
+            mesh: its axes must be able to shard an operator; axes of any size if None.
+            plan: a plan of the model, for the time that each operator takes under it. Then the
+                coverage is worked out in this process, with the rules of the plan.
+            discover: as in `plan`.
+
+        Raises:
+            GraphError: the model cannot be exported, or the file cannot be read.
+            RequestRejectedError: the service refused; carries the problem details.
+            ServiceUnavailableError: the service does not answer, or is too busy.
+        """
+        if plan is not None:
+            return await self._transport.run(
+                lambda: core.plan_coverage(read_model(model, args, kwargs), plan)
+            )
+        request = await self._transport.run(
+            lambda: CoverageRequest(read_model(model, args, kwargs), mesh, discover=discover)
+        )
+        return await self._backend.coverage(request)
+
+    async def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Plan:
+        """Return a plan that was made before.
+
+        Args:
+            plan_id: 64 hex digits.
+            offline: as in `plan`.
+
+        Raises:
+            RequestRejectedError: there is none.
+            ServiceUnavailableError: the service does not answer.
+        """
+        kept = self._kept
+        if offline == "only" and kept is not None:
+            found = await self._transport.run(lambda: kept.get(plan_id))
+            if found is None:
+                raise ServiceUnavailableError(f"no plan {plan_id} is kept on this machine")
+            return found
+        return await self._backend.get_plan(plan_id, use_kept=offline != "never")
+
+    async def get_job(self, job_id: str) -> JobStatus:
+        """Return the state of a job.
+
+        Raises:
+            RequestRejectedError: the job is unknown, or was forgotten.
+            ServiceUnavailableError: the service does not answer.
+        """
+        return await self._backend.get_job(job_id)
+
+    async def wait_for_job(self, job_id: str, *, on_progress: OnProgress | None = None) -> Plan:
+        """Wait for the plan of a job.
+
+        Raises:
+            RequestRejectedError: the job failed, was cancelled, or is unknown.
+            ServiceUnavailableError: the service does not answer.
+            ServiceError: the job makes no plan.
+        """
+        return (await self._backend.wait_for_job(job_id, on_progress)).get_plan()
+
+    async def wait_for_search(
+        self, job_id: str, *, on_progress: OnProgress | None = None
+    ) -> MeshSearch:
+        """Wait for the ranking of a job.
+
+        Raises:
+            RequestRejectedError: the job failed, was cancelled, or is unknown.
+            ServiceUnavailableError: the service does not answer.
+            ServiceError: the job is not a search.
+        """
+        return (await self._backend.wait_for_job(job_id, on_progress)).get_search()
+
+    async def cancel(self, job_id: str) -> JobStatus:
+        """Cancel a job, for all who wait for it; a job that is done stays as it is.
+
+        Raises:
+            RequestRejectedError: the job is unknown.
+            ServiceUnavailableError: the service does not answer.
+        """
+        return await self._backend.cancel(job_id)
+
+    async def explain(
+        self, plan: Plan | str, name: str, *, value: bool = False, time_limit: float = 60.0
+    ) -> Explanation:
+        """Price every alternative of one choice of a plan; as `autoshard.explain`.
+
+        Args:
+            plan: the id of a plan, or a plan, which is explained in this process.
+            name: a node, an input, a value, or the position of an output.
+            value: take the value, if a node and a value share the name.
+            time_limit: seconds for alternatives that must be planned anew.
+
+        Raises:
+            RequestRejectedError: there is no such plan, or nothing of that name.
+            ServiceUnavailableError: the service does not answer.
+        """
+        if isinstance(plan, str):
+            return await self._backend.explain(plan, name, value=value, time_limit=time_limit)
+        explanation, _ = await self._transport.run(
+            lambda: core.explain(plan, name, value=value, time_limit=time_limit)
+        )
+        return explanation
+
+    async def compare(self, before: Plan | str, after: Plan | str) -> PlanDifference:
+        """Compare two plans of one graph; as `autoshard.compare_plans`.
+
+        Args:
+            before: the id of a plan, or a plan.
+            after: likewise. Unless both are ids, they are compared in this process.
+
+        Raises:
+            RequestRejectedError: there is no such plan, or they are of different graphs.
+            ServiceUnavailableError: the service does not answer.
+        """
+        if isinstance(before, str) and isinstance(after, str):
+            return await self._backend.compare(before, after)
+        first = await self._backend.get_plan(before) if isinstance(before, str) else before
+        second = await self._backend.get_plan(after) if isinstance(after, str) else after
+        return await self._transport.run(lambda: compare_plans(first, second))
+
+    async def export(self, plan: Plan | str, target: str) -> str:
+        """Export a plan as code or settings of another framework; as `autoshard.export_plan`.
+
+        Args:
+            plan: the id of a plan, or a plan, which is exported in this process.
+            target: one of `autoshard.plan.EXPORT_TARGETS`.
+
+        Raises:
+            RequestRejectedError: there is no such plan or target.
+            ServiceUnavailableError: the service does not answer.
+        """
+        if isinstance(plan, str):
+            return await self._backend.export(plan, target)
+        return await self._transport.run(lambda: export_plan(plan, target))
+
+    async def list_plans(
+        self, *, graph_digest: str | None = None, limit: int = 100
+    ) -> tuple[PlanEntry, ...]:
+        """List the plans that are stored, newest first.
+
+        Args:
+            graph_digest: only plans of this program (`plan.graph.digest`).
+            limit: maximum number of plans.
+
+        Raises:
+            ServiceUnavailableError: the service does not answer.
+        """
+        return await self._backend.list_plans(graph_digest=graph_digest, limit=limit)
+
+    async def list_jobs(
+        self, *, states: Sequence[str] = (), limit: int = 100
+    ) -> tuple[JobStatus, ...]:
+        """List the jobs that are remembered, newest first, without their results.
+
+        Args:
+            states: only jobs in one of these: queued, running, succeeded, failed, cancelled.
+            limit: maximum number of jobs.
+
+        Raises:
+            RequestRejectedError: there is no such state.
+            ServiceUnavailableError: the service does not answer.
+        """
+        return await self._backend.list_jobs(states=states, limit=limit)
+
+    async def list_topologies(self) -> tuple[str, ...]:
+        """List the topologies that a mesh or a search can name, built in or stored.
+
+        Raises:
+            ServiceUnavailableError: the service does not answer.
+        """
+        return await self._backend.list_topologies()
+
+    async def get_topology(self, name: str) -> Topology:
+        """Return a topology with all its figures; as `autoshard.get_topology`.
+
+        Raises:
+            MeshError: there is none of that name, in this process.
+            RequestRejectedError: there is none of that name at the service.
+            ServiceUnavailableError: the service does not answer.
+        """
+        return await self._backend.get_topology(name)
+
+    async def put_topology(self, topology: Topology) -> None:
+        """Store a topology under its name, or replace the stored one.
+
+        At a service, everybody's requests can name it from now on; in this process, those of this
+        client.
+
+        Raises:
+            MeshError: the name is that of a built-in topology, in this process.
+            RequestRejectedError: so at the service; or too many are stored.
+            ServiceUnavailableError: the service does not answer.
+        """
+        await self._backend.put_topology(topology)
+
+    async def delete_topology(self, name: str) -> None:
+        """Delete a stored topology; plans that were made for it stay.
+
+        Raises:
+            MeshError: none is stored under the name, in this process.
+            RequestRejectedError: so at the service.
+            ServiceUnavailableError: the service does not answer.
+        """
+        await self._backend.delete_topology(name)
+
+    async def health(self) -> dict[str, str]:
+        """Return the versions of a service that is ready.
+
+        Raises:
+            ServiceUnavailableError: it does not answer, or is not ready.
+        """
+        return await self._backend.health()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._transport.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -193,23 +551,77 @@ class AsyncClient(_Base[Awaiting]):
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._carrier.close()
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> "Callable[Concatenate[Client, P], T]":
+    """Make the blocking twin of a coroutine method: the same code over a blocking transport."""
+
+    @wraps(method)
+    def call(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_blocking(method(cast("AsyncClient", self), *args, **kwargs))
+
+    return call
 
 
-def _kept(cache: bool | str | Path) -> OfflinePlans | None:  # noqa: FBT001  as callers give it
+class Client(_Base):
+    """Client of a planning service; a context manager. Safe to share between threads.
+
+    Args:
+        url: of the service, such as http://127.0.0.1:8000.
+        timeout: seconds that a single request may take; planning may take longer.
+        api_key: AUTOSHARD_API_KEY, the file that AUTOSHARD_API_KEY_FILE names, or `api-key` in
+            the user's configuration folder, if None; none is sent if False.
+        retry: of requests that are not answered, or answered with "try again later".
+        cache: keep plans on this machine, for when the service is down, or the folder to keep
+            them in; AUTOSHARD_CACHE, or the user's cache folder, if True.
+        fallback: `local` carries requests out in this process if the service cannot be reached
+            and no plan is kept.
+
+    Raises:
+        OptionError: the API key cannot be read.
+    """
+
+    _transport_class = BlockingTransport
+
+    plan = _blocking(AsyncClient.plan)
+    request_plan = _blocking(AsyncClient.request_plan)
+    search = _blocking(AsyncClient.search)
+    request_search = _blocking(AsyncClient.request_search)
+    validate = _blocking(AsyncClient.validate)
+    coverage = _blocking(AsyncClient.coverage)
+    get_plan = _blocking(AsyncClient.get_plan)
+    get_job = _blocking(AsyncClient.get_job)
+    wait_for_job = _blocking(AsyncClient.wait_for_job)
+    wait_for_search = _blocking(AsyncClient.wait_for_search)
+    cancel = _blocking(AsyncClient.cancel)
+    explain = _blocking(AsyncClient.explain)
+    compare = _blocking(AsyncClient.compare)
+    export = _blocking(AsyncClient.export)
+    list_plans = _blocking(AsyncClient.list_plans)
+    list_jobs = _blocking(AsyncClient.list_jobs)
+    list_topologies = _blocking(AsyncClient.list_topologies)
+    get_topology = _blocking(AsyncClient.get_topology)
+    put_topology = _blocking(AsyncClient.put_topology)
+    delete_topology = _blocking(AsyncClient.delete_topology)
+    health = _blocking(AsyncClient.health)
+    close = _blocking(AsyncClient.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _resources(cache: bool | str | Path, num_workers: int = 2) -> core.Resources:  # noqa: FBT001  as callers give it
     if cache is False:
-        return None
-    return OfflinePlans(None if cache is True else cache)
-
-
-def _headers(url: str, api_key: str | Literal[False] | None) -> dict[str, str]:
-    headers = {"User-Agent": f"autoshard/{version('autoshard')}"}
-    key = None if api_key is False else find_api_key(api_key)
-    if key is None:
-        return headers
-    address = urlsplit(url)
-    if address.scheme == "http" and address.hostname not in _LOOPBACK:
-        _log.warning("the API key travels unencrypted to %s; use https", address.hostname)
-    return headers | {"Authorization": f"Bearer {key}"}
+        return core.Resources(num_workers=num_workers)
+    folder = open_folder(None if cache is True else cache)
+    blocks, rules = NamespacedCache(folder, "blocks"), NamespacedCache(folder, "rules")
+    return core.Resources(blocks=blocks, rules=rules, num_workers=num_workers)

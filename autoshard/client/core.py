@@ -33,7 +33,7 @@ from autoshard.planner import (
 from autoshard.planner import explain as explain_choice
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
-OnProgress = Callable[[JobProgress], None]
+ProgressListener = Callable[[JobProgress], None]
 """Called with each progress report of a running request."""
 
 KeepPlan = Callable[[Plan, bool], bool]
@@ -108,7 +108,7 @@ def plan(
     options: PlanOptions,
     resources: Resources,
     *,
-    on_progress: OnProgress | None = None,
+    on_progress: ProgressListener | None = None,
     cancel: CancelToken | None = None,
 ) -> tuple[Plan, bool]:
     """Plan a graph for a mesh.
@@ -175,6 +175,26 @@ def coverage(
     return operator_coverage(found, axis_sizes=axis_sizes), is_complete
 
 
+def load_planned_graph(graph: bytes, made: Plan) -> Graph:
+    """Read a graph and add the rules that its plan was made with.
+
+    Raises:
+        GraphError: the graph or the plan's rules cannot be read.
+    """
+    rules = (rules_from_json(stage.program.get("rules", [])) for stage in made.stages)
+    return with_rules(load_graph(graph), [rule for found in rules for rule in found])
+
+
+def plan_coverage(graph: bytes, made: Plan) -> Coverage:
+    """List the operators that can be sharded, with the time that each takes under a plan.
+
+    Raises:
+        GraphError: the graph cannot be read.
+        PlanError: the plan is not one of this graph.
+    """
+    return operator_coverage(load_planned_graph(graph, made), made)
+
+
 def explain(
     made: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
 ) -> tuple[Explanation, bool]:
@@ -202,7 +222,7 @@ def search(
     max_axes: int,
     options: PlanOptions,
     resources: Resources,
-    on_progress: OnProgress | None = None,
+    on_progress: ProgressListener | None = None,
     cancel: CancelToken | None = None,
     keep: KeepPlan | None = None,
 ) -> tuple[MeshSearch, bool]:

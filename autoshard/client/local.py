@@ -1,329 +1,468 @@
-"""The same conversations without a service: plans are made in this process."""
+"""Requests carried out in this process, by jobs in threads."""
 
-import os
-from collections.abc import Sequence
-from dataclasses import replace
-from datetime import datetime
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from itertools import islice
+from threading import Event, Lock, Thread
+from typing import Any
+from uuid import uuid4
 
-from autoshard.client.asked import Asked, AskedCoverage, AskedSearch
-from autoshard.client.effects import Conversation, OnProgress, work
-from autoshard.client.jobs import LocalJob, LocalJobs, Made, Make, not_found, wait_for
-from autoshard.client.offline import FOLDER_VARIABLE, OfflinePlans
+from autoshard.client import core
+from autoshard.client.offline import OfflinePlans
+from autoshard.client.requests import CoverageRequest, PlanRequest, SearchRequest
 from autoshard.client.results import (
+    JobProgress,
     JobStatus,
     MeshSearch,
+    OnProgress,
     PlanEntry,
     PlanResult,
-    SearchedMesh,
     SearchResult,
     Validation,
+    rejected,
 )
-from autoshard.client.talk import Offline, Talk
-from autoshard.client.versions import versions
-from autoshard.errors import MeshError
-from autoshard.graph import Graph, graph_from_json
+from autoshard.client.transport import Transport
+from autoshard.errors import MeshError, RequestRejectedError
 from autoshard.mesh import Topology, get_topology, list_topologies
-from autoshard.ops import has_rule
 from autoshard.outcome import SolveStatus
-from autoshard.plan import (
-    Coverage,
-    Plan,
-    PlanDifference,
-    compare_plans,
-    export_plan,
-    operator_coverage,
-)
-from autoshard.planner import (
-    Candidate,
-    Explanation,
-    explain,
-    make_plan,
-    plan_id,
-    problem_size,
-    search_meshes,
-)
-from autoshard.solve import KeyValueStore
-from autoshard_solver_cache import FolderCache, NamespacedCache
+from autoshard.plan import PLAN_VERSION, Coverage, Plan, PlanDifference, compare_plans, export_plan
+from autoshard.planner import Explanation, plan_id
 
-_UNFINISHED = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
+_POLL = 0.1
+"""Seconds between two looks at a job."""
 
-_PROCESSES = 2
-"""Processes of a search."""
+_MAX_JOBS = 64
+"""Number of jobs that are remembered; the oldest are forgotten first."""
+
+_NOT_FOUND = 404
+_CANCELLED = 409
+_INVALID = 422
 
 
-class Local(Talk):
-    """Answers in this process, with the solved blocks that the command line keeps too.
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The result of a job.
 
-    What the service would refuse raises the library's own error.
-
-    Args:
-        kept: plans on this machine; None where none are kept.
-        folder: of solved blocks; None keeps none.
+    Attributes:
+        plans: each can be looked up by its id.
+        search: the meshes that the plans are for; None for a job that made one plan.
+        is_final: true if the same request would give the same result again.
     """
 
-    def __init__(self, kept: OfflinePlans | None = None, *, blocks: bool = True) -> None:
-        super().__init__(kept)
-        self._block_cache: KeyValueStore | None = None
-        if blocks:
-            folder = os.environ.get(FOLDER_VARIABLE) or None
-            self._block_cache = NamespacedCache(FolderCache(folder), "blocks")
-        self._jobs = LocalJobs()
+    plans: tuple[Plan, ...]
+    search: MeshSearch | None = None
+    is_final: bool = True
+
+
+class LocalJob:
+    """One job, in a thread.
+
+    Args:
+        key: identifies the request: the plan's id, or a digest of the search.
+        make: carries it out; None if the job was cancelled before.
+        plan_id: of the plan that it makes; empty for a search.
+
+    Attributes:
+        waiters: number of callers that wait for the result without knowing the job's id.
+        is_shared: true once a caller knows the job's id and may come back for it.
+    """
+
+    def __init__(self, key: str, make: Callable[["LocalJob"], _Made | None], plan_id: str) -> None:
+        self.id = uuid4().hex
+        self.key = key
+        self.plan_id = plan_id
+        self.created_at = datetime.now(UTC)
+        self.done, self.cancel = Event(), Event()
+        self.waiters, self.is_shared = 0, False
+        self.progress = JobProgress("running", None, None, None, 0.0)
+        self.made: _Made | None = None
+        self.failure: Exception | None = None
+        self._make = make
+        # A daemon thread: the program may end before a plan that nobody waits for.
+        Thread(target=self._run, daemon=True).start()
+
+    @property
+    def is_usable(self) -> bool:
+        """True if another caller with the same request may have the result."""
+        if not self.done.is_set():
+            return not self.cancel.is_set()
+        return self.made is not None and self.made.is_final
+
+    def report(self, progress: JobProgress) -> None:
+        """Store a progress report."""
+        self.progress = progress
+
+    def status(self) -> JobStatus:
+        """Describe the job as the service does."""
+        if not self.done.is_set():
+            return JobStatus(self.id, self.plan_id, "running", done=False, progress=self.progress)
+        made, error, state = self.made, None, "succeeded"
+        if self.failure is not None:
+            state, title = "failed", type(self.failure).__name__
+            error = {"title": title, "status": _INVALID, "detail": str(self.failure)}
+        elif made is None:
+            state, title = "cancelled", "The job was cancelled"
+            detail = "the job was cancelled before it was done"
+            error = {"title": title, "status": _CANCELLED, "detail": detail}
+        search = None if made is None else made.search
+        return JobStatus(
+            self.id,
+            self.plan_id,
+            state,
+            done=True,
+            progress=self.progress,
+            plan=made.plans[0] if made is not None and search is None else None,
+            error=error,
+            result=None if search is None else search.model_dump(mode="json"),
+        )
+
+    def _run(self) -> None:
+        try:
+            self.made = self._make(self)
+        except Exception as error:  # noqa: BLE001  raised again in the threads that wait
+            self.failure = error
+        finally:
+            self.done.set()
+
+
+class LocalJobs:
+    """The jobs of this process. Callers with the same request share a job.
+
+    Args:
+        transport: waits and reports progress.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._jobs: dict[str, LocalJob] = {}
+        # Threads may share a client.
+        self._lock = Lock()
+
+    def find(self, job_id: str) -> LocalJob:
+        """Return a job by its id.
+
+        Raises:
+            RequestRejectedError: it is unknown.
+        """
+        job = self._jobs.get(job_id)
+        if job is None:
+            raise _not_found(f"there is no job {job_id!r} in this process")
+        return job
+
+    def known(self) -> list[LocalJob]:
+        """Return all jobs that are remembered, oldest first."""
+        with self._lock:
+            return list(self._jobs.values())
+
+    def plans(self) -> Iterator[tuple[Plan, datetime]]:
+        """Return the plans that were made, each with the time of its request, newest first."""
+        for job in reversed(self.known()):
+            for plan in () if job.made is None else job.made.plans:
+                yield plan, job.created_at
+
+    def searched_plan(self, plan_id: str) -> Plan | None:
+        """Return a plan that a search has made, or None."""
+        searches = (j.made for j in self.known() if j.made is not None and j.made.search)
+        plans = (plan for made in searches for plan in made.plans)
+        return next((plan for plan in plans if plan.id == plan_id), None)
+
+    def join(
+        self,
+        key: str,
+        make: Callable[[LocalJob], _Made | None],
+        *,
+        plan_id: str = "",
+        wait: bool,
+    ) -> tuple[LocalJob, bool]:
+        """Join the job of a request, or start it.
+
+        Args:
+            key: identifies the request.
+            make: carries it out.
+            plan_id: of the plan that is requested; empty for a search.
+            wait: true if the caller waits and is not told the job's id.
+
+        Returns:
+            the job, and whether it was done before this request.
+        """
+        with self._lock:
+            usable = (job for job in self._jobs.values() if job.key == key and job.is_usable)
+            job = next(usable, None)
+            cached = job is not None and job.done.is_set()
+            if job is None:
+                job = LocalJob(key, make, plan_id)
+                self._jobs[job.id] = job
+                while len(self._jobs) > _MAX_JOBS:
+                    self._jobs.pop(next(iter(self._jobs)))
+            job.waiters += wait
+            job.is_shared |= not wait
+            return job, cached
+
+    async def wait_joined(self, job: LocalJob, on_progress: OnProgress | None) -> None:
+        """Wait for a job that was joined. The last waiter to leave cancels it, unless it is shared.
+
+        Raises:
+            AutoshardError: the request cannot be carried out.
+        """
+        try:
+            await self.wait(job, on_progress)
+        finally:
+            with self._lock:
+                job.waiters -= 1
+                if not (job.done.is_set() or job.waiters or job.is_shared):
+                    job.cancel.set()
+        if job.failure is not None:
+            raise job.failure
+
+    async def wait(self, job: LocalJob, on_progress: OnProgress | None) -> None:
+        """Wait until a job is done, and report its progress."""
+        reported: JobProgress | None = None
+        is_done = False
+        while not is_done:
+            is_done = await self._transport.run(lambda: job.done.wait(_POLL))
+            if on_progress is not None and job.progress is not reported:
+                reported = job.progress
+                await self._transport.notify(on_progress, reported)
+
+
+class Local:
+    """Carries requests out in this process; the twin of `Remote`.
+
+    Invalid requests raise the library's own errors here, where the service refuses them.
+
+    Args:
+        transport: runs functions that take a while, and reports progress.
+        kept: plans kept on this machine; None keeps none.
+        resources: caches and limits.
+    """
+
+    def __init__(
+        self, transport: Transport, kept: OfflinePlans | None, resources: core.Resources
+    ) -> None:
+        self._transport = transport
+        self._kept = kept
+        self._resources = resources
+        self._jobs = LocalJobs(transport)
         self._topologies: dict[str, Topology] = {}
 
-    def answer(
+    async def plan(
         self,
-        asked: Asked,
-        on_progress: OnProgress | None = None,
+        request: PlanRequest,
+        on_progress: OnProgress | None,
         *,
-        offline: Offline = "never",  # noqa: ARG002  here is always somebody who answers
+        use_kept: bool = False,  # noqa: ARG002  only a service may be out of reach
         wait: bool = True,
-    ) -> Conversation[PlanResult]:
-        """As `Talk.answer`."""
-        asked.topologies = dict(self._topologies)
-        known = yield from work(lambda: plan_id(asked.program, asked.mesh, asked.options))
-        searched, kept = self._jobs.searched_plan(known), self._kept
+    ) -> PlanResult:
+        """Make the plan of a request.
+
+        Raises:
+            InputError: it cannot be planned.
+        """
+        kept, mesh = self._kept, request.mesh(self._topologies)
+        key = await self._transport.run(lambda: plan_id(request.program, mesh, request.options))
+        searched = self._jobs.searched_plan(key)
         if searched is not None:
             if kept is not None:
-                yield from work(lambda: kept.keep(searched, asked))
+                await self._transport.run(lambda: kept.keep(searched, request))
             return PlanResult(searched, cached=True, source="local")
-        job, cached = yield from self._ordered(
-            known, lambda job: self._solve(asked, job), on_progress, plan_id=known, wait=wait
-        )
-        status = job.status()
-        plan = status.get_plan() if wait else status.plan
-        return PlanResult(plan, cached, job.id, source="local")
 
-    def answer_search(
-        self, asked: AskedSearch, on_progress: OnProgress | None = None, *, wait: bool = True
-    ) -> Conversation[SearchResult]:
-        """As `Talk.answer_search`."""
-        asked.topologies = dict(self._topologies)
-        job, cached = yield from self._ordered(
-            asked.digest, lambda job: self._search(asked, job), on_progress, wait=wait
-        )
+        def make(job: LocalJob) -> _Made | None:
+            plan, is_final = core.plan(
+                request.program,
+                mesh,
+                request.options,
+                self._resources,
+                on_progress=job.report,
+                cancel=job.cancel,
+            )
+            if plan.certificate.status is SolveStatus.CANCELLED:
+                return None
+            if kept is not None:
+                kept.keep(plan, request)
+            return _Made((plan,), is_final=is_final)
+
+        job, cached = self._jobs.join(key, make, plan_id=key, wait=wait)
+        if not wait:
+            return PlanResult(job.status().plan, cached, job.id, source="local")
+        await self._jobs.wait_joined(job, on_progress)
+        return PlanResult(job.status().get_plan(), cached, job.id, source="local")
+
+    async def search(
+        self, request: SearchRequest, on_progress: OnProgress | None = None, *, wait: bool = True
+    ) -> SearchResult:
+        """Plan on every mesh of a number of devices.
+
+        Raises:
+            InputError: the request cannot be planned.
+        """
+        named = request.topology
+        topology = self._topologies.get(named, named) if isinstance(named, str) else named
+
+        def make(job: LocalJob) -> _Made | None:
+            plans: list[Plan] = []
+
+            def keep(plan: Plan, is_final: bool) -> bool:  # noqa: FBT001  as `KeepPlan` is called
+                if not is_final:
+                    return False
+                plans.append(plan)
+                if self._kept is not None:
+                    self._kept.keep(plan)
+                return True
+
+            search, is_final = core.search(
+                request.program,
+                request.num_devices,
+                topology=topology,
+                max_axes=request.max_axes,
+                options=request.options,
+                resources=self._resources,
+                on_progress=job.report,
+                cancel=job.cancel,
+                keep=keep,
+            )
+            return None if job.cancel.is_set() else _Made(tuple(plans), search, is_final)
+
+        job, cached = self._jobs.join(request.digest(topology), make, wait=wait)
+        if wait:
+            await self._jobs.wait_joined(job, on_progress)
         status = job.status()
         search = status.get_search() if wait or status.result is not None else None
         return SearchResult(search, cached, job.id, source="local")
 
-    def answer_validation(self, asked: Asked) -> Conversation[Validation]:
-        """As `Talk.answer_validation`."""
-        asked.topologies = dict(self._topologies)
+    async def validate(self, request: PlanRequest) -> Validation:
+        """Check a request and measure its problem, without planning it.
 
-        def validate() -> Validation:
-            known = plan_id(asked.program, asked.mesh, asked.options)
-            graph = _with_found_rules(asked.program, self._block_cache)
-            size = problem_size(graph, asked.mesh, asked.options)
-            return Validation(plan_id=known, size=size)
+        Raises:
+            InputError: it cannot be planned.
+        """
+        mesh = request.mesh(self._topologies)
+        validation, _ = await self._transport.run(
+            lambda: core.validate(request.program, mesh, request.options, self._resources)
+        )
+        return validation
 
-        return (yield from work(validate))
+    async def coverage(self, request: CoverageRequest) -> Coverage:
+        """List the operators that can be sharded.
 
-    def answer_coverage(self, asked: AskedCoverage) -> Conversation[Coverage]:
-        """As `Talk.answer_coverage`."""
-        asked.topologies = dict(self._topologies)
+        Raises:
+            InputError: the graph cannot be read, or the mesh is invalid.
+        """
+        sizes = request.axis_sizes(self._topologies)
+        coverage, _ = await self._transport.run(
+            lambda: core.coverage(request.program, sizes, self._resources)
+        )
+        return coverage
 
-        def cover() -> Coverage:
-            graph = _with_found_rules(asked.program, self._block_cache)
-            return operator_coverage(graph, axis_sizes=asked.axis_sizes)
+    async def get_plan(self, plan_id: str, *, use_kept: bool = True) -> Plan:
+        """Return a plan that was made in this process, or kept on this machine.
 
-        return (yield from work(cover))
-
-    def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Conversation[Plan]:
-        """As `Talk.get_plan`."""
+        Raises:
+            RequestRejectedError: there is none.
+        """
         plan = next((plan for plan, _ in self._jobs.plans() if plan.id == plan_id), None)
         kept = self._kept
-        if plan is None and kept is not None and offline != "never":
-            plan = yield from work(lambda: kept.get(plan_id))
+        if plan is None and kept is not None and use_kept:
+            plan = await self._transport.run(lambda: kept.get(plan_id))
         if plan is None:
-            raise not_found(f"no plan {plan_id} was made in this process, or kept")
+            raise _not_found(f"no plan {plan_id} was made in this process or kept on this machine")
         return plan
 
-    def get_job(self, job_id: str) -> Conversation[JobStatus]:
-        """As `Talk.get_job`."""
+    async def get_job(self, job_id: str) -> JobStatus:
+        """As `Client.get_job`."""
+        return self._jobs.find(job_id).status()
+
+    async def wait_for_job(self, job_id: str, on_progress: OnProgress | None) -> JobStatus:
+        """Wait until a job is done.
+
+        Raises:
+            RequestRejectedError: it is unknown.
+        """
         job = self._jobs.find(job_id)
-        yield from work(lambda: None)
+        job.is_shared = True
+        await self._jobs.wait(job, on_progress)
         return job.status()
 
-    def wait_for_job(
-        self, job_id: str, *, on_progress: OnProgress | None = None
-    ) -> Conversation[Plan]:
-        """As `Talk.wait_for_job`."""
-        job = self._jobs.find(job_id)
-        job.is_told = True
-        yield from wait_for(job, on_progress)
-        return job.status().get_plan()
-
-    def wait_for_search(
-        self, job_id: str, *, on_progress: OnProgress | None = None
-    ) -> Conversation[MeshSearch]:
-        """As `Talk.wait_for_search`."""
-        job = self._jobs.find(job_id)
-        job.is_told = True
-        yield from wait_for(job, on_progress)
-        return job.status().get_search()
-
-    def cancel(self, job_id: str) -> Conversation[JobStatus]:
-        """As `Talk.cancel`."""
+    async def cancel(self, job_id: str) -> JobStatus:
+        """As `Client.cancel`."""
         job = self._jobs.find(job_id)
         job.cancel.set()
-        # The solver looks for the event often, but not at once.
-        yield from work(job.done.wait)
+        # The solver checks the event often, but not at once.
+        await self._transport.run(job.done.wait)
         return job.status()
 
-    def explain(
-        self, plan_id: str, name: str, *, value: bool = False, time_limit: float = 60.0
-    ) -> Conversation[Explanation]:
-        """As `Talk.explain`."""
-        plan = yield from self.get_plan(plan_id)
-        return (
-            yield from work(
-                lambda: explain(_program(plan), plan, name, value=value, time_limit=time_limit)
-            )
+    async def explain(
+        self, plan_id: str, name: str, *, value: bool, time_limit: float
+    ) -> Explanation:
+        """As `Client.explain`."""
+        plan = await self.get_plan(plan_id)
+        explanation, _ = await self._transport.run(
+            lambda: core.explain(plan, name, value=value, time_limit=time_limit)
         )
+        return explanation
 
-    def compare(self, before: str, after: str) -> Conversation[PlanDifference]:
-        """As `Talk.compare`."""
-        plans = [(yield from self.get_plan(before)), (yield from self.get_plan(after))]
-        return (yield from work(lambda: compare_plans(*plans)))
+    async def compare(self, before: str, after: str) -> PlanDifference:
+        """As `Client.compare`."""
+        plans = await self.get_plan(before), await self.get_plan(after)
+        return await self._transport.run(lambda: compare_plans(*plans))
 
-    def export(self, plan_id: str, target: str) -> Conversation[str]:
-        """As `Talk.export`."""
-        plan = yield from self.get_plan(plan_id)
-        return (yield from work(lambda: export_plan(plan, target)))
+    async def export(self, plan_id: str, target: str) -> str:
+        """As `Client.export`."""
+        plan = await self.get_plan(plan_id)
+        return await self._transport.run(lambda: export_plan(plan, target))
 
-    def list_plans(
-        self, *, graph_digest: str | None = None, most: int = 100
-    ) -> Conversation[tuple[PlanEntry, ...]]:
-        """As `Talk.list_plans`; those that were made in this process."""
-        made = yield from work(lambda: list(self._jobs.plans()))
-        # A plan of a search may have been asked for by itself before.
-        newest = {plan.id: (plan, at) for plan, at in reversed(made)}
-        fitting = (
+    async def list_plans(
+        self, *, graph_digest: str | None = None, limit: int = 100
+    ) -> tuple[PlanEntry, ...]:
+        """As `Client.list_plans`, for the plans that were made in this process."""
+        # A plan of a search may also have been requested by itself: the newest request counts.
+        newest = {plan.id: (plan, at) for plan, at in reversed(list(self._jobs.plans()))}
+        matching = (
             _entry(plan, at)
             for plan, at in reversed(newest.values())
             if graph_digest in {None, plan.graph.digest}
         )
-        return tuple(islice(fitting, most))
+        return tuple(islice(matching, limit))
 
-    def list_jobs(
-        self, *, states: Sequence[str] = (), most: int = 100
-    ) -> Conversation[tuple[JobStatus, ...]]:
-        """As `Talk.list_jobs`."""
-        found = yield from work(lambda: [j.status() for j in reversed(self._jobs.known())])
-        fitting = (job for job in found if not states or job.state in states)
-        return tuple(replace(job, plan=None, result=None) for job in islice(fitting, most))
+    async def list_jobs(
+        self, *, states: Sequence[str] = (), limit: int = 100
+    ) -> tuple[JobStatus, ...]:
+        """As `Client.list_jobs`."""
+        found = (job.status() for job in reversed(self._jobs.known()))
+        matching = (job for job in found if not states or job.state in states)
+        return tuple(replace(job, plan=None, result=None) for job in islice(matching, limit))
 
-    def list_topologies(self) -> Conversation[tuple[str, ...]]:
-        """As `Talk.list_topologies`."""
-        return (yield from work(lambda: tuple(sorted({*list_topologies(), *self._topologies}))))
+    async def list_topologies(self) -> tuple[str, ...]:
+        """As `Client.list_topologies`."""
+        return tuple(sorted({*list_topologies(), *self._topologies}))
 
-    def get_topology(self, name: str) -> Conversation[Topology]:
-        """As `Talk.get_topology`."""
-        return (yield from work(lambda: self._topologies.get(name) or get_topology(name)))
+    async def get_topology(self, name: str) -> Topology:
+        """As `Client.get_topology`."""
+        return self._topologies.get(name) or get_topology(name)
 
-    def put_topology(self, topology: Topology) -> Conversation[None]:
-        """As `Talk.put_topology`; for as long as this client lives."""
+    async def put_topology(self, topology: Topology) -> None:
+        """As `Client.put_topology`, for the lifetime of this client."""
         name = topology.name
         if name in list_topologies():
-            raise MeshError(f"{name!r} is built in and stays as it is; choose another name")
-        yield from work(lambda: self._topologies.update({name: topology}))
+            raise MeshError(f"{name!r} is built in and cannot be replaced; choose another name")
+        self._topologies[name] = topology
 
-    def delete_topology(self, name: str) -> Conversation[None]:
-        """As `Talk.delete_topology`."""
-        found = yield from work(lambda: self._topologies.pop(name, None))
-        if found is None:
+    async def delete_topology(self, name: str) -> None:
+        """As `Client.delete_topology`."""
+        if self._topologies.pop(name, None) is None:
             raise MeshError(f"no topology {name!r} was stored in this process")
 
-    def health(self) -> Conversation[dict[str, str]]:
-        """As `Talk.health`."""
-        return (yield from work(versions))
-
-    def _ordered(
-        self,
-        asked: str,
-        make: Make,
-        on_progress: OnProgress | None,
-        *,
-        plan_id: str = "",
-        wait: bool,
-    ) -> Conversation[tuple[LocalJob, bool]]:
-        """The job that makes something, and whether it was done before anybody asked this time.
-
-        Raises:
-            AutoshardError: it cannot be made, where it is waited for.
-        """
-        job, is_new = self._jobs.join(asked, make, plan_id=plan_id, wait=wait)
-        cached = not is_new and job.done.is_set()
-        if wait:
-            yield from self._jobs.await_joined(job, on_progress)
-        return job, cached
-
-    def _solve(self, asked: Asked, job: LocalJob) -> Made | None:
-        plan = make_plan(
-            _with_found_rules(asked.program, self._block_cache),
-            asked.mesh,
-            asked.options,
-            on_progress=job.advance,
-            cancel=job.cancel,
-            block_cache=self._block_cache,
-        )
-        if plan.certificate.status is SolveStatus.CANCELLED:
-            return None
-        plan = _named(plan, job.plan_id)
-        if self._kept is not None:
-            self._kept.keep(plan, asked)
-        return Made((plan,), is_final=_is_final(plan))
-
-    def _search(self, asked: AskedSearch, job: LocalJob) -> Made | None:
-        found = search_meshes(
-            _with_found_rules(asked.program, self._block_cache),
-            asked.num_devices,
-            topology=asked.cluster,
-            options=asked.options,
-            max_axes=asked.max_axes,
-            num_workers=_PROCESSES,
-            on_progress=job.advance_search,
-            cancel=job.cancel,
-            block_cache=self._block_cache,
-        )
-        if job.cancel.is_set():
-            return None
-        pairs = [(candidate, _plan_of(candidate, asked)) for candidate in found]
-        plans = [plan for _, plan in pairs if plan is not None]
-        for plan in plans:
-            if self._kept is not None:
-                self._kept.keep(plan)
-        search = MeshSearch(meshes=tuple(_searched_mesh(*pair) for pair in pairs))
-        return Made(
-            tuple(plan for plan in plans if _is_final(plan)),
-            search,
-            is_final=all(_is_final(plan) for plan in plans),
-        )
+    async def health(self) -> dict[str, str]:
+        """As `Client.health`."""
+        installed = {name: version(name) for name in ("autoshard", "highspy", "numpy")}
+        return {**installed, "plan": str(PLAN_VERSION)}
 
 
-def _plan_of(candidate: Candidate, asked: AskedSearch) -> Plan | None:
-    """The plan of a mesh, under the id that it has when it is asked for by itself."""
-    if candidate.plan is None:
-        return None
-    return _named(candidate.plan, plan_id(asked.program, candidate.mesh, asked.options))
-
-
-def _searched_mesh(candidate: Candidate, plan: Plan | None) -> SearchedMesh:
-    if plan is None:
-        return SearchedMesh(mesh=candidate.mesh, error=candidate.error)
-    return SearchedMesh(
-        mesh=candidate.mesh,
-        plan_id=plan.id if _is_final(plan) else None,
-        certificate=plan.certificate,
-        peak_memory=None if plan.memory is None else plan.memory.peak,
-        reason=plan.reason,
-    )
-
-
-def _named(plan: Plan, known: str) -> Plan:
-    # What is found by running operators follows from the request, and does not change its id.
-    return plan if plan.id == known else plan.model_copy(update={"id": known})
+def _not_found(detail: str) -> RequestRejectedError:
+    """Make the error with which the service refuses a request for something unknown."""
+    problem: dict[str, Any] = {"title": "Not found", "status": _NOT_FOUND, "detail": detail}
+    return rejected(problem)
 
 
 def _entry(plan: Plan, created_at: datetime) -> PlanEntry:
@@ -339,22 +478,3 @@ def _entry(plan: Plan, created_at: datetime) -> PlanEntry:
         topology=plan.mesh.topology.name,
         graph_digest=plan.graph.digest,
     )
-
-
-def _with_found_rules(graph: Graph, store: KeyValueStore | None) -> Graph:
-    """The program with rules for operators of ATen that have none, where torch is installed."""
-    if all(has_rule(node.operator) for node in graph.nodes if node.operator.startswith("aten.")):
-        return graph
-    if find_spec("torch") is None:
-        return graph
-    from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
-
-    return discover(graph, custom=False, store=store).graph
-
-
-def _is_final(plan: Plan) -> bool:
-    return plan.certificate.status not in _UNFINISHED
-
-
-def _program(plan: Plan) -> Graph:
-    return graph_from_json(plan.stages[0].program)

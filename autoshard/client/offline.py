@@ -6,73 +6,78 @@ import logging
 import os
 from pathlib import Path
 
-from autoshard.client.asked import Asked
+from autoshard.client.requests import PlanRequest
 from autoshard.errors import AutoshardError
 from autoshard.graph import graph_digest
-from autoshard.mesh import mesh_to_json
+from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.outcome import SolveStatus
 from autoshard.plan import PLAN_VERSION, Plan
 from autoshard_solver_cache import FolderCache
 
 FOLDER_VARIABLE = "AUTOSHARD_CACHE"
 
-_NAMESPACE = "plans"
+MAX_BYTES = 256 << 20
+"""Size limit of the cache folder; the least recently used entries are dropped first."""
 
-_MAX_BYTES = 256 << 20
-"""Room for all that is in the folder; the least recently used go first."""
+_NAMESPACE = "plans"
 
 _UNFINISHED = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
 
 _log = logging.getLogger(__name__)
 
 
-class OfflinePlans:
-    """Plans in a folder, by their ids and by what was asked.
+def open_folder(folder: str | Path | None = None) -> FolderCache:
+    """Open a cache folder: the one given, that of AUTOSHARD_CACHE, or the user's default."""
+    return FolderCache(folder or os.environ.get(FOLDER_VARIABLE) or None, max_bytes=MAX_BYTES)
 
-    A plan is found again for the same bytes of a graph, and also for another export of the same
-    program. What is read is checked: the bytes against their digest, the plan against the
-    request. A folder that cannot be used counts as empty.
+
+class OfflinePlans:
+    """Plans in a cache folder, by plan id and by request.
+
+    A request finds its plan by the bytes of the graph, or else by the program, so that another
+    export of the model finds it too. Plans that are read are checked: the bytes against their
+    digest, the plan against the request. A folder that cannot be used counts as empty.
 
     Args:
-        folder: AUTOSHARD_CACHE, or one in the user's cache folder, if left out.
+        folder: as in `open_folder`.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        path = folder or os.environ.get(FOLDER_VARIABLE) or None
-        self._cache = FolderCache(path, max_bytes=_MAX_BYTES)
+        self._cache = open_folder(folder)
 
-    def keep(self, plan: Plan, asked: Asked | None = None) -> None:
-        """Keep a plan for its id and for what was asked, if it is one, and is final."""
+    def keep(self, plan: Plan, request: PlanRequest | None = None) -> None:
+        """Keep a plan under its id and its request, unless it is not final."""
         if not plan.found or plan.certificate.status in _UNFINISHED:
             return
         try:
             self._cache.put(_NAMESPACE, plan.id, plan.to_json().encode())
-            if asked is not None:
-                self._point(_key(asked.graph_sha256, asked), plan.id)
-                self._point(_key(plan.graph.digest, asked), plan.id)
+            if request is not None:
+                for graph in (request.graph_sha256, plan.graph.digest):
+                    self._point(_key(graph, request, plan.mesh), plan.id)
         except (AutoshardError, OSError) as error:
-            _log.warning("the plan %s is not kept for when the service is down: %s", plan.id, error)
+            _log.warning("the plan %s is not kept on this machine: %s", plan.id, error)
 
     def get(self, plan_id: str) -> Plan | None:
-        """A plan by its id, or None."""
+        """Return a plan by its id, or None."""
         try:
             body = self._cache.get(_NAMESPACE, plan_id)
             plan = None if body is None else Plan.from_json(body)
         except (AutoshardError, OSError) as error:
-            _log.warning("the plan %s that is kept cannot be read: %s", plan_id, error)
+            _log.warning("the plan %s kept on this machine cannot be read: %s", plan_id, error)
             return None
         return plan if plan is not None and plan.id == plan_id else None
 
-    def find(self, asked: Asked) -> Plan | None:
-        """The plan of a request that was answered before, or None."""
+    def find(self, request: PlanRequest) -> Plan | None:
+        """Return the plan of an earlier request that was the same, or None."""
         try:
-            plan = self._at(_key(asked.graph_sha256, asked))
-            # Reading the graph takes longer, and finds it where it was only exported anew.
-            plan = plan or self._at(_key(graph_digest(asked.program), asked))
-            fits = plan is not None and plan.options == asked.options and plan.mesh == asked.mesh
+            mesh = request.mesh({})
+            plan = self._at(_key(request.graph_sha256, request, mesh))
+            # Reading the graph takes longer, and finds the plan of another export.
+            plan = plan or self._at(_key(graph_digest(request.program), request, mesh))
         except (AutoshardError, OSError) as error:
-            _log.warning("no plan can be looked up on this machine: %s", error)
+            _log.warning("plans kept on this machine cannot be looked up: %s", error)
             return None
+        fits = plan is not None and plan.options == request.options and plan.mesh == mesh
         return plan if fits else None
 
     def _at(self, key: str) -> Plan | None:
@@ -80,13 +85,13 @@ class OfflinePlans:
         return None if pointer is None else self.get(pointer.decode())
 
     def _point(self, key: str, plan_id: str) -> None:
-        # Another version of the service may have made another plan: the latest counts.
+        # Another version of the service may have made another plan: the latest one counts.
         if self._cache.get(_NAMESPACE, key) != plan_id.encode():
             self._cache.delete(_NAMESPACE, key)
             self._cache.put(_NAMESPACE, key, plan_id.encode())
 
 
-def _key(graph: str, asked: Asked) -> str:
-    document = {**asked.document, "mesh": json.loads(mesh_to_json(asked.mesh))}
+def _key(graph: str, request: PlanRequest, mesh: Mesh) -> str:
+    document = {**request.document, "mesh": json.loads(mesh_to_json(mesh))}
     text = json.dumps([PLAN_VERSION, graph, document], sort_keys=True)
     return f"asked:{hashlib.sha256(text.encode()).hexdigest()}"

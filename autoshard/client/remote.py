@@ -1,42 +1,85 @@
-"""Conversations with a service."""
+"""Requests carried out by a planning service, over its REST API."""
 
+import json
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
+from uuid import uuid4
 
+import httpx2
+import zstandard
 from httpx2 import codes
 from pydantic import TypeAdapter, ValidationError
 
-from autoshard.client.asked import Asked, AskedCoverage, AskedSearch
-from autoshard.client.effects import Conversation, OnProgress, Send, work
-from autoshard.client.following import Follower, finished
-from autoshard.client.link import Link, document_of, get, member, post
 from autoshard.client.local import Local
 from autoshard.client.offline import OfflinePlans
-from autoshard.client.orders import NOT_THERE, PLANS, Orders
+from autoshard.client.requests import CoverageRequest, GraphRequest, PlanRequest, SearchRequest
 from autoshard.client.results import (
+    JobProgress,
     JobStatus,
     MeshSearch,
+    OnProgress,
     PlanEntry,
     PlanResult,
     SearchResult,
     Validation,
     read_job,
+    read_progress,
 )
-from autoshard.client.talk import Offline, Talk
+from autoshard.client.transport import (
+    Failures,
+    Request,
+    Transport,
+    get,
+    post,
+    post_form,
+    read_json,
+    retry_after,
+)
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.mesh import Topology, topology_to_json
 from autoshard.plan import Coverage, Plan, PlanDifference
 from autoshard.planner import Explanation
 
+Offline = Literal["fallback", "never", "only"]
+"""Use of plans kept on this machine: if the service cannot be reached, never, or without asking
+the service at all."""
+
 T = TypeVar("T")
 
-_MOST_PLANS = 4
-"""Plans that a client keeps in memory; one of a large model takes some megabytes."""
+_PLANS = "/v1/plans"
 
-_PAGE = 100
-"""Entries of a page that are asked for at once."""
+_MAX_PLANS = 4
+"""Number of plans kept in memory; that of a large model takes some megabytes."""
+
+_PAGE_SIZE = 100
+
+_PREFER_WAIT = 10
+"""Seconds that the service may keep a request open until its job is done, to save polling."""
+
+_MAX_LOST_JOBS = 2
+"""Number of times that a job which the service has forgotten is requested again."""
+
+_POLL = 1.0
+"""Seconds between two requests for a job's state, if the service does not say."""
+
+_MAX_BROKEN_STREAMS = 3
+"""Number of event streams in a row that break before the first event; then the job is polled."""
+
+_COMPRESSION_LIMIT = 0.9
+"""Archives are compressed already: they are sent as they are unless zstd makes them smaller."""
+
+_NOT_THERE = frozenset({404, 405})
+"""Statuses of a resource, or a route, that does not exist."""
+
+_NO_STREAMS = frozenset({404, 405, 406, 501})
+"""Statuses of a service without event streams."""
+
+_OCTETS = {"Content-Type": "application/octet-stream"}
 
 _EXPLANATION = TypeAdapter(Explanation)
 _ENTRIES = TypeAdapter(tuple[PlanEntry, ...])
@@ -50,288 +93,487 @@ _TOPOLOGY = TypeAdapter(Topology)
 _log = logging.getLogger(__name__)
 
 
-class Remote(Talk):
-    """Asks a service.
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """The outcome of a request about a graph.
+
+    Attributes:
+        response: of the service.
+        job: the job that carries it out; None if the response has the result.
+        cached: true if the result was known before this request.
+    """
+
+    response: httpx2.Response
+    job: JobStatus | None
+    cached: bool
+
+    @property
+    def document(self) -> Any:
+        """The result as JSON; None if the job is not done."""
+        return read_json(self.response) if self.job is None else self.job.result
+
+
+class Remote:
+    """Sends requests to a service; the twin of `Local`.
 
     Args:
-        link: to the service.
-        kept: plans on this machine; None where none are kept.
-        fallback: who answers where the service is not there and no plan is kept.
+        transport: to the service.
+        kept: plans kept on this machine; None keeps none.
+        fallback: carries requests out if the service cannot be reached and no plan is kept.
     """
 
     def __init__(
-        self, link: Link, kept: OfflinePlans | None = None, fallback: Local | None = None
+        self, transport: Transport, kept: OfflinePlans | None, fallback: Local | None
     ) -> None:
-        super().__init__(kept)
-        self._link = link
+        self._transport = transport
+        self._kept = kept
         self._fallback = fallback
         self._plans: dict[str, Plan] = {}
-        self._orders = Orders(link)
+        self._stores_graphs = True
+        self._accepts_zstd = True
 
-    def answer(
+    async def plan(
         self,
-        asked: Asked,
-        on_progress: OnProgress | None = None,
+        request: PlanRequest,
+        on_progress: OnProgress | None,
         *,
-        offline: Offline = "never",
-        wait: bool = True,
-    ) -> Conversation[PlanResult]:
-        """As `Talk.answer`."""
+        use_kept: bool,
+        wait: bool,
+    ) -> PlanResult:
+        """Request a plan; if the service cannot be reached, use a kept one or the fallback.
+
+        Raises:
+            RequestRejectedError: the service refused.
+            ServiceUnavailableError: it cannot be reached, and nothing else has the plan.
+        """
+        kept = self._kept
         try:
-            result = yield from self._from_service(asked, on_progress, wait=wait)
+            result = await self._request_plan(request, on_progress, wait=wait)
         except ServiceUnavailableError as error:
-            if offline == "fallback" and (plan := (yield from self._find_kept(asked))) is not None:
-                _warn_offline(plan, error)
-                return PlanResult(plan, cached=True, source="offline")
-            if self._fallback is None:
-                raise
-            _log.warning("%s; planning in this process", error)
-            return (yield from self._fallback.answer(asked, on_progress))
-        yield from self._keep_offline(result.plan, asked)
+            if use_kept and kept is not None:
+                plan = await self._transport.run(lambda: kept.find(request))
+                if plan is not None:
+                    _warn_offline(plan, error)
+                    return PlanResult(plan, cached=True, source="offline")
+            return await self._fall_back(error).plan(request, on_progress)
+        await self._keep(result.plan, request)
         return result
 
-    def answer_search(
-        self, asked: AskedSearch, on_progress: OnProgress | None = None, *, wait: bool = True
-    ) -> Conversation[SearchResult]:
-        """As `Talk.answer_search`."""
+    async def search(
+        self, request: SearchRequest, on_progress: OnProgress | None, *, wait: bool
+    ) -> SearchResult:
+        """Request the best mesh.
 
-        def ask() -> Conversation[SearchResult]:
-            placed = yield from self._orders.place("/v1/searches", asked, on_progress, wait=wait)
-            found = None if placed.document is None else _read(_SEARCH, placed.document)
-            return SearchResult(found, placed.cached, placed.job.id if placed.job else None)
+        Raises:
+            RequestRejectedError: the service refused.
+            ServiceUnavailableError: it cannot be reached, and there is no fallback.
+        """
+        try:
+            done = await self._submit("/v1/searches", request, on_progress, wait=wait)
+        except ServiceUnavailableError as error:
+            return await self._fall_back(error).search(request, on_progress)
+        search = None if done.document is None else _read(_SEARCH, done.document)
+        return SearchResult(search, done.cached, done.job.id if done.job else None)
 
-        return (yield from self._or_here(ask, lambda here: here.answer_search(asked, on_progress)))
+    async def validate(self, request: PlanRequest) -> Validation:
+        """Request a validation; raises as `search`."""
+        try:
+            done = await self._submit(_PLANS, request, more={"validate_only": True})
+        except ServiceUnavailableError as error:
+            return await self._fall_back(error).validate(request)
+        return _read(_VALIDATION, done.document)
 
-    def answer_validation(self, asked: Asked) -> Conversation[Validation]:
-        """As `Talk.answer_validation`."""
+    async def coverage(self, request: CoverageRequest) -> Coverage:
+        """Request the operators that can be sharded; raises as `search`."""
+        try:
+            done = await self._submit("/v1/operators:coverage", request)
+        except ServiceUnavailableError as error:
+            return await self._fall_back(error).coverage(request)
+        return _read(_COVERAGE, done.document)
 
-        def ask() -> Conversation[Validation]:
-            placed = yield from self._orders.place(PLANS, asked, more={"validate_only": True})
-            return _read(_VALIDATION, placed.document)
+    async def get_plan(self, plan_id: str, *, use_kept: bool = True) -> Plan:
+        """Return a plan of the service; if that cannot be reached, a kept one.
 
-        return (yield from self._or_here(ask, lambda here: here.answer_validation(asked)))
-
-    def answer_coverage(self, asked: AskedCoverage) -> Conversation[Coverage]:
-        """As `Talk.answer_coverage`."""
-
-        def ask() -> Conversation[Coverage]:
-            placed = yield from self._orders.place("/v1/operators:coverage", asked)
-            return _read(_COVERAGE, placed.document)
-
-        return (yield from self._or_here(ask, lambda here: here.answer_coverage(asked)))
-
-    def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Conversation[Plan]:
-        """As `Talk.get_plan`."""
+        Raises:
+            RequestRejectedError: there is none.
+            ServiceUnavailableError: the service cannot be reached, and the plan is not kept.
+        """
         plan = self._plans.get(plan_id)
         if plan is None:
-            plan = yield from self._read_plan(plan_id, offline)
-        self._keep(plan)
+            plan = await self._fetch_plan(plan_id, use_kept=use_kept)
+        self._remember(plan)
         return plan
 
-    def get_job(self, job_id: str) -> Conversation[JobStatus]:
-        """As `Talk.get_job`."""
-        answer = yield from self._link.send(get(f"/v1/jobs/{job_id}"))
-        return read_job(document_of(answer))
+    async def get_job(self, job_id: str) -> JobStatus:
+        """As `Client.get_job`."""
+        return read_job(read_json(await self._transport.send(get(f"/v1/jobs/{job_id}"))))
 
-    def wait_for_job(
-        self, job_id: str, *, on_progress: OnProgress | None = None
-    ) -> Conversation[Plan]:
-        """As `Talk.wait_for_job`."""
-        job = yield from self.get_job(job_id)
-        job = yield from Follower(self._link, job, on_progress).until_done()
-        return job.get_plan()
+    async def wait_for_job(self, job_id: str, on_progress: OnProgress | None) -> JobStatus:
+        """Wait until a job is done.
 
-    def wait_for_search(
-        self, job_id: str, *, on_progress: OnProgress | None = None
-    ) -> Conversation[MeshSearch]:
-        """As `Talk.wait_for_search`."""
-        job = yield from self.get_job(job_id)
-        job = yield from Follower(self._link, job, on_progress).until_done()
-        return job.get_search()
+        Raises:
+            RequestRejectedError: it is unknown.
+            ServiceUnavailableError: the service cannot be reached.
+        """
+        job = await self.get_job(job_id)
+        return await JobFollower(self._transport, job, on_progress).wait()
 
-    def cancel(self, job_id: str) -> Conversation[JobStatus]:
-        """As `Talk.cancel`."""
-        answer = yield from self._link.send(Send("POST", f"/v1/jobs/{job_id}:cancel"))
-        return read_job(document_of(answer))
+    async def cancel(self, job_id: str) -> JobStatus:
+        """As `Client.cancel`."""
+        response = await self._transport.send(Request("POST", f"/v1/jobs/{job_id}:cancel"))
+        return read_job(read_json(response))
 
-    def explain(
-        self, plan_id: str, name: str, *, value: bool = False, time_limit: float = 60.0
-    ) -> Conversation[Explanation]:
-        """As `Talk.explain`."""
+    async def explain(
+        self, plan_id: str, name: str, *, value: bool, time_limit: float
+    ) -> Explanation:
+        """As `Client.explain`."""
         request = get(
-            f"/v1/plans/{plan_id}/explain",
+            f"{_PLANS}/{plan_id}/explain",
             name=name,
             value="true" if value else None,
             time_limit=time_limit,
         )
-        document = yield from self._made(request)
-        return _read(_EXPLANATION, document)
+        response = await self._transport.send(request, waiting=True)
+        if response.status_code != codes.ACCEPTED:
+            return _read(_EXPLANATION, read_json(response))
+        job = await self._follow(response, None)
+        job.check()
+        return _read(_EXPLANATION, job.result)
 
-    def compare(self, before: str, after: str) -> Conversation[PlanDifference]:
-        """As `Talk.compare`."""
-        answer = yield from self._link.send(
-            post("/v1/plans:diff", {"before": before, "after": after})
-        )
-        return _read(_DIFFERENCE, document_of(answer))
+    async def compare(self, before: str, after: str) -> PlanDifference:
+        """As `Client.compare`."""
+        request = post("/v1/plans:diff", {"before": before, "after": after})
+        return _read(_DIFFERENCE, read_json(await self._transport.send(request)))
 
-    def export(self, plan_id: str, target: str) -> Conversation[str]:
-        """As `Talk.export`."""
-        answer = yield from self._link.send(get(f"/v1/plans/{plan_id}/export", to=target))
-        return answer.body.decode()
+    async def export(self, plan_id: str, target: str) -> str:
+        """As `Client.export`."""
+        response = await self._transport.send(get(f"{_PLANS}/{plan_id}/export", to=target))
+        return response.content.decode()
 
-    def list_plans(
-        self, *, graph_digest: str | None = None, most: int = 100
-    ) -> Conversation[tuple[PlanEntry, ...]]:
-        """As `Talk.list_plans`."""
-        found = yield from self._listed("plans", most, graph_digest=graph_digest)
-        return _read(_ENTRIES, found)
+    async def list_plans(
+        self, *, graph_digest: str | None = None, limit: int = 100
+    ) -> tuple[PlanEntry, ...]:
+        """As `Client.list_plans`."""
+        return _read(_ENTRIES, await self._list("plans", limit, graph_digest=graph_digest))
 
-    def list_jobs(
-        self, *, states: Sequence[str] = (), most: int = 100
-    ) -> Conversation[tuple[JobStatus, ...]]:
-        """As `Talk.list_jobs`."""
-        found = yield from self._listed("jobs", most, state=list(states) or None)
+    async def list_jobs(
+        self, *, states: Sequence[str] = (), limit: int = 100
+    ) -> tuple[JobStatus, ...]:
+        """As `Client.list_jobs`."""
+        found = await self._list("jobs", limit, state=list(states) or None)
         return tuple(read_job(entry) for entry in found)
 
-    def list_topologies(self) -> Conversation[tuple[str, ...]]:
-        """As `Talk.list_topologies`."""
-        answer = yield from self._link.send(get("/v1/topologies"))
-        return _read(_NAMES, document_of(answer)["topologies"])
+    async def list_topologies(self) -> tuple[str, ...]:
+        """As `Client.list_topologies`."""
+        document = read_json(await self._transport.send(get("/v1/topologies")))
+        return _read(_NAMES, document["topologies"])
 
-    def get_topology(self, name: str) -> Conversation[Topology]:
-        """As `Talk.get_topology`."""
-        answer = yield from self._link.send(get(_topology(name)))
-        return _read(_TOPOLOGY, document_of(answer))
+    async def get_topology(self, name: str) -> Topology:
+        """As `Client.get_topology`."""
+        response = await self._transport.send(get(_topology_path(name)))
+        return _read(_TOPOLOGY, read_json(response))
 
-    def put_topology(self, topology: Topology) -> Conversation[None]:
-        """As `Talk.put_topology`."""
-        document = topology_to_json(topology, indent=None).encode()
+    async def put_topology(self, topology: Topology) -> None:
+        """As `Client.put_topology`."""
+        body = topology_to_json(topology, indent=None).encode()
         headers = {"Content-Type": "application/json"}
-        yield from self._link.send(Send("PUT", _topology(topology.name), headers, document))
+        await self._transport.send(Request("PUT", _topology_path(topology.name), headers, body))
 
-    def delete_topology(self, name: str) -> Conversation[None]:
-        """As `Talk.delete_topology`."""
-        attempts = 0
+    async def delete_topology(self, name: str) -> None:
+        """As `Client.delete_topology`."""
+        await self._transport.send(Request("DELETE", _topology_path(name)))
 
-        def attempt() -> Conversation[None]:
-            nonlocal attempts
-            attempts += 1
+    async def health(self) -> dict[str, str]:
+        """As `Client.health`."""
+        await self._transport.send_once(get("/readyz"))
+        response = await self._transport.send_once(get("/version"))
+        return dict(read_json(response)["versions"])
+
+    async def _request_plan(
+        self, request: PlanRequest, on_progress: OnProgress | None, *, wait: bool
+    ) -> PlanResult:
+        known = await self._lookup(request)
+        if known is not None:
+            return PlanResult(known, cached=True)
+        done = await self._submit(_PLANS, request, on_progress, wait=wait)
+        if done.job is not None:
+            return PlanResult(done.job.plan, done.cached, done.job.id)
+        plan = Plan.from_json(done.response.content)
+        if "ETag" in done.response.headers:
+            self._remember(plan)
+        return PlanResult(plan, done.cached)
+
+    async def _lookup(self, request: PlanRequest) -> Plan | None:
+        """Return the plan of an earlier request that was the same; the graph is not sent."""
+        document = {**request.document, "graph_sha256": request.graph_sha256}
+        try:
+            found = read_json(await self._transport.send(post(f"{_PLANS}:lookup", document)))
+            return await self.get_plan(str(found["id"]), use_kept=False)
+        except RequestRejectedError as error:
+            if error.status not in _NOT_THERE:
+                raise
+            return None
+        except (KeyError, TypeError) as error:
+            raise ServiceError(f"the service's response has no 'id': {error!r}") from error
+
+    async def _submit(
+        self,
+        path: str,
+        request: GraphRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        more: Mapping[str, Any] | None = None,
+        wait: bool = True,
+    ) -> _Submitted:
+        """Send a request about a graph, and wait for its job.
+
+        Args:
+            path: of the route.
+            request: with the graph.
+            on_progress: called with the progress of the job.
+            more: members of the document besides those of the request.
+            wait: false to return at once if the result needs a job.
+
+        Raises:
+            RequestRejectedError: the service refused, or the job failed or was cancelled.
+            ServiceUnavailableError: it cannot be reached, or is too busy.
+        """
+        document = {**request.document, **(more or {})}
+        # With a progress listener, the service returns at once, so that progress is reported.
+        patience = _PREFER_WAIT if wait and on_progress is None else 0
+        lost = 0
+        while True:
+            response = await self._post(path, request, document, patience, waiting=wait)
+            cached = response.headers.get("Autoshard-Cache") == "hit"
+            if response.status_code != codes.ACCEPTED:
+                return _Submitted(response, None, cached)
+            if not wait:
+                return _Submitted(response, read_job(read_json(response)), cached)
             try:
-                yield from self._link.once(Send("DELETE", _topology(name)))
+                job = await self._follow(response, on_progress)
             except RequestRejectedError as error:
-                # An earlier attempt was heard, though its answer was lost.
-                if attempts == 1 or error.status != codes.NOT_FOUND:
+                if error.status not in _NOT_THERE or lost == _MAX_LOST_JOBS:
                     raise
+                # A service that keeps jobs in memory loses them when it restarts.
+                _log.warning("the service has lost the job; requesting it again")
+                lost += 1
+            else:
+                job.check()
+                return _Submitted(response, job, cached)
 
-        yield from self._link.patiently(attempt, waiting=False)
+    async def _post(
+        self,
+        path: str,
+        request: GraphRequest,
+        document: Mapping[str, Any],
+        patience: int,
+        *,
+        waiting: bool,
+    ) -> httpx2.Response:
+        """Send a document that names its graph by digest; upload the graph if it is unknown."""
+        headers = {"Prefer": f"wait={patience}", "Idempotency-Key": uuid4().hex}
+        if self._stores_graphs:
+            named = {**document, "graph_sha256": request.graph_sha256}
+            order = post(path, named, headers=headers, patience=patience)
+            try:
+                return await self._transport.send(order, waiting=waiting)
+            except RequestRejectedError as error:
+                if error.status == codes.NOT_FOUND:
+                    await self._upload(request, waiting=waiting)
+                    return await self._transport.send(order, waiting=waiting)
+                if error.status != codes.UNSUPPORTED_MEDIA_TYPE or path != _PLANS:
+                    raise
+            # An earlier version of the service takes the graph only in a form.
+            self._stores_graphs = False
+        form = {
+            "graph": ("graph", request.graph, _OCTETS["Content-Type"]),
+            "request": (None, json.dumps(document), "application/json"),
+        }
+        order = post_form(path, form, headers=headers, patience=patience)
+        return await self._transport.send(order, waiting=waiting)
 
-    def health(self) -> Conversation[dict[str, str]]:
-        """As `Talk.health`."""
-        yield from self._link.once(get("/readyz"))
-        answer = yield from self._link.once(get("/version"))
-        return dict(document_of(answer)["versions"])
+    async def _upload(self, request: GraphRequest, *, waiting: bool) -> None:
+        """Store a graph under its digest, compressed if that makes it smaller."""
+        path, graph = f"/v1/graphs/{request.graph_sha256}", request.graph
+        if self._accepts_zstd:
+            small = await self._transport.run(lambda: zstandard.ZstdCompressor().compress(graph))
+            if len(small) < _COMPRESSION_LIMIT * len(graph):
+                headers = {**_OCTETS, "Content-Encoding": "zstd"}
+                try:
+                    await self._transport.send(
+                        Request("PUT", path, headers, small), waiting=waiting
+                    )
+                except RequestRejectedError as error:
+                    if error.status != codes.UNSUPPORTED_MEDIA_TYPE:
+                        raise
+                    self._accepts_zstd = False
+                else:
+                    return
+        await self._transport.send(Request("PUT", path, _OCTETS, graph), waiting=waiting)
 
-    def _listed(self, what: str, most: int, **query: Any) -> Conversation[list[Any]]:
-        """At most so many entries of a list, over as many pages as that takes."""
+    async def _follow(self, response: httpx2.Response, on_progress: OnProgress | None) -> JobStatus:
+        """Wait until the job of a response is done."""
+        job = read_job(read_json(response))
+        follower = JobFollower(self._transport, job, on_progress)
+        return await follower.wait(retry_after(response) or 0.0)
+
+    async def _list(self, collection: str, limit: int, **query: Any) -> list[Any]:
+        """Return at most `limit` entries of a collection, from as many pages as needed."""
         found: list[Any] = []
         token: str | None = None
-        while len(found) < most:
-            size = min(most - len(found), _PAGE)
-            request = get(f"/v1/{what}", page_size=size, page_token=token, **query)
-            answer = yield from self._link.send(request)
-            page = document_of(answer)
-            found += page[what]
+        while len(found) < limit:
+            size = min(limit - len(found), _PAGE_SIZE)
+            request = get(f"/v1/{collection}", page_size=size, page_token=token, **query)
+            page = read_json(await self._transport.send(request))
+            found += page[collection]
             token = page["next_page_token"]
             if not token:
                 break
         return found
 
-    def _made(self, request: Send) -> Conversation[Any]:
-        """What a request makes, as JSON: at once, or by a job."""
-        answer = yield from self._link.send(request, waiting=True)
-        job = yield from finished(self._link, answer)
-        return document_of(answer) if job is None else job.result
+    def _fall_back(self, error: ServiceUnavailableError) -> Local:
+        """Return the fallback; raise the error if there is none."""
+        if self._fallback is None:
+            raise error
+        _log.warning("%s; continuing in this process", error)
+        return self._fallback
 
-    def _or_here(
-        self,
-        ask: Callable[[], Conversation[T]],
-        answer: Callable[[Local], Conversation[T]],
-    ) -> Conversation[T]:
-        """What the service answers, or who answers where it is not there.
-
-        Raises:
-            ServiceUnavailableError: it is not there, and nobody else is to answer.
-        """
-        try:
-            return (yield from ask())
-        except ServiceUnavailableError as error:
-            if self._fallback is None:
-                raise
-            _log.warning("%s; answering in this process", error)
-            return (yield from answer(self._fallback))
-
-    def _from_service(
-        self, asked: Asked, on_progress: OnProgress | None, *, wait: bool
-    ) -> Conversation[PlanResult]:
-        known = yield from self._known_plan(asked)
-        if known is not None:
-            return PlanResult(known, cached=True)
-        placed = yield from self._orders.place(PLANS, asked, on_progress, wait=wait)
-        if placed.job is not None:
-            return PlanResult(placed.job.plan, placed.cached, placed.job.id)
-        plan = Plan.from_json(placed.answer.body)
-        if "ETag" in placed.answer.headers:
-            self._keep(plan)
-        return PlanResult(plan, placed.cached)
-
-    def _known_plan(self, asked: Asked) -> Conversation[Plan | None]:
-        """The plan, if the service was asked for it before: the graph need not be sent then."""
-        document = {**asked.document, "graph_sha256": asked.graph_sha256}
-        try:
-            found = yield from self._link.send(post("/v1/plans:lookup", document))
-            return (yield from self.get_plan(member(found, "id"), offline="never"))
-        except RequestRejectedError as error:
-            if error.status not in NOT_THERE:
-                raise
-            return None
-
-    def _read_plan(self, plan_id: str, offline: Offline) -> Conversation[Plan]:
+    async def _fetch_plan(self, plan_id: str, *, use_kept: bool) -> Plan:
         kept = self._kept
-        if offline == "only" and kept is not None:
-            found = yield from work(lambda: kept.get(plan_id))
-            if found is None:
-                raise ServiceUnavailableError(f"no plan {plan_id} is kept on this machine")
-            return found
         try:
-            answer = yield from self._link.send(get(f"/v1/plans/{plan_id}"))
+            response = await self._transport.send(get(f"{_PLANS}/{plan_id}"))
         except ServiceUnavailableError as error:
-            if offline == "never" or kept is None:
+            if not use_kept or kept is None:
                 raise
-            found = yield from work(lambda: kept.get(plan_id))
+            found = await self._transport.run(lambda: kept.get(plan_id))
             if found is None:
                 raise
             _warn_offline(found, error)
             return found
-        plan = Plan.from_json(answer.body)
+        plan = Plan.from_json(response.content)
         if plan.id != plan_id:
-            raise ServiceError(f"asked for the plan {plan_id}, the service sent {plan.id}")
-        yield from self._keep_offline(plan)
+            raise ServiceError(f"requested the plan {plan_id}, the service sent {plan.id}")
+        await self._keep(plan)
         return plan
 
-    def _keep(self, plan: Plan) -> None:
-        """Keep a plan for when it is asked for again: it never changes under its id."""
+    def _remember(self, plan: Plan) -> None:
+        """Keep a plan in memory: it never changes under its id."""
         self._plans.pop(plan.id, None)
         self._plans[plan.id] = plan
-        while len(self._plans) > _MOST_PLANS:
+        while len(self._plans) > _MAX_PLANS:
             self._plans.pop(next(iter(self._plans)), None)
 
-    def _keep_offline(self, plan: Plan | None, asked: Asked | None = None) -> Conversation[None]:
+    async def _keep(self, plan: Plan | None, request: PlanRequest | None = None) -> None:
+        """Keep a plan on this machine."""
         kept = self._kept
         if kept is not None and plan is not None:
-            yield from work(lambda: kept.keep(plan, asked))
+            await self._transport.run(lambda: kept.keep(plan, request))
 
 
-def _topology(name: str) -> str:
+class JobFollower:
+    """Follows a job through lost connections and restarts of the service.
+
+    Progress comes from the job's event stream if the service has one, else from polling.
+
+    Args:
+        transport: to the service.
+        job: its latest known state.
+        on_progress: called with each progress report.
+    """
+
+    def __init__(
+        self, transport: Transport, job: JobStatus, on_progress: OnProgress | None
+    ) -> None:
+        self._transport = transport
+        self._job = job
+        self._on_progress = on_progress
+        self._has_streams = True
+        self._last_event = ""
+        self._num_broken = 0
+        self._started: datetime | None = None
+
+    async def wait(self, pause: float = 0.0) -> JobStatus:
+        """Wait until the job is done.
+
+        Args:
+            pause: seconds before the first poll, if there are no events.
+
+        Raises:
+            RequestRejectedError: the job is unknown to the service.
+            ServiceUnavailableError: the service cannot be reached for too long.
+        """
+        failures = Failures(self._transport.retry, waiting=True)
+        while not self._job.done:
+            # A broken stream says nothing about the job: only a failed poll is an outage.
+            is_broken = await self._stream()
+            try:
+                if not self._has_streams:
+                    await self._transport.sleep(pause)
+                pause = await self._poll()
+            except ServiceUnavailableError as error:
+                await self._transport.sleep(failures.delay(error))
+                continue
+            failures.reset()
+            self._num_broken += is_broken
+            if self._num_broken == _MAX_BROKEN_STREAMS:
+                self._has_streams = False
+            if self._has_streams and not self._job.done:
+                # The service ended the stream before the job was done: it is shutting down.
+                await self._transport.sleep(pause)
+        return self._job
+
+    async def _poll(self) -> float:
+        """Request the job's state; return the seconds until the next poll."""
+        response = await self._transport.send_once(get(f"/v1/jobs/{self._job.id}"))
+        self._job = read_job(read_json(response))
+        if not self._has_streams:
+            await self._report(self._job.progress)
+        asked = retry_after(response)
+        return _POLL if asked is None else asked
+
+    async def _stream(self) -> bool:
+        """Read the event stream to its end; return true if it broke instead."""
+        if not self._has_streams:
+            return False
+        headers = {"Last-Event-ID": self._last_event} if self._last_event else {}
+        path = f"/v1/jobs/{self._job.id}/events"
+        try:
+            async with aclosing(self._transport.events(path, headers)) as events:
+                async for event in events:
+                    self._last_event = event.id or self._last_event
+                    self._num_broken = 0
+                    progress = self._read_event(event)
+                    if progress is not None:
+                        await self._report(progress)
+        except RequestRejectedError as error:
+            if error.status not in _NO_STREAMS:
+                raise
+            self._has_streams = False
+        except (httpx2.SSEError, httpx2.ReadTimeout):
+            # The response is not an event stream, or a proxy buffers it.
+            self._has_streams = False
+        except (httpx2.TransportError, ServiceUnavailableError):
+            return True
+        return False
+
+    def _read_event(self, event: httpx2.ServerSentEvent) -> JobProgress | None:
+        """Read the progress of an event; None for events of later versions of the service."""
+        try:
+            document: Any = event.json()
+            data, moment = document["data"], datetime.fromisoformat(document["created_at"])
+            if data.get("state") == "running" or self._started is None:
+                self._started = moment
+            elapsed = max(0.0, (moment - self._started).total_seconds())
+            return read_progress({"phase": data.get("state", ""), **data}, elapsed)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    async def _report(self, progress: JobProgress) -> None:
+        if self._on_progress is not None:
+            await self._transport.notify(self._on_progress, progress)
+
+
+def _topology_path(name: str) -> str:
     return f"/v1/topologies/{quote(name, safe='')}"
 
 
@@ -339,8 +581,8 @@ def _read(adapter: TypeAdapter[T], document: Any) -> T:
     try:
         return adapter.validate_python(document)
     except ValidationError as error:
-        raise ServiceError(f"the service's answer cannot be read: {error}") from error
+        raise ServiceError(f"the service's response cannot be read: {error}") from error
 
 
 def _warn_offline(plan: Plan, error: ServiceUnavailableError) -> None:
-    _log.warning("%s; going on with the plan %s that is kept on this machine", error, plan.id)
+    _log.warning("%s; using the plan %s that is kept on this machine", error, plan.id)

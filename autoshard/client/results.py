@@ -1,6 +1,6 @@
-"""What the service answers, as values."""
+"""Results of the client: plans, jobs, searches, validations."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -15,12 +15,12 @@ from autoshard.planner import ProblemSize
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """How far a job has come.
+    """Progress of a job.
 
     Attributes:
-        phase: what the solver does; the job's state before it starts.
-        incumbent: price of the best plan so far in seconds; None before there is one.
-        bound: proven lower bound so far in seconds; None before there is one.
+        phase: step of the solver; the job's state before it starts.
+        incumbent: seconds of a step under the best plan so far; None before there is one.
+        bound: proven lower bound on these seconds; None before there is one.
         gap: (incumbent - bound) / incumbent; None before both are known.
         elapsed: seconds since the job was started.
     """
@@ -32,19 +32,23 @@ class JobProgress:
     elapsed: float
 
 
+OnProgress = Callable[[JobProgress], Awaitable[None] | None]
+"""Called with each progress report of a job; `AsyncClient` awaits an awaitable result."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """A job of the service.
+    """State of a job.
 
     Attributes:
         id: of the job.
-        plan_id: id that its plan has when it is made; empty where it makes something else.
+        plan_id: id of the plan that it makes; empty for other kinds of jobs.
         state: queued, running, succeeded, failed or cancelled.
-        done: whether it will not change any more.
-        progress: how far it has come.
-        plan: where it has succeeded in making one.
-        error: problem details, where it failed or was cancelled.
-        result: what it made, as JSON, where that is no plan.
+        done: true in the last three states, which are final.
+        progress: the latest report.
+        plan: the result of a job that made a plan.
+        error: problem details of a job that failed or was cancelled.
+        result: the result of another kind of job, as JSON.
     """
 
     id: str
@@ -57,11 +61,11 @@ class JobStatus:
     result: Any = None
 
     def get_plan(self) -> Plan:
-        """The plan of a job that is done.
+        """Return the plan of a job that has succeeded.
 
         Raises:
-            RequestRejectedError: the job failed or was cancelled; carries the details.
-            ServiceError: the job is not done.
+            RequestRejectedError: the job failed or was cancelled; carries the problem details.
+            ServiceError: the job is not done, or made no plan.
         """
         self.check()
         if self.plan is None:
@@ -69,10 +73,10 @@ class JobStatus:
         return self.plan
 
     def get_search(self) -> "MeshSearch":
-        """The meshes of a search that is done.
+        """Return the meshes of a search that has succeeded.
 
         Raises:
-            RequestRejectedError: the job failed or was cancelled; carries the details.
+            RequestRejectedError: the job failed or was cancelled; carries the problem details.
             ServiceError: the job is not done, or was no search.
         """
         self.check()
@@ -82,10 +86,10 @@ class JobStatus:
             raise ServiceError(f"the job {self.id} made something else than a search") from None
 
     def check(self) -> None:
-        """Nothing, where the job has succeeded.
+        """Raise an error unless the job has succeeded.
 
         Raises:
-            RequestRejectedError: it failed or was cancelled; carries the details.
+            RequestRejectedError: it failed or was cancelled; carries the problem details.
             ServiceError: it is not done.
         """
         if self.error is not None:
@@ -96,14 +100,14 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """The answer to a request for a plan.
+    """Result of a request for a plan.
 
     Attributes:
-        plan: None where the caller did not want to wait for it.
-        cached: whether it was there before anybody asked this time.
-        job_id: job that makes or made it; None where the service did not say.
-        source: `service`; `offline` where the service was not there and the plan was kept on
-            this machine; `local` where it was made in this process.
+        plan: None if the caller did not wait for it.
+        cached: true if the plan was known before this request.
+        job_id: job that makes or made the plan; None if there was none.
+        source: `service`; `offline` for a plan kept on this machine, because the service could
+            not be reached; `local` for a plan made in this process.
     """
 
     plan: Plan | None
@@ -112,20 +116,20 @@ class PlanResult:
     source: Literal["service", "offline", "local"] = "service"
 
 
-class _Answered(BaseModel):
-    """Something that a service answers."""
+class _Document(BaseModel):
+    """A JSON document of the service."""
 
-    # What later versions of the service add is no reason to fail.
+    # Later versions of the service may add members.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class PlanEntry(_Answered):
+class PlanEntry(_Document):
     """A plan in a list."""
 
     id: str
     created_at: datetime
     status: str = Field(description="of the certificate")
-    objective: float | None = Field(description="price of a step, seconds")
+    objective: float | None = Field(description="seconds of a step")
     gap: float | None
     peak_memory: int | None = Field(description="bytes per device")
     mode: str
@@ -134,43 +138,43 @@ class PlanEntry(_Answered):
     graph_digest: str = Field(description="of the canonical program")
 
 
-class Validation(_Answered):
-    """A request that would be planned, and what it would ask of the solver."""
+class Validation(_Document):
+    """Result of a validation: the request would be planned, and how large its problem is."""
 
     plan_id: str = Field(description="id that the plan would have")
     size: ProblemSize
 
 
-class SearchedMesh(_Answered):
-    """One mesh of a search, and what came of planning for it."""
+class SearchedMesh(_Document):
+    """One mesh of a search, with a summary of its plan."""
 
     mesh: Mesh
     plan_id: str | None = Field(
-        default=None, description="`get_plan` has the plan; None where none was kept"
+        default=None, description="id for `get_plan`; None if the plan was not stored"
     )
     certificate: Certificate | None = Field(
-        default=None, description="of the plan; None where the options do not fit this mesh"
+        default=None, description="of the plan; None if the options do not fit this mesh"
     )
     peak_memory: int | None = Field(default=None, description="bytes per device at the peak")
-    reason: str = Field(default="", description="why there is no plan")
-    error: str = Field(default="", description="why the options do not fit this mesh")
+    reason: str = Field(default="", description="reason why there is no plan")
+    error: str = Field(default="", description="reason why the options do not fit this mesh")
 
 
-class MeshSearch(_Answered):
-    """Every mesh of so many devices, and what came of planning for each."""
+class MeshSearch(_Document):
+    """Every mesh of a number of devices, with a summary of its plan."""
 
     meshes: tuple[SearchedMesh, ...] = Field(description="best first")
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The answer to a request for the best mesh.
+    """Result of a request for the best mesh.
 
     Attributes:
-        search: None where the caller did not want to wait for it.
-        cached: whether it was there before anybody asked this time.
-        job_id: job that makes or made it; None where the service did not say.
-        source: `service`, or `local` where it was made in this process.
+        search: None if the caller did not wait for it.
+        cached: true if the search was known before this request.
+        job_id: job that makes or made it; None if there was none.
+        source: `service`, or `local` for a search in this process.
     """
 
     search: MeshSearch | None
@@ -180,7 +184,7 @@ class SearchResult:
 
 
 def rejected(problem: Mapping[str, Any], status: int = 500) -> RequestRejectedError:
-    """The error that stands for problem details."""
+    """Make the error for problem details."""
     title = problem.get("title", "the service refused the request")
     detail = problem.get("detail", "it did not say why")
     status = int(problem.get("status", status))
@@ -188,11 +192,11 @@ def rejected(problem: Mapping[str, Any], status: int = 500) -> RequestRejectedEr
 
 
 def read_job(document: Any) -> JobStatus:
-    """A job from its JSON document.
+    """Read the JSON document of a job.
 
     Raises:
         ServiceError: the document is not a job.
-        PlanError: its result is not a plan that we understand.
+        PlanError: its result is not a plan of a version known here.
     """
     try:
         metadata = document["metadata"]
@@ -209,11 +213,11 @@ def read_job(document: Any) -> JobStatus:
             result=None if makes_plan else result,
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ServiceError(f"the service answered something that is no job: {error!r}") from error
+        raise ServiceError(f"the service sent a document that is not a job: {error!r}") from error
 
 
 def read_progress(document: Any, elapsed: float) -> JobProgress:
-    """Progress from a JSON document that names the phase."""
+    """Read the progress members of a JSON document."""
     return JobProgress(
         phase=str(document["phase"]),
         incumbent=document.get("incumbent"),

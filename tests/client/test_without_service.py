@@ -44,7 +44,7 @@ def client() -> Iterator[Client]:
 @pytest.fixture
 def kept(client: Client, graph: bytes, tmp_path: Path) -> tuple[Path, Plan]:
     """A folder in which a client has kept a plan."""
-    url = client._carrier._settings["base_url"]
+    url = client._transport.url
     with Client(url, cache=tmp_path) as made:
         return tmp_path, made.plan(graph, mesh=(2, 2))
 
@@ -57,7 +57,7 @@ def without_service(folder: Path | bool, **options: Any) -> Client:
 def test_what_is_no_mesh_is_told_before_anybody_is_asked(graph: bytes, mesh: Any) -> None:
     with Client.local(cache=False) as here, without_service(folder=False) as away:
         for client in (here, away):
-            with pytest.raises(MeshError, match=r"is no mesh: give the size of each axis"):
+            with pytest.raises(MeshError, match=r"invalid mesh .*: give the size of each axis"):
                 client.plan(graph, mesh=mesh)
 
 
@@ -122,7 +122,7 @@ def test_what_was_changed_on_the_disk_is_not_used(kept: tuple[Path, Plan], graph
 def test_a_folder_that_cannot_be_used_costs_nothing_but_the_plan(
     client: Client, graph: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = client._carrier._settings["base_url"]
+    url = client._transport.url
     blocked = tmp_path / "file"
     blocked.write_text("no folder", encoding="utf-8")
     with Client(url, cache=blocked) as other:
@@ -175,7 +175,7 @@ def test_plans_are_explained_compared_and_exported(
         "topology": two.mesh.topology.name,
         "graph_digest": two.graph.digest,
     }
-    assert len(talk.list_plans(most=1)) == 1
+    assert len(talk.list_plans(limit=1)) == 1
     assert {job.plan_id for job in talk.list_jobs()} >= {one.id, two.id}
     assert talk.list_jobs(states=["failed"]) == ()
     with pytest.raises(AutoshardError, match="nobody"):
@@ -249,7 +249,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, list[Any]]]:
             pass
         return make_plan(*args, **kwargs)
 
-    monkeypatch.setattr("autoshard.client.local.make_plan", hold)
+    monkeypatch.setattr("autoshard.client.core.make_plan", hold)
     yield go, solves
     go.set()
 
@@ -257,7 +257,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, list[Any]]]:
 async def wanted(client: AsyncClient, waiters: int) -> list[Any]:
     """The jobs of a client, once so many wait for the latest."""
     # A job tells nobody who joins it.
-    while not (jobs := client._talk._jobs.known()) or jobs[-1].waiters < waiters:  # noqa: ASYNC110
+    while not (jobs := client._backend._jobs.known()) or jobs[-1].waiters < waiters:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     return jobs
 
@@ -313,7 +313,7 @@ def test_threads_that_share_a_client_share_a_solve(
     client = Client.local(cache=False)
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(client.plan, graph, mesh=(2, 2)) for _ in range(8)]
-        while sum(job.waiters for job in client._talk._jobs.known()) < 8:
+        while sum(job.waiters for job in client._backend._jobs.known()) < 8:
             time.sleep(0.02)
         go.set()
         assert len({plan.result().id for plan in asked}) == 1

@@ -182,9 +182,9 @@ def test_the_client_warns_of_operators_that_run_whole(
     with Client(running.url) as client:
         client.plan(archive, mesh=(2,), mode="inference")
         client.plan(archive, mesh=(2,), mode="inference", discover=False)
-    (record,) = (r for r in caplog.records if r.name == "autoshard.client.asked")
+    (record,) = (r for r in caplog.records if r.name == "autoshard.client.requests")
     assert record.levelname == "WARNING"
-    assert "shardtest.broken.default runs whole on every rank" in record.getMessage()
+    assert "shardtest.broken.default is replicated" in record.getMessage()
     assert "it never runs" in record.getMessage()
 
 
@@ -205,7 +205,7 @@ def test_the_client_reads_more_than_a_service_would(
         pytest.raises(RequestRejectedError, match="zip bomb"),
     ):
         client.plan(packed.getvalue(), mesh=(2,), mode="inference")
-    assert "shardtest.broken.default runs whole on every rank" in caplog.text
+    assert "shardtest.broken.default is replicated" in caplog.text
 
 
 class Distances(Counted):

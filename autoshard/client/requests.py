@@ -1,0 +1,281 @@
+"""Requests about a model, ready to be sent to a service or carried out in this process."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from operator import index
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pydantic import ValidationError
+
+from autoshard.client.core import load_request_graph
+from autoshard.errors import ArchiveError, GraphError, MeshError, OptionError
+from autoshard.graph import (
+    ArchiveLimits,
+    Graph,
+    load_graph,
+    operator_namespaces,
+    rules_to_json,
+)
+from autoshard.mesh import (
+    Mesh,
+    Topology,
+    make_mesh,
+    mesh_from_json,
+    mesh_to_json,
+    topology_to_json,
+)
+from autoshard.plan import Mode, PlanOptions
+
+if TYPE_CHECKING:
+    import torch
+
+MeshLike: TypeAlias = Sequence[int] | Mapping[str, Any] | Mesh
+ModelLike: TypeAlias = "str | Path | bytes | torch.nn.Module"
+
+_TORCH_NAMESPACES = frozenset({"aten", "higher_order"})
+
+_MAX_DEFLATE_RATIO = 1032
+"""Largest compression ratio of deflate; https://zlib.net/zlib_tech.html."""
+
+_log = logging.getLogger(__name__)
+
+
+class GraphRequest:
+    """A request about a graph.
+
+    Args:
+        graph: bytes of an archive or of its model.json.
+        members: of the JSON document of the request, besides the rules.
+        discover: run the model's own operators on small tensors to find their sharding rules.
+
+    Attributes:
+        document: the JSON document of the request, without the graph.
+    """
+
+    def __init__(self, graph: bytes, members: dict[str, Any], *, discover: bool) -> None:
+        self.graph = graph
+        self.rules = _custom_rules(graph) if discover else []
+        self.document = members | ({"rules": self.rules} if self.rules else {})
+
+    @cached_property
+    def graph_sha256(self) -> str:
+        """Digest of the graph's bytes."""
+        return hashlib.sha256(self.graph).hexdigest()
+
+    @cached_property
+    def program(self) -> Graph:
+        """The graph with the rules of the model's own operators.
+
+        Raises:
+            GraphError: it cannot be read.
+        """
+        return load_request_graph(self.graph, self.rules, _unlimited(self.graph))
+
+
+class PlanRequest(GraphRequest):
+    """A request for a plan, or for a validation.
+
+    Args:
+        graph: bytes of an archive or of its model.json.
+        mesh: as the caller gave it.
+        options: of planning.
+        discover: as in `GraphRequest`.
+    """
+
+    def __init__(
+        self, graph: bytes, mesh: MeshLike, options: PlanOptions, *, discover: bool
+    ) -> None:
+        members = {"mesh": _mesh_document(mesh), "options": options.model_dump(mode="json")}
+        super().__init__(graph, members, discover=discover)
+        self.options = options
+
+    def mesh(self, topologies: Mapping[str, Topology]) -> Mesh:
+        """Build the mesh.
+
+        Args:
+            topologies: stored ones that it may name, besides those that are built in.
+
+        Raises:
+            MeshError: it is invalid.
+        """
+        return _build_mesh(self.document["mesh"], topologies)
+
+
+class SearchRequest(GraphRequest):
+    """A request for the best mesh of a number of devices.
+
+    Args:
+        graph: bytes of an archive or of its model.json.
+        num_devices: of each mesh.
+        topology: name of a topology, or a topology; the default one if None.
+        max_axes: largest number of mesh axes.
+        options: of planning, the same for all meshes.
+        discover: as in `GraphRequest`.
+    """
+
+    def __init__(
+        self,
+        graph: bytes,
+        num_devices: int,
+        *,
+        topology: str | Topology | None,
+        max_axes: int,
+        options: PlanOptions,
+        discover: bool,
+    ) -> None:
+        members = {
+            "num_devices": num_devices,
+            "topology": _topology_document(topology),
+            "max_axes": max_axes,
+            "options": options.model_dump(mode="json"),
+        }
+        super().__init__(graph, members, discover=discover)
+        self.num_devices = num_devices
+        self.topology = topology
+        self.max_axes = max_axes
+        self.options = options
+
+    def digest(self, topology: str | Topology | None) -> str:
+        """Digest of the whole request, with its topology resolved."""
+        document = self.document | {"topology": _topology_document(topology)}
+        text = json.dumps([self.graph_sha256, document], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class CoverageRequest(GraphRequest):
+    """A request for the operators that can be sharded.
+
+    Args:
+        graph: bytes of an archive or of its model.json.
+        mesh: as the caller gave it; None for axes of any size.
+        discover: as in `GraphRequest`.
+    """
+
+    def __init__(self, graph: bytes, mesh: MeshLike | None, *, discover: bool) -> None:
+        members = {} if mesh is None else {"mesh": _mesh_document(mesh)}
+        super().__init__(graph, members, discover=discover)
+
+    def axis_sizes(self, topologies: Mapping[str, Topology]) -> frozenset[int]:
+        """Sizes of the mesh axes; empty for any size.
+
+        Raises:
+            MeshError: the mesh is invalid.
+        """
+        document = self.document.get("mesh")
+        sizes = () if document is None else _build_mesh(document, topologies).axis_sizes
+        return frozenset(size for size in sizes if size > 1)
+
+
+def merge_options(
+    options: PlanOptions | None, mode: Mode | None, memory_budget: int | None
+) -> PlanOptions:
+    """Replace the options that were also given by themselves.
+
+    Raises:
+        OptionError: one of them is invalid.
+    """
+    given = {"mode": mode, "memory_budget": memory_budget}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return validate_options((options or PlanOptions()).model_dump() | changed)
+
+
+def validate_options(document: Mapping[str, Any]) -> PlanOptions:
+    """Check planning options.
+
+    Raises:
+        OptionError: one of them is invalid; the message names the first.
+    """
+    try:
+        return PlanOptions.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise OptionError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def read_model(
+    model: ModelLike, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> bytes:
+    """Return the bytes of an exported model; a live module is exported.
+
+    Raises:
+        GraphError: the module cannot be exported, or the file cannot be read.
+    """
+    if isinstance(model, bytes):
+        return model
+    if isinstance(model, str | Path):
+        try:
+            return Path(model).read_bytes()
+        except OSError as error:
+            raise ArchiveError(f"{model} cannot be read: {error.strerror or error}") from error
+    from autoshard.graph import export_model  # noqa: PLC0415  torch is slow to import
+
+    return export_model(model, args, dict(kwargs or {}))
+
+
+def _unlimited(graph: bytes) -> ArchiveLimits:
+    """Limits that no archive of this size exceeds: the caller's own is not an attack."""
+    largest = _MAX_DEFLATE_RATIO * len(graph)
+    return ArchiveLimits(
+        archive_bytes=len(graph),
+        model_bytes=largest,
+        compression_ratio=_MAX_DEFLATE_RATIO,
+        nodes=largest,
+    )
+
+
+def _custom_rules(graph: bytes) -> list[dict[str, Any]]:
+    """Rules of the model's own operators that are registered in this process."""
+    limits = _unlimited(graph)
+    if operator_namespaces(graph, limits=limits) <= _TORCH_NAMESPACES:
+        return []
+    try:
+        program = load_graph(graph, limits=limits)
+    except GraphError:
+        return []  # reported where the request is carried out
+    from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
+
+    found = discover(program, aten=False)
+    for finding in found.findings:
+        if finding.rule is None:
+            _log.warning(
+                "%s is replicated, as no rule was found: %s", finding.operator, finding.reason
+            )
+    return rules_to_json(found.graph.rules)
+
+
+def _build_mesh(document: Mapping[str, Any], topologies: Mapping[str, Topology]) -> Mesh:
+    topology = document.get("topology")
+    if isinstance(topology, Mapping):
+        return mesh_from_json(json.dumps(document))
+    given = dict(document)
+    if isinstance(topology, str):
+        given["topology"] = topologies.get(topology, topology)
+    try:
+        return make_mesh(**given)
+    except TypeError as error:
+        raise MeshError(f"invalid mesh: {error}") from None
+
+
+def _mesh_document(mesh: MeshLike) -> dict[str, Any]:
+    if isinstance(mesh, Mesh):
+        document: dict[str, Any] = json.loads(mesh_to_json(mesh))
+        return document
+    if isinstance(mesh, Mapping):
+        return dict(mesh)
+    try:
+        return {"shape": [index(size) for size in mesh]}
+    except TypeError:
+        raise MeshError(
+            f"invalid mesh {mesh!r}: give the size of each axis, such as (2, 4), the arguments of "
+            f"make_mesh as a mapping, or a Mesh"
+        ) from None
+
+
+def _topology_document(topology: str | Topology | None) -> Any:
+    if isinstance(topology, Topology):
+        return json.loads(topology_to_json(topology))
+    return topology
