@@ -1,152 +1,163 @@
-"""An operator as one rank sees it: where the rank is, and which slices it has."""
+"""An operator as one rank runs it: its shards, the rank's coordinate and its communication."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.graph import Node, references
 from autoshard.layouts import Layout
 from autoshard.ops import Operation
-from autoshard.runtime.exchange import Received, exchange_edges
 
 LocalKernel = Callable[[Sequence[torch.Tensor], int], tuple[torch.Tensor, ...]]
-"""Takes the local inputs and the number of the step; gives the local outputs."""
+"""Maps the local inputs and the index of the step to the local outputs."""
 
 
-class Ranks(Protocol):
-    """The other ranks, as operators meet them."""
+Received = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Tensors from the previous and the next rank; None where there is no such rank."""
+
+
+class Ranks:
+    """Communication of operators with other ranks; this base class has none and refuses."""
 
     def all_reduce(self, tensor: torch.Tensor, axis: int, operation: Operation) -> None:
-        """Put a contiguous tensor together, in place, over the ranks of one mesh axis."""
-        ...
+        """Reduce a contiguous tensor, in place, over the ranks of one mesh axis.
+
+        Raises:
+            RuntimeError: there are no other ranks.
+        """
+        raise _no_ranks(f"a {operation} of {tuple(tensor.shape)}", axis)
 
     def all_to_all(
         self, rows: torch.Tensor, axis: int, sent: list[int], received: list[int]
     ) -> torch.Tensor:
-        """Send rows to the ranks of one mesh axis, and take theirs.
+        """Exchange rows with the ranks of one mesh axis.
 
         Args:
-            rows: contiguous, those for the first rank first.
+            rows: to send, those for the first rank first.
             axis: the mesh axis.
-            sent: how many go to each rank.
-            received: how many come from each.
+            sent: number of rows to each rank.
+            received: number of rows from each rank.
 
         Returns:
-            What has come, from the first rank first.
+            The received rows, those from the first rank first.
+
+        Raises:
+            RuntimeError: there are no other ranks.
         """
-        ...
+        raise _no_ranks(f"an all-to-all of {len(rows)} rows, {sent} to {received},", axis)
 
     def exchange(self, to_before: torch.Tensor, to_after: torch.Tensor, axis: int) -> Received:
-        """Send edges to the two ranks next to this one on a mesh axis, and take theirs.
+        """Exchange contiguous edges with the neighbours on one mesh axis; see `exchange_edges`.
 
-        Args:
-            to_before: for the rank before, contiguous.
-            to_after: for the rank behind, contiguous.
-            axis: the mesh axis.
+        Raises:
+            RuntimeError: there are no other ranks.
         """
-        ...
+        shapes = f"{tuple(to_before.shape)} and {tuple(to_after.shape)}"
+        raise _no_ranks(f"an exchange of {shapes}", axis)
+
+
+def _no_ranks(communication: str, axis: int) -> RuntimeError:
+    return RuntimeError(f"{communication} over axis {axis} needs the ranks of that axis")
 
 
 @dataclass(frozen=True, slots=True)
-class MeshRanks:
-    """The ranks of a device mesh."""
+class MeshRanks(Ranks):
+    """Communication over the process groups of a device mesh."""
 
     mesh: DeviceMesh
 
     def all_reduce(self, tensor: torch.Tensor, axis: int, operation: Operation) -> None:
-        """Run the collective on the axis's process group."""
+        """Reduce a tensor over the process group of an axis."""
         dist.all_reduce(tensor, _OPERATIONS[operation], self.mesh.get_group(axis))
 
     def all_to_all(
         self, rows: torch.Tensor, axis: int, sent: list[int], received: list[int]
     ) -> torch.Tensor:
-        """Run the collective on the axis's process group."""
+        """Exchange rows over the process group of an axis."""
         arrived = rows.new_empty((sum(received), *rows.shape[1:]))
         group = self.mesh.get_group(axis)
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group)
         return arrived
 
     def exchange(self, to_before: torch.Tensor, to_after: torch.Tensor, axis: int) -> Received:
-        """Run the exchange on the axis's process group."""
+        """Exchange edges over the process group of an axis."""
         return exchange_edges(to_before, to_after, self.mesh.get_group(axis))
 
 
 _OPERATIONS = {Operation.SUM: dist.ReduceOp.SUM, Operation.MAX: dist.ReduceOp.MAX}
 
 
-class NoRanks:
-    """Nobody to talk to."""
+def exchange_edges(
+    to_before: torch.Tensor, to_after: torch.Tensor, group: ProcessGroup
+) -> Received:
+    """Exchange tensors with the previous and the next rank, all at once.
 
-    def all_reduce(self, tensor: torch.Tensor, axis: int, operation: Operation) -> None:
-        """Refuse.
+    The previous rank sends a tensor like `to_after`, the next one a tensor like `to_before`.
+    Tensors without elements are not sent.
 
-        Raises:
-            RuntimeError: always.
-        """
-        shape = tuple(tensor.shape)
-        raise RuntimeError(f"a {operation} of {shape} over axis {axis} needs the axis's ranks")
-
-    def all_to_all(
-        self, rows: torch.Tensor, axis: int, sent: list[int], received: list[int]
-    ) -> torch.Tensor:
-        """Refuse.
-
-        Raises:
-            RuntimeError: always.
-        """
-        counts = f"sending {sent} of {len(rows)} rows and taking {received}"
-        raise RuntimeError(f"{counts} over axis {axis} needs the axis's ranks")
-
-    def exchange(self, to_before: torch.Tensor, to_after: torch.Tensor, axis: int) -> Received:
-        """Refuse.
-
-        Raises:
-            RuntimeError: always.
-        """
-        shapes = f"{tuple(to_before.shape)} and {tuple(to_after.shape)}"
-        raise RuntimeError(f"an exchange of {shapes} over axis {axis} needs the axis's ranks")
+    Args:
+        to_before: for the previous rank, contiguous.
+        to_after: for the next rank, contiguous.
+        group: the ranks in order; the first has no previous one, the last no next one.
+    """
+    rank = group.rank()
+    from_before = torch.empty_like(to_after) if rank > 0 else None
+    from_after = torch.empty_like(to_before) if rank + 1 < group.size() else None
+    operations = [
+        P2POp(kind, tensor, group=group, group_peer=peer)
+        for kind, tensor, peer, neighbour in (
+            (dist.isend, to_before, rank - 1, from_before),
+            (dist.isend, to_after, rank + 1, from_after),
+            (dist.irecv, from_before, rank - 1, from_before),
+            (dist.irecv, from_after, rank + 1, from_after),
+        )
+        if neighbour is not None and tensor is not None and tensor.numel()
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return from_before, from_after
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where on the mesh a rank is.
+    """The position of a rank on the mesh.
 
     Attributes:
         axis_sizes: size of each mesh axis.
-        coordinate: the rank's place on each axis.
+        coordinate: the rank's index on each axis.
         device: the rank's device.
-        seed: from which all random numbers follow; the same on all ranks.
-        ranks: the others.
+        seed: of all random numbers; the same on all ranks.
+        ranks: communication with the other ranks.
     """
 
     axis_sizes: tuple[int, ...]
     coordinate: tuple[int, ...]
     device: torch.device
     seed: int = 0
-    ranks: Ranks = field(default_factory=NoRanks)
+    ranks: Ranks = field(default_factory=Ranks)
 
 
-_TRACKED = frozenset({"running_mean", "running_var"})
+_RUNNING_STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 @dataclass(frozen=True, slots=True)
 class LocalNode:
-    """An operator with the layouts in which a plan runs it.
+    """An operator with the layouts of a plan.
 
     Attributes:
         node: the operator's call in the graph.
         inputs: layout of each tensor input.
         outputs: layout of each output.
-        shapes: whole shape of each input.
-        input_shapes: the rank's shape of each input.
-        output_shapes: the rank's shape of each output.
-        place: where the rank is.
-        custom: names of operators that may be called though they are not of ATen.
+        shapes: global shape of each input.
+        input_shapes: local shape of each input.
+        output_shapes: local shape of each output.
+        place: position of the rank.
+        custom: names of operators outside ATen that may be called.
     """
 
     node: Node
@@ -159,29 +170,29 @@ class LocalNode:
     custom: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
-        """The argument that each tensor input is, or is listed in."""
+        """Name of the argument that each tensor input belongs to."""
         return [name for name, value in self.node.arguments for _ in references(value)]
 
     def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inputs by the names of the operator's schema, none of which is a list."""
+        """The inputs by argument name, for operators without lists of tensors."""
         return dict(zip(self.names(), tensors, strict=True))
 
     def tracked(self) -> tuple[int, ...]:
-        """Places of the tensor inputs that the operator may change, though its schema denies it.
+        """Positions of the tensor inputs that the operator changes though its schema denies it.
 
-        Norms that track statistics over steps do, all under the same names.
+        These are the running statistics of norms.
         """
-        return tuple(place for place, name in enumerate(self.names()) if name in _TRACKED)
+        return tuple(i for i, name in enumerate(self.names()) if name in _RUNNING_STATISTICS)
 
     def dims(self, name: str) -> tuple[int, ...]:
-        """Dims of the first input named by an integer or a list, counted from the front."""
+        """Non-negative dims of the first input given by an integer or list argument."""
         rank = max(len(self.input_shapes[0]), 1)
         value = self.node.argument(name)
         listed = value if isinstance(value, tuple) else (value,)
         return tuple(dim % rank for dim in listed if isinstance(dim, int))
 
     def axes_cutting(self, dims: Sequence[int], tensor: int = 0) -> tuple[int, ...]:
-        """The axes of more than one rank that cut some dims of an input, ascending."""
+        """The axes of more than one rank that shard some dims of an input, ascending."""
         return tuple(
             axis
             for axis, (size, axis_type) in enumerate(
@@ -191,11 +202,11 @@ class LocalNode:
         )
 
     def count(self, dims: Sequence[int]) -> int:
-        """How many elements some dims of the first input have in the whole."""
+        """Global number of elements of some dims of the first input."""
         return prod(self.shapes[0][dim] for dim in dims)
 
     def start(self, dim: int, tensor: int = 0) -> int:
-        """Where the rank's slice of a dim of an input starts in the whole."""
+        """Global index at which the rank's shard of a dim of an input starts."""
         place, shape = self.place, self.shapes[tensor]
         slices = self.inputs[tensor].local_slices(shape, place.axis_sizes, place.coordinate)
         start: int = slices[dim][0].start

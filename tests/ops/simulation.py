@@ -32,7 +32,7 @@ from autoshard.ops import (
     strategies,
 )
 from autoshard.runtime.kernels import bind_kernel
-from autoshard.runtime.local_node import LocalNode, NoRanks, Place
+from autoshard.runtime.local_node import LocalNode, Place, Ranks
 from autoshard.runtime.slices import own_shape
 
 MESHES = ((2,), (4,), (3,), (2, 2))
@@ -165,7 +165,7 @@ class Simulation:
                 self.mesh,
                 at,
                 torch.device("cpu"),
-                ranks=NoRanks() if together is None else RankOf(together, at),
+                ranks=Ranks() if together is None else RankOf(together, at),
             ),
         )
         return bind_kernel(local)(values, 0)

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from autoshard.mesh.calibration import CollectiveSample
 from autoshard.mesh.topology import INNER, MEASURABLE
 from autoshard.runtime.calibration.stopwatch import Stopwatch
-from autoshard.runtime.exchange import exchange_edges
+from autoshard.runtime.local_node import exchange_edges
 
 _TYPES = {
     "all_gather": (spmd.S(0), spmd.R),

@@ -1,7 +1,7 @@
-"""Operators along dims that are cut: `OperatorRule.reduced` and `OperatorRule.halo` in code.
+"""Kernels along sharded dims, for `OperatorRule.reduced` and `OperatorRule.halo`.
 
-Each is run as one function of autograd, with the statistics or the edges that its rule lists and
-no other communication, and keeps for backward what the whole operator keeps.
+Each is one autograd function. It communicates only the statistics or edges that the rule lists,
+and saves for backward what the unsharded operator saves.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,42 +9,35 @@ from collections.abc import Callable, Mapping
 from autoshard.ops.windows import INTERPOLATIONS, RANKS
 from autoshard.runtime.local_node import LocalKernel, LocalNode
 from autoshard.runtime.sharded_kernels.attention import bind_attention
-from autoshard.runtime.sharded_kernels.losses import bind_cross_entropy, bind_labels
+from autoshard.runtime.sharded_kernels.halo import (
+    bind_avg_pool,
+    bind_convolution,
+    bind_interpolation,
+    bind_max_pool,
+)
+from autoshard.runtime.sharded_kernels.losses import bind_cross_entropy, bind_nll_loss
 from autoshard.runtime.sharded_kernels.norms import bind_batch_norm, bind_group_norm, bind_last_dims
 from autoshard.runtime.sharded_kernels.reductions import (
-    bind_amax,
-    bind_first,
-    bind_variance,
-    bind_vector_norm,
+    bind_arg_extreme,
+    bind_reduction,
+    bind_softmax,
 )
-from autoshard.runtime.sharded_kernels.resampling import bind_interpolation
-from autoshard.runtime.sharded_kernels.softmax import bind_logsumexp, bind_softmax
-from autoshard.runtime.sharded_kernels.windows import bind_avg_pool, bind_convolution, bind_max_pool
 
 __all__ = ["bind_sharded_kernel"]
 
 _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
-    "softmax": bind_softmax,
-    "log_softmax": bind_softmax,
-    "logsumexp": bind_logsumexp,
     "cross_entropy_loss": bind_cross_entropy,
-    "nll_loss_nd": bind_labels,
-    "nll_loss": bind_labels,
-    "nll_loss2d": bind_labels,
     "layer_norm": bind_last_dims,
     "rms_norm": bind_last_dims,
     "group_norm": bind_group_norm,
     "batch_norm": bind_batch_norm,
-    "amax": bind_amax,
-    "amin": bind_amax,
-    "max": bind_first,
-    "min": bind_first,
-    "argmax": bind_first,
-    "argmin": bind_first,
-    "var": bind_variance,
-    "std": bind_variance,
-    "linalg_vector_norm": bind_vector_norm,
     "scaled_dot_product_attention": bind_attention,
+    **dict.fromkeys(("softmax", "log_softmax"), bind_softmax),
+    **dict.fromkeys(("nll_loss", "nll_loss_nd", "nll_loss2d"), bind_nll_loss),
+    **dict.fromkeys(("max", "min", "argmax", "argmin"), bind_arg_extreme),
+    **dict.fromkeys(
+        ("amax", "amin", "var", "std", "linalg_vector_norm", "logsumexp"), bind_reduction
+    ),
     **{f"conv{rank}d": bind_convolution for rank in RANKS},
     **{f"conv_transpose{rank}d": bind_convolution for rank in RANKS},
     **{f"max_pool{rank}d": bind_max_pool for rank in RANKS},
@@ -55,5 +48,5 @@ _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
 
 
 def bind_sharded_kernel(local: LocalNode) -> LocalKernel | None:
-    """What a rank runs where the dims that an operator works along are cut, else None."""
+    """The kernel of an operator along sharded dims; None where these are not sharded."""
     return _BINDERS[local.node.operator.split(".")[1]](local)

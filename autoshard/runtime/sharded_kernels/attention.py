@@ -1,11 +1,11 @@
-"""Attention with keys and values that are cut: a rank attends to its own.
+"""Attention with sharded keys and values: a rank attends to its own keys.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867: a softmax
-over all keys follows from the largest score and the sum of exponentials of each slice. Ranks put
-these together, and the weighted sums of values. Backward needs nothing from other ranks, since
-the result and its gradient are whole (Dao 2023, "FlashAttention-2", algorithm 2).
+over all keys follows from the largest score and the sum of exponentials of each shard. Ranks
+reduce these and the weighted sums of values. Backward needs no communication, since the result
+and its gradient are replicated (Dao 2023, "FlashAttention-2", algorithm 2).
 
-Scores are made in blocks of queries, again in backward, and never all at once.
+Scores are computed in blocks of queries, again in backward, and never all at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autoshard.runtime.local_node import LocalKernel, LocalNode
-from autoshard.runtime.sharded_kernels.statistics import Statistics, widened
+from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel, Statistics, widened
 
 SCORES_AT_ONCE = 1 << 24
-"""How many scores a block of several queries may have."""
+"""Maximum number of scores of a block of several queries."""
 
 
 def bind_attention(local: LocalNode) -> LocalKernel | None:
-    """Attention; None where keys are whole."""
+    """Bind scaled_dot_product_attention; None where keys are not sharded."""
     rows, columns = (len(shape) - 2 for shape in local.input_shapes[:2])
     statistics = Statistics(local.place.ranks, local.axes_cutting((columns,), 1))
     if not statistics.axes:
@@ -42,20 +41,20 @@ def bind_attention(local: LocalNode) -> LocalKernel | None:
         heads, mask = tensors[:3], tensors[3] if len(tensors) > 3 else None  # noqa: PLR2004  a mask
         outer = torch.broadcast_shapes(*(tensor.shape[:-num_inner] for tensor in heads))  # type: ignore[no-untyped-call]  # torch
         heads = [tensor.expand(*outer, *tensor.shape[-num_inner:]) for tensor in heads]
-        return (_OverCutKeys.apply(*heads, mask, attention),)  # type: ignore[no-untyped-call]  # torch
+        return (attention(*heads, mask),)
 
     return run
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some queries and the keys that they see, as slices of the rank's own."""
+    """A block of queries and the keys visible to them, as slices of the rank's shards."""
 
     rows: slice
     columns: slice
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its part of what broadcasts to scores."""
+        """The block of a tensor that broadcasts to scores."""
         rows, columns = (
             slice(None) if size == 1 else part
             for size, part in zip(tensor.shape[-2:], (self.rows, self.columns), strict=True)
@@ -64,14 +63,14 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Attention:
-    """Attention to a slice of the keys.
+class _Attention(ShardedKernel):
+    """Attention to a shard of the keys.
 
     Attributes:
         scale: of scores.
-        lead: place of the rank's first query less that of its first key.
-        is_causal: whether a query sees the keys up to its own place only.
-        statistics: over the ranks that have the other keys.
+        lead: global position of the rank's first query minus that of its first key.
+        is_causal: whether a query sees only keys up to its own position.
+        statistics: over the ranks with the other keys.
     """
 
     scale: float
@@ -80,7 +79,7 @@ class _Attention:
     statistics: Statistics
 
     def blocks(self, query: torch.Tensor, key: torch.Tensor) -> Iterator[_Block]:
-        """Blocks of all queries that see any key."""
+        """Blocks of the queries that see at least one key."""
         num_rows, num_columns = query.shape[-2], key.shape[-2]
         per_row = query.shape[:-2].numel() * num_columns
         length = max(SCORES_AT_ONCE // max(per_row, 1), 1)
@@ -93,9 +92,9 @@ class _Attention:
     def scores(
         self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: _Block
     ) -> torch.Tensor:
-        """Scores of a block in 32 bits at least, infinitely low where a key is not seen."""
+        """Scores of a block in float32 at least, -inf for masked keys."""
         queries = query[..., block.rows, :]
-        products = grouped(queries, key) @ key[..., block.columns, :].mT
+        products = _grouped(queries, key) @ key[..., block.columns, :].mT
         scores = widened(products).mul_(self.scale).view(*queries.shape[:-1], -1)
         if mask is not None and mask.dtype == torch.bool:
             scores.masked_fill_(~block.of(mask), -torch.inf)
@@ -107,70 +106,65 @@ class _Attention:
             scores.masked_fill_(rows.unsqueeze(-1) + self.lead < columns, -torch.inf)
         return scores
 
-
-def grouped(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Rows of the query heads that share a head of the keys, as rows of that head."""
-    return tensor.reshape(*key.shape[:-2], -1, tensor.shape[-1])
-
-
-def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    """What can be subtracted from scores, of which a row may have none that counts."""
-    return tensor.masked_fill(tensor.isinf(), 0)
-
-
-class _OverCutKeys(torch.autograd.Function):
-    @staticmethod
-    def forward(  # noqa: PLR0917  autograd takes positions only
+    def forward(
+        self,
         ctx: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        attention: _Attention,
     ) -> torch.Tensor:
+        """Attend, and save the log-sum-exp of each row."""
         rows = query.shape[:-1]
         wide = widened(query[:0]).dtype
         largest = query.new_full((*rows, 1), -torch.inf, dtype=wide)
         sums = query.new_zeros((*rows, value.shape[-1] + 1), dtype=wide)
-        for block in attention.blocks(query, key):
-            weights = attention.scores(query, key, mask, block)
+        for block in self.blocks(query, key):
+            weights = self.scores(query, key, mask, block)
             top = largest[..., block.rows, :].copy_(weights.amax(-1, keepdim=True))
             weights.sub_(_finite(top)).exp_()
-            made = grouped(weights.to(value.dtype), key) @ value[..., block.columns, :]
+            made = _grouped(weights.to(value.dtype), key) @ value[..., block.columns, :]
             into = sums[..., block.rows, :]
             into[..., :-1] = made.view(*weights.shape[:-1], -1)
             into[..., -1] = weights.sum(-1)
-        shift = _finite(attention.statistics.largest(largest.clone()))
-        sums = attention.statistics.total(sums.mul_(largest.sub_(shift).exp_()))
+        shift = _finite(self.statistics.largest(largest.clone()))
+        sums = self.statistics.total(sums.mul_(largest.sub_(shift).exp_()))
         total = sums[..., -1:]
         result = (sums[..., :-1] / total).masked_fill_(total == 0, 0).to(query.dtype)
         logarithms = shift.add_(_finite(total.log()))
         ctx.save_for_backward(query, key, value, mask, result, logarithms)
-        ctx.attention = attention
         return result
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
+        """Recompute the scores of each block, and their gradients."""
         query, key, value, mask, result, logarithms = ctx.saved_tensors
-        attention: _Attention = ctx.attention
         inner = widened(gradient * result).sum(-1, keepdim=True)
         of_query = torch.zeros_like(query)
         of_key, of_value = (torch.zeros_like(t, dtype=inner.dtype) for t in (key, value))
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
-        for block in attention.blocks(query, key):
-            weights = attention.scores(query, key, mask, block)
+        for block in self.blocks(query, key):
+            weights = self.scores(query, key, mask, block)
             weights.sub_(logarithms[..., block.rows, :]).exp_()
-            given = grouped(gradient[..., block.rows, :], key)
+            given = _grouped(gradient[..., block.rows, :], key)
             seen = value[..., block.columns, :]
-            of_value[..., block.columns, :] += grouped(weights.to(value.dtype), key).mT @ given
+            of_value[..., block.columns, :] += _grouped(weights.to(value.dtype), key).mT @ given
             of_scores = widened(given @ seen.mT).view_as(weights)
             of_scores.sub_(inner[..., block.rows, :]).mul_(weights)
             if of_mask is not None:
                 part = block.of(of_mask)
                 part += of_scores.sum_to_size(part.shape)
-            slopes = grouped(of_scores.mul_(attention.scale).to(query.dtype), key)
+            slopes = _grouped(of_scores.mul_(self.scale).to(query.dtype), key)
             made = slopes @ key[..., block.columns, :]
             of_query[..., block.rows, :] = made.view(*weights.shape[:-1], -1)
-            of_key[..., block.columns, :] += slopes.mT @ grouped(query[..., block.rows, :], key)
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_mask, None
+            of_key[..., block.columns, :] += slopes.mT @ _grouped(query[..., block.rows, :], key)
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_mask
+
+
+def _grouped(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Query heads that share a key head, stacked along the rows of that head."""
+    return tensor.reshape(*key.shape[:-2], -1, tensor.shape[-1])
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Infinite values replaced by 0, so that a fully masked row subtracts nothing."""
+    return tensor.masked_fill(tensor.isinf(), 0)

@@ -1,8 +1,8 @@
-"""Normalisations over dims that are cut: ranks share means and variances.
+"""Normalisation over sharded dims: ranks share means and variances.
 
-Forward takes the mean of all, then the mean of squares around it, which loses nothing where
-numbers are far from zero. Backward is that of Ba, Kiros and Hinton, "Layer Normalization",
-arXiv:1607.06450, with its two sums over all ranks' slices.
+Forward computes the global mean, then the mean of squares around it, which loses no precision
+where values are far from zero. Backward is that of Ba, Kiros and Hinton, "Layer Normalization",
+arXiv:1607.06450, with its two sums taken over the shards of all ranks.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,19 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autoshard.runtime.local_node import LocalKernel, LocalNode
-from autoshard.runtime.sharded_kernels.statistics import Statistics, widened
+from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel, Statistics, widened
+
+_EPS = 1e-5
+"""The default of `eps`."""
+
+_MOMENTUM = 0.1
+"""The default of `momentum`."""
 
 
 def bind_last_dims(local: LocalNode) -> LocalKernel | None:
-    """layer_norm and rms_norm with a slice of what is normalised; None where it is whole."""
+    """Bind layer_norm or rms_norm; None where the normalised dims are not sharded."""
     shape = local.node.argument("normalized_shape")
     assert isinstance(shape, tuple)
     rank = len(local.input_shapes[0])
@@ -26,69 +31,89 @@ def bind_last_dims(local: LocalNode) -> LocalKernel | None:
     statistics = Statistics.over(local, dims)
     if not statistics.axes:
         return None
-    norm = _Norm(
-        dims=dims,
-        count=prod(size for size in shape if isinstance(size, int)),
-        eps=_epsilon(local),
-        centred=not _is_root_mean_square(local),
-        statistics=statistics,
-    )
+    is_rms = local.node.operator == "aten.rms_norm.default"
+    count = prod(size for size in shape if isinstance(size, int))
+    eps = _epsilon(local, None if is_rms else _EPS)
+    norm = _Norm(dims=dims, count=count, eps=eps, centred=not is_rms, statistics=statistics)
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
         given = local.named(tensors)
-        values = given["input"]
-        made, _, _ = _normalise(values, given.get("weight"), given.get("bias"), norm)
-        return (made,)
+        result, _, _ = norm(given["input"], given.get("weight"), given.get("bias"))
+        return (result,)
 
     return run
 
 
-_EPS = 1e-5
-"""The default of `eps`."""
+def bind_group_norm(local: LocalNode) -> LocalKernel | None:
+    """Bind group_norm; None where groups are not sharded."""
+    samples, channels, *sizes = local.input_shapes[0]
+    spatial = tuple(range(2, 2 + len(sizes)))
+    num_groups = local.node.argument("num_groups", 1)
+    assert isinstance(num_groups, int)
+    local_groups, axes = _groups_of(local, num_groups)
+    axes = sorted((*axes, *local.axes_cutting(spatial)))
+    if not axes:
+        return None
+    statistics = Statistics(local.place.ranks, tuple(axes))
+    count = local.count((1, *spatial)) // num_groups
+    norm = _Norm(dims=(2, 3), count=count, eps=_epsilon(local), statistics=statistics)
+    grouped = (samples, local_groups, channels // local_groups, prod(sizes))
+
+    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+        given = local.named(tensors)
+        values = given["input"]
+        scales = _viewed(given, (1, *grouped[1:3], 1))
+        return (norm(values.reshape(grouped), *scales)[0].view(values.shape),)
+
+    return run
 
 
-def _is_root_mean_square(local: LocalNode) -> bool:
-    return local.node.operator == "aten.rms_norm.default"
+def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
+    """Bind batch_norm in training; None where no dim but that of the channels is sharded."""
+    samples, channels, *sizes = local.input_shapes[0]
+    others = (0, *range(2, 2 + len(sizes)))
+    statistics = Statistics.over(local, others)
+    if not local.node.argument("training") or not statistics.axes:
+        return None
+    count = local.count(others)
+    norm = _Norm(dims=(0, 2), count=count, eps=_epsilon(local), statistics=statistics)
+    momentum = local.node.argument("momentum", _MOMENTUM)
+    assert isinstance(momentum, (int, float))
+
+    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+        given = local.named(tensors)
+        values = given["input"]
+        flat = values.reshape(samples, channels, prod(sizes))
+        result, mean, variance = norm(flat, *_viewed(given, (1, channels, 1)))
+        # As in the operator, running statistics are no outputs and autograd does not see that
+        # they change: backward of a checkpoint uses their values at that time.
+        unbiased = variance * (count / max(count - 1, 1))
+        for name, batch in (("running_mean", mean), ("running_var", unbiased)):
+            if name in given:
+                running = given[name].data
+                running.lerp_(batch.view(channels).to(running.dtype), momentum)
+        return (result.view(values.shape),)
+
+    return run
 
 
-def _epsilon(local: LocalNode) -> float | None:
-    """What is added to a variance; None for the least of the type, as root mean squares have it."""
-    eps = local.node.argument("eps", None if _is_root_mean_square(local) else _EPS)
+def _epsilon(local: LocalNode, default: float | None = _EPS) -> float | None:
+    eps = local.node.argument("eps", default)
     assert eps is None or isinstance(eps, (int, float))
     return eps
 
 
-def bind_group_norm(local: LocalNode) -> LocalKernel | None:
-    """group_norm with a slice of what groups have; None where groups are whole."""
-    samples, channels, *places = local.input_shapes[0]
-    spread = tuple(range(2, 2 + len(places)))
-    num_groups = local.node.argument("num_groups", 1)
-    assert isinstance(num_groups, int)
-    share, axes = _groups_of(local, num_groups)
-    statistics = Statistics(local.place.ranks, tuple(sorted((*axes, *local.axes_cutting(spread)))))
-    if not statistics.axes:
-        return None
-    count = local.count((1, *spread)) // num_groups
-    norm = _Norm(dims=(2, 3), count=count, statistics=statistics, eps=_epsilon(local))
-    grouped = (samples, share, channels // share, prod(places))
-    scales = (1, share, channels // share, 1)
-
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
-        given = local.named(tensors)
-        values = given["input"]
-        weight, bias = (
-            None if given.get(name) is None else given[name].view(scales)
-            for name in ("weight", "bias")
-        )
-        made, _, _ = _normalise(values.reshape(grouped), weight, bias, norm)
-        return (made.view(values.shape),)
-
-    return run
+def _viewed(
+    given: dict[str, torch.Tensor], shape: tuple[int, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Weight and bias in the shape in which they broadcast to the values."""
+    scales = (given.get(name) for name in ("weight", "bias"))
+    return tuple(None if scale is None else scale.view(shape) for scale in scales)
 
 
 def _groups_of(local: LocalNode, num_groups: int) -> tuple[int, list[int]]:
-    """Groups on a rank, and the axes that cut within a group: those inside the cuts of groups."""
-    share = max(num_groups * local.input_shapes[0][1] // local.shapes[0][1], 1)
+    """Groups on a rank, and the axes that shard within a group: those inside the group axes."""
+    local_groups = max(num_groups * local.input_shapes[0][1] // local.shapes[0][1], 1)
     within = []
     for axis in local.inputs[0].cutting_axes(1):
         size = local.place.axis_sizes[axis]
@@ -96,55 +121,18 @@ def _groups_of(local: LocalNode, num_groups: int) -> tuple[int, list[int]]:
             num_groups //= size
         elif size > 1:
             within.append(axis)
-    return share, within
-
-
-def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
-    """batch_norm in training with a slice of the batch; None where statistics are whole."""
-    samples, channels, *places = local.input_shapes[0]
-    others = (0, *range(2, 2 + len(places)))
-    statistics = Statistics.over(local, others)
-    if not local.node.argument("training") or not statistics.axes:
-        return None
-    count = local.count(others)
-    norm = _Norm(dims=(0, 2), count=count, statistics=statistics, eps=_epsilon(local))
-    momentum = local.node.argument("momentum", _MOMENTUM)
-    assert isinstance(momentum, (int, float))
-
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
-        given = local.named(tensors)
-        values = given["input"]
-        weight, bias = (
-            None if given.get(name) is None else given[name].view(1, channels, 1)
-            for name in ("weight", "bias")
-        )
-        flat = values.reshape(samples, channels, prod(places))
-        made, mean, variance = _normalise(flat, weight, bias, norm)
-        # As the operator does: what it tracks is no output of it, and autograd does not count
-        # the change, for backward of a checkpoint takes the statistics as they are by then.
-        unbiased = variance * (count / max(count - 1, 1))
-        for name, seen in (("running_mean", mean), ("running_var", unbiased)):
-            if name in given:
-                tracked = given[name].data
-                tracked.lerp_(seen.view(channels).to(tracked.dtype), momentum)
-        return (made.view(values.shape),)
-
-    return run
-
-
-_MOMENTUM = 0.1
-"""The default of `momentum`."""
+    return local_groups, within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Norm:
-    """What is normalised together.
+class _Norm(ShardedKernel):
+    """Normalise, scale and shift; saves the input, the scales and two statistics per row.
 
     Attributes:
-        dims: that share statistics.
-        count: numbers that share them, those of other ranks included.
-        statistics: over the ranks that have the others.
-        eps: added to the variance; None for the least of the type.
+        dims: normalised together.
+        count: global number of elements that share statistics.
+        statistics: over the ranks that share them.
+        eps: added to the variance; None for the machine epsilon of the dtype.
         centred: whether the mean is subtracted.
     """
 
@@ -154,56 +142,37 @@ class _Norm:
     eps: float | None
     centred: bool = True
 
-
-def _normalise(
-    values: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    norm: _Norm,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    made, mean, variance = _Normalise.apply(values, weight, bias, norm)  # type: ignore[no-untyped-call]  # torch
-    return made, mean, variance
-
-
-class _Normalise(torch.autograd.Function):
-    """Keeps its input, the scales and two numbers per row, as the operators do."""
-
-    @staticmethod
     def forward(
+        self,
         ctx: Any,
         values: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        norm: _Norm,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The normalised values, the mean and the variance; the latter two have no gradient."""
         wide = widened(values)
-        if norm.centred:
-            mean = norm.statistics.total(wide.sum(norm.dims, keepdim=True)).div_(norm.count)
+        if self.centred:
+            mean = self.statistics.total(wide.sum(self.dims, keepdim=True)).div_(self.count)
             centred = wide - mean
         else:
             mean, centred = wide.new_zeros(()), wide
-        squares = centred.square().sum(norm.dims, keepdim=True)
-        variance = norm.statistics.total(squares).div_(norm.count)
-        eps = torch.finfo(values.dtype).eps if norm.eps is None else norm.eps
+        squares = centred.square().sum(self.dims, keepdim=True)
+        variance = self.statistics.total(squares).div_(self.count)
+        eps = torch.finfo(values.dtype).eps if self.eps is None else self.eps
         scale = (variance + eps).rsqrt_()
-        made = centred * scale
+        result = centred * scale
         if weight is not None:
-            made = made.mul_(weight)
+            result = result.mul_(weight)
         if bias is not None:
-            made = made.add_(bias)
+            result = result.add_(bias)
         ctx.save_for_backward(values, weight, mean, scale)
-        ctx.norm = norm
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.mark_non_differentiable(mean, variance)
-        return made.to(values.dtype), mean, variance
+        return result.to(values.dtype), mean, variance
 
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, gradient: torch.Tensor, *_: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(self, ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> Gradients:
+        """The gradients that are needed of values, weight and bias."""
         values, weight, mean, scale = ctx.saved_tensors
-        norm: _Norm = ctx.norm
         needs_values, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
         wide = widened(gradient)
         normalised = (widened(values) - mean).mul_(scale)
@@ -214,11 +183,11 @@ class _Normalise(torch.autograd.Function):
             of_bias = wide.sum_to_size(ctx.bias_shape).to(gradient.dtype)
         if needs_values:
             scaled = wide if weight is None else wide * weight
-            along = (scaled * normalised).sum(norm.dims, keepdim=True)
-            sums = [scaled.sum(norm.dims, keepdim=True), along] if norm.centred else [along]
-            *shift, along = norm.statistics.total(torch.stack(sums)).div_(norm.count)
+            along = (scaled * normalised).sum(self.dims, keepdim=True)
+            sums = [scaled.sum(self.dims, keepdim=True), along] if self.centred else [along]
+            *shift, along = self.statistics.total(torch.stack(sums)).div_(self.count)
             of_values = scaled - normalised.mul_(along)
             for mean_gradient in shift:
                 of_values.sub_(mean_gradient)
             of_values = of_values.mul_(scale).to(values.dtype)
-        return of_values, of_weight, of_bias, None
+        return of_values, of_weight, of_bias

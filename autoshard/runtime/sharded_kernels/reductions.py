@@ -1,198 +1,264 @@
-"""Reductions whose result is the same on all ranks: extremes, deviations and lengths."""
+"""Reductions and softmax along sharded dims: ranks share maxima, sums and counts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from autoshard.graph import Token
 from autoshard.runtime.local_node import LocalKernel, LocalNode
-from autoshard.runtime.sharded_kernels.softmax import squeezed
-from autoshard.runtime.sharded_kernels.statistics import Statistics, widened
-
-_Tensors = tuple[torch.Tensor | None, ...]
+from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel, Statistics, widened
 
 
-def bind_amax(local: LocalNode) -> LocalKernel | None:
-    """The largest or smallest, whose places share its gradient; None where rows are whole."""
-    dims = _reduced(local)
+def bind_reduction(local: LocalNode) -> LocalKernel | None:
+    """Bind an operator that reduces dims to one tensor; None where these are not sharded."""
+    dims = local.dims("dim") or tuple(range(len(local.input_shapes[0])))
     statistics = Statistics.over(local, dims)
     if not statistics.axes:
         return None
-    sign = _sign(local)
-    keeps = _keeps(local)
+    reduction = _REDUCTIONS[_packet(local)](local, dims, statistics)
+    squeezed = () if local.node.argument("keepdim") else dims
+    return lambda tensors, _step: (reduction(tensors[0]).squeeze(squeezed),)
+
+
+def bind_arg_extreme(local: LocalNode) -> LocalKernel | None:
+    """Bind max, min, argmax or argmin along a dim; None where it is not sharded."""
+    dims = local.dims("dim")
+    statistics = Statistics.over(local, dims)
+    if not statistics.axes:
+        return None
+    (dim,) = dims
+    extreme = _ArgExtreme(dims, statistics, _sign(local), local.start(dim))
+    squeezed = () if local.node.argument("keepdim") else dims
+    first_output = 1 if _packet(local).startswith("arg") else 0
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
-        (values,) = tensors
-        made = _Largest.apply(values if sign > 0 else -values, dims, statistics)  # type: ignore[no-untyped-call]  # torch
-        made = made if sign > 0 else -made
-        return (made if keeps else squeezed(made, dims),)
+        outputs = extreme(tensors[0])[first_output:]
+        return tuple(output.squeeze(squeezed) for output in outputs)
 
     return run
 
 
-def bind_first(local: LocalNode) -> LocalKernel | None:
-    """max, min, argmax and argmin along a dim; None where rows are whole."""
-    named = local.dims("dim")
-    statistics = Statistics.over(local, named)
-    if not statistics.axes:
-        return None
-    (dim,) = named
-    sign, start = _sign(local), local.start(dim)
-    dims = () if _keeps(local) else (dim,)
-    only_place = local.node.operator.startswith("aten.arg")
-
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
-        (values,) = tensors
-        largest, place = _First.apply(values if sign > 0 else -values, dim, start, statistics)  # type: ignore[no-untyped-call]  # torch
-        made = (place,) if only_place else (largest if sign > 0 else -largest, place)
-        return tuple(squeezed(tensor, dims) for tensor in made)
-
-    return run
-
-
-def bind_variance(local: LocalNode) -> LocalKernel | None:
-    """Variance or deviation; None where rows are whole."""
-    dims = _reduced(local)
+def bind_softmax(local: LocalNode) -> LocalKernel | None:
+    """Bind softmax or log_softmax, whose result is sharded; None where rows are not sharded."""
+    dims = local.dims("dim")
     statistics = Statistics.over(local, dims)
     if not statistics.axes:
         return None
-    count = local.count(dims)
+    kernel = (_LogSoftmax if _packet(local) == "log_softmax" else _Softmax)(dims, statistics)
+    wanted = local.node.argument("dtype")
+    dtype = getattr(torch, wanted.value) if isinstance(wanted, Token) else None
+    return lambda tensors, _step: (kernel(tensors[0].to(dtype or tensors[0].dtype)),)
+
+
+def sums_of_exponentials(
+    scores: torch.Tensor, dims: tuple[int, ...], statistics: Statistics
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of a rank's own exponentials, and the shift subtracted to avoid overflow.
+
+    Args:
+        scores: the rank's shard, in float32 at least.
+        dims: of the sums.
+        statistics: over the ranks with the other shards.
+    """
+    shift = _shift(scores, dims, statistics)
+    return (scores - shift).exp_().sum(dims, keepdim=True), shift
+
+
+def _shift(scores: torch.Tensor, dims: tuple[int, ...], statistics: Statistics) -> torch.Tensor:
+    largest = statistics.largest(scores.amax(dims, keepdim=True))
+    # An infinite maximum cannot be subtracted; torch subtracts nothing either.
+    return largest.masked_fill(largest.isinf(), 0)
+
+
+def _packet(local: LocalNode) -> str:
+    return local.node.operator.split(".")[1]
+
+
+def _sign(local: LocalNode) -> int:
+    return -1 if _packet(local) in ("amin", "min", "argmin") else 1
+
+
+def _signed(tensor: torch.Tensor, sign: int) -> torch.Tensor:
+    return tensor if sign > 0 else -tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _AlongDims(ShardedKernel):
+    """A kernel along sharded dims.
+
+    Attributes:
+        dims: that are reduced or normalised.
+        statistics: over the ranks that share them.
+    """
+
+    dims: tuple[int, ...]
+    statistics: Statistics
+
+
+class _Softmax(_AlongDims):
+    def forward(self, ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        wide = widened(scores)
+        result = (wide - _shift(wide, self.dims, self.statistics)).exp_()
+        sums = self.statistics.total(result.sum(self.dims, keepdim=True))
+        result = result.div_(sums).to(scores.dtype)
+        ctx.save_for_backward(result)
+        return result
+
+    def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
+        (result,) = ctx.saved_tensors
+        weighted = gradient * result
+        sums = self.statistics.total(widened(weighted).sum(self.dims, keepdim=True))
+        return (weighted.sub_(result * sums.to(result.dtype)),)
+
+
+class _LogSoftmax(_AlongDims):
+    def forward(self, ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        wide = widened(scores)
+        sums, shift = sums_of_exponentials(wide, self.dims, self.statistics)
+        result = (wide - shift).sub_(self.statistics.total(sums).log_()).to(scores.dtype)
+        ctx.save_for_backward(result)
+        return result
+
+    def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
+        (result,) = ctx.saved_tensors
+        sums = self.statistics.total(widened(gradient).sum(self.dims, keepdim=True))
+        return (gradient - result.exp().mul_(sums.to(result.dtype)),)
+
+
+class _LogSumExp(_AlongDims):
+    def forward(self, ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        sums, shift = sums_of_exponentials(widened(scores), self.dims, self.statistics)
+        result = self.statistics.total(sums).log_().add_(shift).to(scores.dtype)
+        ctx.save_for_backward(scores, result)
+        return result
+
+    def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
+        scores, result = ctx.saved_tensors
+        return ((scores - result).exp_().mul_(gradient),)
+
+
+class _Norm(_AlongDims):
+    """The Euclidean norm."""
+
+    def forward(self, ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        squares = widened(values).square().sum(self.dims, keepdim=True)
+        norm = self.statistics.total(squares).sqrt_().to(values.dtype)
+        ctx.save_for_backward(values, norm)
+        return norm
+
+    def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
+        values, norm = ctx.saved_tensors
+        return (values * (gradient / norm).masked_fill_(norm == 0, 0),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extreme(_AlongDims):
+    """amax or amin: equal elements share the gradient.
+
+    Attributes:
+        sign: 1 for the maximum, -1 for the minimum.
+    """
+
+    sign: int
+
+    def forward(self, ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        own = _signed(widened(values), self.sign).amax(self.dims, keepdim=True)
+        extreme = _signed(self.statistics.largest(own), self.sign).to(values.dtype)
+        ctx.save_for_backward(values, extreme)
+        return extreme
+
+    def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
+        values, extreme = ctx.saved_tensors
+        shares = values == extreme
+        count = shares.sum(self.dims, keepdim=True, dtype=widened(gradient).dtype)
+        return (shares * (gradient / self.statistics.total(count).to(gradient.dtype)),)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArgExtreme(_AlongDims):
+    """The maximum or minimum of each row and the first index at which it occurs.
+
+    Attributes:
+        sign: 1 for the maximum, -1 for the minimum.
+        start: global index of the shard's first element.
+    """
+
+    sign: int
+    start: int
+
+    def forward(self, ctx: Any, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own, index = _signed(widened(values), self.sign).max(self.dims[0], keepdim=True)
+        largest = self.statistics.largest(own.clone())
+        # The largest negated index is the first one; ranks with smaller elements have none.
+        none = torch.iinfo(index.dtype).min
+        negated = torch.where(own == largest, -(index + self.start), none)
+        first = -self.statistics.largest(negated)
+        ctx.save_for_backward(first)
+        ctx.shape = values.shape
+        ctx.mark_non_differentiable(first)
+        return _signed(largest, self.sign).to(values.dtype), first
+
+    def backward(self, ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> Gradients:
+        (first,), (dim,) = ctx.saved_tensors, self.dims
+        index = first - self.start
+        inside = (index >= 0) & (index < ctx.shape[dim])
+        result = gradient.new_zeros(ctx.shape)
+        return (result.scatter_(dim, index.masked_fill(~inside, 0), gradient * inside),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variance(_AlongDims):
+    """Variance or standard deviation.
+
+    Attributes:
+        count: elements of a global row.
+        divisor: of the sum of squares: the count less the correction.
+        takes_root: whether the result is the standard deviation.
+    """
+
+    count: int
+    divisor: float
+    takes_root: bool
+
+    def forward(self, ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        wide = widened(values)
+        mean = self.statistics.total(wide.sum(self.dims, keepdim=True)).div_(self.count)
+        squares = (wide - mean).square_().sum(self.dims, keepdim=True)
+        variance = self.statistics.total(squares).div_(self.divisor)
+        result = (variance.sqrt_() if self.takes_root else variance).to(values.dtype)
+        ctx.save_for_backward(values, mean, result if self.takes_root else None)
+        return result
+
+    def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
+        values, mean, root = ctx.saved_tensors
+        if root is not None:
+            gradient = (gradient / (2 * root)).masked_fill_(root == 0, 0)
+        each = gradient * (2 / self.divisor)
+        return ((values - mean).mul_(each).to(values.dtype),)
+
+
+def _variance(local: LocalNode, dims: tuple[int, ...], statistics: Statistics) -> _Variance:
     correction = local.node.argument("correction")
     if correction is None:
         correction = int(bool(local.node.argument("unbiased", True)))
     assert isinstance(correction, (int, float))
-    takes_root, keeps = local.node.operator.startswith("aten.std"), _keeps(local)
-    settings = (count, max(count - correction, 0), takes_root)
-
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
-        made = _Variance.apply(tensors[0], dims, settings, statistics)  # type: ignore[no-untyped-call]  # torch
-        return (made if keeps else squeezed(made, dims),)
-
-    return run
+    count = local.count(dims)
+    takes_root = _packet(local) == "std"
+    return _Variance(dims, statistics, count, max(count - correction, 0), takes_root)
 
 
-def bind_vector_norm(local: LocalNode) -> LocalKernel | None:
-    """The root of the sum of squares; None where rows are whole."""
-    dims = _reduced(local)
-    statistics = Statistics.over(local, dims)
-    if not statistics.axes:
-        return None
-    keeps = _keeps(local)
-
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
-        made = _Length.apply(tensors[0], dims, statistics)  # type: ignore[no-untyped-call]  # torch
-        return (made if keeps else squeezed(made, dims),)
-
-    return run
+def _extreme(local: LocalNode, dims: tuple[int, ...], statistics: Statistics) -> _Extreme:
+    return _Extreme(dims, statistics, _sign(local))
 
 
-def _reduced(local: LocalNode) -> tuple[int, ...]:
-    """The dims that are reduced: all where none is named."""
-    return local.dims("dim") or tuple(range(len(local.input_shapes[0])))
-
-
-def _keeps(local: LocalNode) -> bool:
-    return bool(local.node.argument("keepdim"))
-
-
-def _sign(local: LocalNode) -> int:
-    packet = local.node.operator.split(".")[1]
-    return -1 if packet in ("amin", "min", "argmin") else 1
-
-
-class _Largest(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, dims: tuple[int, ...], statistics: Statistics
-    ) -> torch.Tensor:
-        largest = statistics.largest(widened(values).amax(dims, keepdim=True)).to(values.dtype)
-        ctx.save_for_backward(values, largest)
-        ctx.dims, ctx.statistics = dims, statistics
-        return largest
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> _Tensors:
-        values, largest = ctx.saved_tensors
-        shares = values == largest
-        count = shares.sum(ctx.dims, keepdim=True, dtype=widened(gradient).dtype)
-        each = gradient / ctx.statistics.total(count).to(gradient.dtype)
-        return shares * each, None, None
-
-
-class _First(torch.autograd.Function):
-    """The largest number of a row and the first place where it is."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, dim: int, start: int, statistics: Statistics
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        own, place = widened(values).max(dim, keepdim=True)
-        largest = statistics.largest(own.clone())
-        # The largest negative place is the first; what has a smaller number has no place.
-        nowhere = torch.iinfo(place.dtype).min
-        first = -statistics.largest(torch.where(own == largest, -(place + start), nowhere))
-        ctx.save_for_backward(first)
-        ctx.dim, ctx.start, ctx.shape = dim, start, values.shape
-        ctx.mark_non_differentiable(first)
-        return largest.to(values.dtype), first
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> _Tensors:
-        (first,) = ctx.saved_tensors
-        place = first - ctx.start
-        inside = (place >= 0) & (place < ctx.shape[ctx.dim])
-        made = gradient.new_zeros(ctx.shape)
-        made.scatter_(ctx.dim, place.masked_fill(~inside, 0), gradient * inside)
-        return made, None, None, None
-
-
-class _Variance(torch.autograd.Function):
-    """Settings are how many numbers a row has, the divisor, and whether a root is taken."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        values: torch.Tensor,
-        dims: tuple[int, ...],
-        settings: tuple[int, float, bool],
-        statistics: Statistics,
-    ) -> torch.Tensor:
-        wide = widened(values)
-        count, divisor, takes_root = settings
-        mean = statistics.total(wide.sum(dims, keepdim=True)).div_(count)
-        squares = (wide - mean).square_().sum(dims, keepdim=True)
-        made = statistics.total(squares).div_(divisor)
-        made = (made.sqrt_() if takes_root else made).to(values.dtype)
-        ctx.save_for_backward(values, mean, made if takes_root else None)
-        ctx.divisor = divisor
-        return made
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> _Tensors:
-        values, mean, root = ctx.saved_tensors
-        if root is not None:
-            gradient = (gradient / (2 * root)).masked_fill_(root == 0, 0)
-        each = gradient * (2 / ctx.divisor)
-        return (values - mean).mul_(each).to(values.dtype), None, None, None
-
-
-class _Length(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, dims: tuple[int, ...], statistics: Statistics
-    ) -> torch.Tensor:
-        squares = widened(values).square().sum(dims, keepdim=True)
-        made = statistics.total(squares).sqrt_().to(values.dtype)
-        ctx.save_for_backward(values, made)
-        return made
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> _Tensors:
-        values, made = ctx.saved_tensors
-        each = (gradient / made).masked_fill_(made == 0, 0)
-        return values * each, None, None
+_REDUCTIONS: Mapping[str, Callable[[LocalNode, tuple[int, ...], Statistics], ShardedKernel]] = {
+    "amax": _extreme,
+    "amin": _extreme,
+    "var": _variance,
+    "std": _variance,
+    "linalg_vector_norm": lambda _, dims, statistics: _Norm(dims, statistics),
+    "logsumexp": lambda _, dims, statistics: _LogSumExp(dims, statistics),
+}
+"""By packet of ATen."""
