@@ -1,9 +1,8 @@
-"""Applying a plan: parameters sharded, forward replaced, collectives recorded."""
+"""Applying a plan: parameters are sharded, forward is replaced, collectives are recorded."""
 
-from autoshard.runtime.batches import shard_loader
-from autoshard.runtime.checkpoints import dcp_state_dict
-from autoshard.runtime.gathering import full_tensor
-from autoshard.runtime.parallelize import parallelize
+from autoshard.runtime.data_loader import shard_loader
+from autoshard.runtime.dtensors import dcp_state_dict, full_tensor
+from autoshard.runtime.parallelize import RngStep, parallelize, rng_step
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.recorder import (
     CollectiveRecord,
@@ -11,7 +10,6 @@ from autoshard.runtime.recorder import (
     record_collectives,
     summarize,
 )
-from autoshard.runtime.step_counter import RngStep, rng_step
 from autoshard.runtime.weights import (
     LoadReport,
     init_empty_weights,

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
-from autoshard.runtime.chunks import by_chunk, by_rank
 from autoshard.runtime.resharding import bind_steps
+from autoshard.runtime.shards import by_chunk, by_rank
 
 Tensors = Sequence[torch.Tensor]
 Shapes = Sequence[torch.Size]

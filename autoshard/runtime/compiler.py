@@ -17,7 +17,7 @@ from autoshard.runtime.instructions import Begin, Call, End, Instruction, Recomp
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, Place
 from autoshard.runtime.resharding import bind_steps
-from autoshard.runtime.slices import own_shape
+from autoshard.runtime.shards import local_shape
 
 
 class Compiler:
@@ -176,7 +176,7 @@ class Compiler:
         for value, layout in zip(values, layouts, strict=True):
             try:
                 shape = self._graph.values[value].shape
-                shapes.append(own_shape(shape, layout, place.axis_sizes, place.coordinate))
+                shapes.append(local_shape(shape, layout, place.axis_sizes, place.coordinate))
             except LayoutError as error:
                 raise PlanError(f"value {value!r}: {error}") from None
         return tuple(shapes)

@@ -1,18 +1,18 @@
-"""Values of constants that a plan brings along."""
+"""Inputs of a program that its plan provides: constants, and tensors computed once."""
 
 import torch
 
+from autoshard.errors import PlanError
 from autoshard.graph import Graph
+from autoshard.layouts import Layout
+from autoshard.plan import Stage
+from autoshard.runtime.local_node import Place
+from autoshard.runtime.operators import OperatorCall
+from autoshard.runtime.shards import local_shard
 
 
 def constant_value(graph: Graph, name: str, device: torch.device) -> torch.Tensor | None:
-    """A constant on a device; None where the graph does not say its value.
-
-    Args:
-        graph: the program.
-        name: of the constant's input.
-        device: where it is needed.
-    """
+    """The value of a constant input on a device; None where the graph does not contain it."""
     contents = next((i.contents for i in graph.inputs if i.name == name), None)
     if contents is None:
         return None
@@ -20,3 +20,51 @@ def constant_value(graph: Graph, name: str, device: torch.device) -> torch.Tenso
     elements = torch.frombuffer(bytearray(contents) or bytearray(1), dtype=torch.uint8)
     elements = elements[: len(contents)].view(getattr(torch, tensor.dtype))
     return elements.view(tensor.shape).to(device)
+
+
+def prepared_inputs(graph: Graph, stage: Stage, place: Place) -> dict[str, torch.Tensor]:
+    """This rank's shards of the inputs that the graph computes once, by name.
+
+    Every rank computes the full tensors, so there is no communication.
+
+    Raises:
+        PlanError: they need an operator that plans may not call, or have another shape or dtype
+            than planned.
+        LayoutError: their layouts cannot shard them.
+    """
+    if graph.preparation is None:
+        return {}
+    whole = _run(graph.preparation, place.device)
+    for name, made in whole.items():
+        known = graph.values[name]
+        if tuple(made.shape) != known.shape or made.dtype is not getattr(torch, known.dtype):
+            raise PlanError(
+                f"the prepared input {name!r} is {made.dtype} {list(made.shape)}, and "
+                f"{known.dtype} {list(known.shape)} in the plan"
+            )
+    return {
+        placed.name: _own(whole[placed.name], Layout.parse(placed.layout), place)
+        for placed in stage.inputs
+        if placed.kind == "prepared"
+    }
+
+
+@torch.no_grad()
+def _run(program: Graph, device: torch.device) -> dict[str, torch.Tensor]:
+    """The outputs of a program without inputs; each value is freed after its last use."""
+    wanted = {output.name for output in program.outputs}
+    last = {name: i for i, node in enumerate(program.nodes) for name in node.inputs}
+    values: dict[str, torch.Tensor] = {}
+    for i, node in enumerate(program.nodes):
+        made = OperatorCall(node, device)([values[name] for name in node.inputs])
+        values.update(zip(node.outputs, made, strict=True))
+        for name in {*node.inputs, *node.outputs} - wanted:
+            if last.get(name, i) == i:
+                del values[name]
+    return values
+
+
+def _own(whole: torch.Tensor, layout: Layout, place: Place) -> torch.Tensor:
+    """A shard in memory of its own, so that the full tensor is freed."""
+    own = local_shard(whole, layout, place.axis_sizes, place.coordinate)
+    return whole if own.shape == whole.shape else own.clone()

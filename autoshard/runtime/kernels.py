@@ -1,4 +1,4 @@
-"""Operators as a rank runs them: `autoshard.ops.Kernel` in code."""
+"""Local kernels: the implementations of `autoshard.ops.Kernel`."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ MEAN = 1
 
 
 def bind_kernel(local: LocalNode) -> LocalKernel:
-    """What a rank runs for an operator.
+    """The kernel that a rank runs for an operator.
 
     Raises:
         PlanError: the operator may not be called, or an argument does not fit its schema.
@@ -33,7 +33,7 @@ def bind_kernel(local: LocalNode) -> LocalKernel:
 
 
 def draws_random_numbers(node: Node) -> bool:
-    """Whether running a node twice gives the same only if the step is the same."""
+    """Whether a node draws random numbers, so that its result depends on the step."""
     draws = kernel_for(node.operator).draws
     if not draws:
         return draws is not None
@@ -41,13 +41,11 @@ def draws_random_numbers(node: Node) -> bool:
 
 
 def _plain(local: LocalNode, _argument: str = "") -> LocalKernel:
-    call = OperatorCall(local.node, local.place.device, custom=local.custom)
-    return lambda tensors, _step: call(tensors)
+    return OperatorCall(local.node, local.place.device, custom=local.custom)
 
 
 def _resize(local: LocalNode, argument: str) -> LocalKernel:
-    call = OperatorCall(local.node, local.place.device, replaced={argument: local.output_shapes[0]})
-    return lambda tensors, _step: call(tensors)
+    return OperatorCall(local.node, local.place.device, replaced={argument: local.output_shapes[0]})
 
 
 def _reshape(local: LocalNode, _argument: str) -> LocalKernel:
@@ -106,7 +104,7 @@ def _scaling(local: LocalNode, argument: str, plain: LocalKernel) -> LocalKernel
 
 
 def _averaged(local: LocalNode) -> set[tuple[int, int]]:
-    """Dims of a mean that are cut: the first input that has each, and its place there."""
+    """The sharded dims of a mean, each as an input that has it and the dim there."""
     found = set()
     for axis, made in enumerate(local.outputs[0].types):
         if made.kind is Kind.PARTIAL:
@@ -119,8 +117,7 @@ def _repeat(local: LocalNode, argument: str) -> LocalKernel:
     source, result = local.input_shapes[0], local.output_shapes[0]
     padded = (*(1 for _ in range(len(result) - len(source))), *source)
     times = tuple(whole // max(part, 1) for whole, part in zip(result, padded, strict=True))
-    call = OperatorCall(local.node, local.place.device, replaced={argument: times})
-    return lambda tensors, _step: call(tensors)
+    return OperatorCall(local.node, local.place.device, replaced={argument: times})
 
 
 def _split(local: LocalNode, _argument: str) -> LocalKernel:
@@ -150,8 +147,7 @@ def _groups(local: LocalNode, argument: str) -> LocalKernel:
     groups = local.node.argument(argument, 1)
     assert isinstance(groups, int)
     share = max(groups * local.input_shapes[0][1] // local.shapes[0][1], 1)
-    call = OperatorCall(local.node, local.place.device, replaced={argument: share})
-    return lambda tensors, _step: call(tensors)
+    return OperatorCall(local.node, local.place.device, replaced={argument: share})
 
 
 def _diagonal(local: LocalNode, argument: str) -> LocalKernel:
@@ -159,8 +155,7 @@ def _diagonal(local: LocalNode, argument: str) -> LocalKernel:
     whole = local.node.argument(argument, 0)
     assert isinstance(whole, int)
     replaced = {argument: whole + local.start(rows) - local.start(rows + 1)}
-    call = OperatorCall(local.node, local.place.device, replaced=replaced)
-    return lambda tensors, _step: call(tensors)
+    return OperatorCall(local.node, local.place.device, replaced=replaced)
 
 
 def _bags(local: LocalNode, _argument: str) -> LocalKernel:
@@ -210,7 +205,7 @@ def _experts(local: LocalNode, argument: str) -> LocalKernel:
         rest[at - 2] = ends
         places = torch.arange(num_rows, device=rows.device)
         others = (places >= ends[-1]).unsqueeze(-1)
-        # Kernels leave what lies behind the last group as it is, forward and backward.
+        # Kernels do not write rows after the last group, forward and backward.
         moved = rows[(places + start) % num_rows].masked_fill(others, 0)
         (product,) = call((moved, matrices, *rest))
         return (product.masked_fill(others, 0)[(places - start) % num_rows],)
@@ -230,7 +225,7 @@ def _causal(local: LocalNode, argument: str) -> LocalKernel:
     if not node.argument(argument):
         return plain
     if first == 0:
-        # Nobody sees the other keys, and kernels are faster with as many keys as queries.
+        # Later keys are masked for all queries, and kernels are faster with equal numbers.
         return lambda tensors, step: plain(_until(tensors, end), step)
     given = dict(node.arguments)
     names = ("dropout_p", "scale", "enable_gqa")
@@ -238,7 +233,7 @@ def _causal(local: LocalNode, argument: str) -> LocalKernel:
     bias = causal_lower_right(num_queries, end)
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
-        # Only this function, and no operator, knows masks that are not spelt out.
+        # Only this function, and no operator, takes masks that are not materialised.
         query, key, value = _until(tensors, end)
         return (scaled_dot_product_attention(query, key, value, attn_mask=bias, **options),)
 
@@ -246,7 +241,7 @@ def _causal(local: LocalNode, argument: str) -> LocalKernel:
 
 
 def _until(tensors: Sequence[torch.Tensor], end: int) -> tuple[torch.Tensor, ...]:
-    """The queries, and the first keys and values."""
+    """The queries, and the keys and values up to a position."""
     query, key, value = tensors
     return query, key[..., :end, :], value[..., :end, :]
 

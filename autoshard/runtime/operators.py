@@ -1,7 +1,6 @@
-"""Calling an operator of the graph with local tensors.
+"""Calls of a graph's operators with local tensors.
 
-Everything that can be looked up is looked up once: the overload, the objects that tokens
-stand for, and which arguments are tensors.
+The overload, constant arguments and the positions of tensor arguments are resolved once.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,8 +15,8 @@ from autoshard.graph import Argument, DType, Node, Ref, Token, TokenKind, refere
 from autoshard.ops import has_rule
 
 _REFUSED = frozenset({"aten.from_file"})
-"""Packets of ATen that reach beyond tensors: a plan may come from a server, and must not
-choose files to map."""
+"""Packets of ATen with side effects: a plan may come from a server, and must not choose files to
+map."""
 
 _MEMORY_FORMATS = frozenset(
     {"contiguous_format", "channels_last", "channels_last_3d", "preserve_format"}
@@ -29,12 +28,11 @@ def resolve_operator(name: str, *, custom: Collection[str] = ()) -> OpOverload:
 
     Args:
         name: of the operator.
-        custom: names of operators that may be called though they are not of ATen.
+        custom: names of operators outside ATen that may be called.
 
     Raises:
-        PlanError: there is no such operator here, or it is not one that a plan may call:
-            of ATen, with a sharding rule or allowed by name, making tensors and writing into
-            none.
+        PlanError: there is no such operator, or a plan may not call it: it must be of ATen, have
+            a sharding rule or be allowed by name, and return tensors without changing its inputs.
     """
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
@@ -54,25 +52,25 @@ def resolve_operator(name: str, *, custom: Collection[str] = ()) -> OpOverload:
         )
     schema = found._schema  # noqa: SLF001  torch has no public way to an operator's schema
     if schema.is_mutable or not schema.returns:
-        raise PlanError(f"the plan calls {name}, which writes into its inputs or makes nothing")
+        raise PlanError(f"the plan calls {name}, which writes into its inputs or returns nothing")
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """Stands for a tensor input in an argument."""
+    """Placeholder of a tensor input in an argument."""
 
     position: int
 
 
 class OperatorCall:
-    """One call of an operator, with all arguments but the tensors filled in.
+    """A call of an operator with all arguments bound except the tensors.
 
     Args:
         node: the call in the graph.
-        device: where tensors are made.
-        replaced: arguments that a rank gives otherwise than the graph.
-        custom: as `resolve_operator` takes it.
+        device: of new tensors.
+        replaced: arguments that differ from the graph's.
+        custom: as in `resolve_operator`.
 
     Raises:
         PlanError: the operator may not be called, or an argument does not fit its schema.
@@ -101,8 +99,11 @@ class OperatorCall:
         if unknown:
             raise PlanError(f"node {node.name!r}: {node.operator} has no argument {min(unknown)!r}")
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run on the tensor inputs in the order of `Node.inputs`; lists come back flat."""
+    def __call__(self, tensors: Sequence[torch.Tensor], _step: int = 0) -> tuple[torch.Tensor, ...]:
+        """Run on the tensor inputs in the order of `Node.inputs`; lists of results are flattened.
+
+        The index of the step is accepted, and ignored, so that a call is a `LocalKernel`.
+        """
         args = [_fill(template, tensors) for template in self._args]
         kwargs = {name: _fill(template, tensors) for name, template in self._kwargs.items()}
         outputs = tuple(_flat(self._operator(*args, **kwargs)))
@@ -122,7 +123,7 @@ def _templates(
 def _template(
     argument: Argument, positions: Iterator[int], device: torch.device, node: Node
 ) -> Any:
-    """A list is a constant; a tuple has inputs in it and is filled at every call."""
+    """Lists are constant; tuples contain inputs and are filled at every call."""
     if isinstance(argument, Ref):
         return _Input(next(positions))
     if isinstance(argument, Token):
@@ -134,7 +135,7 @@ def _template(
 
 
 def _object_of(token: Token, device: torch.device, node: Node) -> object:
-    """The torch object that a token stands for; every device is this rank's."""
+    """The torch object of a token; every device is this rank's."""
     if token.kind is TokenKind.DEVICE:
         return device
     if token.kind is TokenKind.DTYPE and token.value in set(DType):

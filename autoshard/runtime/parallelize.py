@@ -1,6 +1,6 @@
 """Applying a plan to a model."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -11,21 +11,26 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import PlanError
-from autoshard.plan import PlacedInput, Plan, Stage
-from autoshard.runtime.constants import constant_value
-from autoshard.runtime.local_parameters import LocalParameter
-from autoshard.runtime.overflow import agree_on_overflow
-from autoshard.runtime.parameters import Holder, check_parameters, distribute_parameters
-from autoshard.runtime.preparation import prepared_inputs
+from autoshard.errors import GraphError, LayoutError, PlanError
+from autoshard.graph import Graph, graph_to_json, resized
+from autoshard.layouts import Layout
+from autoshard.plan import PlacedInput, PlacedOutput, Plan, Stage
+from autoshard.runtime.constants import constant_value, prepared_inputs
+from autoshard.runtime.dtensors import support_grad_scaler
+from autoshard.runtime.parameters import (
+    LocalParameter,
+    ModuleTensor,
+    check_parameters,
+    distribute_parameters,
+)
 from autoshard.runtime.program import LocalProgram
-from autoshard.runtime.resizing import resized_stage
 from autoshard.runtime.signature import Arguments, Results
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+PlacedT = TypeVar("PlacedT", PlacedInput, PlacedOutput)
 
-_KEPT = 8
-"""Programs for other sizes than the planned ones that are kept compiled."""
+_CACHED_PROGRAMS = 8
+"""Number of compiled programs for other sizes than the planned ones that are kept."""
 
 
 def parallelize(
@@ -45,34 +50,33 @@ def parallelize(
     `dcp_state_dict`); and its forward becomes the planned program, whose collectives are those of
     the plan.
 
-    Forward takes what it took when it was exported. A tensor may be the whole batch (each
-    rank takes its slice), the rank's own slice, or a DTensor placed as planned. A result
-    that is whole is a plain tensor, and one that is cut a DTensor.
+    Forward takes the arguments that it took when it was exported. A tensor may be the full batch
+    (each rank takes its shard), the rank's own shard, or a DTensor placed as planned. Replicated
+    results are plain tensors, sharded ones DTensors.
 
-    Sizes that the export left open (`torch.export.Dim`) may be others than the planned ones: a
-    tensor is then the whole one or a DTensor. The layouts stay as planned, so each size has to be
-    one that they can cut. What the plan says of time and memory holds for the planned sizes.
+    Dynamic sizes (`torch.export.Dim`) may differ from the planned ones: a tensor is then the full
+    one or a DTensor. The layouts stay as planned and must be able to shard the sizes. The plan's
+    time and memory are for the planned sizes.
 
     `torch.compile(model, fullgraph=True)` takes the planned model, unless it draws random numbers.
-    What is held for backward is then up to the compiler, and gradients enter at the loss alone.
+    The compiler then decides what is saved for backward, and only the loss may have a gradient.
 
     A plan for inference computes no gradients, and runs under `torch.no_grad()`. Dropout and
-    the like act as they did when the model was exported: `train()` and `eval()` do not reach
-    into the program.
+    the like act as they did when the model was exported: `train()` and `eval()` have no effect on
+    the program.
 
     Args:
-        model: holds the whole weights on every rank, or is on the meta device and gets them
+        model: has the full weights on every rank, or is on the meta device and gets them
             from `load_checkpoint`.
         plan: made for this model and for a mesh of this shape.
         device_mesh: with the axis names and sizes of the plan.
-        constants: values of tensors that forward made while it was exported, by name; where
-            they are attributes of the model, or small and written as numbers, they need not be
-            given.
+        constants: values of tensors that forward made while it was exported, by name; only
+            needed where they are neither attributes of the model nor small literals.
         custom_operators: operators of the model's own that the plan may call, as torch names
-            them (`mylib::gate`), or their namespaces (`mylib`). A plan may come from elsewhere,
-            so it calls none that it was not trusted with.
-        seed: of random operators such as dropout; the same on all ranks. Numbers follow from it
-            and the step, which `rng_step` keeps in a checkpoint.
+            them (`mylib::gate`), or their namespaces (`mylib`). A plan may come from a server,
+            so it may call only what is allowed here.
+        seed: of random operators such as dropout; the same on all ranks. Random numbers follow
+            from it and the step, which `rng_step` adds to a checkpoint.
 
     Returns:
         The same object; its class is now a subclass of the one it had.
@@ -101,22 +105,22 @@ def parallelize(
     members = {"__module__": original.__module__, "__doc__": original.__doc__}
     model.__class__ = type(f"Planned{original.__name__}", (Planned, original), members)
     vars(model)["_planned_forward"] = forward
-    agree_on_overflow()
+    support_grad_scaler()
     return model
 
 
 class Planned:
-    """Mixed into the class of a model that runs as planned."""
+    """Mixin of the class of a model that runs as planned."""
 
     _planned_forward: "PlannedForward"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the plan; takes and returns what the exported forward did."""
+        """Run the plan with the arguments and results of the exported forward."""
         return self._planned_forward(args, kwargs)
 
 
 def planned_forward(model: nn.Module) -> "PlannedForward":
-    """What runs when a planned model is called.
+    """The object that runs a planned model.
 
     Raises:
         PlanError: the model does not run as planned.
@@ -128,18 +132,84 @@ def planned_forward(model: nn.Module) -> "PlannedForward":
     return model._planned_forward  # noqa: SLF001  ours
 
 
+def rng_step(model: nn.Module) -> "RngStep":
+    """The step of a planned model's random numbers, for a checkpoint of training with dropout.
+
+    Dropout draws its numbers from the seed given to `parallelize`, the index of the step and the
+    rank's shard. To resume training, the index must be restored too. It is not part of the
+    model's state dict; save it beside that:
+
+        state = {"model": ..., "optimizer": ..., "rng_step": rng_step(model)}
+        dcp.save(dcp_state_dict(state), checkpoint_id="run")
+
+    and load it likewise (`dcp.load` sets it in the model), or set `rng_step(model).value`.
+    Another plan draws the same numbers where it shards the dropped tensors alike.
+
+    Args:
+        model: returned by `parallelize`.
+
+    Raises:
+        PlanError: the model does not run as planned.
+    """
+    return RngStep(planned_forward(model))
+
+
+class RngStep:
+    """The step index of a planned model, as a stateful object for `torch.distributed.checkpoint`.
+
+    Args:
+        forward: of the planned model.
+    """
+
+    def __init__(self, forward: "PlannedForward") -> None:
+        self._forward = forward
+
+    @property
+    def value(self) -> int:
+        """The index of the next step: the number of calls of forward, evaluation included.
+
+        May be set, to the same on all ranks.
+
+        Raises:
+            PlanError: it is set to anything but a non-negative int.
+        """
+        return self._forward.step
+
+    @value.setter
+    def value(self, step: int) -> None:
+        # Random numbers follow from it, and 1.0 is another seed than 1.
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise PlanError(f"the step cannot be {step!r}; it must be a non-negative int")
+        self._forward.step = step
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The index as a tensor, so that no pickle is written."""
+        return {"value": torch.tensor(self.value)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the index from a checkpoint.
+
+        Raises:
+            PlanError: it has none.
+        """
+        found: Any = state.get("value")
+        if isinstance(found, torch.Tensor) and not found.dim():
+            found = found.item()
+        self.value = found
+
+
 class PlannedForward:
-    """The program with its parameters, arguments and results.
+    """The program of a stage with its parameters, arguments and results.
 
     Args:
         stage: of the plan.
-        compile_stage: makes the program of the stage, or of the stage at other sizes.
+        compile_stage: compiles the stage, or the stage at other sizes.
         mesh: the devices.
         training: whether gradients are computed.
-        constants: values of captured tensors that the model does not hold.
+        constants: values of captured tensors that are not attributes of the model.
 
     Attributes:
-        step: number of the next step.
+        step: index of the next step.
     """
 
     def __init__(
@@ -157,16 +227,18 @@ class PlannedForward:
         self._training = training
         self._constants = constants
         self._planned = self._call_of(stage)
-        self._resized = lru_cache(_KEPT)(self._call_at)
-        self._held: dict[str, Callable[[], torch.Tensor]] = {}
+        self._resized = lru_cache(_CACHED_PROGRAMS)(self._call_at)
+        self._tensors: dict[str, Callable[[], torch.Tensor]] = {}
         self.step = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PlannedForward":
-        """The same program, of the copies of parameters and buffers."""
+        """The same program with the copies of parameters and buffers."""
         copied = memo[id(self)] = copy(self)
-        # What is kept for other sizes would hold on to the original.
-        vars(copied)["_resized"] = lru_cache(_KEPT)(MethodType(PlannedForward._call_at, copied))
-        vars(copied)["_held"] = deepcopy(self._held, memo)
+        # The cache of other sizes would refer to the original.
+        vars(copied)["_resized"] = lru_cache(_CACHED_PROGRAMS)(
+            MethodType(PlannedForward._call_at, copied)
+        )
+        vars(copied)["_tensors"] = deepcopy(self._tensors, memo)
         return copied
 
     @property
@@ -180,12 +252,12 @@ class PlannedForward:
 
     @property
     def program(self) -> LocalProgram:
-        """What runs at the sizes of the plan."""
+        """The program at the planned sizes."""
         return self._planned.program
 
     @property
     def arguments(self) -> Arguments:
-        """What forward takes."""
+        """The arguments of forward."""
         return self._planned.arguments
 
     def _call_of(self, stage: Stage) -> "_Call":
@@ -198,10 +270,12 @@ class PlannedForward:
         )
 
     def _call_at(self, sizes: tuple[tuple[str, int], ...]) -> "_Call":
-        """What runs for other numbers of the open sizes."""
+        """The program at other dynamic sizes."""
         program = self.program
         try:
-            stage = resized_stage(self._stage, program.graph, dict(sizes), program.place.axis_sizes)
+            stage = _resized_stage(
+                self._stage, program.graph, dict(sizes), program.place.axis_sizes
+            )
             return self._call_of(stage)
         except PlanError as error:
             raise PlanError(
@@ -213,14 +287,14 @@ class PlannedForward:
         """Distribute a model's parameters and find its buffers and constants.
 
         Raises:
-            PlanError: a buffer or a constant is nowhere to be found; the model is unchanged.
+            PlanError: a buffer or a constant is missing; the model is unchanged.
         """
         for placed in self._stage.inputs:
             if placed.kind in ("buffer", "constant"):
-                self._held[placed.name] = self._find(model, placed)
-        holders = distribute_parameters(model, self._stage, self._mesh, self.program.place)
-        for placed, holder in zip(self._stage.parameters, holders, strict=True):
-            self._held[placed.name] = LocalParameter(holder).get
+                self._tensors[placed.name] = self._find(model, placed)
+        parameters = distribute_parameters(model, self._stage, self._mesh, self.program.place)
+        for placed, parameter in zip(self._stage.parameters, parameters, strict=True):
+            self._tensors[placed.name] = LocalParameter(parameter).get
 
     def _find(self, model: nn.Module, placed: PlacedInput) -> Callable[[], torch.Tensor]:
         device = self.program.place.device
@@ -228,8 +302,8 @@ class PlannedForward:
             value = self._constants[placed.target].to(device)
             return lambda: value
         try:
-            holder = Holder.of(model, placed.target)
-            value = holder.get()
+            attribute = ModuleTensor.of(model, placed.target)
+            value = attribute.get()
         except AttributeError:
             known = constant_value(self.program.graph, placed.name, device)
             if known is not None:
@@ -239,10 +313,12 @@ class PlannedForward:
                 f"`constants`, as in exported_program.constants"
             ) from None
         if not isinstance(value, torch.Tensor) or value.shape != placed.shape:
-            raise PlanError(f"{placed.target!r} is no tensor of shape {placed.shape} in the model")
+            raise PlanError(
+                f"{placed.target!r} is not a tensor of shape {placed.shape} in the model"
+            )
         if not value.is_meta:
-            setattr(holder.module, holder.name, value.to(device))
-        return holder.get
+            setattr(attribute.module, attribute.name, value.to(device))
+        return attribute.get
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one step on this rank.
@@ -253,7 +329,7 @@ class PlannedForward:
         """
         if self.program.is_random and torch.compiler.is_compiling():
             raise PlanError(
-                "the planned model draws random numbers, which torch.compile cannot draw alike on "
+                "the planned model draws random numbers, which torch.compile cannot reproduce on "
                 "all ranks: export the model with dropout 0, or run it uncompiled"
             )
         # While autograd runs, the thread belongs to a graph task.
@@ -263,7 +339,7 @@ class PlannedForward:
                 "backward pass: apply activation checkpointing inside the model, not around it"
             )
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
-            # Slices that were copied to the device are held by nobody but the program.
+            # Shards that were copied to the device are referenced only by the program.
             leaves = self.arguments.flatten(args, kwargs)
             sizes = self.arguments.sizes(leaves)
             call = self._resized(tuple(sizes.items())) if sizes else self._planned
@@ -281,12 +357,12 @@ class PlannedForward:
                 return given.pop(placed.name)
             case "prepared":
                 return call.prepared[placed.name]
-        return self._held[placed.name]()
+        return self._tensors[placed.name]()
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A program for tensors of certain sizes, between what is passed and what comes out."""
+    """A program for tensors of certain sizes, with its arguments and results."""
 
     program: LocalProgram
     arguments: Arguments
@@ -303,3 +379,55 @@ def _only_stage(plan: Plan) -> Stage:
             f"of the model"
         )
     return plan.stages[0]
+
+
+def _resized_stage(
+    stage: Stage, graph: Graph, sizes: Mapping[str, int], axis_sizes: Sequence[int]
+) -> Stage:
+    """The stage with other dynamic sizes, by symbol, and the planned layouts.
+
+    Raises:
+        PlanError: the program does not support the sizes, or the layouts cannot shard them.
+    """
+    try:
+        program = resized(graph, sizes)
+        update = {
+            "program": graph_to_json(program),
+            "inputs": tuple(_resized(i, program, axis_sizes) for i in stage.inputs),
+            "outputs": tuple(_resized(o, program, axis_sizes) for o in stage.outputs),
+        }
+    except GraphError as error:
+        raise PlanError(f"the arguments do not fit the program: {error}") from error
+    except LayoutError as error:
+        raise PlanError(str(error)) from error
+    _check_divisible(stage, graph, program, axis_sizes)
+    return stage.model_copy(update=update)
+
+
+def _check_divisible(
+    stage: Stage, planned: Graph, resized: Graph, axis_sizes: Sequence[int]
+) -> None:
+    """Raise `PlanError` for sizes sharded unevenly where the planned ones are not.
+
+    Not every operator supports that; its rule was evaluated for the planned sizes only.
+    """
+    for node in stage.nodes:
+        call = planned.nodes[planned.numbers[node.name]]
+        layouts = zip((*call.inputs, *call.outputs), (*node.inputs, *node.outputs), strict=True)
+        for value, text in layouts:
+            layout = Layout.parse(text)
+            before, now = planned.values[value].shape, resized.values[value].shape
+            parts = [layout.num_parts(dim, axis_sizes) for dim in range(len(now))]
+            if any(
+                size % n and not old % n for size, old, n in zip(now, before, parts, strict=True)
+            ):
+                raise PlanError(
+                    f"layout {text} of {value!r} does not divide shape {now} over axes of "
+                    f"{tuple(axis_sizes)}"
+                )
+
+
+def _resized(placed: PlacedT, graph: Graph, axis_sizes: Sequence[int]) -> PlacedT:
+    shape = graph.values[placed.name].shape
+    local = Layout.parse(placed.layout).local_shape(shape, axis_sizes)
+    return placed.model_copy(update={"shape": shape, "local_shape": local})

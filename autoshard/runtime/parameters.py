@@ -1,34 +1,37 @@
-"""A model's parameters as the plan stores them."""
+"""A model's parameters, sharded as the plan stores them."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput, Stage
+from autoshard.runtime.dtensors import from_local
 from autoshard.runtime.local_node import Place
-from autoshard.runtime.signature import from_local
-from autoshard.runtime.slices import local_slice
+from autoshard.runtime.shards import local_shard
 
 NUM_DIFFERENCES = 5
-"""How many differences between plan and model an error names."""
+"""Number of differences between plan and model that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """Where a model keeps a tensor; looked up anew at each use, since it may be replaced."""
+class ModuleTensor:
+    """A tensor attribute of a module; looked up at each use, since it may be replaced."""
 
     module: nn.Module
     name: str
 
     @classmethod
-    def of(cls, model: nn.Module, path: str) -> "Holder":
-        """The holder of a dotted path.
+    def of(cls, model: nn.Module, path: str) -> "ModuleTensor":
+        """The attribute at a dotted path.
 
         Raises:
             AttributeError: the model has no such submodule.
@@ -37,7 +40,7 @@ class Holder:
         return cls(model.get_submodule(owner), name)
 
     def get(self) -> torch.Tensor:
-        """The tensor as it is now."""
+        """The present tensor."""
         tensor: torch.Tensor = getattr(self.module, self.name)
         return tensor
 
@@ -60,7 +63,7 @@ def check_parameters(model: nn.Module, stage: Stage, *, frozen: frozenset[str]) 
 
 
 def first_of(differences: Sequence[str], most: int) -> str:
-    """The first differences as a text, and how many more there are."""
+    """The first differences as text, and the number of others."""
     more = len(differences) - most
     rest = [f"and {more} more differences"] if more > 0 else []
     return "; ".join([*differences[:most], *rest])
@@ -105,23 +108,20 @@ def _differences(model: nn.Module, stage: Stage, frozen: frozenset[str]) -> Iter
 
 def distribute_parameters(
     model: nn.Module, stage: Stage, mesh: DeviceMesh, place: Place
-) -> list[Holder]:
-    """Replace each parameter by a DTensor that holds this rank's slice.
-
-    Names that shared a parameter share the new one.
+) -> list[ModuleTensor]:
+    """Replace each parameter by a DTensor of this rank's shard; tied parameters stay tied.
 
     Returns:
-        Where each parameter is, in the order of `stage.parameters`.
+        The new parameters, in the order of `stage.parameters`.
     """
-    holders = []
+    found = []
     for placed in stage.parameters:
-        names = (placed.target, *placed.aliases)
         parameter = _distributed(model.get_parameter(placed.target), placed, mesh, place)
-        for name in names:
-            holder = Holder.of(model, name)
-            holder.module.register_parameter(holder.name, parameter)
-        holders.append(Holder.of(model, placed.target))
-    return holders
+        for name in (placed.target, *placed.aliases):
+            attribute = ModuleTensor.of(model, name)
+            attribute.module.register_parameter(attribute.name, parameter)
+        found.append(ModuleTensor.of(model, placed.target))
+    return found
 
 
 def _distributed(
@@ -129,12 +129,69 @@ def _distributed(
 ) -> nn.Parameter:
     layout = Layout.parse(placed.layout)
     # DTensor's own distribute_tensor would broadcast from the first rank, and would need the
-    # whole tensor on the device; the slice alone is moved there.
+    # full tensor on the device; here only the shard is moved there.
     whole = parameter.detach()
-    local = local_slice(whole, layout, place.axis_sizes, place.coordinate)
+    local = local_shard(whole, layout, place.axis_sizes, place.coordinate)
     local = local.clone(memory_format=torch.contiguous_format)
     if not local.is_meta:
         local = local.to(place.device)
     placements = to_placements(layout, place.axis_sizes)
     distributed: DTensor = from_local(local, mesh, placements, placed.shape)
     return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """This rank's shard of a parameter in each step; a deep copy of a model has its own.
+
+    `DTensor.to_local` derives the placements of every gradient anew in every step. A parameter's
+    gradient is placed like the parameter, so the parameter's own specification is reused here.
+
+    Attributes:
+        attribute: of the parameter.
+    """
+
+    attribute: ModuleTensor
+
+    def get(self) -> torch.Tensor:
+        """The present shard; its gradient becomes the parameter's.
+
+        Raises:
+            PlanError: the parameter has become a plain tensor.
+        """
+        parameter = self.attribute.get()
+        if not isinstance(parameter, DTensor):
+            raise PlanError(
+                f"parameter {self.attribute.name!r} of {type(self.attribute.module).__name__} was "
+                f"replaced by a plain tensor after the plan was applied; load weights into the "
+                f"DTensor instead"
+            )
+        if torch.compiler.is_compiling():
+            whole: torch.Tensor = parameter.to_local()
+            return whole
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return parameter._local_tensor  # noqa: SLF001  what to_local gives, without a view
+        local: torch.Tensor = _ToLocal.apply(parameter)  # type: ignore[no-untyped-call]  # torch
+        return local
+
+
+class _ToLocal(torch.autograd.Function):
+    """A parameter's shard; its gradient is a DTensor placed like the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.parameter_spec = parameter._spec  # noqa: SLF001  there is no other cheap way to it
+        # A parameter that a loss does not reach has no gradient.
+        ctx.set_materialize_grads(False)
+        # The shard itself must not become a part of the graph.
+        return parameter._local_tensor.detach()  # noqa: SLF001  likewise
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
+        if gradient is None:
+            return None
+        # A DTensor reports contiguous strides whatever the local ones are, and fused optimizers
+        # rely on that.
+        spec = copy(ctx.parameter_spec)
+        return DTensor(gradient.contiguous(), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch

@@ -1,4 +1,4 @@
-"""Seeing which collectives really run, without asking the plan."""
+"""Recording the collectives that run, independently of the plan."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,14 +44,13 @@ class CollectiveRecord:
     """A collective that ran on this rank.
 
     Attributes:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, or halo_exchange for messages
-            to and from single ranks that were started one right after the other; anything else
-            that ran goes by the name of its operator.
-        axis: name of the mesh axis whose ranks took part; `"?"` where no axis has the group.
-        nbytes: size of the larger of the rank's tensor before and after; of an all-to-all what
-            is sent, since what comes may be more or less; of a halo exchange the larger of all
-            that is sent and all that comes.
-        direction: backward where autograd was running.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, or halo_exchange for consecutive
+            point-to-point messages; otherwise the name of the operator.
+        axis: name of the mesh axis of the process group; `"?"` if the mesh does not have it.
+        nbytes: size of the larger of the rank's tensor before and after; of an all-to-all, the
+            bytes sent, since those received may differ; of a halo exchange, the larger of all
+            bytes sent and received.
+        direction: backward if autograd was running.
     """
 
     kind: str
@@ -61,17 +60,17 @@ class CollectiveRecord:
 
 
 class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """A context in which collectives of this thread and its autograd are recorded.
+    """A context that records the collectives of this thread and its autograd.
 
     Attributes:
-        records: in the order in which they were started.
+        records: in the order in which the collectives were started.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.records: list[CollectiveRecord] = []
         self._messages: dict[str, int] = {}  # bytes sent and received since another operator ran
-        self._correspondents = ""  # the group of these messages
+        self._message_group = ""
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         self._axis_of_group: dict[str, str] = {
             mesh.get_group(i).group_name: name for i, name in enumerate(names)
@@ -84,7 +83,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, and note it down where it is a collective."""
+        """Run the operator, and record it if it is a collective."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         schema = func._schema  # noqa: SLF001  torch has no public way to an operator's schema
@@ -95,7 +94,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         if schema.name.startswith(_NAMESPACES) and schema.name not in _SILENT:
             given = dict(zip((a.name for a in schema.arguments), args, strict=False))
             given.update(kwargs)
-            # What has no group only looks at tensors, such as the wait for a collective.
+            # Operators without a group do not communicate, such as the wait for a collective.
             group = given.get("group_name", given.get("process_group"))
             if group is not None:
                 self._record(schema.name, group, given, result)
@@ -108,10 +107,10 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self.records.append(self._made(kind, group, max(_nbytes(value) for value in values)))
 
     def _record_message(self, name: str, tensors: Any, group: Any) -> None:
-        """One more message of an exchange; the messages of one follow each other directly."""
-        if self._correspondents != _group_name(group):
+        """Add a message to a halo exchange, whose messages follow each other directly."""
+        if self._message_group != _group_name(group):
             self._messages.clear()
-            self._correspondents = _group_name(group)
+            self._message_group = _group_name(group)
         if self._messages:
             self.records.pop()
         self._messages[name] = self._messages.get(name, 0) + _nbytes(tensors)

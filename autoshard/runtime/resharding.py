@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import PlanError
 from autoshard.layouts import AxisType, Kind, largest_share, parse_type
 from autoshard.plan import PlannedStep
-from autoshard.runtime.chunks import by_chunk, by_rank
+from autoshard.runtime.shards import by_chunk, by_rank
 from autoshard.runtime.traced import TracedStep
 
 LocalFunction = Callable[[torch.Tensor], torch.Tensor]

@@ -1,6 +1,7 @@
-"""Between what a caller passes to forward and the flat tensors of the program."""
+"""Conversion between the arguments and results of forward and the flat tensors of a program."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +13,24 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind
 from autoshard.layouts import Layout, R, to_placements
 from autoshard.plan import PlacedInput, Stage
+from autoshard.runtime.dtensors import from_local
 from autoshard.runtime.local_node import Place
-from autoshard.runtime.slices import local_slice, own_shape
-from autoshard.runtime.trees import TreeSpec, read_spec
+from autoshard.runtime.shards import local_shape, local_shard
+
+_IMPORTING_TYPES = frozenset({"collections.defaultdict"})
+_IMPORTING_CONTEXT = "__enum__"
+"""These make PyTorch import modules by name while it reads a spec. A plan may come from a
+server, so it must not choose what is imported."""
 
 
 class Arguments:
-    """Checks and cuts what a caller passes.
+    """Checks and shards the arguments of forward.
 
     Args:
-        stage: says how each tensor is cut.
-        graph: says how arguments nest, and which of them are literals.
+        stage: with the layout of each tensor.
+        graph: with the structure of the arguments and their literals.
         mesh: the devices.
-        place: where on the mesh this rank is.
+        place: position of this rank.
     """
 
     def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh, place: Place) -> None:
@@ -41,10 +47,10 @@ class Arguments:
         self._symbols = {n: graph.dynamic.symbols_of(n) for n in placed} if graph.dynamic else {}
 
     def localize(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """This rank's tensors by the names of their values.
+        """This rank's shards by the names of their values.
 
         Args:
-            leaves: what was passed, as `flatten` gives it.
+            leaves: the arguments, from `flatten`.
 
         Raises:
             PlanError: a literal has another value, or a tensor is of another shape or dtype.
@@ -61,16 +67,15 @@ class Arguments:
         return tensors
 
     def sizes(self, leaves: Sequence[Any]) -> dict[str, int]:
-        """Numbers of the open sizes, where they are others than the planned ones; else nothing.
+        """The dynamic sizes by symbol where they differ from the planned ones; else empty.
 
-        Tensors of other sizes are whole, or DTensors.
+        Tensors of other sizes are full ones or DTensors.
 
         Args:
-            leaves: what was passed, as `flatten` gives it.
+            leaves: the arguments, from `flatten`.
 
         Raises:
-            PlanError: something else than a tensor is passed for one, or two tensors say
-                different things.
+            PlanError: an argument is not a tensor, or two tensors contradict each other.
         """
         if not self._symbols:
             return {}
@@ -91,13 +96,13 @@ class Arguments:
         return sizes
 
     def rows(self, size: int) -> slice:
-        """Which rows of a batch this rank takes; all, where tensors are not all cut alike.
+        """The rows of a batch that this rank reads; all, where tensors are sharded differently.
 
         Args:
-            size: how many rows the batch has.
+            size: number of rows of the batch.
 
         Raises:
-            PlanError: no tensor that forward takes has so many rows.
+            PlanError: no argument of forward has that number of rows.
         """
         taken = [t.rows for t in self._tensors.values() if t.rows and t.shape[0] == size]
         if not taken:
@@ -109,10 +114,10 @@ class Arguments:
         return taken[0] if all(rows == taken[0] for rows in taken) else slice(0, size)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """What was passed, one after the other, in the order of the program's inputs.
+        """The arguments as a flat list in the order of the program's inputs.
 
         Raises:
-            PlanError: the arguments nest otherwise than the exported ones.
+            PlanError: their structure differs from that of the exported ones.
         """
         if self._spec is not None:
             order = self._spec.child(1).context
@@ -143,12 +148,14 @@ class _TensorArgument:
         self._dtype: torch.dtype = getattr(torch, placed.dtype)
         self._placements = to_placements(self._layout, place.axis_sizes)
         self.shape = placed.shape
-        self._own_shape = own_shape(placed.shape, self._layout, place.axis_sizes, place.coordinate)
+        self._local_shape = local_shape(
+            placed.shape, self._layout, place.axis_sizes, place.coordinate
+        )
         self._behind_rows = _without_rows(self._layout)
         self.rows = self._rows()
 
     def _rows(self) -> slice | None:
-        """The slice of dim 0 that this rank takes; None of a scalar, all where they are several."""
+        """The rank's slice of dim 0; None for a scalar, all rows if they are several slices."""
         if not self.shape:
             return None
         place = self._place
@@ -156,14 +163,14 @@ class _TensorArgument:
         return slices[0] if len(slices) == 1 else slice(0, self.shape[0])
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of a shape is the whole one, this rank's rows, or this rank's slice."""
-        shapes = [self._placed.shape, self._own_shape]
+        """Whether a shape is the global one, that of this rank's rows, or that of its shard."""
+        shapes = [self._placed.shape, self._local_shape]
         if self.rows:
             shapes.append((self.rows.stop - self.rows.start, *self._placed.shape[1:]))
         return tuple(shape) in shapes
 
     def localize(self, value: Any) -> torch.Tensor:
-        """This rank's slice of a whole tensor, a DTensor, or a tensor that is the slice."""
+        """This rank's shard of a full tensor, a DTensor, or a tensor that is the shard."""
         name = self._placed.target
         if not isinstance(value, torch.Tensor):
             raise PlanError(f"argument {name!r} must be a tensor, not {_shown(value)}")
@@ -182,57 +189,57 @@ class _TensorArgument:
             if value.placements != self._placements or value.shape != placed.shape:
                 raise PlanError(
                     f"argument {placed.target!r} is a DTensor of shape {tuple(value.shape)} placed "
-                    f"{value.placements}; the plan wants {placed.shape} placed {self._placements}: "
-                    f"redistribute it, or pass the whole tensor"
+                    f"{value.placements}; the plan needs {placed.shape} placed "
+                    f"{self._placements}: redistribute it, or pass the full tensor"
                 )
             return value.to_local()
-        if value.shape == self._own_shape:
+        if value.shape == self._local_shape:
             return value
         place = self._place
         if value.shape == placed.shape:
-            return local_slice(value, self._layout, place.axis_sizes, place.coordinate)
+            return local_shard(value, self._layout, place.axis_sizes, place.coordinate)
         if self.rows and value.shape == (self.rows.stop - self.rows.start, *placed.shape[1:]):
-            return local_slice(value, self._behind_rows, place.axis_sizes, place.coordinate)
+            return local_shard(value, self._behind_rows, place.axis_sizes, place.coordinate)
         raise PlanError(
             f"argument {placed.target!r} has shape {tuple(value.shape)}; the plan is for the "
-            f"global shape {placed.shape}, or {self._own_shape} where a rank passes its own "
-            f"slice: pad the batch, or plan again for the new shape"
+            f"global shape {placed.shape}, or {self._local_shape} where a rank passes its own "
+            f"shard: pad the batch, or plan again for the new shape"
         )
 
 
 def _without_rows(layout: Layout) -> Layout:
-    """A layout without the cuts of dim 0."""
+    """A layout in which dim 0 is not sharded."""
     nesting = (axes for axes in layout.nesting if layout.types[axes[0]].dim)
     return Layout(tuple(t if t.dim else R for t in layout.types), tuple(nesting))
 
 
 class Results:
-    """Nests what the program makes as the model's forward would.
+    """Restores the structure of the results of forward.
 
     Args:
-        stage: says how each output is cut.
-        graph: says how outputs nest.
+        stage: with the layout of each output.
+        graph: with the structure of the outputs.
         mesh: the devices.
     """
 
     def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh) -> None:
-        self._spec: TreeSpec | None = read_spec(graph.out_spec) if graph.out_spec else None
+        self._spec: pytree.TreeSpec | None = read_spec(graph.out_spec) if graph.out_spec else None
         self._mesh = mesh
         made = (graph.values[output.name] for output in graph.outputs if output.name is not None)
         self._has_loss = any(tensor.requires_grad and not tensor.shape for tensor in made)
         layouts = ((output, Layout.parse(output.layout)) for output in stage.outputs)
-        self._cut: dict[int, tuple[tuple[Any, ...], tuple[int, ...]]] = {
+        self._sharded: dict[int, tuple[tuple[Any, ...], tuple[int, ...]]] = {
             output.position: (tuple(to_placements(layout, tuple(mesh.shape))), output.shape)
             for output, layout in layouts
             if not all(t.is_whole for t in layout.types)
         }
 
     def nest(self, outputs: Sequence[Any]) -> Any:
-        """The results of forward: a whole tensor is plain, one that is cut is a DTensor."""
+        """The results of forward: replicated tensors are plain, sharded ones DTensors."""
         values = list(outputs)
-        for position, (placements, shape) in self._cut.items():
+        for position, (placements, shape) in self._sharded.items():
             local = values[position]
-            # A compiled backward does not take the lack of a DTensor's gradient.
+            # A compiled backward does not support a DTensor without a gradient.
             if self._has_loss and torch.compiler.is_compiling():
                 local = local.detach()
             values[position] = from_local(local, self._mesh, placements, shape)
@@ -241,17 +248,7 @@ class Results:
         return values[0] if len(values) == 1 else tuple(values)
 
 
-def from_local(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
-) -> DTensor:
-    """A DTensor of a known global shape around a rank's slice; differentiable."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
-def _call(spec: TreeSpec) -> str:
+def _call(spec: pytree.TreeSpec) -> str:
     positional, keywords = spec.children()
     shown = [str(child) for child in positional.children()]
     shown += [
@@ -264,3 +261,35 @@ def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{value!r:.80}"
+
+
+def read_spec(text: str) -> pytree.TreeSpec:
+    """Read a pytree spec written by `treespec_dumps`, without importing or running anything.
+
+    Raises:
+        PlanError: it is malformed, or names a type that is not registered here.
+    """
+    try:
+        _, schema = json.loads(text)
+        for node in _nodes(schema):
+            context = json.dumps(node["context"])
+            if node["type"] in _IMPORTING_TYPES or _IMPORTING_CONTEXT in context:
+                raise PlanError(
+                    f"the plan's arguments or results nest in {node['type']}, which cannot be "
+                    f"read safely; export the model with plain dicts instead"
+                )
+        return pytree.treespec_loads(text)
+    except NotImplementedError as error:
+        raise PlanError(
+            f"{error}; import the module that defines this type before applying the plan"
+        ) from None
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"the plan's tree spec cannot be read: {error}") from None
+
+
+def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    yield schema
+    for child in schema["children_spec"]:
+        yield from _nodes(child)

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from autoshard.layouts import STEPS, Action, AxisType
-from autoshard.runtime.chunks import by_chunk, by_rank
+from autoshard.runtime.shards import by_chunk, by_rank
 
 _OPS: Any = torch.ops._c10d_functional  # noqa: SLF001  as torch.distributed's functions call them
 

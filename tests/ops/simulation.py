@@ -33,7 +33,7 @@ from autoshard.ops import (
 )
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, Place, Ranks
-from autoshard.runtime.slices import own_shape
+from autoshard.runtime.shards import local_shape
 
 MESHES = ((2,), (4,), (3,), (2, 2))
 STRATEGIES_PER_MESH = 20
@@ -174,7 +174,7 @@ class Simulation:
         self, layouts: Sequence[Layout], tensors: Sequence[Tensor], at: Coordinate
     ) -> tuple[tuple[int, ...], ...]:
         return tuple(
-            own_shape(tensor.shape, layout, self.mesh, at)
+            local_shape(tensor.shape, layout, self.mesh, at)
             for layout, tensor in zip(layouts, tensors, strict=True)
         )
 

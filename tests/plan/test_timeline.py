@@ -26,7 +26,7 @@ from autoshard.costs import OptimizerSpec
 from autoshard.graph import Graph, graph_from_json
 from autoshard.plan import Plan
 from autoshard.plan.memory.timeline import KINDS, Phase, Timeline, timeline
-from autoshard.runtime.preparation import prepared_inputs
+from autoshard.runtime.constants import prepared_inputs
 from autoshard.runtime.program import LocalProgram
 
 TURN, PEAK = 0.005, 0.01

@@ -27,7 +27,7 @@ from transformers.distributed import DistributedConfig
 
 from autoshard.layouts import I, Layout, to_placements
 from autoshard.plan import PlacedInput, Plan, export_plan
-from autoshard.runtime.slices import local_slice
+from autoshard.runtime.shards import local_shard
 
 NUM_RANKS = 4
 
@@ -178,7 +178,7 @@ def check_parameters(
             if isinstance(actual, DTensor):  # torch leaves those of embeddings as they come
                 actual = actual.redistribute(placements=parameter.placements)
         local = actual.to_local() if isinstance(actual, DTensor) else actual
-        expected = local_slice(whole, layouts[name], tuple(mesh.shape), coordinate)
+        expected = local_shard(whole, layouts[name], tuple(mesh.shape), coordinate)
         close(local, expected, f"{name} as {layouts[name]}, gradient: {gradients}")
 
 
@@ -277,7 +277,7 @@ class Table:
             assert tuple(placements) == to_placements(layout, tuple(mesh.shape))
             if not any(isinstance(p, _StridedShard) for p in placements):
                 local = distribute_tensor(whole, mesh, placements).to_local()
-                expected = local_slice(whole, layout, tuple(mesh.shape), coordinate)
+                expected = local_shard(whole, layout, tuple(mesh.shape), coordinate)
                 close(local, expected, placed.target, 0)
 
 

@@ -10,11 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reads import COUNTERS, bytes_read_by_process
 
-from autoshard.runtime.blocks import Block
-from autoshard.runtime.weights.file_blocks import SHORT_RUN, read_block, write_block
-from autoshard.runtime.weights.opening import open_source
-from autoshard.runtime.weights.safetensors_format import read_header, write_header
-from autoshard.runtime.weights.source import Entry
+from autoshard.runtime.shards import SubShard
+from autoshard.runtime.weights.readers import open_checkpoint
+from autoshard.runtime.weights.safetensors_file import (
+    SHORT_RUN,
+    TensorInfo,
+    read_header,
+    read_slice,
+    write_header,
+    write_slice,
+)
 
 
 @st.composite
@@ -38,7 +43,7 @@ def test_any_block_is_read(scratch: Path, block: tuple[torch.Tensor, tuple[slice
     before = torch.ones(3, dtype=torch.float64)  # so that the tensor does not come first
     safetensors.torch.save_file({"before": before, "it": tensor}, scratch)
     with FileIO(scratch) as file:
-        values, num_bytes = read_block(file, read_header(scratch)["it"], parts, buffer)
+        values, num_bytes = read_slice(file, read_header(scratch)["it"], parts, buffer)
     assert torch.equal(values, tensor[parts])
     assert tensor[parts].nbytes <= num_bytes <= tensor.nbytes
 
@@ -46,9 +51,9 @@ def test_any_block_is_read(scratch: Path, block: tuple[torch.Tensor, tuple[slice
 @given(blocks())
 def test_any_block_is_written(scratch: Path, block: tuple[torch.Tensor, tuple[slice, ...]]) -> None:
     tensor, parts = block
-    stored = write_header(scratch, {"it": Entry(tuple(tensor.shape), tensor.dtype)})["it"]
+    stored = write_header(scratch, {"it": TensorInfo(tuple(tensor.shape), tensor.dtype)})["it"]
     with FileIO(scratch, "r+") as file:
-        write_block(file, stored, parts, tensor[parts].contiguous())
+        write_slice(file, stored, parts, tensor[parts].contiguous())
     expected = torch.zeros_like(tensor)
     expected[parts] = tensor[parts]
     assert torch.equal(safetensors.torch.load_file(scratch)["it"], expected)
@@ -60,9 +65,9 @@ def test_pieces_are_the_block(
 ) -> None:
     tensor, parts = block
     whole = torch.zeros_like(tensor)
-    for piece in Block(parts, tensor[parts]).pieces(num_bytes):
+    for piece in SubShard(parts, tensor[parts]).pieces(num_bytes):
         assert piece.local.nbytes <= num_bytes or piece.local.ndim == 0 or len(piece.local) == 1
-        whole[piece.parts] += piece.local
+        whole[piece.index] += piece.local
     expected = torch.zeros_like(tensor)
     expected[parts] = tensor[parts]
     assert torch.equal(whole, expected)
@@ -78,7 +83,7 @@ def test_nothing_else_is_read(tmp_path: Path) -> None:
         nothing = -bytes_read_by_process() + bytes_read_by_process()
         begin = bytes_read_by_process()
         parts = slice(0, 512), slice(SHORT_RUN, 2 * SHORT_RUN)
-        _, num_bytes = read_block(file, stored, parts, torch.empty(0, dtype=torch.uint8))
+        _, num_bytes = read_slice(file, stored, parts, torch.empty(0, dtype=torch.uint8))
         really = bytes_read_by_process() - begin
     assert num_bytes == tensor.nbytes // 4
     assert abs(really - num_bytes - nothing) < 16  # the digits of the counters
@@ -93,10 +98,10 @@ def test_every_dtype_of_the_format(tmp_path: Path) -> None:
         if dtype != torch.float4_e2m1fn_x2
     }
     safetensors.torch.save_file(tensors, path)
-    source = open_source(path)
-    assert {name: entry.dtype for name, entry in source.entries.items()} == {
+    reader = open_checkpoint(path)
+    assert {name: info.dtype for name, info in reader.tensors.items()} == {
         name: tensor.dtype for name, tensor in tensors.items()
     }
-    stored = write_header(tmp_path / "other.safetensors", source.entries)
+    stored = write_header(tmp_path / "other.safetensors", reader.tensors)
     assert read_header(tmp_path / "other.safetensors") == stored
-    assert all(place.start % place.entry.dtype.itemsize == 0 for place in stored.values())
+    assert all(place.start % place.info.dtype.itemsize == 0 for place in stored.values())

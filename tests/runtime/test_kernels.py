@@ -12,7 +12,7 @@ from autoshard.graph import Argument, Node, Ref
 from autoshard.layouts import Layout
 from autoshard.runtime.kernels import bind_kernel, draws_random_numbers
 from autoshard.runtime.local_node import LocalNode, Place
-from autoshard.runtime.slices import local_slice
+from autoshard.runtime.shards import local_shard
 
 SIZES = (2, 2)
 RANKS = tuple(product(*map(range, SIZES)))
@@ -73,12 +73,12 @@ def test_vocabulary_parts_add_up(layout: str, padding: int, ids: list[int]) -> N
     cut = [axis for axis, t in enumerate(parsed.types) if t.is_shard]
     total = torch.zeros_like(expected)
     for rank in RANKS:
-        rows = local_slice(whole.detach(), parsed, SIZES, rank).clone().requires_grad_()
+        rows = local_shard(whole.detach(), parsed, SIZES, rank).clone().requires_grad_()
         node = embedding(padding_idx=padding) if padding >= 0 else embedding()
         local = local_node(node, rank, {layout: (8, 3), "R,R:ids": (len(ids),)}, {out: (1, 3)})
         (part,) = bind_kernel(local)([rows, indices], 0)
         part.backward(cotangent)
-        torch.testing.assert_close(rows.grad, local_slice(whole.grad, parsed, SIZES, rank))
+        torch.testing.assert_close(rows.grad, local_shard(whole.grad, parsed, SIZES, rank))
         if all(rank[axis] == 0 for axis in range(2) if axis not in cut):
             total += part.detach()
     torch.testing.assert_close(total, expected.detach())

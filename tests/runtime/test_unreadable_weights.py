@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from autoshard.errors import CheckpointError
 from autoshard.runtime import load_checkpoint
-from autoshard.runtime.weights.opening import open_source
+from autoshard.runtime.weights.readers import open_checkpoint
 
 
 def cut_off(tmp_path: Path) -> Path:
@@ -167,27 +167,27 @@ def old_torch_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (cut_off, "not a whole safetensors file"),
-        (garbage, "not a whole safetensors file"),
+        (cut_off, "not a complete safetensors file"),
+        (garbage, "not a complete safetensors file"),
         (half_a_byte, "elements of type F4, which torch lacks"),
         (no_entry, "it lacks 'norm.bias'"),
-        (wrong_entry, "lacks 'norm.bias', which the index says"),
+        (wrong_entry, "lacks 'norm.bias', which the index lists"),
         (no_file, "names .*model-00002-of-00003.safetensors, which does not exist"),
-        (outside, "'../other.safetensors', which is not beside it"),
-        (no_index, "no index with a weight_map"),
-        (no_json, "no index with a weight_map"),
+        (outside, "'../other.safetensors', which is not in the same folder"),
+        (no_index, "not an index with a weight_map"),
+        (no_json, "not an index with a weight_map"),
         (two_files, "several checkpoints; name one of one.safetensors, two.safetensors"),
         (only_torch, "pass the path of pytorch_model.bin itself if you trust it"),
         (nothing, "there is no checkpoint at .*nothing"),
         (other_suffix, "checkpoints end in .safetensors"),
-        (code_in_torch_file, "not a file of torch.save with tensors alone"),
+        (code_in_torch_file, "not a file of torch.save with only tensors"),
         (old_torch_file, "in its format since torch 1.6"),
-        (code_in_metadata, "it names posix.mkdir, which is no metadata"),
+        (code_in_metadata, "posix.mkdir is not allowed in metadata"),
         (other_metadata, "not the metadata of a checkpoint"),
         (damaged_metadata, "not the metadata of a checkpoint"),
         (damaged_chunks, "reading 'embedding.weight' failed"),
         (lost_chunks, "reading 'embedding.weight' failed"),
-        (chunks_elsewhere, "'/etc/hostname', which is not beside it"),
+        (chunks_elsewhere, "'/etc/hostname', which is not in the same folder"),
     ],
 )
 def test_files_that_cannot_be_read(
@@ -201,7 +201,7 @@ def test_files_that_cannot_be_read(
 
 def test_a_file_that_is_cut_off_later(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    source = open_source(path)
+    source = open_checkpoint(path)
     os.truncate(path, 100)
     with pytest.raises(CheckpointError, match=r"reading 'norm.bias' failed: the file ends before"):
         source.read("norm.bias", torch.empty(16))

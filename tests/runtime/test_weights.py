@@ -25,9 +25,9 @@ from torch import nn
 
 from autoshard.errors import CheckpointError
 from autoshard.runtime import init_empty_weights, load_checkpoint, save_checkpoint
-from autoshard.runtime.blocks import Block
-from autoshard.runtime.weights.file_writer import FileWriter
-from autoshard.runtime.weights.source import Entry
+from autoshard.runtime.shards import SubShard
+from autoshard.runtime.weights.safetensors_file import TensorInfo
+from autoshard.runtime.weights.saving import FileWriter
 
 
 @pytest.mark.parametrize("save", [as_file, as_folder, as_torch_file, as_torch_index, as_dcp])
@@ -58,7 +58,7 @@ def test_names_that_differ(tmp_path: Path) -> None:
     other = meta_model()
     load_checkpoint(other, tmp_path / "run.pt", rename="net.body.".__add__)
     check_equal(other, model.state_dict())
-    with pytest.raises(CheckpointError, match=r"would rename='net.body.'.__add__ help"):
+    with pytest.raises(CheckpointError, match=r"did you mean rename='net.body.'.__add__"):
         load_checkpoint(other, tmp_path / "run.pt")
 
 
@@ -204,12 +204,12 @@ def test_a_full_disk_leaves_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     tensor = torch.randn(2000)
-    writer = FileWriter(tmp_path / "it", {"it": Entry((2000,), torch.float32)})
+    writer = FileWriter(tmp_path / "it", {"it": TensorInfo((2000,), torch.float32)})
     writer.begin()
     writer.check()
     with small_files():
-        writer.write("it", Block((slice(0, 2000),), tensor))
-        writer.write("it", Block((slice(0, 10),), tensor[:10]))  # nothing more happens
+        writer.write("it", SubShard((slice(0, 2000),), tensor))
+        writer.write("it", SubShard((slice(0, 10),), tensor[:10]))  # nothing more happens
     with pytest.raises(OSError, match="File too large"):
         writer.check()
     writer.discard()

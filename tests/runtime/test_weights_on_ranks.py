@@ -35,8 +35,8 @@ from autoshard.runtime import (
     parallelize,
     save_checkpoint,
 )
-from autoshard.runtime.weights.file_writer import FileWriter
-from autoshard.runtime.weights.safetensors_files import PIECE
+from autoshard.runtime.weights.readers import PIECE
+from autoshard.runtime.weights.saving import FileWriter
 
 NUM_RANKS = 4
 SQUARE = {"dp": 2, "tp": 2}

@@ -1,7 +1,7 @@
-"""Weights from files, and into files: no rank reads or holds what is not its own."""
+"""Loading and saving weights: no rank reads or stores more than its own shards."""
 
 from autoshard.runtime.weights.loading import LoadReport, load_checkpoint
-from autoshard.runtime.weights.meta import init_empty_weights
+from autoshard.runtime.weights.model_tensors import init_empty_weights
 from autoshard.runtime.weights.saving import save_checkpoint
 
 __all__ = ["LoadReport", "init_empty_weights", "load_checkpoint", "save_checkpoint"]

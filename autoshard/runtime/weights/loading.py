@@ -1,26 +1,31 @@
-"""Loading weights, of which each rank reads its own part."""
+"""Loading weights, of which each rank reads its own shards."""
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from autoshard.errors import CheckpointError
+from autoshard.runtime.dtensors import local_tensor
 from autoshard.runtime.parallelize import Planned, planned_forward
-from autoshard.runtime.weights.matching import Match, Matching
-from autoshard.runtime.weights.opening import open_source
-from autoshard.runtime.weights.slots import (
-    device_of,
+from autoshard.runtime.parameters import first_of
+from autoshard.runtime.weights.model_tensors import (
+    ModelTensor,
     empty_like,
-    local_of,
-    slots_of,
-    unkept_buffers,
+    mesh_device,
+    model_tensors,
+    non_persistent_buffers,
 )
-from autoshard.runtime.weights.source import Source
+from autoshard.runtime.weights.readers import CheckpointReader, open_checkpoint
+from autoshard.runtime.weights.safetensors_file import TensorInfo
+
+NUM_DIFFERENCES = 10
+"""Number of differences between model and checkpoint that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,8 @@ class LoadReport:
     Attributes:
         num_tensors: tensors of the model that were filled; tied ones count once.
         bytes_read: bytes of tensors that this rank read.
-        bytes_stored: size of these tensors in the checkpoint, whole.
-        seconds: how long it took.
+        bytes_stored: size of these global tensors in the checkpoint.
+        seconds: duration.
     """
 
     num_tensors: int
@@ -56,28 +61,29 @@ def load_checkpoint(
     ignored: Collection[str] = (),
     cast: bool = False,
 ) -> LoadReport:
-    """Fill a model with the weights of a checkpoint; each rank reads what it holds.
+    """Fill a model with the weights of a checkpoint; each rank reads its own shards.
 
-    To be called on every rank, after `parallelize`. Parameters and buffers on the meta device
-    get memory on the mesh's device, one after the other, so no tensor is ever whole on a rank
-    that holds a part. They are new objects: make the optimizer afterwards. No collectives run.
+    Call it on every rank, after `parallelize`. Parameters and buffers on the meta device
+    get memory on the mesh's device one by one, so no rank ever has a full tensor of which its
+    shard is a part. They are new objects: make the optimizer afterwards. No collectives run.
 
     A checkpoint is
 
     * a safetensors file, or the `.index.json` of several, or the folder of either;
     * a file of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`), or the index of several. It is
-      mapped and read with `weights_only=True`. Names of nested dictionaries are joined by dots;
+      memory-mapped and read with `weights_only=True`. Names of nested dictionaries are joined
+      by dots;
     * a folder of `torch.distributed.checkpoint`, names likewise.
 
-    Tied tensors may be there under one of their names, or under several if all are equal.
+    Tied tensors may be stored under one of their names, or under several if all are equal.
 
     Args:
-        model: planned, or any other module; what is not a DTensor is read whole.
+        model: planned, or any other module, which is read in full.
         path: of the checkpoint.
-        rename: gives the name in the checkpoint of a tensor of the model, such as
+        rename: maps the name of a tensor of the model to that in the checkpoint, such as
             `lambda name: "model." + name`.
-        optional: patterns (as of `fnmatch`) of tensors in the model that the checkpoint may
-            lack; they stay as they are, so they must have values.
+        optional: patterns (as of `fnmatch`) of tensors of the model that the checkpoint may
+            lack; they keep their values, so they must not be on the meta device.
         ignored: patterns of tensors in the checkpoint that the model may lack.
         cast: convert tensors of other dtypes to those of the model.
 
@@ -86,59 +92,127 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model, which is then
-            unchanged; or reading broke off, or tied tensors differ: then only part of the
+            unchanged; or reading failed midway, or tied tensors differ: then only part of the
             weights is loaded.
     """
     begin = time.perf_counter()
-    _check_unkept_buffers(model)
-    source = open_source(Path(path))
-    matching = Matching(rename=rename, optional=optional, ignored=ignored, cast=cast)
-    entries = source.entries
-    matches = matching.match(slots_of(model), entries)
-    device = device_of(model)
-    bytes_read = sum(_load(match, source, device) for match in matches)
+    _check_non_persistent_buffers(model)
+    reader = open_checkpoint(Path(path))
+    stored = reader.tensors
+    wanted = [_Wanted(tensor, tuple(map(rename, tensor.names))) for tensor in model_tensors(model)]
+    differences = [
+        *(text for one in wanted for text in one.differences(stored, optional, cast=cast)),
+        *_unexpected(wanted, stored, ignored),
+    ]
+    if differences:
+        shown = first_of(differences, NUM_DIFFERENCES)
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {shown}{_hint(wanted, stored)}"
+        )
+    found = [(one.tensor, names) for one in wanted if (names := one.found(stored))]
+    device = mesh_device(model)
     return LoadReport(
-        num_tensors=len(matches),
-        bytes_read=bytes_read,
-        bytes_stored=sum(entries[match.names[0]].nbytes for match in matches),
+        num_tensors=len(found),
+        bytes_read=sum(_load(tensor, names, reader, device) for tensor, names in found),
+        bytes_stored=sum(stored[names[0]].nbytes for _, names in found),
         seconds=time.perf_counter() - begin,
     )
 
 
-def _check_unkept_buffers(model: nn.Module) -> None:
-    """Check that buffers which no checkpoint holds have values, if they are needed."""
+def _check_non_persistent_buffers(model: nn.Module) -> None:
+    """Check that buffers which no checkpoint has have values, if they are needed."""
     needed = planned_forward(model).buffers if isinstance(model, Planned) else None
     empty = [
         name
-        for name, buffer in unkept_buffers(model).items()
+        for name, buffer in non_persistent_buffers(model).items()
         if buffer.is_meta and (needed is None or name in needed)
     ]
     if empty:
         raise CheckpointError(
-            f"checkpoints do not hold the buffer {empty[0]!r}"
+            f"checkpoints do not have the non-persistent buffer {empty[0]!r}"
             + (f" (and {len(empty) - 1} more)" if len(empty) > 1 else "")
             + ", and it is on the meta device: make the model under init_empty_weights() instead, "
             "which keeps the values of buffers, or give it a value"
         )
 
 
-def _load(match: Match, source: Source, device: torch.device) -> int:
-    """Fill one tensor of the model; gives the bytes read."""
-    first, *others = match.names
-    tensor = match.slot.with_memory(device)
-    bytes_read = source.read(first, tensor)
+def _load(
+    wanted: ModelTensor, names: Sequence[str], reader: CheckpointReader, device: torch.device
+) -> int:
+    """Fill one tensor of the model; returns the bytes read."""
+    first, *others = names
+    is_meta = wanted.is_meta
+    tensor = empty_like(wanted.tensor, device) if is_meta else wanted.tensor.detach()
+    bytes_read = reader.read(first, tensor)
     for other in others:
-        twin = empty_like(tensor, device)
-        bytes_read += source.read(other, twin)
-        # As bytes, since a number may be NaN.
-        if not torch.equal(_bytes(tensor), _bytes(twin)):
+        tied = empty_like(tensor, device)
+        bytes_read += reader.read(other, tied)
+        # Bytes are compared, since values may be NaN.
+        if not torch.equal(_bytes(tensor), _bytes(tied)):
             raise CheckpointError(
-                f"{first!r} and {other!r} are one tensor in the model, and differ in the checkpoint"
+                f"{first!r} and {other!r} are tied in the model, and differ in the checkpoint"
             )
-    if match.slot.is_meta:
-        match.slot.put(tensor)
+    if is_meta:
+        wanted.set(tensor)
     return bytes_read
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor).reshape(-1).view(torch.uint8)
+    return local_tensor(tensor).reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A tensor of the model, and its names in the checkpoint."""
+
+    tensor: ModelTensor
+    names: tuple[str, ...]
+
+    def found(self, stored: Mapping[str, TensorInfo]) -> list[str]:
+        """The names that the checkpoint has."""
+        return [name for name in dict.fromkeys(self.names) if name in stored]
+
+    def differences(
+        self, stored: Mapping[str, TensorInfo], optional: Collection[str], *, cast: bool
+    ) -> Iterator[str]:
+        """How the checkpoint differs from the model in this tensor."""
+        tensor, names = self.tensor.tensor, self.found(stored)
+        if not names:
+            missing = " or ".join(map(repr, dict.fromkeys(self.names)))
+            if not _any_matches(self.tensor.names, optional):
+                yield f"it lacks {missing}"
+            elif self.tensor.is_meta:
+                yield f"it lacks {missing}, which has no values in the model either"
+        for name in names:
+            shape, dtype = stored[name].shape, stored[name].dtype
+            if shape != tuple(tensor.shape):
+                yield f"{name!r} has shape {shape}, and {tuple(tensor.shape)} in the model"
+            elif dtype != tensor.dtype and not cast:
+                yield (
+                    f"{name!r} is {dtype}, and {tensor.dtype} in the model (cast=True converts it)"
+                )
+
+
+def _unexpected(
+    wanted: Sequence[_Wanted], stored: Iterable[str], ignored: Collection[str]
+) -> Iterator[str]:
+    known = {name for one in wanted for name in one.names}
+    for name in stored:
+        if name not in known and not _any_matches([name], ignored):
+            yield f"the model has no {name!r}"
+
+
+def _any_matches(names: Iterable[str], patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _hint(wanted: Sequence[_Wanted], stored: Iterable[str]) -> str:
+    """A suggestion where names differ in a prefix only."""
+    name = wanted[0].tensor.names[0] if wanted else ""
+    for other in stored:
+        if name != other and other.endswith(f".{name}"):
+            return f" (did you mean rename={other.removesuffix(name)!r}.__add__?)"
+        if name != other and name.endswith(f".{other}"):
+            prefix = name.removesuffix(other)
+            return f" (did you mean rename=lambda name: name.removeprefix({prefix!r})?)"
+    return ""

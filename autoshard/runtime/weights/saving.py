@@ -1,9 +1,11 @@
-"""Saving weights whole, while no rank holds more of them than its own part and one slice."""
+"""Saving full weights, while no rank has more of them than its own shards and one of another."""
 
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from itertools import zip_longest
+from io import FileIO
+from itertools import product, zip_longest
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,88 +15,94 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CheckpointError
-from autoshard.runtime.weights.file_writer import FileWriter, unfinished
-from autoshard.runtime.weights.opening import INDEX, MODEL, SAFETENSORS
-from autoshard.runtime.weights.sending import Gathering, own_rank
-from autoshard.runtime.weights.slots import local_of, slots_of
-from autoshard.runtime.weights.source import Entry
+from autoshard.runtime.dtensors import local_tensor
+from autoshard.runtime.shards import (
+    SubShard,
+    dtensor_slices,
+    local_sub_shards,
+    shape_of,
+    sub_shards,
+)
+from autoshard.runtime.weights.model_tensors import model_tensors
+from autoshard.runtime.weights.readers import INDEX, MODEL, SAFETENSORS
+from autoshard.runtime.weights.safetensors_file import (
+    StoredTensor,
+    TensorInfo,
+    write_header,
+    write_slice,
+)
 
-Division = Mapping[str, Mapping[str, Entry]]
-"""The tensors of each file, by their names."""
+Division = Mapping[str, Mapping[str, TensorInfo]]
+"""The tensors of each file, by name."""
 
 
 def save_checkpoint(
     model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = 5_000_000_000
 ) -> None:
-    """Save a model's weights as safetensors files, with an index where there are several.
+    """Save a model's weights as safetensors files, with an index if there are several.
 
-    To be called on all ranks of the mesh, with a folder that all of them see. The files hold
-    whole tensors under the names of the state dict, tied ones under the first of their names,
+    Call it on all ranks of the mesh, with a folder that all of them share. The files have
+    full tensors under the names of the state dict, tied ones under the first of their names,
     for any plan, an unsharded model or transformers to load. Each file is written by one rank,
-    to which the others send their slices one by one. (The state of an optimizer is saved by
-    `torch.distributed.checkpoint`, through `dcp_state_dict`.)
+    to which the others send their shards one by one. (Save the state of an optimizer with
+    `torch.distributed.checkpoint` and `dcp_state_dict`.)
 
     Args:
         model: planned, or any other module.
-        folder: is made if it does not exist; must not hold safetensors files yet.
-        max_file_bytes: tensors of more bytes than this are spread over several files, but none
-            is split.
+        folder: is made if it does not exist; must not have safetensors files yet.
+        max_file_bytes: size of tensors above which they are spread over several files; no
+            tensor is split.
 
     Raises:
-        CheckpointError: the folder holds such files already, a tensor has no values, or a file
-            cannot be written, be it by another rank. What is left then is no whole checkpoint.
+        CheckpointError: the folder already has such files, a tensor is on the meta device, or
+            a file cannot be written, by this or another rank. The files are then incomplete.
     """
     folder = Path(folder)
-    tensors = {slot.names[0]: slot.tensor.detach() for slot in slots_of(model)}
-    mesh = _mesh_of(tensors)
-    ranks = [own_rank()] if mesh is None else mesh.mesh.flatten().tolist()
+    tensors = {one.names[0]: one.tensor.detach() for one in model_tensors(model)}
+    mesh = next((t.device_mesh for t in tensors.values() if isinstance(t, DTensor)), None)
+    ranks = [_own_rank()] if mesh is None else mesh.mesh.flatten().tolist()
     division = _divide(tensors, max_file_bytes)
     writers = {file: ranks[number % len(ranks)] for number, file in enumerate(division)}
     own = {
         file: FileWriter(folder / file, division[file])
         for file, writer in writers.items()
-        if writer == own_rank()
+        if writer == _own_rank()
     }
     _together(mesh, lambda: _check(tensors, folder))
     try:
         _together(mesh, lambda: _for_all(own, FileWriter.begin))
-        gathering = Gathering()
+        gatherer = _Gatherer()
         for file, name in _in_turn(division):
-            for block in gathering.blocks(tensors[name], writers[file]):
-                own[file].write(name, block)
+            for sub_shard in gatherer.sub_shards(tensors[name], writers[file]):
+                own[file].write(name, sub_shard)
         _together(mesh, lambda: _for_all(own, FileWriter.check))
         _together(mesh, lambda: _check_shared(folder, division))
         _together(mesh, lambda: _for_all(own, FileWriter.finish))
     finally:
         _for_all(own, FileWriter.discard)
-    _together(mesh, lambda: _write_index(folder, division, is_first=own_rank() == ranks[0]))
+    _together(mesh, lambda: _write_index(folder, division, is_first=_own_rank() == ranks[0]))
 
 
 def _check(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    empty = [name for name, tensor in tensors.items() if local_of(tensor).is_meta]
+    empty = [name for name, tensor in tensors.items() if local_tensor(tensor).is_meta]
     if empty:
         raise CheckpointError(f"{empty[0]!r} is on the meta device, so there is nothing to save")
     folder.mkdir(parents=True, exist_ok=True)
-    there = sorted(path.name for path in folder.glob(f"*{SAFETENSORS}*"))
-    if there:
-        raise CheckpointError(f"{folder} holds {there[0]} already; save into another folder")
-
-
-def _mesh_of(tensors: Mapping[str, torch.Tensor]) -> DeviceMesh | None:
-    meshes = (t.device_mesh for t in tensors.values() if isinstance(t, DTensor))
-    return next(meshes, None)
+    existing = sorted(path.name for path in folder.glob(f"*{SAFETENSORS}*"))
+    if existing:
+        raise CheckpointError(f"{folder} already has {existing[0]}; save into another folder")
 
 
 def _divide(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Division:
-    groups: list[dict[str, Entry]] = [{}]
-    room = max_file_bytes
+    groups: list[dict[str, TensorInfo]] = [{}]
+    free = max_file_bytes
     for name, tensor in tensors.items():
-        entry = Entry(tuple(tensor.shape), tensor.dtype)
-        if entry.nbytes > room and groups[-1]:
+        info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+        if info.nbytes > free and groups[-1]:
             groups.append({})
-            room = max_file_bytes
-        groups[-1][name] = entry
-        room -= entry.nbytes
+            free = max_file_bytes
+        groups[-1][name] = info
+        free -= info.nbytes
     if len(groups) == 1:
         return {MODEL: groups[0]}
     return {
@@ -104,57 +112,171 @@ def _divide(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Divisio
 
 
 def _in_turn(division: Division) -> Iterator[tuple[str, str]]:
-    """File and name of each tensor; one of each file in turn, so that ranks write side by side."""
+    """File and name of each tensor; one per file in turn, so that ranks write in parallel."""
     for row in zip_longest(*([(file, name) for name in division[file]] for file in division)):
         yield from filter(None, row)
 
 
-def _for_all(own: Mapping[str, FileWriter], step: Callable[[FileWriter], None]) -> None:
+def _for_all(own: Mapping[str, "FileWriter"], step: Callable[["FileWriter"], None]) -> None:
     for writer in own.values():
         step(writer)
 
 
 def _together(mesh: DeviceMesh | None, step: Callable[[], None]) -> None:
-    """Take a step on all ranks; where it fails on one, all of them raise.
-
-    Raises:
-        CheckpointError: it failed.
-    """
+    """Take a step on all ranks; if it fails on one, all of them raise `CheckpointError`."""
     failure: Exception | None = None
     try:
         step()
     except Exception as error:  # noqa: BLE001  the other ranks must not wait, whatever it was
         failure = error
-    anywhere = failure is not None
+    failed = failure is not None
     if mesh is not None:
-        flag = torch.tensor(int(anywhere), device=mesh.device_type)
+        flag = torch.tensor(int(failed), device=mesh.device_type)
         for axis in range(mesh.ndim):
             dist.all_reduce(flag, dist.ReduceOp.MAX, mesh.get_group(axis))
-        anywhere = bool(flag)
+        failed = bool(flag)
     if isinstance(failure, CheckpointError):
         raise failure
     if failure is not None:
         raise CheckpointError(f"saving failed: {failure}") from failure
-    if anywhere:
-        raise CheckpointError("saving failed on another rank, whose error says why")
+    if failed:
+        raise CheckpointError("saving failed on another rank; see its error")
 
 
 def _check_shared(folder: Path, division: Division) -> None:
     for file in division:
-        if not unfinished(folder / file).exists():
+        if not _unfinished(folder / file).exists():
             raise CheckpointError(
-                f"{folder} is not the same folder on all ranks: {file}, which another one has "
-                f"written, is not there"
+                f"{folder} is not the same folder on all ranks: {file}, which another rank has "
+                f"written, does not exist"
             )
 
 
 def _write_index(folder: Path, division: Division, *, is_first: bool) -> None:
-    """Write the index of several files, on one rank, when all of them are there."""
+    """Write the index of several files, on one rank, when all of them are complete."""
     if not is_first or len(division) == 1:
         return
-    entries = [entry for entries in division.values() for entry in entries.values()]
+    tensors = [info for group in division.values() for info in group.values()]
     index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+        "metadata": {"total_size": sum(info.nbytes for info in tensors)},
         "weight_map": {name: file for file, names in division.items() for name in names},
     }
     (folder / f"{MODEL}{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _own_rank() -> int:
+    """Global index of this rank; 0 without process groups."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _unfinished(path: Path) -> Path:
+    """The name of a file until it is complete."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
+class FileWriter:
+    """Writes a safetensors file in slices, under another name until it is complete.
+
+    Args:
+        path: of the file.
+        tensors: its tensors by name.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        self._path = path
+        self._unfinished = _unfinished(path)
+        self._tensors = tensors
+        self._stored: Mapping[str, StoredTensor] = {}
+        self._failure: OSError | None = None
+
+    def begin(self) -> None:
+        """Make the file.
+
+        Raises:
+            CheckpointError: the format lacks a dtype.
+            OSError: the file cannot be made.
+        """
+        self._stored = write_header(self._unfinished, self._tensors)
+
+    def write(self, name: str, sub_shard: SubShard) -> None:
+        """Write a slice of a tensor.
+
+        A failure is raised by `check`: the other ranks keep sending, so all must be received.
+        """
+        if self._failure is not None:
+            return
+        values = sub_shard.local.detach().cpu().contiguous()
+        try:
+            with FileIO(self._unfinished, "r+") as file:
+                write_slice(file, self._stored[name], sub_shard.index, values)
+        except OSError as error:
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise the first failure of `write`, an `OSError`."""
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> None:
+        """Rename the complete file; an `OSError` says that this failed."""
+        self._unfinished.rename(self._path)
+
+    def discard(self) -> None:
+        """Remove the file if it is not finished."""
+        self._unfinished.unlink(missing_ok=True)
+
+
+class _Gatherer:
+    """Gathers tensors on one rank, one by one and in the same receive buffer."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def sub_shards(self, tensor: torch.Tensor, writer: int) -> Iterator[SubShard]:
+        """The sub-shards of a tensor on the rank that writes it.
+
+        All ranks of the tensor's mesh must exhaust it. Every shard that the writer lacks is
+        sent once.
+
+        Args:
+            tensor: a DTensor, or a plain one that is the same on all ranks.
+            writer: global index of the rank.
+
+        Yields:
+            On the writer, sub-shards that together are the tensor, each valid until the next;
+            on other ranks, nothing.
+        """
+        if not isinstance(tensor, DTensor):
+            if _own_rank() == writer:
+                yield from local_sub_shards(tensor)
+            return
+        local = tensor.to_local()
+        for owner, coordinate in _owners(tensor, writer):
+            slices = dtensor_slices(tensor, coordinate)
+            if _own_rank() == owner == writer:
+                yield from sub_shards(local, slices)
+            elif _own_rank() == owner:
+                dist.send(local.contiguous().reshape(-1).view(torch.uint8), writer)
+            elif _own_rank() == writer:
+                shape = shape_of(slices)
+                received = self._receive(prod(shape) * local.itemsize, local.device, owner)
+                yield from sub_shards(received.view(local.dtype).view(shape), slices)
+
+    def _receive(self, num_bytes: int, device: torch.device, source: int) -> torch.Tensor:
+        """Receive bytes, which all backends can send."""
+        if len(self._buffer) < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        dist.recv(self._buffer[:num_bytes], source)
+        return self._buffer[:num_bytes]
+
+
+def _owners(tensor: DTensor, writer: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """For each distinct shard the rank nearest to the writer that has it, with coordinate."""
+    ranks = tensor.device_mesh.mesh
+    home = (ranks == writer).nonzero()[0].tolist()
+    choices = [
+        [own] if placement.is_replicate() else range(size)
+        for own, placement, size in zip(home, tensor.placements, ranks.shape, strict=True)
+    ]
+    for coordinate in product(*choices):
+        yield int(ranks[coordinate]), coordinate

@@ -1,4 +1,4 @@
-"""The rows of each batch that a rank reads."""
+"""Data loaders that read only a rank's own rows of each batch."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -15,20 +15,19 @@ T = TypeVar("T")
 
 
 def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: int = 0) -> DataLoader[T]:
-    """A loader of this rank's rows of the batches of another one.
+    """A data loader of this rank's rows of the batches of another one.
 
-    A rank reads and collates its own rows alone; ranks among which the plan does not cut the
-    batch read the same ones. Forward takes them as they come, and cuts further dims, such as
-    the sequence, itself. Where inputs do not share their rows (the plan cuts one of them and
-    keeps another whole), every rank reads all rows, and forward cuts them.
+    A rank reads and collates only its own rows; ranks among which the plan does not shard the
+    batch read the same ones. Forward takes them as they are, and shards further dims, such as
+    the sequence, itself. Where inputs are sharded differently (one along the batch and another
+    one replicated), every rank reads all rows, and forward shards them.
 
-    Shuffling is the same on all ranks: where the given loader has no generator, one is made
-    from `seed`, and each epoch is shuffled anew. A sampler of one's own has to give the same
-    indices on all ranks.
+    All ranks shuffle alike: where the given loader has no generator, one is made from `seed`, and
+    each epoch is shuffled anew. A custom sampler must give the same indices on all ranks.
 
     Args:
-        loader: of whole batches, of the size that the model was planned for.
-        model: runs as planned, see `parallelize`.
+        loader: of global batches, of the size that the model was planned for.
+        model: returned by `parallelize`.
         seed: of the order of rows.
 
     Returns:
@@ -41,8 +40,8 @@ def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: int = 0) -> D
     forward = planned_forward(model)
     if isinstance(loader.dataset, IterableDataset):
         raise PlanError(
-            "the loader's dataset cannot be indexed, so no rows can be chosen; pass whole batches "
-            "to the model, of which forward takes this rank's slice"
+            "the loader's dataset cannot be indexed, so no rows can be chosen; pass global batches "
+            "to the model, of which forward takes this rank's shard"
         )
     if loader.batch_sampler is None:
         raise PlanError("the loader gives single rows; give it a batch_size or a batch_sampler")
@@ -50,7 +49,7 @@ def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: int = 0) -> D
     return DataLoader(loader.dataset, batch_sampler=batches, **_settings(loader))
 
 
-_KEPT = (
+_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -66,13 +65,13 @@ _KEPT = (
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {name: getattr(loader, name) for name in _KEPT}
+    return {name: getattr(loader, name) for name in _OPTIONS}
 
 
 def _shuffled_alike(
     batches: Iterable[list[int]], sampler: Iterable[int], seed: int
 ) -> Iterable[list[int]]:
-    """The same batches in an order that all ranks agree on."""
+    """The same batches, in the same order on all ranks."""
     if type(batches) is not BatchSampler or type(sampler) is not RandomSampler:
         return batches
     if sampler.generator is not None:
@@ -90,8 +89,8 @@ class _Rows(Sampler[list[int]]):
     """This rank's rows of every batch.
 
     Args:
-        batches: indices of whole batches.
-        arguments: know which rows the rank takes.
+        batches: indices of global batches.
+        arguments: of the planned model.
     """
 
     def __init__(self, batches: Iterable[list[int]], arguments: Arguments) -> None:

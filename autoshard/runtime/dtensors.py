@@ -1,0 +1,187 @@
+"""DTensors of every layout that a plan may use, where PyTorch's own methods do not suffice.
+
+`DTensor.full_tensor` and `torch.distributed.checkpoint` expect one slice per rank and axes nested
+in the order of the mesh, and `torch.amp.GradScaler` expects that all parameters are sharded
+on the same axes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.layouts import I, from_placements
+from autoshard.runtime.resharding import bind_step
+from autoshard.runtime.shards import DimSlices, sub_shards
+
+T = TypeVar("T")
+
+
+def from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of a known global shape around a rank's shard; differentiable."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(result: T) -> T:
+    """Replace all DTensors by full, plain tensors; differentiable.
+
+    All ranks of the mesh have to call it. Unlike `DTensor.full_tensor`, it is correct for every
+    layout of a plan, such as two axes that shard one dim in another order than the mesh's.
+    If the plan replicates outputs (`Pins(outputs={"*": "I"})`), it counts these collectives;
+    here they are additional.
+
+    Args:
+        result: what forward returned, or any part of it.
+    """
+    mapped: T = pytree.tree_map_only(DTensor, _full, result)
+    return mapped
+
+
+def _full(tensor: DTensor) -> torch.Tensor:
+    mesh = tensor.device_mesh
+    layout = from_placements(tensor.placements, tuple(mesh.shape))
+    local: torch.Tensor = tensor.to_local()
+    sharded = [layout.cutting_axes(dim)[::-1] for dim in range(tensor.ndim)]  # innermost first
+    partial = [axis for axis, t in enumerate(layout.types) if not (t.is_whole or t.is_shard)]
+    for axis in (*partial, *(axis for axes in sharded for axis in axes)):
+        local = bind_step(layout.types[axis], I, mesh.get_group(axis), tensor.shape)(local)
+    return local
+
+
+def dcp_state_dict(state: T) -> T:
+    """A state dict as `torch.distributed.checkpoint` saves and loads it.
+
+    DTensors of which a rank has several slices (its part of each third of a fused QKV weight),
+    which `dcp.save` refuses, are replaced by tensors that state the position of each slice.
+    They share memory with the originals, so `dcp.load` fills the given state dict. The
+    checkpoint has the global tensor, which any other plan can load.
+
+    Args:
+        state: of a model or an optimizer; not changed.
+    """
+    mapped: T = pytree.tree_map_only(DTensor, _with_sub_shards, state)
+    return mapped
+
+
+def _with_sub_shards(tensor: DTensor) -> torch.Tensor:
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return tensor
+    sizes = tuple(mesh.shape)
+    layout = from_placements(tensor.placements, sizes)
+    slices = layout.local_slices(tensor.shape, sizes, coordinate)
+    # DTensor also misplaces the slice of a dim whose axes nest in another order than the mesh's.
+    is_plain = all(len(parts) == 1 for parts in slices) and not layout.nesting
+    return tensor if is_plain else _CheckpointTensor(tensor, slices)
+
+
+class _CheckpointTensor(torch.Tensor):
+    """A DTensor as this rank's sub-shards, for checkpoints only.
+
+    Implements `torch.distributed._checkpointable._Checkpointable`.
+
+    Args:
+        tensor: the DTensor.
+        slices: of this rank, for each dim.
+    """
+
+    _sub_shards: dict[torch.Size, torch.Tensor]
+
+    def __new__(cls, tensor: DTensor, slices: DimSlices) -> Self:
+        """Make a tensor without memory of its own."""
+        made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  there is no other way
+            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
+        made._sub_shards = {  # noqa: SLF001  ours
+            torch.Size(part.start for part in piece.index): piece.local
+            for piece in sub_shards(tensor.to_local().detach(), slices)
+        }
+        return made
+
+    def __init__(self, *_: object) -> None:
+        """Do nothing: `__new__` has made the tensor."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own signature lacks the operator
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse to compute.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{func}: this tensor is for torch.distributed.checkpoint only")
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self._sub_shards[chunk.offsets]),
+                    size=self.size(),
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=offsets, sizes=local.size())
+            for offsets, local in self._sub_shards.items()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self._sub_shards[index.offset]
+
+
+def support_grad_scaler() -> None:
+    """Let `torch.amp.GradScaler` see infinite gradients of every rank on all ranks.
+
+    Ranks must agree on whether to skip a step. DTensor reduces the flag over the axes that shard
+    the first gradient; here it is reduced over the axes that shard any gradient.
+    """
+    # As torch's own `loss_parallel` does; there is no public way.
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
+    handlers[_UNSCALE] = _unscale
+
+
+_UNSCALE: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def _unscale(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
+    gradients, found, scale = args
+    _UNSCALE([local_tensor(gradient) for gradient in gradients], *map(local_tensor, (found, scale)))
+    # All ranks have the gradients in the same order.
+    groups = dict.fromkeys(
+        gradient.device_mesh.get_group(axis)
+        for gradient in gradients
+        if isinstance(gradient, DTensor)
+        for axis, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    )
+    for group in groups:
+        dist.all_reduce(local_tensor(found), dist.ReduceOp.MAX, group)
