@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import LaunchContext, Plan, launch
 from autoshard.mesh import topology_from_json
-from autoshard.runtime.profiling import MadeUpStep
+from autoshard.runtime.profiling import SyntheticStep
 from benchmarks.document import caption, replace_table
 from benchmarks.ranked import MODELS
 
@@ -43,7 +43,7 @@ def measured(launched: LaunchContext, documents: Sequence[str]) -> list[Seconds]
         for axes, sizes in {plan.mesh.axis_names: plan.mesh.axis_sizes for plan in plans}.items()
     }
     assert dist.get_world_size() == launched.plan.mesh.num_devices
-    steps = [MadeUpStep(plan, meshes[plan.mesh.axis_names]) for plan in plans]
+    steps = [SyntheticStep(plan, meshes[plan.mesh.axis_names]) for plan in plans]
     rounds = [[_seconds(step) for step in steps] for _ in range(_ROUNDS + 1)][1:]
     slowest, together = (torch.tensor(rounds, dtype=torch.float64) for _ in range(2))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -55,7 +55,7 @@ def measured(launched: LaunchContext, documents: Sequence[str]) -> list[Seconds]
     ]
 
 
-def _seconds(step: MadeUpStep) -> Seconds:
+def _seconds(step: SyntheticStep) -> Seconds:
     dist.barrier()
     wall, processor = perf_counter(), process_time()
     step()

@@ -64,7 +64,7 @@ def one_node() -> None:
 def two_nodes() -> None:
     """Two nodes of two ranks, as far as torchrun's variables say."""
     as_torchrun(2)
-    with pytest.raises(MeshError, match="lies inside nodes and between them"):
+    with pytest.raises(MeshError, match="both inside nodes and between them"):
         calibrate((4,))
     with pytest.raises(MeshError, match=r"8 devices, but 4 ranks"):
         calibrate((2, 4))

@@ -22,7 +22,7 @@ from autoshard.graph import graph_from_json
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.buckets import buckets_of
 from autoshard.planner import make_plan
-from autoshard.runtime.launch.failures import failures_noted, first_failure
+from autoshard.runtime.launch.functions import failures_recorded, first_failure
 
 PROGRAM = Path(launched_program.__file__)
 TIMEOUT = 300
@@ -136,7 +136,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which rank 3 has failed before rank 0."""
     for rank in (3, 0):
         monkeypatch.setenv("RANK", str(rank))
-        with pytest.raises(SystemExit), failures_noted(tmp_path):
+        with pytest.raises(SystemExit), failures_recorded(tmp_path):
             raise ZeroDivisionError(f"on rank {rank}")
     return tmp_path
 

@@ -18,7 +18,7 @@ from autoshard.plan import Event, Plan, PlanOptions, chrome_trace
 from autoshard.planner import make_plan
 from autoshard.runtime.launch import LaunchContext
 from autoshard.runtime.profiling import profile
-from autoshard.runtime.profiling.step import rows_to_choose_from
+from autoshard.runtime.profiling.profile import table_rows
 
 NUM_RANKS = 4
 
@@ -92,4 +92,4 @@ def test_ids_are_chosen_among_the_rows_of_their_table() -> None:
     assert [node.operator for node in tokens] == ["aten.embedding.default"]
     rows = graph.values[tokens[0].inputs[0]].shape[0]
     assert rows > 1
-    assert rows_to_choose_from(graph).items() >= dict.fromkeys(ids, rows).items()
+    assert table_rows(graph).items() >= dict.fromkeys(ids, rows).items()

@@ -84,7 +84,7 @@ def test_dtypes_are_converted_if_asked(tmp_path: Path) -> None:
 
 
 def test_tied_tensors_that_differ(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'embedding.weight' and 'head.weight' are one"):
+    with pytest.raises(CheckpointError, match=r"'embedding.weight' and 'head.weight' are tied"):
         load_checkpoint(Tied(), saved(tmp_path, head__weight=torch.ones(40, 16)))
 
 
@@ -163,7 +163,7 @@ def test_saving_divides_by_whole_tensors(tmp_path: Path) -> None:
 def test_saving_leaves_other_files_alone(tmp_path: Path) -> None:
     folder = sharded(tmp_path).parent
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(CheckpointError, match=r"model-00001-of-00003.safetensors already"):
+    with pytest.raises(CheckpointError, match=r"already has model-00001-of-00003.safetensors"):
         save_checkpoint(Tied(), folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 

@@ -148,7 +148,7 @@ class Resumed:
         close(torch.tensor(found), torch.tensor(losses), "losses")
         assert abs(anew - losses[3]) > 1e-3
         for wrong in (-1, 1.5, "3", None, torch.tensor([1, 2])):
-            with pytest.raises(PlanError, match=r"cannot be .*; it is an int from 0 on"):
+            with pytest.raises(PlanError, match=r"cannot be .*; it must be a non-negative int"):
                 rng_step(model).load_state_dict({"value": wrong})
         with pytest.raises(PlanError, match="cannot be None"):
             rng_step(model).load_state_dict({})

@@ -1,4 +1,4 @@
-"""From measurements on ranks to a topology that plans take."""
+"""Fitting a topology to measurements on the ranks of a cluster."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,26 +16,34 @@ from autoshard.errors import MeshError
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology
 from autoshard.mesh.calibration import CollectiveSample, fit_device, fit_links, fit_paces
 from autoshard.mesh.topology import INNER
-from autoshard.runtime.calibration.collectives import measure_collectives, shared_size
-from autoshard.runtime.calibration.kernels import measure_copies, measure_launch, measure_products
-from autoshard.runtime.calibration.operators import measure_operators
-from autoshard.runtime.calibration.skew import measure_skew
-from autoshard.runtime.calibration.stopwatch import KernelClock, Stopwatch
+from autoshard.runtime.calibration.collectives import (
+    Stopwatch,
+    measure_collectives,
+    measure_skew,
+    shared_size,
+)
+from autoshard.runtime.calibration.kernels import (
+    KernelClock,
+    measure_copies,
+    measure_launch,
+    measure_operators,
+    measure_products,
+)
 
 SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
-"""Bytes that are measured: 1 KiB to 256 MiB."""
+"""Measured sizes, bytes: 1 KiB to 256 MiB."""
 
 CHECKED = tuple(1 << exponent for exponent in range(21, 29, 2))
-"""Bytes, between the others, at which the fit is compared with measurements."""
+"""Sizes, bytes, between the others, at which the fit is compared with measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A collective that the fit did not see, and what the topology predicts.
+    """A measured collective that was not used for the fit, and the prediction.
 
     Attributes:
         axis: name of the mesh axis.
-        sample: what was measured.
+        sample: the measurement.
         predicted: seconds.
     """
 
@@ -45,19 +53,19 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Relative error of the prediction."""
         return self.predicted / self.sample.seconds - 1
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibration found.
+    """The result of a calibration.
 
     Attributes:
         topology: for plans.
-        comparisons: with collectives at other sizes, by themselves.
-        skew: seconds of the topology's overhead of a collective in which ranks wait for the last
-            of them.
+        comparisons: with collectives of other sizes.
+        skew: seconds of the topology's collective overhead in which ranks wait for the last of
+            them.
     """
 
     topology: Topology
@@ -78,23 +86,23 @@ def calibrate(
 ) -> Calibration:
     """Measure collectives, matrix products and copies, and fit a topology to them.
 
-    Runs on every rank of a job; torchrun's variables say which it is. The machines are taken
-    to be nodes of LOCAL_WORLD_SIZE ranks with one level of links inside and one between.
+    Call it on every rank of a job started by torchrun. Each machine is a node of LOCAL_WORLD_SIZE
+    ranks, with one link level inside nodes and one between them.
 
     Args:
         shape: size of each mesh axis to measure; by default nodes by ranks per node. An axis
-            has to lie inside nodes or between them.
+            must be inside nodes or between them.
         name: of the topology.
         sizes: bytes to fit to.
-        checked: other bytes, to compare the fit with.
-        elements: of activations that operators are measured on; by default what suits the device.
-        num_passes: how often all sizes are measured; medians count.
-        busy: whether collectives count by the processor time they take, since the machine has
-            other work; on processors operators always do.
-        report: told what is measured next.
+        checked: other sizes, to compare the fit with.
+        elements: sizes of activations for operators; by default typical ones of the device.
+        num_passes: number of measurements of each size, of which the median is taken.
+        busy: whether to measure the CPU time of collectives, because the machine has other load;
+            operators on CPUs are always measured so.
+        report: called with a description of the next measurement.
 
     Raises:
-        MeshError: the shape does not fit the ranks, or the measurements no topology.
+        MeshError: the shape does not fit the ranks, or no topology fits the measurements.
     """
     num_ranks, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     levels = _levels(num_ranks, per_node)
@@ -105,7 +113,7 @@ def calibrate(
     samples = list(_measured(mesh, every, stopwatch, num_passes, report))
     fitted = [sample for _, sample in samples if not is_checked(sample, checked)]
     links, overhead = fit_links(fitted, levels)
-    # Of what others do, waiting says more than of the ranks.
+    # On a busy machine, waiting depends more on other load than on the ranks.
     skew = 0.0 if busy else measure_skew(stopwatch, num_passes)
     report("matrix products, copies and operators")
     topology = Topology(
@@ -129,15 +137,7 @@ def _measured(
     num_passes: int,
     report: Callable[[str], None],
 ) -> Iterator[tuple[str, CollectiveSample]]:
-    """Samples over each axis of more than one rank, with the axis's name.
-
-    Args:
-        mesh: to measure.
-        sizes: bytes, ascending.
-        stopwatch: measures.
-        num_passes: over all sizes.
-        report: told what is measured next.
-    """
+    """Samples over each axis of more than one rank, with the axis's name."""
     axes = _axes(mesh)
     groups = init_device_mesh(
         stopwatch.device.type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
@@ -156,24 +156,21 @@ def _sampled(
     stopwatch: Stopwatch,
     num_passes: int,
 ) -> Iterator[CollectiveSample]:
-    """Samples over one axis: medians of passes over all sizes.
-
-    What else a machine does comes and goes; passes spread it over all sizes alike.
-    """
+    """Samples over one axis: medians of passes over all sizes, which spread other load evenly."""
     passes = [list(measure_collectives(group, level, sizes, stopwatch)) for _ in range(num_passes)]
     for alike in zip(*passes, strict=True):
         yield replace(alike[0], seconds=median(sample.seconds for sample in alike))
 
 
 def is_checked(sample: CollectiveSample, checked: Sequence[int]) -> bool:
-    """Whether a sample is of a size that is compared with the fit; sizes were rounded up."""
+    """Whether a sample is for comparison with the fit; sizes were rounded up."""
     return sample.nbytes in {shared_size(nbytes, sample.num_ranks) for nbytes in checked}
 
 
 def _compared(
     mesh: Mesh, samples: Iterable[tuple[str, CollectiveSample]], checked: Sequence[int]
 ) -> Iterator[Comparison]:
-    """The samples that the fit did not see, by name of their axis, with what it predicts."""
+    """The samples that were not used for the fit, with its predictions."""
     for axis, sample in samples:
         if is_checked(sample, checked):
             yield Comparison(axis, sample, _predicted(mesh, axis, sample))
@@ -204,11 +201,11 @@ def _mesh(
     levels: Sequence[tuple[str, int | None]],
     device: torch.device,
 ) -> Mesh:
-    """The mesh to measure, with figures that nobody looks at."""
+    """The mesh to measure, with placeholder performance figures."""
     if prod(shape) != num_ranks:
         raise MeshError(
-            f"the mesh {shape} has {prod(shape)} devices, but {num_ranks} ranks run; give a shape "
-            f"of as many"
+            f"the mesh {shape} has {prod(shape)} devices, but {num_ranks} ranks run; pass a shape "
+            f"of {num_ranks} devices"
         )
     links = tuple(Link(name, size, 1.0) for name, size in levels)
     unknown = Device("unknown", {"float32": 1.0}, memory_bandwidth=1.0, memory=1)
@@ -225,16 +222,16 @@ def _axes(mesh: Mesh) -> dict[str, int]:
         crossed = [level for level in range(len(groups) - 1) if groups[level + 1] < groups[level]]
         if len(crossed) > 1:
             raise MeshError(
-                f"axis {i} of {axis.size} ranks lies inside nodes and between them; give a shape "
-                f"whose axes do one of the two"
+                f"axis {i} of {axis.size} ranks is both inside nodes and between them; pass a "
+                f"shape whose axes are either"
             )
         if crossed:
             found[axis.name] = crossed[0]
     missing = [link.name for i, link in enumerate(mesh.topology.levels) if i not in found.values()]
     if missing:
         raise MeshError(
-            f"no axis of {mesh.axis_sizes} lies over {' and '.join(missing)} links; calibrate on "
-            f"several ranks, with a shape that has one"
+            f"no axis of {mesh.axis_sizes} uses {' and '.join(missing)} links; calibrate on "
+            f"several ranks, with a shape that has such an axis"
         )
     return found
 
@@ -257,7 +254,7 @@ def _fitted(
 
 @contextmanager
 def process_groups() -> Iterator[bool]:
-    """The default process group of a job; yields whether this rank is the first."""
+    """A context with the default process group; yields whether this is rank 0."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield dist.get_rank() == 0

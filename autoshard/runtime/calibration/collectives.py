@@ -1,17 +1,21 @@
-"""Collectives as the runtime runs them, over sizes."""
+"""Measuring collectives by themselves and between other work."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import gcd
+from statistics import median
+from time import perf_counter, process_time
 
 import torch
+import torch.distributed as dist
 from spmd_types import redistribute  # type: ignore[attr-defined]  # exported without __all__
 from spmd_types import types as spmd
 from torch.distributed import ProcessGroup
 
 from autoshard.mesh.calibration import CollectiveSample
 from autoshard.mesh.topology import INNER, MEASURABLE
-from autoshard.runtime.calibration.stopwatch import Stopwatch
+from autoshard.runtime.launch import synchronize
 from autoshard.runtime.local_node import exchange_edges
 
 _TYPES = {
@@ -22,10 +26,111 @@ _TYPES = {
     f"all_gather{INNER}": (spmd.S(1), spmd.R),
     f"reduce_scatter{INNER}": (spmd.P, spmd.S(1)),
 }
-"""What a tensor is before and after; edges are exchanged with no type changed."""
+"""The types of a tensor before and after a collective; a halo exchange changes no type."""
 
 _WIDTH = 64
-"""Elements of a row that a rank has, at most."""
+"""Maximum number of elements in a row on one rank."""
+
+_MAX_RUNS = 20
+"""Maximum number of runs, besides one to warm up."""
+
+_MAX_SECONDS = 0.5
+"""Total duration after which a function is not run again."""
+
+_WORK_ELEMENTS = 1 << 18
+"""Elements processed between two runs, so that caches are as in a program; without that, a short
+collective right after another takes half as long."""
+
+_SKEW_WORK = 0.01
+"""Seconds of work before each collective: that of a layer between two of them."""
+
+_SKEW_RUNS = 8
+"""Collectives in a run."""
+
+_SKEW_SIDE = 256
+"""Rows and columns of the matrices that ranks multiply."""
+
+
+class Stopwatch:
+    """Measures functions that all ranks start at the same time.
+
+    Args:
+        device: of this rank.
+        busy: whether to measure CPU time, because the machine has other load. The CPU time of all
+            ranks is divided by the number of CPUs; idle waiting is not included.
+    """
+
+    def __init__(self, device: torch.device, *, busy: bool = False) -> None:
+        self.device = device
+        self._busy = busy and device.type == "cpu"
+        self._other = torch.ones(_WORK_ELEMENTS, device=device)
+        self._unit = 0.0
+
+    def measure(self, run: Callable[[], object]) -> float:
+        """The median of several runs, each the time of the slowest rank, in seconds."""
+        self._seconds(run)
+        slowest = self._slowest([self._seconds(run)])
+        count = min(int(_MAX_SECONDS / max(slowest[0], 1e-9)), _MAX_RUNS)
+        if self._busy:
+            return self._shared(run, count + 1)
+        slowest += self._slowest([self._seconds(run) for _ in range(count)])
+        return median(slowest)
+
+    def _work(self) -> torch.Tensor:
+        return self._other.neg()
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        self._work()
+        dist.barrier()
+        synchronize(self.device)
+        start = perf_counter()
+        run()
+        synchronize(self.device)
+        return perf_counter() - start
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """The maximum over ranks of each run."""
+        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        slowest: list[float] = found.tolist()
+        return slowest
+
+    def _shared(self, run: Callable[[], object], count: int) -> float:
+        """The mean CPU time of a run on all ranks, divided by the number of CPUs.
+
+        A rank may still be sending when its own call returns, so runs are measured together.
+        Ranks do different amounts of work before each, because in a program they do not arrive
+        together either, and waking a waiting rank takes CPU time.
+        """
+        if not self._unit:
+            self._unit = self._together(lambda: None, _MAX_RUNS) / _units(_MAX_RUNS)
+        total = self._together(run, count)
+        return max(total - self._unit * _units(count), 1e-9) / count
+
+    def _together(self, run: Callable[[], object], count: int) -> float:
+        rank = dist.get_rank()
+        dist.barrier()
+        start = process_time()
+        for number in range(count):
+            for _ in range(_length(rank, number)):
+                self._work()
+            run()
+        dist.barrier()
+        found = torch.tensor(process_time() - start, dtype=torch.float64)
+        dist.all_reduce(found)
+        return float(found) / (os.cpu_count() or 1)
+
+
+def _length(rank: int, number: int) -> int:
+    """Units of work of a rank before a run: 1 to 8, different between ranks."""
+    return 1 + (5 * number + 3 * rank) % 8
+
+
+def _units(count: int) -> float:
+    """Total units of work before a number of runs, the mean over ranks."""
+    num_ranks = dist.get_world_size()
+    units = sum(_length(rank, i) for rank in range(num_ranks) for i in range(count))
+    return units / num_ranks
 
 
 def measure_collectives(
@@ -34,20 +139,20 @@ def measure_collectives(
     sizes: Iterable[int],
     stopwatch: Stopwatch,
 ) -> Iterator[CollectiveSample]:
-    """Each collective over the groups of one axis, all of them at the same time.
+    """Measure each collective over the groups of one axis, all groups at the same time.
 
     Args:
         group: this rank's group.
-        level: number of the link level that it crosses.
-        sizes: bytes of the larger of a rank's tensor before and after; rounded up to what the
-            ranks can share.
-        stopwatch: measures, on the device that a rank runs on.
+        level: index of the link level that it crosses.
+        sizes: bytes of the larger of a rank's tensor before and after; rounded up to what
+            is divisible by the ranks.
+        stopwatch: for the measurements.
     """
     num_ranks = group.size()
     for nbytes in sizes:
         measured = shared_size(nbytes, num_ranks)
         units = measured // (num_ranks * num_ranks * torch.float32.itemsize)
-        # As wide as activations are, so that copies of slices do not move single elements.
+        # Rows are as wide as those of activations, so that slices are not single elements.
         width = gcd(units, _WIDTH)
         shape = num_ranks * units // width, num_ranks * width
         for action in MEASURABLE:
@@ -60,7 +165,7 @@ def measure_collectives(
 
 
 def _run(action: str, tensor: torch.Tensor, group: ProcessGroup) -> Callable[[], object]:
-    """What runs a collective; in a halo exchange a rank sends a half to either side."""
+    """A function that runs a collective; a halo exchange sends half to either neighbour."""
     if action in _TYPES:
         before, after = _TYPES[action]
         return partial(redistribute, tensor, group, src=before, dst=after)
@@ -71,13 +176,56 @@ def _run(action: str, tensor: torch.Tensor, group: ProcessGroup) -> Callable[[],
 
 
 def _gathered_dim(action: str) -> int | None:
-    """The dim of which a rank has a slice before, and all afterwards."""
+    """The dim that is sharded before the collective and full afterwards."""
     if not action.startswith("all_gather"):
         return None
     return 1 if action.endswith(INNER) else 0
 
 
 def shared_size(nbytes: int, num_ranks: int) -> int:
-    """Bytes, rounded up to a matrix whose rows and columns so many ranks can share."""
+    """Bytes, rounded up to a matrix whose rows and columns are divisible by the ranks."""
     unit = num_ranks * num_ranks * torch.float32.itemsize
     return -(-nbytes // unit) * unit
+
+
+def measure_skew(stopwatch: Stopwatch, num_passes: int) -> float:
+    """Seconds that ranks wait for the last of them at a collective, besides its own duration.
+
+    After other work ranks do not arrive at a collective together, least where they share CPUs,
+    and each waits for the last. Measurements with a common start do not include that.
+
+    Args:
+        stopwatch: for the measurements.
+        num_passes: number of measurements, of which the median is taken.
+    """
+    matrix = torch.ones(_SKEW_SIDE, _SKEW_SIDE, device=stopwatch.device)
+    tensor = torch.ones(_SKEW_SIDE, device=stopwatch.device)
+    seconds = stopwatch.measure(lambda: matrix @ matrix)
+    count = max(round(_SKEW_WORK / max(seconds, 1e-9)), 1)
+
+    def work() -> None:
+        for _ in range(count):
+            _ = matrix @ matrix
+
+    def reduce() -> None:
+        dist.all_reduce(tensor)
+
+    def both() -> None:
+        work()
+        reduce()
+
+    found = [
+        stopwatch.measure(_repeated(both)) / _SKEW_RUNS
+        - stopwatch.measure(_repeated(work)) / _SKEW_RUNS
+        - stopwatch.measure(reduce)
+        for _ in range(num_passes)
+    ]
+    return max(median(found), 0.0)
+
+
+def _repeated(run: Callable[[], None]) -> Callable[[], None]:
+    def several() -> None:
+        for _ in range(_SKEW_RUNS):
+            run()
+
+    return several

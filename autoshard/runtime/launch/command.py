@@ -13,26 +13,26 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from autoshard.errors import OptionError, PlanError
 from autoshard.plan import Plan, mesh_text
 from autoshard.runtime.launch import worker
-from autoshard.runtime.launch.failures import first_failure
-from autoshard.runtime.launch.launched import PLAN_VARIABLE, TIMING_VARIABLE, check_world
+from autoshard.runtime.launch.context import PLAN_VARIABLE, TIMING_VARIABLE, check_world
+from autoshard.runtime.launch.functions import first_failure
 
 _PER_NODE_VARIABLE = "PET_NPROC_PER_NODE"
-"""What torchrun reads where its option is not given."""
+"""The default of torchrun's option."""
 
 
 def run_command(arguments: Sequence[str], *, find: Callable[[str], Path] = Path) -> None:
     """Launch a program on the devices of a plan; returns when all ranks are done.
 
     Args:
-        arguments: of the command line: own options, those of torchrun, the program and its own
+        arguments: of the command line: own options, those of torchrun, the program and its
             arguments.
-        find: the file of a plan, as `--plan` names it.
+        find: maps the value of `--plan` to the file of the plan.
 
     Raises:
         OptionError: options contradict each other.
-        PlanError: the file holds no plan, or one for another number of devices.
+        PlanError: the file has no plan, or one for another number of devices.
         LaunchError: a rank failed.
-        SystemExit: the arguments cannot be read, or ask for help.
+        SystemExit: the arguments are invalid, or ask for help.
     """
     options = _parser().parse_args(list(arguments))
     path = find(options.plan).resolve()
@@ -60,7 +60,7 @@ def run_module(module: str, arguments: Sequence[str], *, num_ranks: int) -> None
 
 
 def _run(options: Namespace, variables: Mapping[str, str]) -> None:
-    """What torchrun does, with ranks that note how they failed."""
+    """Run torchrun with ranks that record how they failed."""
     module = ["-m"] if options.module else []
     options.training_script_args = [*module, options.training_script, *options.training_script_args]
     options.training_script, options.module = worker.__name__, True
@@ -77,8 +77,8 @@ def _parser() -> ArgumentParser:
     parser.prog = "autoshard launch"
     parser.description = (
         "Launch a Python program on the devices of a plan. Takes the options of torchrun; by "
-        "default all ranks run on this machine. In the program, autoshard.get_context() gives the "
-        "plan and the device mesh."
+        "default all ranks run on this machine. In the program, autoshard.get_context() returns "
+        "the plan and the device mesh."
     )
     parser.add_argument(
         "--plan",
@@ -89,7 +89,9 @@ def _parser() -> ArgumentParser:
         "--nproc", dest="nproc_per_node", help="Processes on this machine, as --nproc-per-node."
     )
     parser.add_argument(
-        "--timing", action="store_true", help="Print each step's time beside the predicted one."
+        "--timing",
+        action="store_true",
+        help="Print the duration of each step and the predicted one.",
     )
     if _PER_NODE_VARIABLE not in os.environ:
         parser.set_defaults(nproc_per_node=None)
@@ -97,18 +99,18 @@ def _parser() -> ArgumentParser:
 
 
 def _set_world(options: Namespace, plan: Plan) -> None:
-    """Say how many processes a node runs, where that was not asked for, and check it."""
+    """Set the default number of processes per node, and check the total."""
     least, num_nodes = torchrun.parse_min_max_nnodes(options.nnodes)
     if least != num_nodes:
         raise OptionError(
-            f"--nnodes {options.nnodes}: a plan is for a fixed number of devices; give one number"
+            f"--nnodes {options.nnodes}: a plan is for a fixed number of devices; pass one number"
         )
     if options.nproc_per_node is None:
         num_devices = plan.mesh.num_devices
         if num_devices % num_nodes:
             raise PlanError(
                 f"the plan is for {num_devices} devices ({mesh_text(plan.mesh)}), which do not "
-                f"spread evenly over {num_nodes} nodes; give --nproc-per-node on each"
+                f"divide evenly over {num_nodes} nodes; pass --nproc-per-node on each"
             )
         options.nproc_per_node = str(num_devices // num_nodes)
     per_node = torchrun.determine_local_world_size(options.nproc_per_node)
@@ -117,7 +119,7 @@ def _set_world(options: Namespace, plan: Plan) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables that the ranks inherit."""
+    """A context in which environment variables are set, for the ranks to inherit."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

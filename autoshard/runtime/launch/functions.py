@@ -1,21 +1,35 @@
-"""Launching a function on the ranks of a plan, from Python."""
+"""Launching a function on the ranks of a plan, and reporting the rank that failed first.
 
+When one rank fails, the others soon fail too, in collectives with the missing rank. Each failing
+rank therefore writes its traceback and the time to a folder, and the launcher reports the first.
+"""
+
+import json
 import logging
+import os
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGTERM, Signals
 from tempfile import TemporaryDirectory
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from autoshard.errors import LaunchError
 from autoshard.plan import Plan
-from autoshard.runtime.launch.failures import failures_noted, first_failure
-from autoshard.runtime.launch.launched import LaunchContext, check_world, join
+from autoshard.runtime.launch.context import LaunchContext, check_world, join
 
 T = TypeVar("T")
+
+_FOLDER = str(Path(__file__).parent)
+_RUNPY = "<frozen runpy>"
 
 
 def launch(
@@ -24,17 +38,17 @@ def launch(
     """Run a function on every rank of a plan, all of them on this machine.
 
     Args:
-        function: called with a `LaunchContext` and the arguments, in a process of its own per rank;
-            it must be defined at the top of a module.
-        plan: what the ranks are for.
-        args: sent to every rank, as `multiprocessing` does.
-        timing: whether rank 0 prints how long each `LaunchContext.step` takes.
+        function: called with a `LaunchContext` and the arguments, in one process per rank;
+            it must be defined at the top level of a module.
+        plan: to run.
+        args: pickled for every rank, as in `multiprocessing`.
+        timing: whether rank 0 prints the duration of each `LaunchContext.step`.
 
     Returns:
-        What the function returned, by rank.
+        The function's result on each rank.
 
     Raises:
-        PlanError: the document holds no plan.
+        PlanError: the document has no plan.
         LaunchError: a rank failed; the message has its traceback.
     """
     check_world(plan, plan.mesh.num_devices)
@@ -58,7 +72,7 @@ def launch(
 
 
 class _Settings(NamedTuple):
-    """What every rank is told: the plan, where to note failures, and whether to time steps."""
+    """The plan as JSON, the folder for failures, and whether to time steps."""
 
     plan: str
     folder: str
@@ -66,10 +80,10 @@ class _Settings(NamedTuple):
 
 
 def _rank(settings: _Settings, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-    with failures_noted(Path(settings.folder)):
-        launched: LaunchContext = join(Plan.from_json(settings.plan), timing=settings.timing)
-        result = function(launched, *args)
-        launched.close()
+    with failures_recorded(Path(settings.folder)):
+        context: LaunchContext = join(Plan.from_json(settings.plan), timing=settings.timing)
+        result = function(context, *args)
+        context.close()
     return result
 
 
@@ -83,3 +97,55 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def failures_recorded(folder: Path) -> Iterator[None]:
+    """Write what a rank raises to the folder, and exit silently with status 1."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  whatever it is, the launcher shows it
+        rank = int(os.environ["RANK"])
+        record = {
+            "rank": rank,
+            "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "time": time.time_ns(),
+            "traceback": _without_launcher(error),
+        }
+        part = folder / f"{rank}.part"
+        part.write_text(json.dumps(record), encoding="utf-8")
+        part.rename(folder / f"{rank}.json")
+        sys.exit(1)
+
+
+def _without_launcher(error: Exception) -> str:
+    """The traceback from the first frame of the user's program."""
+    frames: TracebackType | None = error.__traceback__
+    while frames is not None and _is_launcher(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _is_launcher(file: str) -> bool:
+    return file == _RUNPY or file.startswith(_FOLDER)
+
+
+def first_failure(folder: Path, failed: ChildFailedError) -> LaunchError:
+    """The error of the rank that failed first, in the last attempt.
+
+    A rank killed by a signal comes first: the others failed without it. SIGTERM is sent by the
+    launcher itself to the remaining ranks.
+    """
+    for rank, failure in failed.failures.items():
+        if failure.exitcode < 0 and failure.exitcode != -SIGTERM:
+            number = -failure.exitcode
+            name = Signals(number).name if number in set(Signals) else f"signal {number}"
+            return LaunchError(f"rank {rank} was ended by {name}", rank=rank)
+    records = [json.loads(path.read_bytes()) for path in folder.glob("*.json")]
+    if records:
+        first = min(records, key=lambda record: (-record["attempt"], record["time"]))
+        return LaunchError(
+            f"rank {first['rank']} failed:\n{first['traceback']}", rank=first["rank"]
+        )
+    rank, failure = failed.get_first_failure()
+    return LaunchError(f"rank {rank} ended with status {failure.exitcode}", rank=rank)

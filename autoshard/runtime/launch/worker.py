@@ -6,21 +6,21 @@ import runpy
 import sys
 from pathlib import Path
 
-from autoshard.runtime.launch.failures import failures_noted
-from autoshard.runtime.launch.launched import get_context
+from autoshard.runtime.launch.context import get_context
+from autoshard.runtime.launch.functions import failures_recorded
 
 FAILURES_VARIABLE = "AUTOSHARD_FAILURES"
-"""Environment variable with the folder in which ranks note how they failed."""
+"""Environment variable with the folder in which ranks record how they failed."""
 
 
 def main() -> None:
-    """Run the program as if Python had been started with it."""
+    """Run the program as `python PROGRAM ARGS` would."""
     faulthandler.enable()
     arguments = sys.argv[1:]
     is_module = arguments[0] == "-m"
     program, *rest = arguments[is_module:]
     sys.argv = [program, *rest]
-    with failures_noted(Path(os.environ[FAILURES_VARIABLE])):
+    with failures_recorded(Path(os.environ[FAILURES_VARIABLE])):
         if is_module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:

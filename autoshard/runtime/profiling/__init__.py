@@ -1,6 +1,5 @@
-"""Running a step of a plan, and measuring its parts beside what is predicted."""
+"""Running steps of a plan, and comparing the time of their parts with the prediction."""
 
-from autoshard.runtime.profiling.profile import Profile, Row, profile
-from autoshard.runtime.profiling.step import MadeUpStep
+from autoshard.runtime.profiling.profile import Profile, Row, SyntheticStep, profile
 
-__all__ = ["MadeUpStep", "Profile", "Row", "profile"]
+__all__ = ["Profile", "Row", "SyntheticStep", "profile"]

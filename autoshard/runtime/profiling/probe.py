@@ -1,9 +1,8 @@
-"""Seconds of each operator and each step of a resharding while a program runs.
+"""Measured time of each operator and each resharding step of a program.
 
 Kernels and steps are called through a probe. It measures the call, and hooks the autograd
-nodes that the call makes, so that their backward counts for the same part of the plan. What
-runs inside something that is measured (backward that first runs a part forward once more)
-counts for itself only.
+nodes that the call creates, so that their backward is attributed to the same part of the plan.
+Nested measurements (recomputation inside backward) are subtracted from the outer one.
 """
 
 from collections import defaultdict
@@ -20,19 +19,20 @@ from autoshard.plan import Resharding, Stage
 from autoshard.plan.memory.schedule import Phase
 from autoshard.plan.simulation import resharding_label
 from autoshard.runtime.instructions import Call, Instruction, Recompute, Reshard
+from autoshard.runtime.launch import synchronize
 from autoshard.runtime.program import LocalProgram
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """Something that runs.
+    """An operator, a step of a resharding, or the optimizer.
 
     Attributes:
-        phase: part of the step.
-        name: of the operator, or of what a step of a resharding runs.
-        subject: the node, or the value that is resharded and what for.
-        axis: the mesh axis of a step; empty of an operator.
-        nbytes: size of the larger of a rank's tensor before and after; 0 of an operator.
+        phase: of the training step.
+        name: of the operator, or the action of a resharding step.
+        subject: the node, or the resharded value and its use.
+        axis: the mesh axis of a resharding step; empty for an operator.
+        nbytes: size of the larger of a rank's tensor before and after; 0 for an operator.
     """
 
     phase: str
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """What a call counts as forward, and what its backward does."""
+    """The parts that a call and its backward are attributed to."""
 
     forward: Part
     backward: Part
@@ -62,11 +62,11 @@ class Probe:
     """Measures parts.
 
     Args:
-        device: what they run on; it is waited for around each.
+        device: synchronised before and after each part.
 
     Attributes:
         seconds: of each part in this step.
-        starts: when each part first began, by `time.perf_counter`.
+        starts: first start of each part, by `time.perf_counter`.
     """
 
     device: torch.device
@@ -76,7 +76,7 @@ class Probe:
     _known: set[Node] = field(default_factory=set)
 
     def clear(self) -> None:
-        """Begin a step."""
+        """Start a new step."""
         self.seconds.clear()
         self.starts.clear()
         self._known.clear()
@@ -100,7 +100,7 @@ class Probe:
         return measured
 
     def _hook(self, nodes: Iterable[Node], part: Part) -> None:
-        """Measure the backward of what a call has made."""
+        """Measure the backward of the autograd nodes that a call has created."""
         for node in _behind(nodes, self._known):
             self._known.add(node)
             node.register_prehook(lambda _: self._begin(part))
@@ -108,7 +108,7 @@ class Probe:
 
     @contextmanager
     def measured(self, part: Part) -> Iterator[None]:
-        """What runs inside counts as a part."""
+        """A context whose duration is attributed to a part."""
         self._begin(part)
         try:
             yield
@@ -116,26 +116,22 @@ class Probe:
             self._end()
 
     def _begin(self, part: Part) -> None:
-        self._wait()
+        synchronize(self.device)
         now = perf_counter()
         self.starts.setdefault(part, now)
         self._stack.append(_Running(part, now))
 
     def _end(self) -> None:
-        self._wait()
+        synchronize(self.device)
         running = self._stack.pop()
         passed = perf_counter() - running.start
         self.seconds[running.part] += passed - running.inside
         if self._stack:
             self._stack[-1].inside += passed
 
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-
 
 def _grad_nodes(values: Iterable[Any]) -> list[Node]:
-    """The autograd nodes that made some tensors, which may be in lists."""
+    """The autograd nodes of tensors, which may be in lists."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -146,12 +142,12 @@ def _grad_nodes(values: Iterable[Any]) -> list[Node]:
 
 
 def _behind(nodes: Iterable[Node], known: set[Node]) -> Iterator[Node]:
-    """Nodes from which these take their gradients onwards, up to those that are known."""
+    """The nodes and their predecessors in the graph, up to known ones."""
     open_nodes = list(nodes)
     seen = set(known)
     while open_nodes:
         node = open_nodes.pop()
-        # The last node of a leaf only adds to its gradient.
+        # AccumulateGrad only adds to the gradient of a leaf.
         if node not in seen and node.name() != "torch::autograd::AccumulateGrad":
             seen.add(node)
             yield node
@@ -159,7 +155,7 @@ def _behind(nodes: Iterable[Node], known: set[Node]) -> Iterator[Node]:
 
 
 def instrument(program: LocalProgram, stage: Stage, probe: Probe) -> None:
-    """Let a stage's program run its kernels and steps through a probe."""
+    """Wrap the kernels and resharding steps of a program with a probe."""
     operators = {node.name: node.operator for node in program.graph.nodes}
     reshardings = {resharding.use: resharding for resharding in stage.reshardings}
     for instruction in _flat(program.instructions):

@@ -1,36 +1,43 @@
-"""Running steps of a plan with made-up numbers, and measuring what the plan predicts.
+"""Running steps of a plan with synthetic inputs, and comparing them with the prediction.
 
-A plan carries its program, so nothing else is needed: parameters, inputs and token ids are random
-numbers, other indices and labels are zero. Each part is measured by itself
+A plan includes its program, so nothing else is needed: parameters, inputs and token ids are random
+numbers, other indices and labels are zero. Each part is measured separately
 (`autoshard.runtime.profiling.probe`).
-Ranks do not arrive at a collective together; the shortest time of all ranks is that of the
-last one to arrive, which waits for nobody. Of operators it is the median over ranks.
+The time of a collective is the minimum over ranks, that of the last rank to arrive, which does not
+wait for others. The time of an operator is the median over ranks.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import median_low
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.layouts import Action
-from autoshard.plan import Event, Simulation, simulate
+from autoshard.costs.optimizer import Optimizer
+from autoshard.graph import Graph
+from autoshard.layouts import Action, Layout
+from autoshard.plan import Event, PlacedInput, Plan, Simulation, simulate
 from autoshard.plan.memory.schedule import Phase
 from autoshard.plan.simulation.events import COMPUTE, Category
 from autoshard.runtime.launch import LaunchContext, StepTimer
 from autoshard.runtime.profiling.probe import Part, Probe, instrument
-from autoshard.runtime.profiling.step import MadeUpStep
+from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.shards import local_shape, local_shard
 
 _CATEGORIES: dict[str, Category] = {Phase.OPTIMIZER: "optimizer", Phase.RECOMPUTE: "recompute"}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All parts of one kind in a step.
+    """The parts of one kind in a step, summed.
 
     Attributes:
-        name: of the operator, or of what steps of reshardings run.
+        name: of the operator, or the action of resharding steps.
         lane: compute, or the axis.
         predicted: seconds.
         measured: seconds.
@@ -44,13 +51,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """A step as it was predicted and as it ran.
+    """A predicted and measured step.
 
     Attributes:
         simulation: the prediction.
-        events: what was measured, as it began on this rank.
-        seconds: of a whole step without measuring its parts; the median of several.
-        predicted: seconds of a step in which nothing is hidden beside compute.
+        events: the measured parts, with their starts on this rank.
+        seconds: median duration of a step whose parts are not measured.
+        predicted: seconds of a step without overlap.
     """
 
     simulation: Simulation
@@ -59,11 +66,11 @@ class Profile:
     predicted: float
 
     def rows(self) -> tuple[Row, ...]:
-        """Predicted beside measured, what takes longest first."""
+        """Predicted and measured time, longest first."""
         found: dict[tuple[str, str], list[float]] = {}
         for side, events in enumerate((self.simulation.events, self.events)):
             for event in events:
-                # Collectives inside an operator are measured with it.
+                # Collectives inside an operator are measured together with it.
                 key = (event.inside, COMPUTE) if event.inside else (event.name, event.lane)
                 found.setdefault(key, [0.0, 0.0])[side] += event.seconds
         rows = (Row(name, lane, *seconds) for (name, lane), seconds in found.items())
@@ -71,7 +78,7 @@ class Profile:
 
 
 def profile(
-    launched: LaunchContext,
+    context: LaunchContext,
     *,
     num_steps: int = 5,
     seed: int = 0,
@@ -80,27 +87,27 @@ def profile(
     """Run steps of a plan on its ranks, and measure them.
 
     Args:
-        launched: what this rank knows.
-        num_steps: that are measured, after one to warm up; first whole, then in parts.
-        seed: of the made-up numbers.
-        custom_operators: as `parallelize` takes them: a plan may come from elsewhere.
+        context: of this rank.
+        num_steps: measured after a warm-up, first whole steps, then their parts.
+        seed: of the synthetic inputs.
+        custom_operators: as in `parallelize`.
 
     Raises:
         PlanError: the plan calls an operator that may not be called.
     """
-    plan, mesh = launched.plan, launched.device_mesh
+    plan, mesh = context.plan, context.device_mesh
     (stage,) = plan.stages
-    timer = StepTimer(plan, launched.device)
+    timer = StepTimer(plan, context.device)
     torch.manual_seed(seed)
-    whole = MadeUpStep(plan, mesh, custom_operators=custom_operators)
+    whole = SyntheticStep(plan, mesh, custom_operators=custom_operators)
     for _ in range(num_steps + 1):
         dist.barrier()
         with timer.step():
             whole()
     del whole
-    # A part is measured by itself, so that nothing else runs beside it.
-    parted = MadeUpStep(plan, mesh, bucketed=False, custom_operators=custom_operators)
-    probe = Probe(launched.device)
+    # Parts are measured without overlap.
+    parted = SyntheticStep(plan, mesh, bucketed=False, custom_operators=custom_operators)
+    probe = Probe(context.device)
     instrument(parted.program, stage, probe)
     seconds: list[dict[Part, float]] = []
     begin = 0.0
@@ -112,11 +119,11 @@ def profile(
         seconds.append(dict(probe.seconds))
     parts = sorted(part for part in seconds[-1] if part.name != Action.NOTHING)
     own = torch.tensor([[step.get(part, 0.0) for part in parts] for step in seconds[1:]])
-    measured = _over_ranks(own.to(torch.float64).median(dim=0).values, parts, launched.device)
+    measured = _over_ranks(own.to(torch.float64).median(dim=0).values, parts, context.device)
     return Profile(
         simulate(plan, bucketed=False),
         tuple(_events(parts, measured, probe, begin)),
-        _median(timer.seconds[1:]),
+        median_low(timer.seconds[1:]),
         timer.predicted,
     )
 
@@ -130,10 +137,6 @@ def _over_ranks(own: torch.Tensor, parts: Sequence[Part], device: torch.device) 
     shortest, middle = ranks.min(dim=0).values, ranks.median(dim=0).values
     measured: list[float] = torch.where(moved, shortest, middle).tolist()
     return measured
-
-
-def _median(seconds: Sequence[float]) -> float:
-    return float(torch.tensor(seconds, dtype=torch.float64).median())
 
 
 def _events(
@@ -151,3 +154,119 @@ def _events(
             seconds=found[part],
             nbytes=part.nbytes,
         )
+
+
+class SyntheticStep:
+    """A step of a plan on this rank, with synthetic inputs.
+
+    Parameters and inputs are random numbers, as are the indices of embeddings, which are the
+    same on all ranks; other indices and labels are zero.
+
+    Args:
+        plan: with its program.
+        mesh: with the axes of the plan.
+        bucketed: as in `LocalProgram`.
+        custom_operators: as in `parallelize`.
+
+    Raises:
+        PlanError: the plan calls an operator that may not be called.
+
+    Attributes:
+        program: of the plan's stage.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: DeviceMesh,
+        *,
+        bucketed: bool = True,
+        custom_operators: Collection[str] = (),
+    ) -> None:
+        (stage,) = plan.stages
+        self.program = LocalProgram(
+            stage, mesh, bucketed=bucketed, custom_operators=custom_operators
+        )
+        self._training = plan.options.mode == "training"
+        graph = self.program.graph
+        self._table_rows = table_rows(graph)
+        self._inputs = [self._synthetic(placed, graph) for placed in stage.inputs]
+        trained = [
+            tensor
+            for placed, tensor in zip(stage.inputs, self._inputs, strict=True)
+            if placed.kind == "parameter" and tensor.requires_grad
+        ]
+        self._optimizer = _optimizer(plan.options.optimizer, trained)
+        self._step = 0
+
+    def __call__(self, probe: Probe | None = None) -> None:
+        """Run forward, backward and the optimizer, which a probe measures."""
+        with torch.set_grad_enabled(self._training):
+            outputs = self.program(self._inputs, step=self._step)
+        self._step += 1
+        if not self._training:
+            return
+        self._backward(outputs)
+        if self._optimizer is None:
+            return
+        if probe is None:
+            self._optimizer.step()
+        else:
+            with probe.measured(Part(Phase.OPTIMIZER, "optimizer", "parameters")):
+                self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _backward(self, outputs: Sequence[Any]) -> None:
+        """Backward from the scalar outputs that require a gradient, or from all that do."""
+        found = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        entries = [x for x in found if x.dim() == 0] or found
+        torch.autograd.backward(entries, [torch.ones_like(x) for x in entries])
+
+    def _synthetic(self, placed: PlacedInput, graph: Graph) -> torch.Tensor:
+        place, tensor = self.program.place, graph.values[placed.name]
+        position = Layout.parse(placed.layout), place.axis_sizes, place.coordinate
+        shape = local_shape(tensor.shape, *position)
+        dtype: torch.dtype = getattr(torch, placed.dtype)
+        if placed.name in self._table_rows:
+            # The full tensor is drawn, so that ranks with the same shard have the same ids.
+            seeded = torch.Generator().manual_seed(len(shape))
+            ids = torch.randint(self._table_rows[placed.name], tensor.shape, generator=seeded)
+            return local_shard(ids, *position).to(place.device, dtype)
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=place.device)
+        # Variances among the buffers must be positive.
+        made = torch.rand(shape, device=place.device).mul_(0.02).add_(0.01).to(dtype)
+        return made.requires_grad_(self._training and tensor.requires_grad)
+
+
+def table_rows(graph: Graph) -> Mapping[str, int]:
+    """The inputs that index embeddings, with the rows of the smallest table that each indexes."""
+    entering = {given.name for given in graph.inputs}
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.operator == "aten.embedding.default":
+            table, ids = node.inputs
+            rows = graph.values[table].shape[0]
+            if ids in entering and rows:
+                found[ids] = min(rows, found.get(ids, rows))
+    return found
+
+
+_Make = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
+
+_RATE = 1e-6
+"""A learning rate that hardly changes the parameters."""
+
+_MAKERS: Mapping[Optimizer, _Make] = {
+    Optimizer.SGD: partial(torch.optim.SGD, lr=_RATE),
+    Optimizer.SGD_MOMENTUM: partial(torch.optim.SGD, lr=_RATE, momentum=0.9),
+    Optimizer.ADAM: partial(torch.optim.Adam, lr=_RATE),
+    Optimizer.ADAMW: partial(torch.optim.AdamW, lr=_RATE),
+    Optimizer.ADAFACTOR: partial(torch.optim.Adafactor, lr=_RATE),
+}
+
+
+def _optimizer(name: str, tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer | None:
+    """The named optimizer; None if there are no tensors, or the plan has no optimizer."""
+    make = _MAKERS.get(Optimizer(name.lower()))
+    return make(tensors) if make is not None and tensors else None

@@ -1,11 +1,14 @@
-"""What a launched process knows: its plan, the device mesh, and its place in it."""
+"""The context of a launched process: its plan, device mesh, device and step timer."""
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -13,24 +16,82 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, mesh_text
-from autoshard.runtime.launch.timing import StepTimer
 
 PLAN_VARIABLE = "AUTOSHARD_PLAN"
 """Environment variable with the path of the plan."""
 
 TIMING_VARIABLE = "AUTOSHARD_TIMING"
-"""Environment variable; set to 1, steps are measured and shown."""
+"""Environment variable; set to 1, steps are measured and printed."""
+
+_MILLISECONDS = 1e3
+
+
+class StepTimer:
+    """Measures steps and compares them with the plan's prediction.
+
+    Args:
+        plan: with the prediction.
+        device: of the steps; synchronised around each.
+        report: called with a sentence after each step.
+
+    Raises:
+        PlanError: the document has no plan.
+
+    Attributes:
+        predicted: seconds that the plan predicts without overlap.
+        seconds: of each step so far.
+    """
+
+    def __init__(
+        self, plan: Plan, device: torch.device, report: Callable[[str], None] | None = None
+    ) -> None:
+        if plan.costs is None:
+            raise PlanError(f"the document has no plan to compare with: {plan.reason}")
+        self.predicted = plan.costs.total + plan.costs.overlapped
+        self.seconds: list[float] = []
+        self._device = device
+        self._report = report
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context that measures one step."""
+        synchronize(self._device)
+        start = perf_counter()
+        yield
+        synchronize(self._device)
+        self.seconds.append(perf_counter() - start)
+        if self._report is not None:
+            self._report(f"step {len(self.seconds)}: {self._beside(self.seconds[-1])}")
+
+    def summary(self) -> str:
+        """The median step in a sentence, without the first one, a warm-up."""
+        counted = self.seconds[1:] or self.seconds
+        if not counted:
+            return "no steps were measured"
+        return f"median of {len(counted)} steps: {self._beside(median(counted))}"
+
+    def _beside(self, seconds: float) -> str:
+        return (
+            f"{seconds * _MILLISECONDS:.3f} ms, predicted {self.predicted * _MILLISECONDS:.3f} ms "
+            f"({seconds / self.predicted:.2f} times as long)"
+        )
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work queued on an accelerator."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """A process that was started for a plan.
+    """The context of a process that was launched for a plan.
 
     Attributes:
         plan: the plan.
         device_mesh: the process groups, with the axes of the plan.
-        device: what this rank runs on.
-        timer: measures steps; None where that was not asked for.
+        device: of this rank.
+        timer: measures steps; None without `--timing`.
     """
 
     plan: Plan
@@ -40,32 +101,31 @@ class LaunchContext:
 
     @property
     def rank(self) -> int:
-        """Number of this process among all."""
+        """Global rank of this process."""
         return self.device_mesh.get_rank()
 
     def step(self) -> AbstractContextManager[None]:
         """A context for one training step.
 
-        Where timing was asked for, rank 0 prints how long it took and what the plan predicts.
-        Otherwise it does nothing.
+        With timing, rank 0 prints its duration and the predicted one.
         """
         return nullcontext() if self.timer is None else self.timer.step()
 
     def close(self) -> None:
-        """Show the median step where timing was asked for, and leave the process groups."""
+        """Print the median step if timing is on, and destroy the process groups."""
         if self.timer is not None and self.rank == 0:
-            _say(self.timer.summary())
+            _print(self.timer.summary())
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 @cache
 def get_context() -> LaunchContext:
-    """The plan and the device mesh of a process that `autoshard launch` has started.
+    """The context of a process started by `autoshard launch`.
 
-    Any launcher will do that sets the variables of `torchrun`; it has to put the path of the
-    plan into the variable AUTOSHARD_PLAN. The mesh has the axes of the plan. It lies on GPUs
-    where there are some and the plan's topology is for them, and on processors otherwise.
+    Other launchers work too if they set the environment variables of `torchrun`, and AUTOSHARD_PLAN
+    to the path of the plan. The mesh has the axes of the plan. It uses GPUs if there are any and
+    the plan's topology is for them, and CPUs otherwise.
 
     Raises:
         PlanError: the process was not launched with a plan, or with another number of ranks
@@ -74,7 +134,7 @@ def get_context() -> LaunchContext:
     path = os.environ.get(PLAN_VARIABLE)
     if path is None or "WORLD_SIZE" not in os.environ:
         raise PlanError(
-            f"this process was not started for a plan: start it with `autoshard launch --plan "
+            f"this process was not launched with a plan: start it with `autoshard launch --plan "
             f"plan.json {Path(sys.argv[0]).name}`, or with torchrun and the path of the plan in "
             f"the variable {PLAN_VARIABLE}"
         )
@@ -83,7 +143,7 @@ def get_context() -> LaunchContext:
 
 
 def join(plan: Plan, *, timing: bool = False) -> LaunchContext:
-    """Make the process groups of a plan; torchrun's variables say which rank this is.
+    """Make the process groups of a plan, with the rank from torchrun's environment variables.
 
     Raises:
         PlanError: there is no plan, or the ranks do not fit it.
@@ -92,13 +152,13 @@ def join(plan: Plan, *, timing: bool = False) -> LaunchContext:
     device = _device(plan)
     mesh = init_device_mesh(device.type, plan.mesh.axis_sizes, mesh_dim_names=plan.mesh.axis_names)
     _check_same_plan(plan, device)
-    report = _say if mesh.get_rank() == 0 else None
+    report = _print if mesh.get_rank() == 0 else None
     timer = StepTimer(plan, device, report) if timing else None
     return LaunchContext(plan, mesh, device, timer)
 
 
 def check_world(plan: Plan, num_ranks: int) -> None:
-    """Raise unless there is one rank for each device of a plan that was found.
+    """Check that there is a plan and one rank for each of its devices.
 
     Raises:
         PlanError: there is not.
@@ -133,5 +193,5 @@ def _check_same_plan(plan: Plan, device: torch.device) -> None:
         )
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"autoshard: {text}", flush=True)  # noqa: T201  beside the program's own output
