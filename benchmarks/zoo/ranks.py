@@ -18,7 +18,7 @@ from benchmarks.planning import code_digest
 from benchmarks.zoo.families import FAMILIES
 
 _ROOT = Path(__file__).parents[2]
-_LAUNCHER = Path("tests/runtime/ranks.py")
+_LAUNCHER = Path("tests/support/ranks.py")
 
 PRECISIONS = ("float64", "float32")
 
@@ -121,7 +121,7 @@ def first_error(outcomes: Sequence[Mapping[str, str]], case: str) -> str:
     """The last line of what went wrong with a case, on the first rank where something did.
 
     Args:
-        outcomes: what each rank says of each case, as `tests/runtime/ranks.py` writes it.
+        outcomes: what each rank says of each case, as `tests/support/ranks.py` writes it.
         case: one of them.
     """
     failed = (found[case].strip() for found in outcomes if found[case])

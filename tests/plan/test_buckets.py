@@ -5,9 +5,9 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from runtime.recomputation import checkpointing
 from support import models
 from support.meshes import slow_devices
+from support.recomputation import checkpointing
 
 from autoshard.graph import Graph, graph_from_json
 from autoshard.layouts.resharding import STEP_OVERHEAD

@@ -1,6 +1,6 @@
 """The memory that a plan predicts, against the memory that running it takes.
 
-One process and one device here; `tests/runtime/test_timeline_on_ranks.py` has collectives.
+One process and one device here; `tests/runtime/test_memory_on_ranks.py` has collectives.
 The turn is met to a hundredth of a percent, but for the tensors of one element and the random
 states that are not counted; the peak likewise, where autograd does not wait with freeing.
 """

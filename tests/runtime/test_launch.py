@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runtime import launched_program
+from support import launched_program
 from support.meshes import slow_devices
 from support.models import graph_of, meta, mlp
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure

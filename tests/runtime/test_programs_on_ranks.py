@@ -1,258 +1,32 @@
-"""What surrounds the operators: buffers, constants, frozen and tied parameters, randomness."""
+"""Hand-written plans and single resharding steps on 4 ranks."""
 
 from collections.abc import Callable
 
 import pytest
-import torch
-from runtime.comparison import check_inference, check_training, device_mesh, whole
-from runtime.hand_plans import Checked, HandPlan, cpu_mesh
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from runtime.cases import parallelisms, programs, resharding, uneven
+from support.ranks import joined
 
-from autoshard.errors import PlanError
-from autoshard.plan import Plan
-from autoshard.runtime import LocalProgram, parallelize
-from autoshard.runtime.instructions import execute
+from autoshard.layouts import STEPS, Kind, Layout
 
 NUM_RANKS = 4
-
-
-class Scaled(nn.Module):
-    """A buffer, constants that forward makes, a frozen parameter, a flag and a number.
-
-    Of the constants one is written as a number, which the plan brings along.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
-        self.register_buffer("scale", torch.arange(8.0))
-
-    def forward(
-        self, x: torch.Tensor, *, shift: float, negate: bool
-    ) -> dict[str, torch.Tensor | float]:
-        y = x @ self.weight * self.scale * x.new_tensor([2.0, 3.0] * 4) + self.frozen
-        y = y * torch.tensor(0.5)
-        y = -y if negate else y
-        return {"loss": y.pow(2).mean(), "shift": shift, "y": y}
-
-
-class Tied(nn.Module):
-    """A table that is used at both ends under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(16, 8)
-        self.head = nn.Linear(8, 16, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(ids)).logsumexp(-1).mean()
-
-
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(self.linear(x), 0.5, training=True)
-
-
-CONSTANTS = {"lifted_tensor_0": torch.tensor([2.0, 3.0] * 4)}
-SETTINGS = {"negate": True, "shift": 0.5}
-
-
-def scaled(mode: str) -> HandPlan:
-    torch.manual_seed(1)
-    return HandPlan(
-        Scaled(),
-        (torch.randn(4, 8),),
-        cpu_mesh(a=4),
-        kwargs=SETTINGS,
-        at_rest={"x": "S(0)", "weight": "S(0)", "frozen": "S(0)"},
-        mode=mode,
-    )
-
-
-def tied() -> HandPlan:
-    """The vocabulary cut at both ends: embedding makes partial sums, the head slices."""
-    torch.manual_seed(1)
-    return HandPlan(
-        Tied(),
-        (torch.arange(8).view(2, 4),),
-        cpu_mesh(a=2, b=2),
-        at_rest={"head.weight": "I,S(0)", "table.weight": "I,S(0)", "ids": "S(0),R"},
-        nodes={
-            0: (["R,S(0)", "S(0),R"], ["S(0),P"]),
-            1: (["S(0),R", "R,S(0)"], ["S(0),S(2)"]),
-            2: (["S(0),I"], ["S(0),I"]),
-            3: (["S(0),I"], ["P,I"]),
-        },
-    )
-
-
-def noisy() -> HandPlan:
-    torch.manual_seed(1)
-    return HandPlan(
-        Noisy(),
-        (torch.randn(4, 8),),
-        cpu_mesh(a=2, b=2),
-        at_rest={"x": "S(0),R"},
-        nodes={0: (["S(0),R", "R,I", "R,I"], ["S(0),I"]), 1: (["S(0),I"], ["S(0),I"])},
-        outputs={0: "S(0),I"},
-    )
-
-
-PLANS: dict[str, Callable[[], HandPlan]] = {
-    "scaled training": lambda: scaled("training"),
-    "scaled inference": lambda: scaled("inference"),
-    "tied": tied,
-    "noisy": noisy,
-}
-
-
-def check_scaled_training(hand: HandPlan, plan: Plan) -> None:
-    model = Scaled()
-    check_training(model, plan, hand.args, SETTINGS, constants=CONSTANTS)
-    assert whole(model(*hand.args, **SETTINGS)["shift"]) == 0.5
-
-
-def check_scaled_inference(hand: HandPlan, plan: Plan) -> None:
-    """Keyword arguments may come in any order."""
-    kwargs = dict(reversed(SETTINGS.items()))
-    check_inference(Scaled(), plan, hand.args, kwargs, constants=CONSTANTS)
-
-
-def check_constants_are_wanted(_hand: HandPlan, plan: Plan) -> None:
-    model = Scaled()
-    with pytest.raises(PlanError, match=r"no constant 'lifted_tensor_0'; .* `constants`"):
-        parallelize(model, plan, device_mesh(plan))
-    assert type(model) is Scaled
-    assert isinstance(model.weight, nn.Parameter)
-    assert type(model.weight.data) is torch.Tensor
-
-
-def check_literals_are_fixed(hand: HandPlan, plan: Plan) -> None:
-    model = parallelize(Scaled(), plan, device_mesh(plan), constants=CONSTANTS)
-    with pytest.raises(PlanError, match=r"'shift' was 0.5 .* is 0.25 now"):
-        model(*hand.args, shift=0.25, negate=True)
-    with pytest.raises(PlanError, match="and called as"):
-        model(*hand.args, shift=0.5)
-
-
-def check_frozen_parameters_stay_frozen(_hand: HandPlan, plan: Plan) -> None:
-    model = Scaled()
-    model.frozen.requires_grad_()
-    with pytest.raises(PlanError, match="'frozen' requires a gradient, which the plan does not"):
-        parallelize(model, plan, device_mesh(plan), constants=CONSTANTS)
-
-
-def check_a_plan_is_applied_once(_hand: HandPlan, plan: Plan) -> None:
-    model = parallelize(Scaled(), plan, device_mesh(plan), constants=CONSTANTS)
-    with pytest.raises(PlanError, match="already"):
-        parallelize(model, plan, device_mesh(plan), constants=CONSTANTS)
-
-
-def check_tied(hand: HandPlan, plan: Plan) -> None:
-    model = Tied()
-    check_training(model, plan, hand.args)
-    assert model.head.weight is model.table.weight
-
-
-def check_untied(_hand: HandPlan, plan: Plan) -> None:
-    model = Tied()
-    model.head.weight = nn.Parameter(model.table.weight.detach().clone())
-    with pytest.raises(PlanError, match="are one in the plan, but not in the model"):
-        parallelize(model, plan, device_mesh(plan))
-
-
-def check_noise(hand: HandPlan, plan: Plan) -> None:
-    """Copies agree, steps differ, and the same seed gives the same run."""
-    mesh = device_mesh(plan)
-    runs = []
-    for seed in (7, 7, 8):
-        torch.manual_seed(0)
-        model = parallelize(Noisy(), plan, mesh, seed=seed)
-        # Ranks that differ in their own random state must not differ in what they draw.
-        torch.manual_seed(torch.distributed.get_rank())
-        runs.append([model(*hand.args).detach() for _ in range(2)])
-    first, again, other = runs
-    assert torch.equal(first[0].full_tensor(), again[0].full_tensor())
-    assert torch.equal(first[1].full_tensor(), again[1].full_tensor())
-    zeros = [run.to_local() == 0 for run in (*first, other[0])]
-    assert not torch.equal(zeros[0], zeros[1])
-    assert not torch.equal(zeros[0], zeros[2])
-    copies = [torch.empty_like(first[0].to_local()) for _ in range(2)]
-    torch.distributed.all_gather(copies, first[0].to_local(), group=mesh.get_group("b"))
-    assert torch.equal(copies[0], copies[1])
-
-
-def check_noise_is_not_recomputed(hand: HandPlan, plan: Plan) -> None:
-    model = parallelize(Noisy(), plan, device_mesh(plan))
-    result = checkpoint(model, *hand.args, use_reentrant=False)
-    with pytest.raises(PlanError, match="cannot be recomputed"):
-        result.to_local().sum().backward()
-
-
-def check_registers_are_freed(_hand: HandPlan, plan: Plan) -> None:
-    """At any time there are only the values that something reads later."""
-    stage = plan.stages[0]
-    program = LocalProgram(stage, device_mesh(plan))
-    outputs = {slot for slot in program._outputs if slot is not None}
-    inputs = {i: torch.ones(placed.local_shape) for i, placed in enumerate(stage.inputs)}
-    for number in range(len(program.instructions) + 1):
-        registers = {slot: inputs[slot] for slot in program._entering}
-        execute(program.instructions[:number], registers, 0)
-        later = program.instructions[number:]
-        made = {slot for instruction in later for slot in instruction.targets}
-        read = {slot for instruction in later for slot in instruction.reads}
-        assert registers.keys() == (read | outputs) - made
-
-
-def check_contradictions_are_found(_hand: HandPlan, plan: Plan) -> None:
-    stage = plan.stages[0]
-    mesh = device_mesh(plan)
-    resharding = stage.reshardings[0]
-    broken = {
-        "no layouts for node": {"nodes": stage.nodes[1:]},
-        "does not divide": {
-            "nodes": (stage.nodes[0].model_copy(update={"outputs": ("S(5)",)}), *stage.nodes[1:])
-        },
-        "which does not use it": {"reshardings": (resharding.model_copy(update={"position": 99}),)},
-        "one use of a value twice": {"reshardings": (resharding, resharding)},
-        "gives": {
-            "inputs": (
-                stage.inputs[0].model_copy(update={"local_shape": (1, 1)}),
-                *stage.inputs[1:],
-            )
-        },
-    }
-    for message, update in broken.items():
-        with pytest.raises(PlanError, match=message):
-            LocalProgram(stage.model_copy(update=update), mesh)
-
-
-CASES: dict[str, Checked] = {
-    "buffers, constants, frozen parameters": Checked(
-        PLANS["scaled training"], check_scaled_training
-    ),
-    "in inference": Checked(PLANS["scaled inference"], check_scaled_inference),
-    "constants are wanted": Checked(PLANS["scaled training"], check_constants_are_wanted),
-    "literals are fixed": Checked(PLANS["scaled training"], check_literals_are_fixed),
-    "frozen stays frozen": Checked(PLANS["scaled training"], check_frozen_parameters_stay_frozen),
-    "applied once": Checked(PLANS["scaled training"], check_a_plan_is_applied_once),
-    "tied parameters": Checked(PLANS["tied"], check_tied),
-    "untied parameters": Checked(PLANS["tied"], check_untied),
-    "noise": Checked(PLANS["noisy"], check_noise),
-    "noise is not recomputed": Checked(PLANS["noisy"], check_noise_is_not_recomputed),
-    "registers are freed": Checked(PLANS["scaled training"], check_registers_are_freed),
-    "contradictions are found": Checked(PLANS["scaled training"], check_contradictions_are_found),
-}
+TIMEOUT = 1800
+CASES = joined(parallelisms, programs, uneven, resharding)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
-def test_program(case: str, on_ranks: Callable[[str], None]) -> None:
+def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
+
+
+def test_every_pair_of_the_table_is_a_case() -> None:
+    assert {(Kind(s[0]), Kind(t[0])) for s, t in resharding.PAIRS} == set(STEPS)
+
+
+def test_layouts_of_the_shape_have_uneven_cuts() -> None:
+    """The cases that are said to be uneven are."""
+    for dim, mine in ((0, slice(9, 10)), (2, slice(6, 7))):
+        layout = Layout.parse(f"S({dim})")
+        assert layout.local_slices(resharding.UNEVEN.shape, resharding.UNEVEN.mesh, (3,))[dim] == (
+            mine,
+        )

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RANKS = Path(__file__).with_name("ranks.py")
+RANKS = Path(__file__).parents[1] / "support" / "ranks.py"
 CASES = """
 import os
 import torch

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.comparison import check_training, close, device_mesh
-from runtime.hand_plans import HandPlan, cpu_mesh
-from runtime.recomputation import edited
+from support.comparison import check_training, close, device_mesh
+from support.hand_plans import HandPlan, cpu_mesh
 from support.live_memory import LiveMemory
+from support.recomputation import edited
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -4,17 +4,18 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from runtime import batches, bucketed
-from runtime.training import Resumed, Training
-from runtime.transformers_on_ranks import OPTIONS
+from runtime.cases import gradients, loaders
 from support import models
+from support.ranks import joined
+from support.training import Resumed, Training
+from support.transformer_plans import OPTIONS
 
 NUM_RANKS = 4
+TIMEOUT = 1800
 NOISE = {"dropout*": "S(0)", "scaled_dot_product_attention*": "S(0)"}
 
 CASES: dict[str, Callable[[], None]] = {
-    **batches.CASES,
-    **bucketed.CASES,
+    **joined(loaders, gradients),
     "gpt2, thirds to fsdp": Training(
         partial(models.gpt2, batch=8),
         (

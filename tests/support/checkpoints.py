@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -83,3 +84,7 @@ def as_dcp(folder: Path, model: nn.Module) -> Path:
     with pytest.warns(UserWarning, match=r"assuming the intent is to save in a single process"):
         dcp.save(model.state_dict(), checkpoint_id=folder)
     return folder
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}

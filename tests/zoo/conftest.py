@@ -1,5 +1,5 @@
-"""Gloo ranks, as the tests of the runtime have them."""
+"""Fixtures of the tests of the zoo."""
 
-from runtime.conftest import on_ranks
+from support.on_ranks import on_ranks
 
 __all__ = ["on_ranks"]

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
-from runtime.comparison import check_training
+from support.comparison import check_training
 from support.meshes import slow_devices
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from runtime import two_layers
-from runtime.comparison import check_training, close, device_mesh, whole
-from runtime.hand_plans import HandPlan
-from runtime.recomputation import edited
-from runtime.two_layers import Net
+from support import two_layers
+from support.comparison import check_training, close, device_mesh, whole
+from support.hand_plans import HandPlan
+from support.recomputation import edited
+from support.two_layers import Net
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 

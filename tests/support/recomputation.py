@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from runtime.comparison import device_mesh, whole
+from support.comparison import device_mesh, whole
 from support.live_memory import LiveMemory
 from torch import nn
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runtime.comparison import close, device_mesh, whole
-from runtime.test_checkpoints_on_ranks import shared_folder, state_of
+from support.checkpoints import state_of
+from support.comparison import close, device_mesh, whole
 from support.meshes import slow_devices
 from support.models import Case as Built
 from support.models import graph_of
+from support.shared_folder import shared_folder
 from torch import nn
 from torch.utils.data import DataLoader
 

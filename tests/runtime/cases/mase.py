@@ -7,15 +7,12 @@ cutting, and the plan says so. On slower devices they are cut.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
-from runtime.comparison import check_training
+from support.comparison import check_training
 from support.meshes import mase_mesh, slow_mase_mesh
 from support.models import Case, bert, graph_of, mlp
 
 from autoshard.plan import Plan
 from autoshard.planner import make_plan
-
-NUM_RANKS = 8
 
 
 @dataclass
@@ -50,9 +47,3 @@ CASES = {
     "bert": MaseCase(mase_bert, slow=False),
     "bert, slow devices": MaseCase(mase_bert, slow=True),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_mase_case(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -9,11 +9,8 @@ import pytest
 from autoshard.costs import Category
 from autoshard.errors import MeshError
 from autoshard.mesh import make_mesh
-from autoshard.mesh.calibration import CollectiveSample
 from autoshard.mesh.topology import INNER, MEASURABLE
 from autoshard.runtime.calibration import calibrate
-from autoshard.runtime.calibration.calibrate import is_checked
-from autoshard.runtime.calibration.collectives import shared_size
 
 NUM_RANKS = 4
 ELEMENTS = (1 << 14, 1 << 16)
@@ -77,17 +74,3 @@ def two_nodes() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {"one node": one_node, "two nodes": two_nodes}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_on_ranks(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)
-
-
-def test_sizes_that_three_ranks_cannot_share_are_compared_when_rounded() -> None:
-    size, others = 1 << 20, (1 << 22, 1 << 24)
-    sample = CollectiveSample("all_gather", 0, 3, shared_size(size, 3), 1.0)
-    assert size < sample.nbytes < size + 3 * 3 * 4
-    assert is_checked(sample, (size, *others))
-    assert not is_checked(sample, others)

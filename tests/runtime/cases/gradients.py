@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime.comparison import close, device_mesh, whole
-from runtime.transformers_on_ranks import OPTIONS
 from support import models
+from support.comparison import close, device_mesh, whole
 from support.meshes import slow_devices
+from support.transformer_plans import OPTIONS
 from torch import nn
 from torch.distributed.tensor import DTensor
 

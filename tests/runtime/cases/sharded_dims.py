@@ -4,9 +4,8 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
 import torch
-from runtime.comparison import TOLERANCE, check_inference, check_training, close, whole
+from support.comparison import TOLERANCE, check_inference, check_training, close, whole
 from support.meshes import slow_devices
 from support.models import Case as Built
 from torch import nn
@@ -15,8 +14,6 @@ from torch.nn import functional
 from autoshard.graph import export_model, load_graph
 from autoshard.plan import Pins, PlacedNode, Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
-
-NUM_RANKS = 4
 
 
 class Tokens(nn.Module):
@@ -341,9 +338,3 @@ CASES = {
         mode="inference",
     ),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_along(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -1,16 +1,15 @@
 """What one plan saved, another one and an unsharded model load."""
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runtime.comparison import device_mesh, whole
-from runtime.shared import shared_folder
 from support import models
+from support.checkpoints import state_of
+from support.comparison import device_mesh, whole
 from support.meshes import slow_devices
 from support.models import graph_of
+from support.shared_folder import shared_folder
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -18,7 +17,6 @@ from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import dcp_state_dict, parallelize
 
-NUM_RANKS = 4
 THIRDS = {"pins": {"parameters": {"*.c_attn.weight": "S(0),S(1)/1+1+1"}}}
 REVERSED = {"pins": {"parameters": {"*.weight": "S(0),S(0);1>0"}}}
 WHOLE = {"pins": {"parameters": {"*": "I,I"}}}
@@ -90,19 +88,9 @@ def check_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(whole(one), whole(other), rtol=0, atol=0)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
-
-
 CASES = {
     "thirds to whole": Case(THIRDS, WHOLE),
     "whole to thirds": Case(WHOLE, THIRDS),
     "thirds to reversed": Case(THIRDS, REVERSED),
     "reversed to thirds": Case(REVERSED, THIRDS),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_checkpoint(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

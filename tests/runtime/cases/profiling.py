@@ -1,14 +1,13 @@
 """Profiles of small plans on real gloo ranks: all that is predicted is found and measured."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from runtime.comparison import device_mesh
 from support import custom_operators
+from support.comparison import device_mesh
 from support.meshes import slow_devices
 from support.models import gpt2, graph_of, small_graph
 
@@ -18,9 +17,6 @@ from autoshard.plan import Event, Plan, PlanOptions, chrome_trace
 from autoshard.planner import make_plan
 from autoshard.runtime.launch import LaunchContext
 from autoshard.runtime.profiling import profile
-from autoshard.runtime.profiling.profile import table_rows
-
-NUM_RANKS = 4
 
 PINS = {"inputs": {"*": "S(0),R"}, "parameters": {"*mlp*weight": "S(0),S(1)"}}
 
@@ -77,19 +73,3 @@ CASES: dict[str, Profiled] = {
         {"reshard_after_forward": "always", "pins": PINS, "optimizer": "none"}
     ),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_on_ranks(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)
-
-
-def test_ids_are_chosen_among_the_rows_of_their_table() -> None:
-    graph = small_graph(gpt2)
-    ids = {given.name: given.target for given in graph.inputs if given.target == "input_ids"}
-    tokens = [node for node in graph.nodes if node.inputs[1:] == tuple(ids)]
-    assert [node.operator for node in tokens] == ["aten.embedding.default"]
-    rows = graph.values[tokens[0].inputs[0]].shape[0]
-    assert rows > 1
-    assert table_rows(graph).items() >= dict.fromkeys(ids, rows).items()

@@ -1,21 +1,17 @@
 """Plans that were steered run like any other: the same numbers, the plan's collectives."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from runtime.comparison import check_training
 from support import models
+from support.comparison import check_training
 from support.meshes import slow_devices
 from support.models import graph_of
 
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
-
-NUM_RANKS = 4
 
 MODELS = {
     "gpt2": partial(models.gpt2, layers=1),
@@ -63,9 +59,3 @@ CASES = {
     ),
     "batch axis llama": Case("llama", {"batch_axis": "tp", "skip_fully_replicated": True}),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_steered_model(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

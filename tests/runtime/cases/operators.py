@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  registers an operator
-from runtime.comparison import check_training
+from support.comparison import check_training
 from support.meshes import slow_devices
 from support.models import Case as Built
 from torch import nn
@@ -15,8 +14,6 @@ from torch.nn import functional
 from autoshard.graph import export_model, load_graph
 from autoshard.plan import Pins, Plan, PlanOptions
 from autoshard.planner import make_plan
-
-NUM_RANKS = 4
 
 
 class Causal(nn.Module):
@@ -170,9 +167,3 @@ CASES = {
         {"chunk": "S(0),S(1)/1+1", "grouped_mm_fallback_1": "S(0),S(0)"},
     ),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_operator(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

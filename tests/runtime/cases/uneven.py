@@ -9,13 +9,15 @@ from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runtime.comparison import check_training, close, device_mesh, whole
-from runtime.hand_plans import Checked
-from runtime.uneven_plans import (
+from support import models
+from support.comparison import check_training, close, device_mesh, whole
+from support.hand_plans import Checked
+from support.meshes import slow_devices
+from support.models import graph_of
+from support.uneven_plans import (
     EXACT,
     HAND,
     check_arguments,
@@ -23,9 +25,6 @@ from runtime.uneven_plans import (
     check_hand_plan,
     check_rests,
 )
-from support import models
-from support.meshes import slow_devices
-from support.models import graph_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -34,8 +33,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
 from autoshard.runtime import dcp_state_dict, parallelize
-
-NUM_RANKS = 4
 
 
 class Gpt2(nn.Module):
@@ -263,9 +260,3 @@ CASES: dict[str, Callable[[], None]] = {
         {TIED: "S(1),S(0)"},
     ),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_uneven(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from runtime.comparison import close, device_mesh, whole
 from support import models
+from support.comparison import close, device_mesh, whole
 from support.meshes import slow_devices
 from support.models import graph_of
 from torch import nn

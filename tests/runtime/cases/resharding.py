@@ -33,7 +33,6 @@ from autoshard.plan import PlannedStep
 from autoshard.runtime.recorder import CollectiveRecord, record_collectives, summarize
 from autoshard.runtime.resharding import bind_steps
 
-NUM_RANKS = 4
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 SHAPE = (4, 8, 8)
 
@@ -311,20 +310,3 @@ CASES: dict[str, Callable[[], None]] = {
     "foreign collectives": check_foreign_collectives_are_seen,
     "unknown axis": check_unknown_axis,
 }
-
-
-def test_every_pair_of_the_table_is_a_case() -> None:
-    assert {(Kind(s[0]), Kind(t[0])) for s, t in PAIRS} == set(STEPS)
-
-
-def test_layouts_of_the_shape_have_uneven_cuts() -> None:
-    """The cases that are said to be uneven are."""
-    for dim, mine in ((0, slice(9, 10)), (2, slice(6, 7))):
-        layout = Layout.parse(f"S({dim})")
-        assert layout.local_slices(UNEVEN.shape, UNEVEN.mesh, (3,))[dim] == (mine,)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_step(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from runtime.hand_plans import HandPlan, cpu_mesh
+from support.hand_plans import HandPlan, cpu_mesh
 from torch import nn
 
 

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from runtime import two_layers
-from runtime.comparison import check_inference, check_training, close, device_mesh, whole
-from runtime.hand_plans import HandPlan
-from runtime.two_layers import MEAN, POW, Net
+from support import two_layers
+from support.comparison import check_inference, check_training, close, device_mesh, whole
+from support.hand_plans import HandPlan
+from support.two_layers import MEAN, POW, Net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import parallelize
-
-NUM_RANKS = 4
 
 
 def net() -> tuple[Net, torch.Tensor]:
@@ -230,9 +228,3 @@ CASES: dict[str, Case] = {
     "another mesh": Case("megatron", check_mesh_that_does_not_fit),
     "another model": Case("megatron", check_model_that_does_not_fit),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_hand_plan(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

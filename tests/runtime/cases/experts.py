@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
-from runtime.comparison import check_inference, check_training
-from runtime.recomputation import checkpointing
+from support.comparison import check_inference, check_training
 from support.meshes import slow_devices
+from support.recomputation import checkpointing
 from torch import nn
 from transformers import (
     GptOssConfig,
@@ -28,7 +27,6 @@ from autoshard.graph.experts import COMBINE, DISPATCH
 from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
 
-NUM_RANKS = 4
 EXACT = 1e-10
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -198,9 +196,3 @@ CASES = {
     "checkpointed": Case("two layers", FOUR, TO_EXPERTS, FROM_EXPERTS, {"a": 1}, redone=True),
     "inference": Case("mixtral", FOUR, TO_EXPERTS, FROM_EXPERTS, {"a": 1}, {"mode": "inference"}),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_experts(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

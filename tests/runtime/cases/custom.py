@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
 import torch
-from runtime.comparison import check_inference, check_training
 from support import custom_operators
+from support.comparison import check_inference, check_training
 from support.meshes import slow_devices
 from support.models import Case as ModelCase
 from support.models import graph_of
@@ -15,8 +14,6 @@ from autoshard.discovery import discover
 from autoshard.graph import Graph
 from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
-
-NUM_RANKS = 4
 
 
 @dataclass
@@ -56,9 +53,3 @@ CASES = {
     "mixer": Case(custom_operators.mixer, MEGATRON, {}),
     "clamp": Case(custom_operators.clamp, PlanOptions(mode="inference"), {}),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_custom_operators_run_as_planned(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import pytest
 import torch
-from runtime.comparison import check_inference, check_training
 from support.attention import decoder, decoding, llama
+from support.comparison import check_inference, check_training
 from support.meshes import slow_devices
 from support.models import Case as Built
 from support.models import graph_of
@@ -15,7 +14,6 @@ from support.models import graph_of
 from autoshard.plan import Mode, Pins, Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
 
-NUM_RANKS = 4
 SIZES = {"width": 32, "hidden": 64, "vocabulary": 64}
 QUERIES, HEADS = "S(2) R R", "S(1) S(1) S(1)"
 KEYS = "R S(2) S(2)"
@@ -105,9 +103,3 @@ CASES = {
         partial(decoding, 64, width=32, heads=4, groups=2), KEYS, "inference", inside=2
     ),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_attention(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -5,17 +5,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from runtime.recomputation import holding_everything, run_step
 from support import models
 from support.meshes import slow_devices
 from support.models import graph_of
+from support.recomputation import holding_everything, run_step
 
 from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
 
-NUM_RANKS = 4
 TOLERANCE = 1e-10
 
 
@@ -77,15 +75,3 @@ CASES = {
         partial(double, models.llama), {"dp": 2, "tp": 2}, HYBRID
     ),
 }
-
-
-def test_the_second_case_has_both() -> None:
-    case = CASES["gathered again and checkpointed"]
-    case.prepare()
-    assert case.plan.stages[0].checkpoints
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_planned_recomputation(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -1,14 +1,10 @@
 """Many steps of training on eight ranks, with a checkpoint between two plans."""
 
-from collections.abc import Callable
 from functools import partial
 
-import pytest
-from runtime.training import Training
-from runtime.transformers_on_ranks import OPTIONS
 from support import models
-
-NUM_RANKS = 8
+from support.training import Training
+from support.transformer_plans import OPTIONS
 
 CASES = {
     "gpt2, megatron to fsdp": Training(
@@ -20,9 +16,3 @@ CASES = {
         (({"dp": 2, "tp": 4}, OPTIONS["hsdp"]), ({"a": 2, "b": 2, "c": 2}, OPTIONS["free"])),
     ),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_training(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

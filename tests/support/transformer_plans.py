@@ -5,9 +5,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from runtime.recomputation import checkpointing, resharding_again
 from support.meshes import slow_devices
 from support.models import Case, graph_of
+from support.recomputation import checkpointing, resharding_again
 
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan

@@ -1,4 +1,4 @@
-"""Runs the cases of a test file on real gloo ranks; started as a program by `conftest.py`.
+"""Runs the cases of a test file on real gloo ranks; started as a program by `on_ranks.py`.
 
 Starting ranks takes far longer than most cases, so one launch runs all cases of a file. The
 file is imported once, and each rank is a fork of that process. After every case the ranks
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -32,6 +33,15 @@ class Prepared(Protocol):
     """A case with work that is done once, before there are ranks."""
 
     def prepare(self) -> None: ...
+
+
+def joined(*modules: ModuleType) -> dict[str, Callable[[], None]]:
+    """The `CASES` of several modules, for one launch; names begin with that of the module."""
+    return {
+        f"{module.__name__.rpartition('.')[2]}: {name}": case
+        for module in modules
+        for name, case in module.CASES.items()
+    }
 
 
 def load_cases(file: Path) -> dict[str, Callable[[], None]]:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from runtime.comparison import close, device_mesh
-from runtime.transformers_on_ranks import OPTIONS, planned
 from support import models
+from support.comparison import close, device_mesh
+from support.transformer_plans import OPTIONS, planned
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -28,8 +27,6 @@ from transformers.distributed import DistributedConfig
 from autoshard.layouts import I, Layout, to_placements
 from autoshard.plan import PlacedInput, Plan, export_plan
 from autoshard.runtime.shards import local_shard
-
-NUM_RANKS = 4
 
 Layouts = Mapping[str, Layout]
 
@@ -322,9 +319,3 @@ CASES = {
     "json": Table(gpt2, "4", "free", "json"),
     "csv": Table(llama, "2x2", "free", "csv"),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_export(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -5,30 +5,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from unittest.mock import patch
 
-import pytest
 import torch
-from runtime.recomputation import (
+from support import models
+from support.recomputation import (
     checkpointing,
     holding_everything,
     nodes_of,
     resharding_again,
     run_step,
 )
-from runtime.transformers_on_ranks import (
+from support.transformer_plans import (
     GPT2_LAYERS,
     LLAMA_LAYERS,
     checkpoints,
     everything_again,
     planned,
 )
-from support import models
 
 from autoshard.graph import graph_from_json
 from autoshard.plan import Plan, Resharding
 from autoshard.plan import buckets as plan_buckets
 from autoshard.plan.buckets import buckets_of
-
-NUM_RANKS = 4
 
 TOLERANCE = 1e-10
 
@@ -152,9 +149,3 @@ CASES = {
         "residuals", "4", "fsdp of residuals", checkpoints, largest=128 * 32 * 8
     )
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_recomputing_model(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from runtime.comparison import check_training
 from support import models
+from support.comparison import check_training
 from support.meshes import slow_devices
 from support.models import graph_of
 from torch import nn
@@ -20,7 +19,6 @@ from torch.nn import functional
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
-NUM_RANKS = 4
 EXACT = 1e-10
 
 
@@ -180,9 +178,3 @@ CASES = {
     **{name: Case(name, MEGATRON, GATED) for name in ("chunk", "split", "slices", "narrow")},
     "joined": Case("joined", MEGATRON, ("out.weight", "I,S(1)/1+1")),
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_fused_model(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -12,23 +12,21 @@ from functools import partial
 
 import pytest
 import torch
-from runtime.comparison import device_mesh
-from runtime.transformers_on_ranks import (
+from support import models
+from support.comparison import device_mesh
+from support.live_memory import LiveMemory
+from support.transformer_plans import (
     GPT2_LAYERS,
     LLAMA_LAYERS,
     checkpoints,
     everything_again,
     planned,
 )
-from support import models
-from support.live_memory import LiveMemory
 
 from autoshard.graph import graph_from_json
 from autoshard.plan import Plan
 from autoshard.plan.memory.timeline import timeline
 from autoshard.runtime import parallelize
-
-NUM_RANKS = 4
 
 TURN, PEAK = 0.015, 0.05
 """How far, as a share, what is predicted may be from what is measured."""
@@ -96,9 +94,3 @@ CASES = {
         ("llama", "2x2", "inference", plain),
     ]
 }
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_memory_is_as_predicted(case: str, on_ranks: Callable[[str], None]) -> None:
-    on_ranks(case)

@@ -1,0 +1,17 @@
+"""Models and training on 8 ranks."""
+
+from collections.abc import Callable
+
+import pytest
+from runtime.cases import mase, training_on_8
+from support.ranks import joined
+
+NUM_RANKS = 8
+TIMEOUT = 1800
+CASES = joined(mase, training_on_8)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)

@@ -1,0 +1,17 @@
+"""Operators along sharded dims on 4 ranks."""
+
+from collections.abc import Callable
+
+import pytest
+from runtime.cases import attention, experts, operators, sharded_dims
+from support.ranks import joined
+
+NUM_RANKS = 4
+TIMEOUT = 1800
+CASES = joined(sharded_dims, attention, operators, experts)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)

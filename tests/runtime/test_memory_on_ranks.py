@@ -1,0 +1,23 @@
+"""Recomputation and memory on 4 ranks."""
+
+from collections.abc import Callable
+
+import pytest
+from runtime.cases import budgets, recomputation, timeline
+from support.ranks import joined
+
+NUM_RANKS = 4
+TIMEOUT = 1800
+CASES = joined(recomputation, budgets, timeline)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)
+
+
+def test_the_second_case_has_both() -> None:
+    case = budgets.CASES["gathered again and checkpointed"]
+    case.prepare()
+    assert case.plan.stages[0].checkpoints
