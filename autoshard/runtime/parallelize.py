@@ -264,7 +264,7 @@ class PlannedForward:
         program = self._compile(stage)
         return _Call(
             program,
-            Arguments(stage, program.graph, self._mesh, program.place),
+            Arguments(stage, program.graph, program.place),
             Results(stage, program.graph, self._mesh),
             prepared_inputs(program.graph, stage, program.place),
         )

@@ -15,7 +15,7 @@ from autoshard.layouts import Layout, R, to_placements
 from autoshard.plan import PlacedInput, Stage
 from autoshard.runtime.dtensors import from_local
 from autoshard.runtime.local_node import Place
-from autoshard.runtime.shards import local_shape, local_shard
+from autoshard.runtime.shards import local_shard, shape_of
 
 _IMPORTING_TYPES = frozenset({"collections.defaultdict"})
 _IMPORTING_CONTEXT = "__enum__"
@@ -29,19 +29,16 @@ class Arguments:
     Args:
         stage: with the layout of each tensor.
         graph: with the structure of the arguments and their literals.
-        mesh: the devices.
         place: position of this rank.
     """
 
-    def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh, place: Place) -> None:
+    def __init__(self, stage: Stage, graph: Graph, place: Place) -> None:
         kinds = (InputKind.USER, InputKind.LITERAL)
         self._inputs = tuple(i for i in graph.inputs if i.kind in kinds)
         self._spec = read_spec(graph.in_spec) if graph.in_spec else None
         placed = {i.name: i for i in stage.inputs if i.kind == "user"}
         self._tensors = {
-            name: _TensorArgument(
-                tensor, mesh, place, takes_gradient=graph.values[name].requires_grad
-            )
+            name: _TensorArgument(tensor, place, takes_gradient=graph.values[name].requires_grad)
             for name, tensor in placed.items()
         }
         self._symbols = {n: graph.dynamic.symbols_of(n) for n in placed} if graph.dynamic else {}
@@ -137,37 +134,36 @@ class Arguments:
 
 
 class _TensorArgument:
-    def __init__(
-        self, placed: PlacedInput, mesh: DeviceMesh, place: Place, *, takes_gradient: bool
-    ) -> None:
+    """A tensor argument of forward.
+
+    Attributes:
+        shape: global shape.
+        rows: the rank's slice of dim 0: all rows if it has several slices, None for a scalar.
+    """
+
+    def __init__(self, placed: PlacedInput, place: Place, *, takes_gradient: bool) -> None:
         self._placed = placed
-        self._mesh = mesh
         self._place = place
         self._takes_gradient = takes_gradient
-        self._layout = Layout.parse(placed.layout)
         self._dtype: torch.dtype = getattr(torch, placed.dtype)
-        self._placements = to_placements(self._layout, place.axis_sizes)
+        layout = Layout.parse(placed.layout)
+        self._placements = to_placements(layout, place.axis_sizes)
         self.shape = placed.shape
-        self._local_shape = local_shape(
-            placed.shape, self._layout, place.axis_sizes, place.coordinate
-        )
-        self._behind_rows = _without_rows(self._layout)
-        self.rows = self._rows()
-
-    def _rows(self) -> slice | None:
-        """The rank's slice of dim 0; None for a scalar, all rows if they are several slices."""
-        if not self.shape:
-            return None
-        place = self._place
-        slices = self._layout.local_slices(self.shape, place.axis_sizes, place.coordinate)[0]
-        return slices[0] if len(slices) == 1 else slice(0, self.shape[0])
+        slices = layout.local_slices(self.shape, place.axis_sizes, place.coordinate)
+        self._local_shape = shape_of(slices)
+        self.rows: slice | None = None
+        # How to shard a tensor of each accepted shape; None for the shard itself.
+        self._layouts: dict[tuple[int, ...], Layout | None] = {}
+        if self.shape:
+            self.rows = slices[0][0] if len(slices[0]) == 1 else slice(0, self.shape[0])
+            num_rows = self.rows.stop - self.rows.start
+            self._layouts[num_rows, *self.shape[1:]] = _without_rows(layout)
+        self._layouts[self.shape] = layout
+        self._layouts[self._local_shape] = None
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a shape is the global one, that of this rank's rows, or that of its shard."""
-        shapes = [self._placed.shape, self._local_shape]
-        if self.rows:
-            shapes.append((self.rows.stop - self.rows.start, *self._placed.shape[1:]))
-        return tuple(shape) in shapes
+        return tuple(shape) in self._layouts
 
     def localize(self, value: Any) -> torch.Tensor:
         """This rank's shard of a full tensor, a DTensor, or a tensor that is the shard."""
@@ -184,27 +180,25 @@ class _TensorArgument:
         return self._local(value).to(self._place.device)
 
     def _local(self, value: torch.Tensor) -> torch.Tensor:
-        placed = self._placed
+        name, shape = self._placed.target, tuple(value.shape)
         if isinstance(value, DTensor):
-            if value.placements != self._placements or value.shape != placed.shape:
+            if value.placements != self._placements or shape != self.shape:
                 raise PlanError(
-                    f"argument {placed.target!r} is a DTensor of shape {tuple(value.shape)} placed "
-                    f"{value.placements}; the plan needs {placed.shape} placed "
-                    f"{self._placements}: redistribute it, or pass the full tensor"
+                    f"argument {name!r} is a DTensor of shape {shape} placed {value.placements}; "
+                    f"the plan needs {self.shape} placed {self._placements}: redistribute it, or "
+                    f"pass the full tensor"
                 )
             return value.to_local()
-        if value.shape == self._local_shape:
+        if shape not in self._layouts:
+            raise PlanError(
+                f"argument {name!r} has shape {shape}; the plan is for the global shape "
+                f"{self.shape}, or {self._local_shape} where a rank passes its own shard: pad the "
+                f"batch, or plan again for the new shape"
+            )
+        layout, place = self._layouts[shape], self._place
+        if layout is None:
             return value
-        place = self._place
-        if value.shape == placed.shape:
-            return local_shard(value, self._layout, place.axis_sizes, place.coordinate)
-        if self.rows and value.shape == (self.rows.stop - self.rows.start, *placed.shape[1:]):
-            return local_shard(value, self._behind_rows, place.axis_sizes, place.coordinate)
-        raise PlanError(
-            f"argument {placed.target!r} has shape {tuple(value.shape)}; the plan is for the "
-            f"global shape {placed.shape}, or {self._local_shape} where a rank passes its own "
-            f"shard: pad the batch, or plan again for the new shape"
-        )
+        return local_shard(value, layout, place.axis_sizes, place.coordinate)
 
 
 def _without_rows(layout: Layout) -> Layout:

@@ -9,7 +9,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.errors import MeshError
@@ -137,29 +136,21 @@ def _measured(
     num_passes: int,
     report: Callable[[str], None],
 ) -> Iterator[tuple[str, CollectiveSample]]:
-    """Samples over each axis of more than one rank, with the axis's name."""
-    axes = _axes(mesh)
+    """Samples over each axis of more than one rank, with the axis's name.
+
+    Each is the median of passes over all sizes, which spread other load of the machine evenly.
+    """
     groups = init_device_mesh(
         stopwatch.device.type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
     )
-    for axis, level in axes.items():
+    for axis, level in _axes(mesh).items():
         report(f"collectives over {axis}, {sizes[0]} to {sizes[-1]} bytes")
-        group = groups.get_group(axis)
-        for sample in _sampled(group, level, sizes, stopwatch, num_passes):
-            yield axis, sample
-
-
-def _sampled(
-    group: ProcessGroup,
-    level: int,
-    sizes: Sequence[int],
-    stopwatch: Stopwatch,
-    num_passes: int,
-) -> Iterator[CollectiveSample]:
-    """Samples over one axis: medians of passes over all sizes, which spread other load evenly."""
-    passes = [list(measure_collectives(group, level, sizes, stopwatch)) for _ in range(num_passes)]
-    for alike in zip(*passes, strict=True):
-        yield replace(alike[0], seconds=median(sample.seconds for sample in alike))
+        passes = [
+            list(measure_collectives(groups.get_group(axis), level, sizes, stopwatch))
+            for _ in range(num_passes)
+        ]
+        for samples in zip(*passes, strict=True):
+            yield axis, replace(samples[0], seconds=median(s.seconds for s in samples))
 
 
 def is_checked(sample: CollectiveSample, checked: Sequence[int]) -> bool:
@@ -173,12 +164,10 @@ def _compared(
     """The samples that were not used for the fit, with its predictions."""
     for axis, sample in samples:
         if is_checked(sample, checked):
-            yield Comparison(axis, sample, _predicted(mesh, axis, sample))
-
-
-def _predicted(mesh: Mesh, axis: str, sample: CollectiveSample) -> float:
-    action, inner = sample.action.removesuffix(INNER), sample.action.endswith(INNER)
-    return mesh.collective_time(action, mesh.axis_names.index(axis), sample.nbytes, inner=inner)
+            action, inner = sample.action.removesuffix(INNER), sample.action.endswith(INNER)
+            index = mesh.axis_names.index(axis)
+            seconds = mesh.collective_time(action, index, sample.nbytes, inner=inner)
+            yield Comparison(axis, sample, seconds)
 
 
 def _levels(num_ranks: int, per_node: int) -> list[tuple[str, int | None]]:
