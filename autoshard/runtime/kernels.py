@@ -56,12 +56,10 @@ def _reshape(local: LocalNode, _argument: str) -> LocalKernel:
 def _vocabulary(local: LocalNode, _argument: str) -> LocalKernel:
     place = local.place
     rows = local.input_shapes[0][0]
-    table = local.inputs[0]
-    if all(place.axis_sizes[axis] == 1 for axis in table.cutting_axes(0)):
+    if not local.axes_cutting((0,)):
         return _plain(local)
     first = local.start(0)
-    padding = local.node.argument("padding_idx", -1)
-    assert isinstance(padding, int)
+    padding = local.integer("padding_idx", -1)
     inside = first <= padding < first + rows
     # -1 is the schema's way to say that no row is padding.
     replaced = {"padding_idx": padding - first if inside else -1}
@@ -138,24 +136,19 @@ def _run(local: LocalNode, _argument: str) -> LocalKernel:
 
 
 def _dim(local: LocalNode) -> int:
-    dim = local.node.argument("dim", 0)
-    assert isinstance(dim, int)
-    return dim % max(len(local.input_shapes[0]), 1)
+    return local.integer("dim", 0) % max(len(local.input_shapes[0]), 1)
 
 
 def _groups(local: LocalNode, argument: str) -> LocalKernel:
-    groups = local.node.argument(argument, 1)
-    assert isinstance(groups, int)
+    groups = local.integer(argument, 1)
     share = max(groups * local.input_shapes[0][1] // local.shapes[0][1], 1)
     return OperatorCall(local.node, local.place.device, replaced={argument: share})
 
 
 def _diagonal(local: LocalNode, argument: str) -> LocalKernel:
     rows = len(local.input_shapes[0]) - 2
-    whole = local.node.argument(argument, 0)
-    assert isinstance(whole, int)
-    replaced = {argument: whole + local.start(rows) - local.start(rows + 1)}
-    return OperatorCall(local.node, local.place.device, replaced=replaced)
+    offset = local.integer(argument, 0) + local.start(rows) - local.start(rows + 1)
+    return OperatorCall(local.node, local.place.device, replaced={argument: offset})
 
 
 def _bags(local: LocalNode, _argument: str) -> LocalKernel:
@@ -189,8 +182,8 @@ def _counts(local: LocalNode, _argument: str) -> LocalKernel:
 def _experts(local: LocalNode, argument: str) -> LocalKernel:
     place = local.place
     names = local.names()
-    cut = local.inputs[0].cutting_axes(0) + local.inputs[1].cutting_axes(0)
-    if argument not in names or all(place.axis_sizes[axis] == 1 for axis in cut):
+    is_sharded = local.axes_cutting((0,)) or local.axes_cutting((0,), 1)
+    if argument not in names or not is_sharded:
         return _plain(local)
     at = names.index(argument)
     num_rows, num_matrices = local.input_shapes[0][0], local.input_shapes[1][0]

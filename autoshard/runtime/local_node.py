@@ -184,6 +184,18 @@ class LocalNode:
         """
         return tuple(i for i, name in enumerate(self.names()) if name in _RUNNING_STATISTICS)
 
+    def integer(self, name: str, default: int) -> int:
+        """An integer argument of the operator."""
+        value = self.node.argument(name, default)
+        assert isinstance(value, int)
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A numeric argument of the operator."""
+        value = self.node.argument(name, default)
+        assert isinstance(value, (int, float))
+        return value
+
     def dims(self, name: str) -> tuple[int, ...]:
         """Non-negative dims of the first input given by an integer or list argument."""
         rank = max(len(self.input_shapes[0]), 1)

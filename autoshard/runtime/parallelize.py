@@ -19,7 +19,7 @@ from autoshard.runtime.constants import constant_value, prepared_inputs
 from autoshard.runtime.dtensors import support_grad_scaler
 from autoshard.runtime.parameters import (
     LocalParameter,
-    ModuleTensor,
+    ModuleAttribute,
     check_parameters,
     distribute_parameters,
 )
@@ -302,7 +302,7 @@ class PlannedForward:
             value = self._constants[placed.target].to(device)
             return lambda: value
         try:
-            attribute = ModuleTensor.of(model, placed.target)
+            attribute = ModuleAttribute.of(model, placed.target)
             value = attribute.get()
         except AttributeError:
             known = constant_value(self.program.graph, placed.name, device)

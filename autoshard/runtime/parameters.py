@@ -23,14 +23,14 @@ NUM_DIFFERENCES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleTensor:
+class ModuleAttribute:
     """A tensor attribute of a module; looked up at each use, since it may be replaced."""
 
     module: nn.Module
     name: str
 
     @classmethod
-    def of(cls, model: nn.Module, path: str) -> "ModuleTensor":
+    def of(cls, model: nn.Module, path: str) -> "ModuleAttribute":
         """The attribute at a dotted path.
 
         Raises:
@@ -108,7 +108,7 @@ def _differences(model: nn.Module, stage: Stage, frozen: frozenset[str]) -> Iter
 
 def distribute_parameters(
     model: nn.Module, stage: Stage, mesh: DeviceMesh, place: Place
-) -> list[ModuleTensor]:
+) -> list[ModuleAttribute]:
     """Replace each parameter by a DTensor of this rank's shard; tied parameters stay tied.
 
     Returns:
@@ -118,9 +118,9 @@ def distribute_parameters(
     for placed in stage.parameters:
         parameter = _distributed(model.get_parameter(placed.target), placed, mesh, place)
         for name in (placed.target, *placed.aliases):
-            attribute = ModuleTensor.of(model, name)
+            attribute = ModuleAttribute.of(model, name)
             attribute.module.register_parameter(attribute.name, parameter)
-        found.append(ModuleTensor.of(model, placed.target))
+        found.append(ModuleAttribute.of(model, placed.target))
     return found
 
 
@@ -151,7 +151,7 @@ class LocalParameter:
         attribute: of the parameter.
     """
 
-    attribute: ModuleTensor
+    attribute: ModuleAttribute
 
     def get(self) -> torch.Tensor:
         """The present shard; its gradient becomes the parameter's.

@@ -28,7 +28,7 @@ def bind_experts(local: LocalNode) -> LocalKernel:
 
 
 def _dispatch(local: LocalNode) -> LocalKernel:
-    router = _Router.of(local, rows=2, tokens=0, num_experts=_num_experts(local))
+    router = _Router.of(local, rows=2, tokens=0, num_experts=local.integer("num_experts", 0))
     ranks = local.place.ranks
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
@@ -39,7 +39,7 @@ def _dispatch(local: LocalNode) -> LocalKernel:
 
 
 def _combine(local: LocalNode) -> LocalKernel:
-    router = _Router.of(local, rows=0, tokens=3, num_experts=_num_experts(local))
+    router = _Router.of(local, rows=0, tokens=3, num_experts=local.integer("num_experts", 0))
     ranks = local.place.ranks
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
@@ -78,12 +78,6 @@ def _expert_bias(local: LocalNode) -> LocalKernel:
         return (bias.index_select(0, experts).unsqueeze(0),)
 
     return run
-
-
-def _num_experts(local: LocalNode) -> int:
-    number = local.node.argument("num_experts")
-    assert isinstance(number, int)
-    return number
 
 
 def _by_matrices(local: LocalNode, *, tensor: int, rows: int) -> "_Router":

@@ -250,8 +250,6 @@ class _Convolution(ShardedKernel):
         if halo is None:
             return None
         whole, own = local.shapes[0][-rank - 1], shape[-rank - 1]
-        groups = node.argument("groups", 1)
-        assert isinstance(groups, int)
         is_cut = [halo.extends(i - rank) for i in range(rank)]
         added = per_dim(node, "output_padding", (0,) * rank)
         settings = (
@@ -260,7 +258,7 @@ class _Convolution(ShardedKernel):
             [w.dilation for w in windows],
             transposed,
             [0 if cut else size for size, cut in zip(added, is_cut, strict=True)],
-            max(groups * own // whole, 1),
+            max(local.integer("groups", 1) * own // whole, 1),
         )
         trims = [
             _trim(window, border.dim, shape[border.dim], (border.before, border.after))

@@ -34,15 +34,14 @@ def bind_cross_entropy(local: LocalNode) -> LocalKernel | None:
     statistics = Statistics.over(local, (dim,))
     if not statistics.axes:
         return None
-    num_classes = local.input_shapes[0][dim]
     loss = _CrossEntropy(
         dim=dim,
         first=local.start(dim),
-        num_classes=num_classes,
+        num_classes=local.input_shapes[0][dim],
         num_all_classes=local.count((dim,)),
-        reduction=_integer(local.node.argument("reduction", _MEAN)),
-        ignored=_integer(local.node.argument("ignore_index", _IGNORED)),
-        smoothing=_number(local.node.argument("label_smoothing", 0.0)),
+        reduction=local.integer("reduction", _MEAN),
+        ignored=local.integer("ignore_index", _IGNORED),
+        smoothing=local.number("label_smoothing", 0.0),
         statistics=statistics,
     )
 
@@ -51,16 +50,6 @@ def bind_cross_entropy(local: LocalNode) -> LocalKernel | None:
         return (loss(given["self"], given["target"], given.get("weight")),)
 
     return run
-
-
-def _integer(value: Argument) -> int:
-    assert isinstance(value, int)
-    return value
-
-
-def _number(value: Argument) -> float:
-    assert isinstance(value, (int, float))
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +201,7 @@ def bind_nll_loss(local: LocalNode) -> LocalKernel | None:
     if not local.axes_cutting((dim,)) and not (is_mean and statistics.axes):
         return None
     first, num_classes = local.start(dim), scores[dim]
-    ignored = _integer(local.node.argument("ignore_index", _IGNORED))
+    ignored = local.integer("ignore_index", _IGNORED)
     replaced: dict[str, Argument] = {"ignore_index": _IGNORED}
     if is_mean:
         replaced["reduction"] = _SUM

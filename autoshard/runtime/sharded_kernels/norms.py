@@ -33,7 +33,9 @@ def bind_last_dims(local: LocalNode) -> LocalKernel | None:
         return None
     is_rms = local.node.operator == "aten.rms_norm.default"
     count = prod(size for size in shape if isinstance(size, int))
-    eps = _epsilon(local, None if is_rms else _EPS)
+    # The default of rms_norm is the machine epsilon.
+    is_default = is_rms and local.node.argument("eps") is None
+    eps = None if is_default else local.number("eps", _EPS)
     norm = _Norm(dims=dims, count=count, eps=eps, centred=not is_rms, statistics=statistics)
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
@@ -48,15 +50,14 @@ def bind_group_norm(local: LocalNode) -> LocalKernel | None:
     """Bind group_norm; None where groups are not sharded."""
     samples, channels, *sizes = local.input_shapes[0]
     spatial = tuple(range(2, 2 + len(sizes)))
-    num_groups = local.node.argument("num_groups", 1)
-    assert isinstance(num_groups, int)
+    num_groups = local.integer("num_groups", 1)
     local_groups, axes = _groups_of(local, num_groups)
     axes = sorted((*axes, *local.axes_cutting(spatial)))
     if not axes:
         return None
     statistics = Statistics(local.place.ranks, tuple(axes))
     count = local.count((1, *spatial)) // num_groups
-    norm = _Norm(dims=(2, 3), count=count, eps=_epsilon(local), statistics=statistics)
+    norm = _Norm(dims=(2, 3), count=count, eps=local.number("eps", _EPS), statistics=statistics)
     grouped = (samples, local_groups, channels // local_groups, prod(sizes))
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
@@ -76,9 +77,8 @@ def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
     if not local.node.argument("training") or not statistics.axes:
         return None
     count = local.count(others)
-    norm = _Norm(dims=(0, 2), count=count, eps=_epsilon(local), statistics=statistics)
-    momentum = local.node.argument("momentum", _MOMENTUM)
-    assert isinstance(momentum, (int, float))
+    norm = _Norm(dims=(0, 2), count=count, eps=local.number("eps", _EPS), statistics=statistics)
+    momentum = local.number("momentum", _MOMENTUM)
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
         given = local.named(tensors)
@@ -95,12 +95,6 @@ def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
         return (result.view(values.shape),)
 
     return run
-
-
-def _epsilon(local: LocalNode, default: float | None = _EPS) -> float | None:
-    eps = local.node.argument("eps", default)
-    assert eps is None or isinstance(eps, (int, float))
-    return eps
 
 
 def _viewed(
