@@ -295,7 +295,7 @@ class Conflict(Document):
     """What keeps an infeasible request from having a plan."""
 
     options: tuple[str, ...] = Field(
-        description="steering options that cannot all hold; empty where memory alone is short"
+        description="options that cannot all hold; empty where memory alone is short"
     )
     minimal: bool = Field(description="whether the others can hold without any one of them")
     budget: int | None = Field(

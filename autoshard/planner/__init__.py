@@ -7,8 +7,13 @@ from autoshard.planner.mesh_search import (
     candidate_meshes,
     search_meshes,
 )
-from autoshard.planner.planner import make_plan, plan_id, torch_version
-from autoshard.planner.problem_size import ProblemSize, problem_size
+from autoshard.planner.planner import (
+    ProblemSize,
+    make_plan,
+    plan_id,
+    problem_size,
+    torch_version,
+)
 
 __all__ = [
     "Alternative",

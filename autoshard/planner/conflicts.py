@@ -1,46 +1,46 @@
-"""Why there is no plan: which options cannot all hold, and whether memory is among them.
+"""Why no plan exists: a minimal set of conflicting options, and whether memory is part of it.
 
-A conflict is minimal: without any one of its members the others can hold. It is found by
-deletion filtering (Chinneck and Dravnieks, ORSA J. Comput. 3:157, 1991): leave out one
-restriction after the other, and leave it out for good where the rest still conflicts.
+A conflict is minimal if the other members can hold without any one of them. It is found by
+deletion filtering (Chinneck and Dravnieks, ORSA J. Comput. 3:157, 1991): leave out one constraint
+after the other, and leave it out for good where the rest still conflicts.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from autoshard.outcome import SolveStatus
 from autoshard.plan.constraints import Constraint
 from autoshard.plan.document import Conflict
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.formulation.formulation import Formulation
-from autoshard.planner.memory_budget.planning import Planning
+from autoshard.planner.budget_search import BudgetSearch
+from autoshard.planner.formulation import Formulation
 from autoshard.solve import USAGE_TOLERANCE, CancelToken, solve_problem
 
-_LEAST_SECONDS = 1.0
-"""What a single look may take even where the time is over."""
-_MOST_TRIES = 12
+_MIN_SECONDS = 1.0
+"""Seconds that a single solve may take even after the time limit."""
+_MAX_TRIES = 12
 
 
 def find_conflict(
     formulation: Formulation, options: PlanOptions, *, cancel: CancelToken | None = None
 ) -> Conflict:
-    """What keeps a formulation from having a plan.
+    """Why a formulation has no plan.
 
     Args:
         formulation: a formulation without a plan.
-        options: of the request; their time limit is that for looking, and afterwards the
-            conflict may not be minimal, and says so.
-        cancel: ends the search, as the end of the time does.
+        options: of the request; their time limit is that of this search too. If it ends first,
+            the conflict may not be minimal, and says so.
+        cancel: ends the search like the time limit.
     """
-    return _Filter(formulation, options, cancel).conflict()
+    return _ConflictSearch(formulation, options, cancel).conflict()
 
 
 def conflict_text(conflict: Conflict, *, proven: bool) -> str:
-    """A conflict in words, with the way out.
+    """A conflict as a message, with the way out.
 
     Args:
         conflict: the conflict.
-        proven: whether it is proven that no plan fits, or none was found.
+        proven: whether it is proven that no plan fits, rather than that none was found.
     """
     several = len(conflict.options) > 1
     options = "; ".join(conflict.options) + ("" if conflict.minimal else " (or some of these)")
@@ -57,7 +57,7 @@ def conflict_text(conflict: Conflict, *, proven: bool) -> str:
     return f"{short} together with: {options}; {least}or change or drop one of these"
 
 
-class _Filter:
+class _ConflictSearch:
     def __init__(
         self, formulation: Formulation, options: PlanOptions, cancel: CancelToken | None
     ) -> None:
@@ -68,32 +68,30 @@ class _Filter:
 
     def conflict(self) -> Conflict:
         if self._contradicts(self._formulation):
-            return self._conflict(self._smallest(self._contradicts), budget=None, least=None)
-        members = self._smallest(self._exceeds)
-        budget = self._formulation.prices.memory_budget
-        return self._conflict(members, budget=budget, least=self._least_budget())
-
-    def _conflict(
-        self, members: Sequence[Constraint], *, budget: int | None, least: int | None
-    ) -> Conflict:
+            test, budget, least = self._contradicts, None, None
+        else:
+            test, budget = self._exceeds_memory, self._formulation.prices.memory_budget
+        members = self._minimal(test)
+        if budget is not None:
+            least = self._least_budget()
         return Conflict(
-            options=tuple(restriction.label for restriction in members),
-            minimal=not self._over,
+            options=tuple(constraint.label for constraint in members),
+            minimal=not self._is_over,
             budget=budget,
             least_budget=least,
         )
 
     @property
     def _remaining(self) -> float:
-        return max(self._deadline - time.perf_counter(), _LEAST_SECONDS)
+        return max(self._deadline - time.perf_counter(), _MIN_SECONDS)
 
     @property
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         cancelled = self._cancel is not None and self._cancel.is_set()
         return cancelled or time.perf_counter() > self._deadline
 
     def _contradicts(self, formulation: Formulation) -> bool:
-        """Whether no choice is possible even with all the memory in the world."""
+        """Whether no choice is possible even without a memory limit."""
         found = solve_problem(
             formulation.problem,
             relative_gap=0.5,
@@ -102,43 +100,43 @@ class _Filter:
         )
         return found.status is SolveStatus.INFEASIBLE
 
-    def _exceeds(self, formulation: Formulation) -> bool:
+    def _exceeds_memory(self, formulation: Formulation) -> bool:
         """Whether every choice takes more memory than there is."""
-        room = formulation.prices.memory_budget * (1 + USAGE_TOLERANCE)
-        return self._planning(formulation).least_usage() > room
+        limit = formulation.prices.memory_budget * (1 + USAGE_TOLERANCE)
+        return self._search(formulation).min_usage() > limit
 
-    def _planning(self, formulation: Formulation) -> Planning:
-        return Planning(formulation, self._options, seconds=self._remaining, cancel=self._cancel)
+    def _search(self, formulation: Formulation) -> BudgetSearch:
+        return BudgetSearch(
+            formulation, self._options, seconds=self._remaining, cancel=self._cancel
+        )
 
     def _least_budget(self) -> int | None:
         """The smallest budget for which a plan is found.
 
-        The plan that holds least need not be the one whose peak is least, so smaller ones
-        are tried until none is found.
+        The plan of the least usage need not have the lowest peak, so smaller budgets are tried
+        until no plan is found.
         """
-        planning = self._planning(self._formulation)
-        plan, budget = planning.with_least(), None
-        for _ in range(_MOST_TRIES):
+        search = self._search(self._formulation)
+        plan, budget = search.min_usage_plan(), None
+        for _ in range(_MAX_TRIES):
             if plan is None:
                 break
             budget = plan.memory.peak
-            if self._over:
+            if self._is_over:
                 break
-            plan = planning.within(budget - 1).plan
+            plan = search.run(budget - 1).plan
         return budget
 
-    def _smallest(self, infeasible: Callable[[Formulation], bool]) -> list[Constraint]:
-        """Restrictions that cannot all hold, though they can without any one of them."""
+    def _minimal(self, infeasible: Callable[[Formulation], bool]) -> list[Constraint]:
+        """Constraints that cannot all hold, although they can without any one of them."""
         members = list(self._formulation.constraints.constraints)
-        if members and infeasible(self._steered([])):
+        if members and infeasible(self._with_only([])):
             return []
-        for restriction in tuple(members):
-            rest = [r for r in members if r is not restriction]
-            if rest and not self._over and infeasible(self._steered(rest)):
+        for constraint in tuple(members):
+            rest = [c for c in members if c is not constraint]
+            if rest and not self._is_over and infeasible(self._with_only(rest)):
                 members = rest
         return members
 
-    def _steered(self, restrictions: Sequence[Constraint]) -> Formulation:
-        old = self._formulation
-        constraints = old.constraints.only(restrictions)
-        return Formulation(old.graph, old.axes, old.prices, constraints=constraints)
+    def _with_only(self, kept: list[Constraint]) -> Formulation:
+        return self._formulation.constrained(self._formulation.constraints.only(kept))

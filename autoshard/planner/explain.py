@@ -1,4 +1,4 @@
-"""Why a plan does what it does: every alternative of one choice, with its price."""
+"""Explanation of a plan: every alternative of one choice, with its cost."""
 
 import time
 from collections.abc import Iterable
@@ -14,18 +14,15 @@ from autoshard.graph import Graph, graph_digest
 from autoshard.layouts import Layout
 from autoshard.ops import Strategy
 from autoshard.outcome import SolveStatus
-from autoshard.plan.constraints import Constraint, PlanConstraints, plan_constraints
+from autoshard.plan.constraints import Constraint, PlanConstraints
 from autoshard.plan.document import Plan
-from autoshard.plan.nontrivial_axes import NontrivialAxes
-from autoshard.plan.pricing import Prices
-from autoshard.planner.formulation.decisions import Decisions, decisions_of
-from autoshard.planner.formulation.formulation import Formulation
-from autoshard.planner.formulation.variables import Role, Variable
-from autoshard.planner.memory_budget.planning import Planning
+from autoshard.planner.budget_search import BudgetSearch
+from autoshard.planner.formulation import Formulation, Role, Variable
+from autoshard.planner.stage_builder import Decisions, decisions_of
 from autoshard.solve import MinMarginals
 
 _EXACT = 1e-6
-"""Relative gap of the plans that a regret is measured with."""
+"""Relative gap of the plans that give a regret."""
 _ROUNDING = 1e-9
 
 
@@ -34,17 +31,17 @@ class Alternative:
     """One strategy of a choice.
 
     Attributes:
-        layouts: the strategy as a pin takes it: a layout, or `inputs -> outputs`.
+        layouts: the strategy as a pin states it: a layout, or `inputs -> outputs`.
         chosen: whether the plan has it.
-        time: seconds of its own, compute or the optimizer's update; None where forbidden.
-        memory: bytes per device that it holds itself.
-        total: seconds of the best plan that has it; None where there is none, or where
-            the time ended before one was found, and the plan at hand cannot be changed to it.
-        regret: seconds that this costs over the plan at hand; None where `total` is.
+        time: its own seconds, compute or the optimizer's update; None where forbidden.
+        memory: bytes per device that it uses itself.
+        total: seconds of the best plan that has it; None where there is none, or where the time
+            limit ended before one was found and the plan at hand cannot be changed to it.
+        regret: `total` less the seconds of the plan at hand; None where `total` is.
         exact: whether `total` is proven best; if not, it is the best that was found.
-        override: seconds that it costs over the plan at hand if everything else stays as it
-            is; None where that is impossible.
-        forbidden: the steering options that forbid it.
+        override: further seconds if only this choice of the plan at hand is changed; None where
+            that is impossible.
+        forbidden: labels of the constraints that forbid it.
     """
 
     layouts: str
@@ -65,10 +62,10 @@ class Explanation:
     Attributes:
         name: of the node, the input, the value, or the position of the output.
         kind: input, operator, shared (the layout that several consumers share) or output.
-        operator: what the node calls; empty for other kinds.
-        module: dotted path of the module that the node belongs to; empty for other kinds.
+        operator: the node's operator; empty for other kinds.
+        module: dotted path of the node's module; empty for other kinds.
         objective: seconds of the plan at hand.
-        alternatives: by regret; those that are impossible last.
+        alternatives: by regret; impossible ones come last.
     """
 
     name: str
@@ -82,7 +79,7 @@ class Explanation:
 def explain(
     graph: Graph, plan: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
 ) -> Explanation:
-    """Price every alternative of one choice of a plan.
+    """Cost of every alternative of one choice of a plan.
 
     Args:
         graph: the program that was planned.
@@ -91,30 +88,24 @@ def explain(
             output (`0`).
         value: whether a name that is both a node and a value means the value: the layout
             that its consumers share.
-        time_limit: seconds for plans that must be made anew, because the budget binds or
-            the problem is too large for one pass; afterwards totals are not exact.
+        time_limit: seconds for plans that must be searched, because the budget binds or the
+            problem is too large for one pass; after that, totals are not exact.
 
     Raises:
         PlanError: there is no plan, or it is one of another graph.
-        OptionError: nothing has this name.
+        OptionError: the name does not exist.
     """
     if not plan.found or plan.certificate.objective is None:
         raise PlanError(f"there is no plan to explain: {plan.reason}")
     if graph_digest(graph) != plan.graph.digest:
         raise PlanError("the plan was made for another graph; explain it with its own")
-    axes = NontrivialAxes.of(plan.mesh)
-    formulation = Formulation(
-        graph,
-        axes,
-        Prices(plan.mesh, plan.options),
-        constraints=plan_constraints(graph, plan.mesh, plan.options),
-    )
+    formulation = Formulation.of(graph, plan.mesh, plan.options)
     number = _find(formulation, name, value=value)
-    return _Explainer(formulation, plan, time_limit).explanation(number)
+    return _Explainer(formulation, plan, number, time_limit).explanation()
 
 
 def _find(formulation: Formulation, name: str, *, value: bool) -> int:
-    """Index of the choice that a name means."""
+    """Index of the variable that a name means."""
     graph = formulation.graph
     numbers = {(v.role, v.name): i for i, v in enumerate(formulation.variables)}
     makers = {made: node.name for node in graph.nodes for made in node.outputs}
@@ -131,37 +122,42 @@ def _find(formulation: Formulation, name: str, *, value: bool) -> int:
     known = [*(n.name for n in graph.nodes), *(i.target for i in graph.inputs), *graph.values]
     close = ", ".join(get_close_matches(name, list(dict.fromkeys(known)), n=3))
     raise OptionError(
-        f"{name!r} is no node, value, input or output of the graph"
-        + (f"; there is {close}" if close else "")
+        f"no node, value, input or output is named {name!r}"
+        + (f"; did you mean {close}?" if close else "")
     )
 
 
 class _Explainer:
-    def __init__(self, formulation: Formulation, plan: Plan, time_limit: float) -> None:
+    """Finds the costs of the strategies of one variable of a plan."""
+
+    def __init__(
+        self, formulation: Formulation, plan: Plan, number: int, time_limit: float
+    ) -> None:
         assert plan.certificate.objective is not None
         assert plan.costs is not None
-        self._total = plan.costs.total
         self._formulation = formulation
+        self._number = number
+        self._variable = formulation.variables[number]
+        self._total = plan.costs.total
         self._objective = plan.certificate.objective
         gap = plan.certificate.gap
         self._is_optimal = gap is not None and gap <= _EXACT
-        self._problem = formulation.problem
         self._options = plan.options.model_copy(update={"relative_gap": _EXACT})
         self._deadline = time.perf_counter() + time_limit
         self._decisions = decisions_of(formulation, plan.stages[0])
-        self._choice = self._decisions.choice
-        self._planning = Planning(formulation, self._options)
+        self._chosen = int(self._decisions.choice[number])
+        self._search = BudgetSearch(formulation, self._options)
 
-    def explanation(self, number: int) -> Explanation:
-        variable = self._formulation.variables[number]
-        totals, exact = self._totals(number)
+    def explanation(self) -> Explanation:
+        variable = self._variable
+        overrides = [self._override(s) for s in range(len(variable.strategies))]
+        totals, exact = self._totals(overrides)
         alternatives = [
-            self._alternative(number, s, total=float(totals[s]), exact=bool(exact[s]))
-            for s in range(len(variable.strategies))
+            self._alternative(s, float(totals[s]), override, exact=bool(exact[s]))
+            for s, override in enumerate(overrides)
         ]
         alternatives.sort(key=lambda a: (a.total is None, a.total or 0.0, not a.chosen))
-        nodes = self._formulation.graph.nodes if variable.role is Role.OPERATOR else ()
-        node = next((n for n in nodes if n.name == variable.name), None)
+        node = self._formulation.node_of(variable) if variable.role is Role.OPERATOR else None
         return Explanation(
             name=variable.name,
             kind=variable.role.value,
@@ -171,36 +167,32 @@ class _Explainer:
             alternatives=tuple(alternatives),
         )
 
-    def _alternative(self, number: int, s: int, *, total: float, exact: bool) -> Alternative:
-        variable = self._formulation.variables[number]
+    def _alternative(self, s: int, total: float, override: float, *, exact: bool) -> Alternative:
+        variable = self._variable
         strategy = variable.strategies[s]
-        place = (variable.role, variable.name)
+        # Without the rounding of two sums.
+        is_same = abs(total - self._objective) <= _ROUNDING * abs(self._objective)
+        choice = (variable.role, variable.name)
         return Alternative(
             layouts=self._text(variable, strategy),
-            chosen=bool(self._choice[number] == s),
+            chosen=s == self._chosen,
             time=_finite(float(variable.time[s])),
             memory=round(sum(float(use[s]) for use in variable.usage.values())),
             total=_finite(total),
-            regret=_finite(self._difference(total)),
+            regret=0.0 if is_same else _finite(total - self._objective),
             exact=exact,
-            override=_finite(self._override(number, s)),
-            forbidden=self._formulation.constraints.violated(place, strategy),
+            override=_finite(override),
+            forbidden=self._formulation.constraints.violated(choice, strategy),
         )
 
-    def _difference(self, total: float) -> float:
-        """Seconds over the plan at hand, without the rounding of two sums."""
-        same = abs(total - self._objective) <= _ROUNDING * abs(self._objective)
-        return 0.0 if same else total - self._objective
-
     def _text(self, variable: Variable, strategy: Strategy) -> str:
-        """A strategy over the whole mesh, as a pin takes it."""
-        graph = self._formulation.graph
+        """A strategy over the whole mesh, as a pin states it."""
         if variable.role is Role.OPERATOR:
-            node = next(n for n in graph.nodes if n.name == variable.name)
+            node = self._formulation.node_of(variable)
             inputs = self._widened(node.inputs, strategy.inputs)
             return f"{inputs} -> {self._widened(node.outputs, strategy.outputs)}".strip()
         if variable.role is Role.OUTPUT:
-            value = graph.outputs[int(variable.name)].name
+            value = self._formulation.graph.outputs[int(variable.name)].name
             assert value is not None
             return self._widened((value,), strategy.inputs)
         return self._widened((variable.name,), strategy.outputs)
@@ -212,80 +204,67 @@ class _Explainer:
             for value, layout in zip(values, layouts, strict=True)
         )
 
-    def _totals(self, number: int) -> tuple[FloatArray, BoolArray]:
+    def _totals(self, overrides: list[float]) -> tuple[FloatArray, BoolArray]:
         """Seconds of the best plan with each strategy, shape [S], and whether that is proven."""
-        marginals = MinMarginals.of(self._problem)
-        size = self._problem.nodes[number].num_strategies
-        exact = np.ones(size, dtype=np.bool_)
-        known = np.array([self._objective + self._override(number, s) for s in range(size)])
-        least = known if marginals is None else marginals.least[number]
-        totals = np.full(size, np.inf)
+        marginals = MinMarginals.of(self._formulation.problem)
+        known = self._objective + np.array(overrides)
+        exact = np.ones(len(known), dtype=np.bool_)
+        least = known if marginals is None else marginals.least[self._number]
+        totals = np.full(len(known), np.inf)
         for s in np.argsort(least, kind="stable").tolist():
-            if marginals is not None and (
-                not isfinite(least[s]) or self._fits(marginals, number, s)
-            ):
+            if marginals is not None and (not isfinite(least[s]) or self._fits(marginals, s)):
                 totals[s] = least[s]
-            elif self._is_optimal and s == self._choice[number]:
+            elif self._is_optimal and s == self._chosen:
                 totals[s] = self._objective
             else:
-                total, exact[s] = self._forced(number, s)
+                total, exact[s] = self._searched(s)
                 totals[s] = total if exact[s] else min(total, known[s])
         return totals, exact
 
-    def _fits(self, marginals: MinMarginals, number: int, s: int) -> bool:
-        """Whether a best plan with a strategy, made without the budget, obeys it anyway."""
-        if self._remaining <= 0 or not self._holds_everything:
+    def _fits(self, marginals: MinMarginals, s: int) -> bool:
+        """Whether the best plan with a strategy, found without the budget, fits it anyway."""
+        if self._remaining <= 0 or self._search.must_recompute:
             return False
-        return self._obeys(Decisions(marginals.choice(number, s)))
-
-    @property
-    def _holds_everything(self) -> bool:
-        return "always" not in (
-            self._options.reshard_after_forward,
-            self._options.activation_checkpointing,
-        )
+        plan = self._search.build(Decisions(marginals.choice(self._number, s)))
+        return plan.memory.peak <= self._formulation.prices.memory_budget
 
     @property
     def _remaining(self) -> float:
         return self._deadline - time.perf_counter()
 
-    def _obeys(self, decisions: Decisions) -> bool:
-        peak = self._planning.made(decisions).memory.peak
-        return peak <= self._formulation.prices.memory_budget
-
-    def _forced(self, number: int, s: int) -> tuple[float, bool]:
+    def _searched(self, s: int) -> tuple[float, bool]:
         """Seconds of the best plan with a strategy, and whether that is proven."""
         if self._remaining <= 0:
             return float("inf"), False
-        old, variable = self._formulation, self._formulation.variables[number]
-        wanted = variable.strategies[s]
-        place = variable.role.value, variable.name
-        only = Constraint("the alternative", {place: lambda strategy: strategy == wanted})
-        constraints = PlanConstraints([*old.constraints.constraints, only])
-        formulation = Formulation(old.graph, old.axes, old.prices, constraints=constraints)
-        planning = Planning(formulation, self._options, seconds=self._remaining)
-        found = planning.within(old.prices.memory_budget).solution
+        formulation, wanted = self._formulation, self._variable.strategies[s]
+        choice = self._variable.role.value, self._variable.name
+        only = Constraint("the alternative", {choice: lambda strategy: strategy == wanted})
+        constraints = PlanConstraints([*formulation.constraints.constraints, only])
+        search = BudgetSearch(
+            formulation.constrained(constraints), self._options, seconds=self._remaining
+        )
+        found = search.run(formulation.prices.memory_budget).solution
         return found.objective, found.status in (SolveStatus.OPTIMAL, SolveStatus.INFEASIBLE)
 
-    def _override(self, number: int, s: int) -> float:
-        """Seconds over the plan at hand if this alone changes."""
-        if self._choice[number] == s:
+    def _override(self, s: int) -> float:
+        """Further seconds if only this choice of the plan at hand changes; inf if impossible."""
+        if s == self._chosen:
             return 0.0
-        new = self._choice.copy()
-        new[number] = s
-        if not self._is_possible(number, new):
+        choice = self._decisions.choice.copy()
+        choice[self._number] = s
+        if not self._is_possible(choice):
             return float("inf")
-        changed = self._planning.made(replace(self._decisions, choice=new))
+        changed = self._search.build(replace(self._decisions, choice=choice))
         if changed.memory.peak > self._formulation.prices.memory_budget:
             return float("inf")
         return changed.costs.total - self._total
 
-    def _is_possible(self, number: int, choice: IntArray) -> bool:
-        """Whether a choice breaks no rule around one of its nodes."""
-        problem = self._problem
-        around = (e for e in problem.edges if number in (e.source, e.target))
+    def _is_possible(self, choice: IntArray) -> bool:
+        """Whether the costs of the variable and of its edges are finite."""
+        problem = self._formulation.problem
+        around = (e for e in problem.edges if self._number in (e.source, e.target))
         costs = (e.cost[e.rows[choice[e.source]], e.cols[choice[e.target]]] for e in around)
-        return isfinite(problem.nodes[number].cost[choice[number]] + sum(costs))
+        return isfinite(problem.nodes[self._number].cost[choice[self._number]] + sum(costs))
 
 
 def _finite(number: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The best mesh for a program: every way to arrange the devices, planned side by side."""
+"""Search for the best mesh: plans of a program on every arrangement of the devices."""
 
 import json
 import queue
@@ -22,21 +22,22 @@ from autoshard.plan.options import PlanOptions
 from autoshard.solve import CancelToken, KeyValueStore
 
 _WORKER = (sys.executable, "-m", "autoshard.planner.search_worker")
-_LOOK = 0.1
+_POLL_SECONDS = 0.1
 """Seconds between two looks at the cancel token."""
-_MOST_ERRORS = 3
-MOST_AXES = 6
-"""More axes than this no search will plan: strategies grow exponentially with them."""
+_MAX_ERRORS = 3
+"""Errors that a message lists."""
+_MAX_AXES = 6
+"""Limit of the number of axes, in which the number of strategies is exponential."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mesh that was planned for.
+    """Result of planning for one mesh.
 
     Attributes:
         mesh: the mesh.
-        plan: its plan; one without stages says why there is none. None where the options do
-            not fit this mesh, or the process died.
+        plan: its plan, a document without stages where none was found. None where the options
+            do not fit this mesh, or the process died.
         error: why there is no plan document; empty where there is one.
     """
 
@@ -53,12 +54,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchProgress:
-    """How far a search has come.
+    """Progress of a search.
 
     Attributes:
-        done: meshes that are planned.
-        total: meshes that there are.
-        latest: the one that was planned last.
+        done: number of meshes that are planned.
+        total: number of meshes.
+        latest: the result for the latest of them.
     """
 
     done: int
@@ -67,7 +68,7 @@ class SearchProgress:
 
     @property
     def phase(self) -> str:
-        """How far, in words."""
+        """The progress in words."""
         return f"planned {self.done} of {self.total} meshes"
 
 
@@ -86,58 +87,57 @@ def search_meshes(
 ) -> tuple[Candidate, ...]:
     """Plan a program on every mesh of so many devices, best first.
 
-    Each plan is made in a process of its own kind, so a search can be stopped at once.
+    Plans are made in processes of their own, so a search can be stopped at once.
 
     Args:
         graph: the normalised program.
-        num_devices: how many devices the meshes have.
-        topology: a preset's name, or a topology; the default one if None.
+        num_devices: number of devices of each mesh.
+        topology: name of a preset, or a topology; the default one if None.
         options: the same for all meshes; pins have one part per axis, so with pins only
-            meshes of that many axes get a plan. `time_limit` holds for each mesh.
+            meshes of that many axes get a plan. `time_limit` is per mesh.
         max_axes: largest number of axes.
-        num_workers: how many processes plan at the same time.
+        num_workers: number of processes that plan at the same time.
         on_progress: called after each mesh, from the calling thread.
-        cancel: once set, the processes are killed and what is done is returned.
-        block_cache: keeps solved blocks, as for `make_plan`; asked from several threads. Where it
-            raises OSError, the worker that met it goes on without it.
+        cancel: once set, the processes are killed, and the results so far are returned.
+        block_cache: a store of solved blocks, as for `make_plan`; used from several threads. A
+            worker stops using it after it raises OSError.
         max_strategies: as for `make_plan`; a mesh whose problem is larger has an error.
 
     Raises:
         OptionError: a number is out of its range, or the options fit no mesh.
-        MeshError: the topology is unknown, or does not hold so many devices.
+        MeshError: the topology is unknown, or has fewer devices.
     """
     if num_workers < 1:
         raise OptionError(f"num_workers is {num_workers}; a search needs 1 process or more")
     meshes = candidate_meshes(num_devices, topology=topology, max_axes=max_axes)
     waiting: queue.SimpleQueue[Mesh] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[Candidate] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Candidate] = queue.SimpleQueue()
     for mesh in meshes:
         waiting.put(mesh)
-    asked = (options or PlanOptions()).model_dump(mode="json")
     request = json.dumps(
         {
             "graph": graph_to_json(graph),
-            "options": asked,
+            "options": (options or PlanOptions()).model_dump(mode="json"),
             "block_cache": block_cache is not None,
             "max_strategies": max_strategies,
         }
     )
     workers = [
-        _Worker(request, waiting, answers, block_cache)
+        _Worker(request, waiting, results, block_cache)
         for _ in range(min(num_workers, len(meshes)))
     ]
     found: list[Candidate] = []
     try:
         while len(found) < len(meshes) and not (cancel is not None and cancel.is_set()):
             with suppress(queue.Empty):
-                found.append(answers.get(timeout=_LOOK))
+                found.append(results.get(timeout=_POLL_SECONDS))
                 if on_progress is not None:
                     on_progress(SearchProgress(len(found), len(meshes), found[-1]))
     finally:
         for worker in workers:
             worker.stop()
     if found and all(candidate.plan is None for candidate in found):
-        errors = "; ".join(f"{mesh_text(c.mesh)}: {c.error}" for c in found[:_MOST_ERRORS])
+        errors = "; ".join(f"{mesh_text(c.mesh)}: {c.error}" for c in found[:_MAX_ERRORS])
         raise OptionError(f"no mesh of {num_devices} devices can be planned: {errors}")
     return tuple(sorted(found, key=lambda c: (c.objective, len(c.mesh.axes), c.mesh.axis_sizes)))
 
@@ -151,23 +151,23 @@ def candidate_meshes(
 ) -> tuple[Mesh, ...]:
     """Every mesh of so many devices, fewest axes first.
 
-    Axes have two ranks or more. Meshes whose axes have the same sizes and lie over the
-    links in the same way are one: the order of such axes changes no price.
+    Axes have two ranks or more. Meshes whose axes have the same sizes and span the links in the
+    same way count once: the order of such axes changes no cost.
 
     Args:
-        num_devices: ranks of each mesh.
-        topology: a preset's name, or a topology.
+        num_devices: number of devices of each mesh.
+        topology: name of a preset, or a topology.
         max_axes: largest number of axes.
-        most: look for no more meshes than this; for all if left out.
+        most: limit of the number of meshes; all if None.
 
     Raises:
         OptionError: a number is out of its range.
-        MeshError: the topology is unknown, or does not hold so many devices.
+        MeshError: the topology is unknown, or has fewer devices.
     """
     if num_devices < 1:
         raise OptionError(f"num_devices is {num_devices}; a mesh has 1 device or more")
-    if not 1 <= max_axes <= MOST_AXES:
-        raise OptionError(f"max_axes is {max_axes}; give a number from 1 to {MOST_AXES}")
+    if not 1 <= max_axes <= _MAX_AXES:
+        raise OptionError(f"max_axes is {max_axes}; give a number from 1 to {_MAX_AXES}")
     distinct: dict[object, Mesh] = {}
     for shape in _shapes(num_devices, max_axes):
         mesh = make_mesh(shape, topology=topology)
@@ -201,18 +201,18 @@ def _factorisations(number: int, count: int, divisors: list[int]) -> Iterator[tu
 
 
 class _Worker:
-    """A thread that plans one mesh after the other in a process that can be killed."""
+    """A thread that plans mesh after mesh in a process that can be killed."""
 
     def __init__(
         self,
         request: str,
         meshes: "queue.SimpleQueue[Mesh]",
-        answers: "queue.SimpleQueue[Candidate]",
+        results: "queue.SimpleQueue[Candidate]",
         block_cache: KeyValueStore | None,
     ) -> None:
         self._request = request
         self._meshes = meshes
-        self._answers = answers
+        self._results = results
         self._block_cache = block_cache
         self._process: subprocess.Popen[str] | None = None
         self._lock = Lock()
@@ -221,7 +221,7 @@ class _Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Kill the process, whatever it does."""
+        """Kill the process."""
         with self._lock:
             self._stopped = True
             if self._process is not None:
@@ -231,78 +231,75 @@ class _Worker:
     def _run(self) -> None:
         with suppress(queue.Empty):
             while not self._stopped:
-                mesh = self._meshes.get_nowait()
-                self._answers.put(self._plan(mesh))
-        self._end()
+                self._results.put(self._plan(self._meshes.get_nowait()))
+        self._close()
 
     def _plan(self, mesh: Mesh) -> Candidate:
-        answer: dict[str, str] | None = None
-        # A process that is gone gives no answer, and its end says why.
+        reply: dict[str, str] | None = None
+        # A process that died gives no reply; its exit status goes into the error.
         with suppress(OSError):
-            process = self._started()
+            process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            _say(process.stdin, mesh_to_json(mesh))
-            answer = self._answer(process.stdin, process.stdout)
-        if answer is None:
-            return Candidate(mesh, None, self._end())
-        if "error" in answer:
-            return Candidate(mesh, None, answer["error"])
-        return Candidate(mesh, Plan.from_json(answer["plan"]))
+            _write(process.stdin, mesh_to_json(mesh))
+            reply = self._reply(process.stdin, process.stdout)
+        if reply is None:
+            return Candidate(mesh, None, self._close())
+        if "error" in reply:
+            return Candidate(mesh, None, reply["error"])
+        return Candidate(mesh, Plan.from_json(reply["plan"]))
 
-    def _answer(self, stdin: IO[str], stdout: IO[str]) -> dict[str, str] | None:
-        """What the process answers; None if it ends. Until then it has the tables it wants."""
+    def _reply(self, stdin: IO[str], stdout: IO[str]) -> dict[str, str] | None:
+        """The reply of the process, after its requests to the block cache; None if it ended."""
         while (line := stdout.readline()).endswith("\n"):
             message: dict[str, str] = json.loads(line)
             if "get" in message:
-                body = self._kept(message["get"])
-                _say(stdin, {"body": None if body is None else b64encode(body).decode()})
+                found = self._access_cache(message["get"])
+                _write(stdin, {"body": None if found is None else b64encode(found).decode()})
             elif "put" in message:
-                self._keep(message["put"], b64decode(message["body"]))
+                self._access_cache(message["put"], b64decode(message["body"]))
             else:
                 return message
         return None
 
-    def _kept(self, key: str) -> bytes | None:
-        """A table; None where there is none, or no store without trouble."""
-        if self._block_cache is not None:
-            try:
+    def _access_cache(self, key: str, body: bytes | None = None) -> bytes | None:
+        """Read a key of the block cache, or write it if there is a body.
+
+        After an OSError planning goes on without the cache.
+        """
+        if self._block_cache is None:
+            return None
+        try:
+            if body is None:
                 return self._block_cache.get(key)
-            except OSError:
-                self._block_cache = None
+            self._block_cache.put(key, body)
+        except OSError:
+            self._block_cache = None
         return None
 
-    def _keep(self, key: str, body: bytes) -> None:
-        """Keep a table, unless the store is in trouble: it costs a solve and never an answer."""
-        if self._block_cache is not None:
-            try:
-                self._block_cache.put(key, body)
-            except OSError:
-                self._block_cache = None
-
-    def _started(self) -> "subprocess.Popen[str]":
+    def _running(self) -> "subprocess.Popen[str]":
         with self._lock:
             if self._stopped:
                 raise BrokenPipeError
             if self._process is not None:
                 return self._process
-            process = self._process = subprocess.Popen(  # noqa: S603  the command is ours
+            process = self._process = subprocess.Popen(  # noqa: S603  a fixed command
                 _WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
             )
         assert process.stdin is not None
         process.stdin.write(self._request + "\n")
         return process
 
-    def _end(self) -> str:
-        """Let the process go, and say how it ended."""
+    def _close(self) -> str:
+        """Wait for the end of the process, and describe it."""
         process, self._process = self._process, None
         if process is None:
             return "the search was stopped"
         with suppress(OSError):
             process.communicate()
-        return f"the planning process ended with status {process.returncode} without an answer"
+        return f"the planning process ended with status {process.returncode} without a plan"
 
 
-def _say(stream: IO[str], message: Any) -> None:
+def _write(stream: IO[str], message: Any) -> None:
     stream.write(json.dumps(message) + "\n")
     stream.flush()

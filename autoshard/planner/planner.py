@@ -1,4 +1,4 @@
-"""Planning: graph, mesh and options in, plan out."""
+"""Planning: from a graph, a mesh and options to a plan, or to the size of the problem."""
 
 import hashlib
 import json
@@ -8,17 +8,21 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 
+import numpy as np
+from pydantic import Field
+
 from autoshard.collection import collection_of_new, collection_paused
 from autoshard.errors import GraphError, OptionError
 from autoshard.graph import RULES_VERSION, Graph, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.ops import has_rule
 from autoshard.outcome import SolveStatus, relative_gap
-from autoshard.plan.constraints import plan_constraints
 from autoshard.plan.document import (
     PLAN_VERSION,
+    Bytes,
     Certificate,
     Conflict,
+    Document,
     GraphSummary,
     Plan,
     Provenance,
@@ -27,26 +31,40 @@ from autoshard.plan.document import (
 )
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.memory.counting import count_collectives
-from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.pricing import Prices
+from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.conflicts import conflict_text, find_conflict
-from autoshard.planner.formulation.formulation import Formulation
-from autoshard.planner.formulation.variables import Role
-from autoshard.planner.memory_budget.planning import Outcome, Planning
-from autoshard.solve import CancelToken, KeyValueStore, Progress, Solution
+from autoshard.planner.formulation import Formulation, Role, Variable
+from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
 
 
-def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
-    """The digest under which the plan of this request is kept, 64 hex digits.
+class ProblemSize(Document):
+    """Size of the optimization problem of a request, and a lower bound of its memory."""
 
-    Which rules are found for operators that have none depends on what torch makes of them.
+    num_nodes: int = Field(ge=0, description="choices: inputs, operators, shared values, outputs")
+    num_edges: int = Field(ge=0, description="pairs of choices, one for each use of a value")
+    num_strategies: int = Field(ge=0, description="strategies of all choices together")
+    memory_bound: Bytes = Field(
+        description="lower bound of every plan's peak memory: parameters, gradients, optimizer "
+        "state, buffers and inputs, each sharded as far as possible"
+    )
+    memory_budget: Bytes = Field(description="limit of the peak memory, bytes per device")
+    feasible: bool | None = Field(
+        description="false where memory_bound exceeds memory_budget, so that no plan fits; null "
+        "where only solving would tell"
+    )
+
+
+def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
+    """The digest that identifies the plan of a request, 64 hex digits.
+
+    The version of torch is part of it where rules are discovered by running operators.
     """
-    found_by = {"torch": torch_version(), "rules_version": RULES_VERSION}
+    discovery = {"torch": torch_version(), "rules_version": RULES_VERSION}
     request = {
-        **(found_by if _lacks_rules(graph) else {}),
+        **(discovery if _lacks_rules(graph) else {}),
         "graph": graph_digest(graph),
         "mesh": mesh_to_json(mesh),
         "options": options.model_dump(mode="json"),
@@ -58,18 +76,11 @@ def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
 
 
 def torch_version() -> str | None:
-    """Of the torch that finds rules by running operators; None where planning does without it."""
+    """Version of the torch that rules are discovered with; None where it is not installed."""
     try:
         return version("torch")
     except PackageNotFoundError:
         return None
-
-
-def _lacks_rules(graph: Graph) -> bool:
-    return any(
-        node.inputs and not has_rule(node.operator) and graph.rule_of(node) is None
-        for node in graph.nodes
-    )
 
 
 def make_plan(
@@ -82,88 +93,124 @@ def make_plan(
     block_cache: KeyValueStore | None = None,
     max_strategies: int | None = None,
 ) -> Plan:
-    """Find the cheapest way to run a graph on a mesh.
+    """Find the fastest way to run a graph on a mesh.
 
     Args:
-        graph: the normalised program, as `load_graph` gives it.
-        mesh: the devices and what communication over them costs.
+        graph: the normalised program, from `load_graph`.
+        mesh: the devices and the links between them.
         options: mode, optimizer, memory budget, limits of the solver.
         on_progress: called with phase, incumbent and bound while the solver runs.
         cancel: an event; setting it stops the solver.
-        block_cache: keeps solved blocks for other plans. What it has is not worked out again;
-            `provenance.blocks` says what that was, and nothing else in the plan depends on it.
-        max_strategies: of all choices together; a larger problem is refused, not solved.
+        block_cache: a store of solved blocks, read and written. Only the time of planning and
+            `provenance.blocks` depend on it.
+        max_strategies: limit of the strategies of all choices together; a larger problem is
+            refused.
 
     Returns:
-        A plan with its certificate. Where none was found, the same document without
-        stages; its status and reason say why.
+        A plan with its certificate. Where none was found, a document without stages, whose
+        status and reason say why.
 
     Raises:
-        GraphError: the graph cannot be planned in the mode asked for.
-        OptionError: an option makes no sense, or the problem is larger than allowed.
+        GraphError: the graph cannot be planned in this mode.
+        OptionError: an option is invalid, or the problem is larger than allowed.
     """
     options = options or PlanOptions()
-    check_mode(graph, options)
-    clock = _Clock()
-    with clock.phase("formulate"), collection_paused():
-        prices = Prices(mesh, options)
-        constraints = plan_constraints(graph, mesh, options)
-        formulation = Formulation(graph, NontrivialAxes.of(mesh), prices, constraints=constraints)
-        check_size(formulation, max_strategies)
-    with clock.phase("solve"), collection_of_new():
-        planning = Planning(
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "formulate"):
+        formulation = _formulated(graph, mesh, options, max_strategies)
+    with _timed(seconds, "solve"), collection_of_new():
+        search = BudgetSearch(
             formulation, options, on_progress=on_progress, cancel=cancel, block_cache=block_cache
         )
-        outcome = planning.within(prices.memory_budget)
+        outcome = search.run(formulation.prices.memory_budget)
     conflict = None
     if outcome.is_conflict:
-        with clock.phase("find conflict"):
+        with _timed(seconds, "find conflict"):
             conflict = find_conflict(formulation, options, cancel=cancel)
-    return _document(formulation, outcome, conflict, options, clock)
+    return _document(formulation, outcome, conflict, options, seconds)
 
 
-def check_mode(graph: Graph, options: PlanOptions) -> None:
-    """Refuse what the mode cannot plan.
+def problem_size(
+    graph: Graph,
+    mesh: Mesh,
+    options: PlanOptions | None = None,
+    *,
+    max_strategies: int | None = None,
+) -> ProblemSize:
+    """The size of a request's problem, without solving it.
+
+    Args:
+        graph: the normalised program.
+        mesh: the devices and the links between them.
+        options: as for `make_plan`.
+        max_strategies: as for `make_plan`.
 
     Raises:
-        GraphError: nothing to train, or a rule that came with the graph has no backward.
+        GraphError: the graph cannot be planned in this mode.
+        OptionError: an option is invalid or leaves a choice no strategy, or the problem is
+            larger than allowed.
     """
-    if options.mode == "training" and not any(
-        graph.values[p.name].requires_grad for p in graph.parameters
-    ):
+    formulation = _formulated(graph, mesh, options or PlanOptions(), max_strategies)
+    variables, budget = formulation.variables, formulation.prices.memory_budget
+    bound = sum(_min_bytes(variable) for variable in variables if variable.role is Role.INPUT)
+    return ProblemSize(
+        num_nodes=len(variables),
+        num_edges=len(formulation.uses),
+        num_strategies=sum(len(variable.strategies) for variable in variables),
+        memory_bound=bound,
+        memory_budget=budget,
+        feasible=False if bound > budget else None,
+    )
+
+
+@collection_paused()
+def _formulated(
+    graph: Graph, mesh: Mesh, options: PlanOptions, max_strategies: int | None
+) -> Formulation:
+    if options.mode == "training":
+        _check_trainable(graph)
+    formulation = Formulation.of(graph, mesh, options)
+    number = sum(len(variable.strategies) for variable in formulation.variables)
+    if max_strategies is not None and number > max_strategies:
+        raise OptionError(
+            f"the problem has {number:,} strategies, but at most {max_strategies:,} are allowed; "
+            "plan for fewer axes or a smaller graph"
+        )
+    return formulation
+
+
+def _check_trainable(graph: Graph) -> None:
+    """There is something to train, and custom rules have a backward where gradients flow."""
+    if not any(graph.values[p.name].requires_grad for p in graph.parameters):
         raise GraphError(
             "the graph has no parameter that requires a gradient, so there is nothing to train; "
             "plan with mode 'inference', or export the model with its parameters"
         )
-    if options.mode == "training" and graph.rules:
-        _check_rules(graph)
-
-
-def check_size(formulation: Formulation, most: int | None) -> None:
-    """Refuse a problem with more strategies than that; None allows any number.
-
-    Raises:
-        OptionError: it has more.
-    """
-    number = sum(len(variable.strategies) for variable in formulation.variables)
-    if most is not None and number > most:
-        raise OptionError(
-            f"the problem has {number:,} strategies, and at most {most:,} are allowed; plan for "
-            "fewer axes or a smaller graph"
-        )
-
-
-def _check_rules(graph: Graph) -> None:
-    """Rules that came with the graph must hold for gradients where these flow."""
+    if not graph.rules:
+        return
     gradients = Gradients(graph, training=True)
     for node in graph.nodes:
         rule = graph.rule_of(node)
         if rule is not None and not rule.differentiable and gradients.flows(node):
             raise GraphError(
-                f"node {node.name!r}: backward needs a gradient of {node.operator}, and none was "
-                "found when it was tried; give it one with register_autograd, or plan with mode "
+                f"node {node.name!r}: backward needs the gradient of {node.operator}, but the "
+                "operator has none; give it one with register_autograd, or plan with mode "
                 "'inference'"
             )
+
+
+def _lacks_rules(graph: Graph) -> bool:
+    return any(
+        node.inputs and not has_rule(node.operator) and graph.rule_of(node) is None
+        for node in graph.nodes
+    )
+
+
+def _min_bytes(variable: Variable) -> int:
+    """The least bytes per device of the allowed strategies."""
+    nbytes = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
+    allowed = nbytes[np.isfinite(variable.time)]
+    return int(allowed.min()) if allowed.size else 0
 
 
 @collection_paused()
@@ -172,14 +219,14 @@ def _document(
     outcome: Outcome,
     conflict: Conflict | None,
     options: PlanOptions,
-    clock: "_Clock",
+    seconds: dict[str, float],
 ) -> Plan:
-    graph, mesh, plan = formulation.graph, formulation.axes.mesh, outcome.plan
+    graph, mesh, plan = formulation.graph, formulation.mesh, outcome.plan
     stages: tuple[Stage, ...] = (plan.stage,) if plan else ()
     return Plan(
         id=plan_id(graph, mesh, options),
         certificate=_certificate(outcome),
-        reason="" if plan else _reason(outcome.solution, conflict),
+        reason="" if plan else _reason(outcome.solution.status, conflict),
         conflict=conflict,
         graph=GraphSummary(
             digest=graph_digest(graph),
@@ -194,7 +241,7 @@ def _document(
         stages=stages,
         provenance=Provenance(
             versions={name: version(name) for name in _DEPENDENCIES},
-            wall_time=clock.seconds,
+            wall_time=seconds,
             statistics=_statistics(outcome),
             blocks=tuple(_blocks(formulation, outcome)),
         ),
@@ -202,7 +249,7 @@ def _document(
 
 
 def _certificate(outcome: Outcome) -> Certificate:
-    # The plan that holds least may be the only one found, and not the solver's own choice.
+    # Without a plan that fits, the solution's objective is that of no plan.
     solution = outcome.solution
     objective = solution.objective if outcome.plan else None
     bound = solution.bound if isfinite(solution.bound) else None
@@ -212,10 +259,10 @@ def _certificate(outcome: Outcome) -> Certificate:
     return Certificate(status=solution.status, objective=objective, bound=bound, gap=gap)
 
 
-def _reason(solution: Solution, conflict: Conflict | None) -> str:
+def _reason(status: SolveStatus, conflict: Conflict | None) -> str:
     if conflict is not None:
-        return conflict_text(conflict, proven=solution.status is SolveStatus.INFEASIBLE)
-    if solution.status is SolveStatus.CANCELLED:
+        return conflict_text(conflict, proven=status is SolveStatus.INFEASIBLE)
+    if status is SolveStatus.CANCELLED:
         return "planning was cancelled before a plan was found"
     return "the time limit ended before a plan was found; raise time_limit"
 
@@ -245,12 +292,8 @@ def _blocks(formulation: Formulation, outcome: Outcome) -> Iterator[RepeatedBloc
         )
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = round(time.perf_counter() - start, 6)
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[phase] = round(time.perf_counter() - start, 6)

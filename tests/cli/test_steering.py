@@ -1,4 +1,4 @@
-"""PlanConstraints, explaining, comparing and searching from the command line."""
+"""Constraints, explaining, comparing and searching from the command line."""
 
 import re
 from pathlib import Path

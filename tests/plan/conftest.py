@@ -1,27 +1,10 @@
-from typing import Any
-
 import pytest
-from support.models import Case, Planner, graph_of, meta, mlp
+from support.models import Planner, meta, mlp
+from support.planned import planned
 
-from autoshard.graph import Graph
-from autoshard.mesh import Mesh, make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan
-from autoshard.planner import make_plan
+from autoshard.plan import Plan
 
-
-@pytest.fixture(scope="session")
-def planned() -> Planner:
-    """Plans a case or a graph, and asserts that the checker finds nothing wrong."""
-
-    def plan(model: Case | Graph, mesh: Mesh | tuple[int, ...], **options: Any) -> Plan:
-        graph = model if isinstance(model, Graph) else graph_of(model)
-        mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh)
-        made = make_plan(graph, mesh, PlanOptions(**options))
-        if made.found:
-            assert check_plan(made, graph) == ()
-        return made
-
-    return plan
+__all__ = ["megatron", "planned"]
 
 
 @pytest.fixture(scope="session")

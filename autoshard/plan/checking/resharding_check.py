@@ -55,7 +55,7 @@ class ReshardingCheck:
     def __init__(self, mesh: Mesh, constraints: PlanConstraints) -> None:
         self._mesh = mesh
         self._axes = NontrivialAxes.of(mesh)
-        self._steering = constraints
+        self._constraints = constraints
         self._checked: dict[Hashable, CheckedResharding] = {}
 
     def of(
@@ -150,7 +150,7 @@ class ReshardingCheck:
         if stated.nbytes != step.nbytes:
             yield f"a step moves {step.nbytes} bytes, not {stated.nbytes}"
         for action in (step.forward, step.backward):
-            for label in self._steering.forbidding(action, self._axes, step.axis):
+            for label in self._constraints.forbidding(action, self._axes, step.axis):
                 yield f"a step runs {action} on {stated.axis} against the {label}"
 
     def _price_findings(self, stated: PlannedStep, step: Step, carried: float) -> Iterator[str]:

@@ -16,17 +16,12 @@ from autoshard.errors import PlanError
 from autoshard.layouts import Action
 from autoshard.mesh import Mesh
 from autoshard.plan import PlanOptions
-from autoshard.plan.constraints import plan_constraints
 from autoshard.plan.memory.timeline import timeline
-from autoshard.plan.nontrivial_axes import NontrivialAxes
-from autoshard.plan.pricing import Prices
-from autoshard.planner.formulation.assemble import Assembly
-from autoshard.planner.formulation.decisions import Decisions, use_of
-from autoshard.planner.formulation.formulation import Formulation
-from autoshard.planner.formulation.variables import Role
-from autoshard.planner.memory_budget.checkpoints import Backward
-from autoshard.planner.memory_budget.memory_problem import MemoryProblem
-from autoshard.planner.memory_budget.saved_tensors import Retention
+from autoshard.planner.formulation import Formulation, Role
+from autoshard.planner.memory_problem import MemoryProblem
+from autoshard.planner.saved_tensors import SavedTensors
+from autoshard.planner.stage_builder import Decisions, StageBuilder
+from autoshard.planner.time_points import BackwardPoint
 from autoshard.solve import minimum_usage, solve_problem
 
 
@@ -112,11 +107,7 @@ def formulated(
 ) -> Formulation:
     with torch.device("meta"):
         graph = graph_of((module(), {"x": torch.ones(*shape)}))
-    chosen = PlanOptions.model_validate(options)
-    constraints = plan_constraints(graph, mesh, chosen)
-    return Formulation(
-        graph, NontrivialAxes.of(mesh), Prices(mesh, chosen), constraints=constraints
-    )
+    return Formulation.of(graph, mesh, PlanOptions.model_validate(options))
 
 
 def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
@@ -124,36 +115,33 @@ def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def held_by(formulation: Formulation, decisions: Decisions) -> Held:
-    assembly = Assembly(formulation, decisions)
-    stage = assembly.stage()
+    builder = StageBuilder(formulation, decisions)
+    stage = builder.stage()
     found = timeline(stage, formulation.graph, training=True)
     assert found.turn is not None
     held = max(found.total[found.turn], found.total[-1])
-    return Held(assembly.costs(stage).total, float(held), float(found.peak))
+    return Held(builder.costs(stage).total, float(held), float(found.peak))
 
 
 def every_plan(formulation: Formulation) -> Iterator[Held]:
     """All choices, with everything resharded again and checkpointed that can be."""
-    graph = formulation.graph
-    retention = Retention(
-        graph, formulation.gradients, formulation.blocks, checkpoints=True, negligible=0.0
-    )
-    spans = [span.nodes for span in dict.fromkeys(retention.spans) if span is not None]
+    saved = SavedTensors(formulation, checkpoints=True, negligible=0.0)
+    spans = [span.nodes for span in dict.fromkeys(saved.spans) if span is not None]
     allowed = [np.flatnonzero(np.isfinite(v.time)).tolist() for v in formulation.variables]
     for choice in product(*allowed):
         if not np.isfinite(formulation.problem.objective(choice)):
             continue
         picks = np.array(choice)
-        stage = Assembly(formulation, Decisions(picks)).stage()
+        stage = StageBuilder(formulation, Decisions(picks)).stage()
         moving = {
             c.use
             for c in stage.reshardings
             if any(step.forward != Action.NOTHING for step in c.steps)
         }
-        arcs = [i for i, arc in enumerate(formulation.arcs) if use_of(formulation, arc) in moving]
-        for again, redone in product(subsets(arcs), subsets(spans)):
+        uses = [i for i, use in enumerate(formulation.uses) if formulation.use_key(use) in moving]
+        for regathered, checkpoints in product(subsets(uses), subsets(spans)):
             try:
-                yield held_by(formulation, Decisions(picks, frozenset(again), redone))
+                yield held_by(formulation, Decisions(picks, frozenset(regathered), checkpoints))
             except PlanError as error:
                 assert "inside a checkpoint" in str(error)  # noqa: PT017  what is no plan
 
@@ -188,13 +176,13 @@ def assert_bounds(formulation: Formulation, plans: Sequence[Held]) -> None:
         formulation,
         reshard_after_forward="auto",
         activation_checkpointing="auto",
-        backward=[
-            *(Backward(variable=i) for i in outside if variables[i].role is Role.OPERATOR),
-            *(Backward(variable=i, reaches=True) for i in blocks),
+        points=[
+            *(BackwardPoint(variable=i) for i in outside if variables[i].role is Role.OPERATOR),
+            *(BackwardPoint(variable=i, starts_block=True) for i in blocks),
             *(
-                Backward(arc=i)
-                for i, arc in enumerate(formulation.arcs)
-                if arc.source not in inside and arc.target not in inside
+                BackwardPoint(use=i)
+                for i, use in enumerate(formulation.uses)
+                if use.source not in inside and use.target not in inside
             ),
         ],
     )

@@ -12,10 +12,8 @@ from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions
-from autoshard.plan.nontrivial_axes import NontrivialAxes
-from autoshard.plan.pricing import Prices
 from autoshard.planner import make_plan, plan_id
-from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation import Formulation
 from autoshard.solve import brute_force
 
 
@@ -49,16 +47,14 @@ def formulations() -> Iterator[Formulation]:
     with torch.device("meta"):
         graph = graph_of((Bias(), {"x": torch.zeros(8, 8)}))
     for shape, mode in product([(2,), (4,)], ["training", "inference"]):
-        mesh = make_mesh(shape)
-        options = PlanOptions(mode=mode)
-        yield Formulation(graph, NontrivialAxes.of(mesh), Prices(mesh, options))
+        yield Formulation.of(graph, make_mesh(shape), PlanOptions(mode=mode))
 
 
 @pytest.mark.parametrize("formulation", list(formulations()))
 def test_the_plan_of_a_small_graph_is_the_best_of_all(formulation: Formulation) -> None:
     best = brute_force(formulation.problem)
     options = PlanOptions(mode="training" if formulation.prices.training else "inference")
-    plan = make_plan(formulation.graph, formulation.axes.mesh, options)
+    plan = make_plan(formulation.graph, formulation.mesh, options)
     assert plan.certificate.objective == pytest.approx(best.objective)
     assert plan.certificate.bound <= best.objective * (1 + 1e-9)
 

@@ -16,12 +16,9 @@ from torch import nn
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology, make_mesh
 from autoshard.plan import Plan, PlanOptions, Resharding, check_plan, compare_plans
-from autoshard.plan.nontrivial_axes import NontrivialAxes
-from autoshard.plan.pricing import Prices
 from autoshard.planner import explain, make_plan
-from autoshard.planner.formulation.assemble import Assembly
-from autoshard.planner.formulation.decisions import Decisions
-from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation import Formulation
+from autoshard.planner.stage_builder import Decisions, StageBuilder
 from autoshard_solver_cache import MemoryCache, NamespacedCache
 
 ROUNDING = 1e-12
@@ -186,7 +183,7 @@ def formulations() -> Iterator[Formulation]:
     ):
         sized = Mesh((Axis("a", size),), mesh.topology)
         options = PlanOptions(mode=mode, overlap=True)
-        yield Formulation(graph, NontrivialAxes.of(sized), Prices(sized, options))
+        yield Formulation.of(graph, sized, options)
 
 
 @pytest.mark.parametrize("formulation", list(formulations()))
@@ -196,13 +193,11 @@ def test_the_plan_is_the_best_of_all(planned: Planner, formulation: Formulation)
     for choice in product(*(range(len(v.strategies)) for v in formulation.variables)):
         price = formulation.problem.objective(choice)
         if np.isfinite(price):
-            assembly = Assembly(formulation, Decisions(np.array(choice)))
-            totals.append(assembly.costs(assembly.stage()).total)
+            builder = StageBuilder(formulation, Decisions(np.array(choice)))
+            totals.append(builder.costs(builder.stage()).total)
             assert totals[-1] == pytest.approx(price, rel=1e-9)
     mode = "training" if formulation.prices.training else "inference"
-    plan = planned(
-        formulation.graph, formulation.axes.mesh, mode=mode, overlap=True, relative_gap=0
-    )
+    plan = planned(formulation.graph, formulation.mesh, mode=mode, overlap=True, relative_gap=0)
     assert plan.certificate.objective == pytest.approx(min(totals), rel=1e-9)
 
 

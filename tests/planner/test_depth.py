@@ -12,9 +12,8 @@ from torch import nn
 from autoshard.graph import Graph, find_blocks
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan
-from autoshard.plan.nontrivial_axes import NontrivialAxes
-from autoshard.plan.pricing import Prices
-from autoshard.planner.formulation.formulation import Formulation
+from autoshard.plan.constraints import UNCONSTRAINED
+from autoshard.planner.formulation import Formulation
 
 Tamper = Callable[[dict[str, Any]], None]
 
@@ -49,8 +48,7 @@ def tower(layers: int) -> Case:
 
 
 def formulation(graph: Graph) -> Formulation:
-    mesh = make_mesh((2, 2))
-    return Formulation(graph, NontrivialAxes.of(mesh), Prices(mesh, PlanOptions()))
+    return Formulation.of(graph, make_mesh((2, 2)), PlanOptions())
 
 
 def test_deeper_models_have_more_choices_but_no_further_prices() -> None:
@@ -63,7 +61,7 @@ def test_deeper_models_have_more_choices_but_no_further_prices() -> None:
 def test_formulations_share_their_prices() -> None:
     """The same program with other options is not priced again."""
     first = formulation(graph_of(meta(tower, 2)))
-    again = Formulation(first.graph, first.axes, first.prices)
+    again = first.constrained(UNCONSTRAINED)
     pairs = zip(first.problem.nodes, again.problem.nodes, strict=True)
     operators = [(one.cost, other.cost) for one, other in pairs if one.name.startswith("operator:")]
     assert operators

@@ -1,0 +1,536 @@
+"""Search for the fastest plan whose peak memory fits a budget.
+
+A problem counts memory at some time points of a step only, while the timeline of a finished plan
+shows its true peak. So a plan is made and its peak measured. If it exceeds the budget, the time
+point of the peak is counted too; where the problem cannot count it, the plan is made again with a
+smaller usage limit. Counted memory is a lower bound of the peak, so with the budget itself as the
+limit, the bound of the problem holds for every plan that fits.
+
+In training, the best plan without recomputation is tried first. If it fits, no plan that
+recomputes or reshards again in backward is better.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import isfinite, isinf
+
+import numpy as np
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.collection import collection_paused
+from autoshard.outcome import SolveStatus
+from autoshard.plan.document import Costs, Memory, Stage
+from autoshard.plan.memory.timeline import timeline
+from autoshard.plan.options import PlanOptions, Recomputing
+from autoshard.planner.formulation import Formulation, Role
+from autoshard.planner.memory_problem import MemoryProblem
+from autoshard.planner.saved_tensors import SavedTensors
+from autoshard.planner.stage_builder import Decisions, StageBuilder
+from autoshard.planner.time_points import BackwardPoint
+from autoshard.solve import (
+    CancelToken,
+    KeyValueStore,
+    Node,
+    Problem,
+    Progress,
+    Solution,
+    WarmStart,
+    minimum_usage,
+    solve_problem,
+)
+
+_MAX_ROUNDS = 8
+_MAX_IMPROVEMENTS = 2
+"""Rounds that look for a faster plan after one fits."""
+_NEGLIGIBLE = 0.005
+"""Share of the budget that small values may take without being choices of their own."""
+_LOOSE_GAP = 6.0
+"""Factor of the relative gap while limits and time points are tried."""
+_TIME_SHARE = 0.3
+"""Share of the remaining time for one solve under a limit."""
+_MIN_SECONDS = 1.0
+"""Seconds that a single solve may take even after the time limit."""
+_SAME_LIMIT = 3e-3
+"""Share of the budget below which two usage limits count as the same."""
+_ELASTICITIES = (0.4, 3.0)
+"""Costs of using all the memory for which candidates are sought, in terms of a step's time."""
+_NUM_CANDIDATES = 12
+"""Candidate strategies per choice and cost of memory."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A finished plan: its only stage, its costs and its measured memory."""
+
+    stage: Stage
+    costs: Costs
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a search.
+
+    Attributes:
+        solution: status, objective, bound and statistics; its choice is one of `problem`.
+        problem: the last problem that was solved.
+        plan: the plan that was found, if any.
+        variable_of: the formulation's variable of a node of `problem`; -1 for none.
+    """
+
+    solution: Solution
+    problem: Problem
+    plan: StagePlan | None
+    variable_of: Callable[[int], int]
+
+    @property
+    def is_conflict(self) -> bool:
+        """Whether there is no plan because of the options, and not for lack of time."""
+        exceeds = (
+            self.solution.status is SolveStatus.TIMED_OUT and "unfit" in self.solution.statistics
+        )
+        return self.solution.status is SolveStatus.INFEASIBLE or exceeds
+
+
+@dataclass(frozen=True)
+class _CountedProblem:
+    """A problem whose usage is memory, without a limit.
+
+    Attributes:
+        problem: the problem.
+        decisions: the decisions of a choice.
+        variable_of: the formulation's variable of a node; -1 for none.
+        nodes_with: strategies of nodes that are compatible with some strategies of variables.
+        warm_start: state of the solver between solves under different limits.
+    """
+
+    problem: Problem
+    decisions: Callable[[IntArray], Decisions]
+    variable_of: Callable[[int], int]
+    nodes_with: Callable[[Sequence[BoolArray]], list[BoolArray]] = list
+    warm_start: WarmStart = field(default_factory=WarmStart)
+
+
+class _LimitSearch:
+    """Searches the largest usage limit under which plans have a peak within the budget.
+
+    Attributes:
+        limit: the limit to try next.
+        fits: the largest limit that was tried and whose plan fits.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self.fits, self._exceeds = 0.0, float("inf")
+        self.limit = float(budget)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further limit is worth trying."""
+        close = _SAME_LIMIT * self._budget
+        return self._exceeds - self.fits < close or self.limit - self.fits < 0.1 * close
+
+    def record(self, usage: float, peak: int) -> None:
+        """A plan under the limit has this usage in the problem, and this measured peak."""
+        excess = peak - self._budget
+        if excess <= 0:
+            self.fits = self.limit
+            promising = usage - excess
+        else:
+            # Any limit between its usage and this limit would give the same plan.
+            self._exceeds = min(self._exceeds, self.limit, usage)
+            promising = usage - excess - 0.5 * _SAME_LIMIT * self._budget
+        between = self.fits < promising < self._exceeds
+        self.limit = promising if between else self._middle
+
+    def record_failure(self) -> None:
+        """There is no plan under the limit, or none was found."""
+        self.fits = self.limit
+        self.limit = self._middle
+
+    @property
+    def _middle(self) -> float:
+        return self.fits if isinf(self._exceeds) else 0.5 * (self.fits + self._exceeds)
+
+
+class _Rounds:
+    """State of a search under one budget.
+
+    Attributes:
+        budget: bytes per device.
+        bound: lower bound of the time of every plan that fits.
+        best: the fastest plan that fits, and its solution.
+        points: time points of backward at which memory is counted.
+        counted: the problem; None if it must be built.
+        limits: usage limits to solve it under.
+        num_improvements: rounds since a plan fits.
+    """
+
+    def __init__(self, budget: int, bound: float) -> None:
+        self.budget = budget
+        self.bound = bound
+        self.best: tuple[Solution, StagePlan] | None = None
+        self.points: list[BackwardPoint] = []
+        self.counted: _CountedProblem | None = None
+        self.num_improvements = 0
+        self.limits = _LimitSearch(budget)
+
+    def add_points(self, points: Iterable[BackwardPoint]) -> bool:
+        """Count memory at more time points; returns whether any of them is new."""
+        new = [point for point in dict.fromkeys(points) if point not in self.points]
+        if new:
+            self.points += new
+            self.counted, self.limits = None, _LimitSearch(self.budget)
+        return bool(new)
+
+
+class BudgetSearch:
+    """Searches plans of one formulation.
+
+    Args:
+        formulation: the choices.
+        options: limits of the solver, and what may be recomputed.
+        seconds: time limit of the search; that of the options if None.
+        on_progress: called while the solver runs.
+        cancel: an event; setting it stops the solver.
+        block_cache: a store of solved blocks.
+    """
+
+    def __init__(
+        self,
+        formulation: Formulation,
+        options: PlanOptions,
+        *,
+        seconds: float | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        cancel: CancelToken | None = None,
+        block_cache: KeyValueStore | None = None,
+    ) -> None:
+        self._formulation = formulation
+        self._options = options
+        self._deadline = time.perf_counter() + (seconds or options.time_limit)
+        self._on_progress = on_progress
+        self._cancel = cancel
+        self._block_cache = block_cache
+        self._unlimited = WarmStart()  # of the formulation's own problem
+        self.must_recompute = "always" in (
+            options.reshard_after_forward,
+            options.activation_checkpointing,
+        )
+
+    def run(self, memory_budget: int) -> Outcome:
+        """Search the fastest plan that fits a budget in bytes per device."""
+        if not self._formulation.prices.training or self.must_recompute:
+            return self._fit(_Rounds(memory_budget, -float("inf")), None)
+        problem = self._formulation.problem
+        solution = self._solve(problem, warm_start=self._unlimited)
+        plan = None if solution.choice is None else self.build(Decisions(solution.choice))
+        if plan is None or plan.memory.peak <= memory_budget:
+            return Outcome(solution, problem, plan, lambda v: v)
+        return self._fit(_Rounds(memory_budget, solution.bound), plan)
+
+    def min_usage_plan(self) -> StagePlan | None:
+        """The fastest of the plans with the least usage, whatever its peak."""
+        counted = self._count(0.0)
+        least = self._min_usage(counted.problem)
+        if not isfinite(least):
+            return None
+        solution = self._solve(replace(counted.problem, usage_limit=least))
+        return None if solution.choice is None else self.build(counted.decisions(solution.choice))
+
+    def min_usage(self) -> float:
+        """Lower bound of every plan's peak memory, bytes; inf where there is no plan."""
+        return self._min_usage(self._count(0.0).problem)
+
+    @collection_paused()
+    def build(self, decisions: Decisions) -> StagePlan:
+        """The plan of some decisions, without repeated reshardings that backward does not need."""
+        formulation = self._formulation
+        builder = StageBuilder(formulation, decisions)
+        stage = builder.stage()
+        memory = timeline(
+            stage,
+            formulation.graph,
+            training=formulation.prices.training,
+            optimizer=formulation.prices.optimizer,
+        )
+        if memory.idle:
+            # Whether a view is a copy depends on layouts, which the problem does not model: a
+            # copy does not keep the tensor that it is made of.
+            idle = {
+                i
+                for i in decisions.regathered
+                if formulation.use_key(formulation.uses[i]) in memory.idle
+            }
+            return self.build(replace(decisions, regathered=decisions.regathered - idle))
+        return StagePlan(stage, builder.costs(stage), builder.memory(memory))
+
+    def _fit(self, rounds: _Rounds, unlimited: StagePlan | None) -> Outcome:
+        """Make plans until one fits, each time with more time points or a lower usage limit.
+
+        Args:
+            rounds: the state to start from.
+            unlimited: the best plan without recomputation, which does not fit.
+        """
+        points = self._peak_points(unlimited) if unlimited else iter(())
+        rounds.add_points(chain(points, self._block_points()))
+        candidates = self._candidates(rounds.budget, rounds.bound)
+        bound_of_unlimited = rounds.bound
+        relaxed: Solution | None = None  # with the budget itself as the limit
+        for _ in range(_MAX_ROUNDS):
+            if rounds.counted is None:
+                negligible = 0.0 if self.must_recompute else _NEGLIGIBLE * rounds.budget
+                rounds.counted = self._count(negligible, rounds.points)
+                warm_start = rounds.counted.warm_start
+                warm_start.unlimited_bound = bound_of_unlimited if unlimited else None
+                warm_start.candidates = rounds.counted.nodes_with(candidates) if candidates else []
+            limit = rounds.limits.limit
+            limited = replace(rounds.counted.problem, usage_limit=limit)
+            solution = self._solve(
+                limited, gap=self._loose_gap, warm_start=rounds.counted.warm_start
+            )
+            if relaxed is None or limit == rounds.budget:
+                relaxed = solution
+                rounds.bound = max(rounds.bound, solution.bound)
+            if solution.choice is not None:
+                self._record(rounds, rounds.counted, limited, solution)
+            elif solution is relaxed:
+                break
+            else:
+                rounds.limits.record_failure()
+            if rounds.limits.is_over or self._is_over(rounds):
+                break
+        assert relaxed is not None
+        self._polish(rounds)
+        return self._outcome(rounds, relaxed)
+
+    def _polish(self, rounds: _Rounds) -> None:
+        """Solve once more under the best limit and the full gap, if the gap is still open."""
+        counted = rounds.counted
+        if rounds.best is None or counted is None or self._is_good(rounds):
+            return
+        limited = replace(counted.problem, usage_limit=rounds.limits.fits)
+        solution = self._solve(limited, warm_start=counted.warm_start)
+        if rounds.limits.fits == rounds.budget:
+            rounds.bound = max(rounds.bound, solution.bound)
+        if solution.choice is not None:
+            self._record(rounds, counted, limited, solution)
+
+    def _record(
+        self, rounds: _Rounds, counted: _CountedProblem, limited: Problem, solution: Solution
+    ) -> None:
+        """Build a solution's plan, and keep it if it fits; otherwise count or limit more."""
+        assert solution.choice is not None
+        plan = self.build(counted.decisions(solution.choice))
+        if plan.memory.peak <= rounds.budget:
+            if rounds.best is None or plan.costs.total < rounds.best[0].objective:
+                rounds.best = replace(solution, objective=plan.costs.total), plan
+        elif rounds.add_points(self._peak_points(plan)):
+            return
+        rounds.limits.record(limited.peak_usage(solution.choice), plan.memory.peak)
+
+    def _outcome(self, rounds: _Rounds, relaxed: Solution) -> Outcome:
+        """The best plan that fits; if none was found yet, perhaps one of little memory.
+
+        Args:
+            rounds: the end of the search.
+            relaxed: the last solution with the budget itself as the limit.
+        """
+        if rounds.best is None and relaxed.status is not SolveStatus.INFEASIBLE:
+            frugal = (p for p in self._frugal() if p and p.memory.peak <= rounds.budget)
+            plan = next(frugal, None)
+            if plan is not None:
+                status = SolveStatus.FEASIBLE
+                rounds.best = replace(relaxed, status=status, objective=plan.costs.total), plan
+        counted = rounds.counted or self._count(0.0)
+        if rounds.best is None:
+            without = _without_plan(relaxed, rounds.bound)
+            return Outcome(without, counted.problem, None, counted.variable_of)
+        solution, plan = rounds.best
+        solution = self._with_bound(solution, rounds.bound)
+        return Outcome(solution, counted.problem, plan, counted.variable_of)
+
+    def _frugal(self) -> Iterator[StagePlan | None]:
+        """Plans of little memory, whatever they cost."""
+        if self._formulation.prices.training:
+            counted = self._count(0.0, recompute_all=True)
+            solution = self._solve(counted.problem)
+            if solution.choice is not None:
+                yield self.build(counted.decisions(solution.choice))
+        yield self.min_usage_plan()
+
+    def _count(
+        self,
+        negligible: float,
+        points: Sequence[BackwardPoint] = (),
+        *,
+        recompute_all: bool = False,
+    ) -> _CountedProblem:
+        """The problem with memory as its usage.
+
+        Args:
+            negligible: bytes that small values may take together without being counted.
+            points: time points of backward at which memory is counted too.
+            recompute_all: whether everything is recomputed that the options allow.
+        """
+        formulation = self._formulation
+        if not formulation.prices.training:
+            return _CountedProblem(formulation.problem, Decisions, lambda v: v)
+
+        def allowed(option: Recomputing) -> Recomputing:
+            return "always" if recompute_all and option == "auto" else option
+
+        with collection_paused():
+            memory = MemoryProblem(
+                formulation,
+                reshard_after_forward=allowed(self._options.reshard_after_forward),
+                activation_checkpointing=allowed(self._options.activation_checkpointing),
+                negligible=negligible,
+                points=points,
+            )
+            return _CountedProblem(
+                memory.problem, memory.decisions, memory.variable_of, memory.nodes_with
+            )
+
+    def _min_usage(self, problem: Problem) -> float:
+        return minimum_usage(problem, time_limit=self._time_share, cancel=self._cancel)
+
+    def _solve(
+        self, problem: Problem, *, gap: float | None = None, warm_start: WarmStart | None = None
+    ) -> Solution:
+        # Inference counts nearly all memory, so the first round is mostly the last.
+        several = self._formulation.prices.training and isfinite(problem.usage_limit)
+        return solve_problem(
+            problem,
+            time_limit=self._time_share if several else self._remaining,
+            relative_gap=self._options.relative_gap if gap is None else gap,
+            seed=self._options.seed,
+            on_progress=self._on_progress,
+            cancel=self._cancel,
+            block_cache=self._block_cache,
+            warm_start=warm_start,
+        )
+
+    @property
+    def _remaining(self) -> float:
+        return max(self._deadline - time.perf_counter(), _MIN_SECONDS)
+
+    @property
+    def _time_share(self) -> float:
+        """Seconds for one solve of several."""
+        return max(_TIME_SHARE * self._remaining, _MIN_SECONDS)
+
+    @property
+    def _loose_gap(self) -> float:
+        return _LOOSE_GAP * self._options.relative_gap
+
+    def _peak_points(self, plan: StagePlan) -> Iterator[BackwardPoint]:
+        """The time point of a plan's peak, if it is one of backward that a problem can count."""
+        formulation = self._formulation
+        if plan.memory.phase not in ("backward", "recompute"):
+            return
+        for i, variable in enumerate(formulation.variables):
+            if (variable.role, variable.name) == (Role.OPERATOR, plan.memory.at):
+                instance = formulation.instance_of.get(i)
+                if instance is None:
+                    yield BackwardPoint(variable=i)
+                else:
+                    yield BackwardPoint(variable=formulation.first_of(instance), starts_block=True)
+        resharded = {c.use for c in plan.stage.reshardings if c.value == plan.memory.at}
+        inside = formulation.inside_blocks
+        for i, use in enumerate(formulation.uses if resharded else ()):
+            is_inside = use.source in inside or use.target in inside
+            if not is_inside and formulation.use_key(use) in resharded:
+                yield BackwardPoint(use=i)
+
+    def _block_points(self) -> Iterator[BackwardPoint]:
+        """The time points at which backward starts on blocks that may be checkpointed."""
+        formulation = self._formulation
+        if formulation.prices.training and self._options.activation_checkpointing != "never":
+            for nodes in dict.fromkeys(formulation.instance_of.values()):
+                yield BackwardPoint(variable=formulation.first_of(nodes), starts_block=True)
+
+    def _candidates(self, budget: int, step_time: float) -> list[BoolArray] | None:
+        """Strategies of each variable that are good at some cost of memory, shape [S] each.
+
+        A problem that counts memory is a few times larger than the formulation's own. What is
+        good in the latter with a cost on memory is mostly good in the former too. This only
+        guides the solver: the bound is proven over all strategies.
+
+        Returns:
+            None where there are so few strategies that the solver considers all of them.
+        """
+        formulation, first = self._formulation, self._unlimited.strategy_bounds
+        if not formulation.prices.training or not first:
+            return None
+        masks = [_cheapest(bounds) for bounds in first]
+        usage = SavedTensors(formulation, checkpoints=False, negligible=0.0).bytes_as_made()
+        for elasticity in _ELASTICITIES:
+            warm_start = WarmStart()
+            priced = _with_memory_cost(formulation.problem, usage, elasticity * step_time / budget)
+            self._solve(priced, gap=self._loose_gap, warm_start=warm_start)
+            if warm_start.strategy_bounds:
+                more = map(_cheapest, warm_start.strategy_bounds)
+                masks = [mask | new for mask, new in zip(masks, more, strict=True)]
+        return masks
+
+    def _is_over(self, rounds: _Rounds) -> bool:
+        """Whether the search ends: cancelled, good enough, or out of time with a plan."""
+        if self._cancel is not None and self._cancel.is_set():
+            return True
+        if rounds.best is None:
+            return False
+        rounds.num_improvements += 1
+        late = time.perf_counter() > self._deadline
+        return late or rounds.num_improvements > _MAX_IMPROVEMENTS or self._is_good(rounds)
+
+    def _is_good(self, rounds: _Rounds) -> bool:
+        """Whether a plan fits whose gap is at most the requested one."""
+        if rounds.best is None:
+            return False
+        objective = rounds.best[0].objective
+        return objective - rounds.bound <= self._options.relative_gap * objective
+
+    def _with_bound(self, solution: Solution, bound: float) -> Solution:
+        """A solution with another bound, and the status that follows from it."""
+        bound = min(bound, solution.objective)
+        close = solution.objective - bound <= self._options.relative_gap * solution.objective
+        status = solution.status
+        if status in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE):
+            status = SolveStatus.OPTIMAL if close else SolveStatus.FEASIBLE
+        return replace(solution, status=status, bound=bound)
+
+
+def _without_plan(solution: Solution, bound: float) -> Solution:
+    """The solution of a problem where no plan that was built fits."""
+    if solution.choice is None:
+        return solution
+    cancelled = solution.status is SolveStatus.CANCELLED
+    return replace(
+        solution,
+        status=SolveStatus.CANCELLED if cancelled else SolveStatus.TIMED_OUT,
+        choice=None,
+        objective=float("inf"),
+        bound=bound,
+        statistics={**solution.statistics, "unfit": 1.0},
+    )
+
+
+def _with_memory_cost(problem: Problem, usage: Sequence[FloatArray], cost: float) -> Problem:
+    """The problem with a cost per byte of usage, and no usage."""
+    known: dict[tuple[int, int], Node] = {}
+    nodes = []
+    for node, nbytes in zip(problem.nodes, usage, strict=True):
+        key = (id(node.cost), id(nbytes))
+        if key not in known:
+            known[key] = Node(node.cost + cost * nbytes, np.zeros_like(nbytes))
+        nodes.append(known[key])
+    return replace(problem, nodes=tuple(nodes))
+
+
+def _cheapest(bounds: FloatArray) -> BoolArray:
+    mask = np.zeros(len(bounds), dtype=np.bool_)
+    mask[np.argsort(bounds, kind="stable")[:_NUM_CANDIDATES]] = True
+    return mask

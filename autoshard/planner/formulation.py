@@ -1,0 +1,579 @@
+"""The optimization problem of planning: from graph, mesh and options to choices and costs.
+
+Every graph input, operator and output is a choice among strategies. A value with several consumers
+has a choice of its own, the layout that its consumers share, so that one resharding can serve all
+of them. Every use of a value is an edge, whose cost is that of the resharding between the layout
+in which the value is made and the layout in which it is used.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import groupby
+from math import prod
+
+import numpy as np
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.costs import Overlap, Passes, hidden_seconds
+from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_blocks
+from autoshard.graph.experts import RAGGED_DIMS, ragged_values
+from autoshard.layouts import I, Kind, Layout, R, ReshardingTable, has_placements, legal_layouts
+from autoshard.mesh import Mesh
+from autoshard.ops import Strategy, chunked_types
+from autoshard.plan.buckets import carried_beside
+from autoshard.plan.constraints import PlanConstraints, plan_constraints
+from autoshard.plan.document import Use as UseKey
+from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.legality import without_invariant
+from autoshard.plan.memory.lifetimes import input_interval, output_interval
+from autoshard.plan.nontrivial_axes import NontrivialAxes
+from autoshard.plan.options import PlanOptions
+from autoshard.plan.pricing import OperatorPrices, Prices, Usage
+from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
+from autoshard.solve import Node as ProblemNode
+
+_MAX_PAIRED_LAYOUTS = 600
+"""Layouts of a tensor up to which an edge has a matrix of the costs of all pairs."""
+
+
+class Role(StrEnum):
+    """What a choice is about."""
+
+    INPUT = "input"
+    OPERATOR = "operator"
+    SHARED = "shared"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One choice.
+
+    Attributes:
+        role: what it is about.
+        name: the value (input, shared), the node (operator) or the position (output).
+        strategies: S of them; those of an input have only outputs, those of an output only inputs.
+        time: seconds of each strategy, shape [S].
+        usage: bytes per device of each strategy by kind, each of shape [S].
+        interval: when its memory is in use in inference, half-open.
+    """
+
+    role: Role
+    name: str
+    strategies: tuple[Strategy, ...]
+    time: FloatArray
+    usage: Usage = field(default_factory=dict)
+    interval: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of a value: from output `output` of a variable to input `position` of another.
+
+    Attributes:
+        value: the value.
+        source: index of the variable that makes it.
+        output: which of its outputs the value is.
+        target: index of the variable that uses it.
+        position: which of its inputs the value is.
+        gradient: the gradient of this use.
+    """
+
+    value: str
+    source: int
+    output: int
+    target: int
+    position: int
+    gradient: Gradient
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeCosts:
+    """Costs of the reshardings of one use, between R source and C target layouts.
+
+    Attributes:
+        table: reshardings of the value.
+        tensor: the value.
+        axis_sizes: size of each non-trivial axis.
+        sources: number of each source layout in the table, shape [R].
+        rows: index of the source layout of each strategy of the source.
+        targets: number of each target layout in the table, shape [C]; a layout occurs several
+            times where the compute beside it differs.
+        cols: index of the target layout of each strategy of the target.
+        compute: seconds that the reshardings can overlap with, shape [C] each; None for none.
+    """
+
+    table: ReshardingTable
+    tensor: Tensor
+    axis_sizes: tuple[int, ...]
+    sources: IntArray
+    rows: IntArray
+    targets: IntArray
+    cols: IntArray
+    compute: Passes[FloatArray] | None
+
+    @cached_property
+    def seconds(self) -> FloatArray:
+        """Exposed seconds of each resharding, inf where impossible, shape [R, C]."""
+        cost = self.table.cost[self._pairs]
+        if self.compute is None:
+            return cost
+        return cost - hidden_seconds(self._communication, self.compute)
+
+    @cached_property
+    def regather_seconds(self) -> FloatArray:
+        """Further exposed seconds if the forward part runs again in backward, shape [R, C]."""
+        forward = self.table.again_cost[self._pairs]
+        if self.compute is None:
+            return forward
+        once, twice = (
+            hidden_seconds(self._communication, self.compute, again=again)
+            for again in (False, True)
+        )
+        return forward - (twice - once)
+
+    @cached_property
+    def is_noop(self) -> BoolArray:
+        """Whether the forward part of each resharding does nothing, shape [R, C]."""
+        return self.table.stays[self._pairs]
+
+    @cached_property
+    def source_layouts(self) -> list[Layout]:
+        """The R source layouts."""
+        return [self.table.layouts[i] for i in self.sources.tolist()]
+
+    @cached_property
+    def target_layouts(self) -> list[Layout]:
+        """The C target layouts."""
+        return [self.table.layouts[i] for i in self.targets.tolist()]
+
+    @cached_property
+    def source_bytes(self) -> FloatArray:
+        """Bytes per device in each source layout, shape [R]."""
+        return local_bytes(self.tensor, self.source_layouts, self.axis_sizes)
+
+    @cached_property
+    def target_bytes(self) -> FloatArray:
+        """Bytes per device in each target layout, shape [C]."""
+        return local_bytes(self.tensor, self.target_layouts, self.axis_sizes)
+
+    def compute_of(self, strategy: int) -> Passes[float] | None:
+        """Seconds that the resharding can overlap with for a strategy of the target."""
+        if self.compute is None:
+            return None
+        col = self.cols[strategy]
+        return Passes(float(self.compute.forward[col]), float(self.compute.backward[col]))
+
+    @property
+    def _pairs(self) -> tuple[IntArray, IntArray]:
+        return self.sources[:, None], self.targets[None, :]
+
+    @property
+    def _communication(self) -> Passes[FloatArray]:
+        both, forward = self.table.cost[self._pairs], self.table.again_cost[self._pairs]
+        backward = np.subtract(both, forward, out=np.zeros_like(both), where=np.isfinite(both))
+        return Passes(forward, np.maximum(backward, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """What nodes share that are equal in themselves and in their surroundings.
+
+    Attributes:
+        prices: their strategies.
+        uses: the gradient of the use of each input.
+        sums: whether each output can be a partial sum.
+    """
+
+    prices: OperatorPrices
+    uses: tuple[Gradient, ...]
+    sums: tuple[bool, ...]
+
+
+class Formulation:
+    """The problem of one graph on one mesh.
+
+    Args:
+        graph: the normalised program.
+        mesh: the devices.
+        prices: costs of strategies on this mesh.
+        constraints: what is forbidden.
+
+    Raises:
+        OptionError: a constraint leaves an operator or a value no strategy.
+    """
+
+    def __init__(
+        self, graph: Graph, mesh: Mesh, prices: Prices, constraints: PlanConstraints
+    ) -> None:
+        self.graph = graph
+        self.mesh = mesh
+        self.axes = NontrivialAxes.of(mesh)
+        self.prices = prices
+        self.constraints = constraints
+        self.gradients = Gradients(graph, training=prices.training)
+        self.blocks = find_blocks(graph)
+        self.variables: list[Variable] = []
+        self.uses: list[Use] = []
+        self.fill_factors = carried_beside(graph, mesh)
+        self._pricer = constraints.pricer(self.axes)
+        self._overlap = Overlap(graph, mesh) if prices.overlaps else None
+        self._chunked = chunked_types(graph)
+        self._ragged = ragged_values(graph)
+        self._several = self._values_with_several_uses()
+        self._input_names = {graph_input.name for graph_input in graph.inputs}
+        # Where each value comes from: a variable and which of its outputs.
+        self._made_by: dict[str, tuple[int, int]] = {}
+        self._variable_by_node: list[int] = []
+        self._variables_by_value: dict[str, list[int]] = {}
+        self._partial: set[str] = set()
+        # Equal things share their arrays: the solver treats what is the same object once.
+        self._alike: dict[tuple[object, ...], _Alike] = {}
+        self._inputs: dict[tuple[object, ...], tuple[tuple[Strategy, ...], FloatArray, Usage]] = {}
+        self._shared: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
+        self._zeros: dict[int, FloatArray] = {}
+        self._tables: dict[tuple[object, ...], ReshardingTable] = {}
+        self._compute: dict[int, Passes[FloatArray]] = {}
+        self._edge_costs: dict[tuple[object, ...], EdgeCosts] = {}
+        self._path_costs: dict[int, ShortestPathCost] = {}
+        self._build()
+
+    @classmethod
+    def of(cls, graph: Graph, mesh: Mesh, options: PlanOptions) -> "Formulation":
+        """The problem of planning a graph on a mesh.
+
+        Raises:
+            OptionError: an option is invalid, or leaves an operator or a value no strategy.
+        """
+        return cls(graph, mesh, Prices(mesh, options), plan_constraints(graph, mesh, options))
+
+    def constrained(self, constraints: PlanConstraints) -> "Formulation":
+        """The same problem under other constraints."""
+        return Formulation(self.graph, self.mesh, self.prices, constraints)
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The optimization problem; its nodes are `variables`, its edges are `uses`.
+
+        It has no limit on usage, and the usage is that of inference.
+        """
+        totals: dict[int, FloatArray] = {}
+        edges: dict[
+            tuple[object, ...], tuple[FloatArray | ShortestPathCost, IntArray, IntArray]
+        ] = {}
+        for use in self.uses:
+            kind = self.kind_of(use)
+            if kind not in edges:
+                edges[kind] = self._edge(self.edge_costs(use))
+        return Problem(
+            nodes=tuple(_problem_node(variable, totals) for variable in self.variables),
+            edges=tuple(Edge(u.source, u.target, *edges[self.kind_of(u)]) for u in self.uses),
+            repeats=self.repeats(self.variables_of),
+        )
+
+    def repeats(self, members_of: Callable[[range], tuple[int, ...]]) -> tuple[Repeat, ...]:
+        """The members of each instance of each repeated block, in corresponding order.
+
+        Args:
+            members_of: the members that belong to the nodes of an instance.
+        """
+        runs = (
+            tuple(run)
+            for block in self.blocks
+            for size, run in groupby(map(members_of, block.instances()), key=len)
+            if size
+        )
+        return tuple(Repeat(members) for members in runs if len(members) > 1)
+
+    @cached_property
+    def instance_of(self) -> dict[int, range]:
+        """By operator variable, the nodes of the instance of a repeated block it belongs to."""
+        instances = (nodes for block in self.blocks for nodes in block.instances())
+        return {self._variable_by_node[i]: nodes for nodes in instances for i in nodes}
+
+    def first_of(self, nodes: range) -> int:
+        """The variable of the first of some nodes."""
+        return self._variable_by_node[nodes.start]
+
+    @cached_property
+    def inside_blocks(self) -> frozenset[int]:
+        """The variables that belong to instances of repeated blocks."""
+        instances = (nodes for block in self.blocks for nodes in block.instances())
+        return frozenset(i for nodes in instances for i in self.variables_of(nodes))
+
+    def variables_of(self, nodes: range) -> tuple[int, ...]:
+        """The variables that belong to some nodes, and to the inputs that only they use."""
+        found: dict[int, None] = {}
+        for i in nodes:
+            node = self.graph.nodes[i]
+            for value in node.inputs:
+                users = self.graph.consumers[value]
+                if value in self._input_names and all(user in nodes for user, _ in users):
+                    found.update(dict.fromkeys(self._variables_by_value[value]))
+            found[self._variable_by_node[i]] = None
+            for value in node.outputs:
+                found.update(dict.fromkeys(self._variables_by_value[value]))
+        return tuple(found)
+
+    def node_of(self, variable: Variable) -> Node:
+        """The graph's node of an operator variable."""
+        return self.graph.nodes[self.graph.numbers[variable.name]]
+
+    def use_key(self, use: Use) -> UseKey:
+        """Value, consumer and position that name a use in the plan document."""
+        consumer = self.variables[use.target]
+        if consumer.role is Role.OUTPUT:
+            return use.value, "output", int(consumer.name)
+        return use.value, None if consumer.role is Role.SHARED else consumer.name, use.position
+
+    def source_layout(self, use: Use, strategy: Strategy) -> Layout:
+        """The layout of a value before the resharding for a use."""
+        layout = strategy.outputs[use.output]
+        return without_invariant(layout) if use.gradient is Gradient.NONE else layout
+
+    def kind_of(self, use: Use) -> tuple[object, ...]:
+        """A key that is equal for uses with equal costs."""
+        source, target = (self.variables[i].strategies for i in (use.source, use.target))
+        # Variables that share their strategies are about tensors of the same shape and type.
+        return (
+            *(id(source), use.output, id(target), use.position, use.gradient),
+            *(self._overlap_share(use), use.value in self._ragged),
+            self.fill_factors.get(use.value),
+        )
+
+    def edge_costs(self, use: Use) -> EdgeCosts:
+        """Costs of the reshardings of a use."""
+        kind = self.kind_of(use)
+        if kind not in self._edge_costs:
+            table = self.table(use.value, use.gradient)
+            source, target = (self.variables[i].strategies for i in (use.source, use.target))
+            makes = [table.index[self.source_layout(use, s)] for s in source]
+            takes = np.array([table.index[s.inputs[use.position]] for s in target], dtype=np.intp)
+            compute = self._overlap_compute(use)
+            if compute is None:
+                targets, cols = np.unique(takes, return_inverse=True)
+            else:
+                pairs = np.stack([takes, compute.forward, compute.backward])
+                distinct, first, cols = np.unique(
+                    pairs, axis=1, return_index=True, return_inverse=True
+                )
+                targets, cols = takes[first], cols.ravel()
+                compute = Passes(distinct[1], distinct[2])
+            sources, rows = np.unique(np.array(makes, dtype=np.intp), return_inverse=True)
+            tensor = self.graph.values[use.value]
+            self._edge_costs[kind] = EdgeCosts(
+                table, tensor, self.axes.sizes, sources, rows, targets, cols, compute
+            )
+        return self._edge_costs[kind]
+
+    def table(self, value: str, gradient: Gradient) -> ReshardingTable:
+        """The reshardings of a value, shared between values of the same shape and type."""
+        tensor = self.graph.values[value]
+        still = RAGGED_DIMS if value in self._ragged else ()
+        carried = self.fill_factors.get(value, 1.0)
+        is_bool = tensor.dtype is DType.BOOL
+        key = (tensor.shape, tensor.dtype.itemsize, is_bool, gradient, still, carried)
+        if key not in self._tables:
+            self._tables[key] = ReshardingTable(
+                tensor.shape,
+                tensor.dtype.itemsize,
+                self.axes.sizes,
+                differentiable=gradient is not Gradient.NONE,
+                partial=not is_bool,
+                backward=gradient is Gradient.FLOWS,
+                chunked=self._chunked.get(tensor.shape, ()),
+                still=still,
+                pricer=self._pricer,
+                carried=carried,
+            )
+        return self._tables[key]
+
+    def _overlap_share(self, use: Use) -> float | None:
+        """Share of the reader's compute that a resharding overlaps with; None for none."""
+        reader = self.variables[use.target]
+        if self._overlap is None or reader.role is not Role.OPERATOR:
+            return None
+        return self._overlap.share(self.node_of(reader), use.position)
+
+    def _overlap_compute(self, use: Use) -> Passes[FloatArray] | None:
+        """Seconds that a resharding can overlap with, by strategy of the reader; None for none."""
+        share = self._overlap_share(use)
+        if share is None:
+            return None
+        reader = self.variables[use.target]
+        # Nodes that share their strategies share their costs.
+        key = id(reader.strategies)
+        if key not in self._compute:
+            node = self.node_of(reader)
+            self._compute[key] = self.prices.compute(
+                self.graph, node, reader.strategies, backward=self.gradients.flows(node)
+            )
+        compute = self._compute[key]
+        return Passes(share * compute.forward, share * compute.backward)
+
+    def _edge(self, costs: EdgeCosts) -> tuple[FloatArray | ShortestPathCost, IntArray, IntArray]:
+        """Cost matrix of an edge, and the row and column of each strategy at its ends."""
+        table = costs.table
+        if len(table.layouts) <= _MAX_PAIRED_LAYOUTS or costs.compute is not None:
+            return costs.seconds, costs.rows, costs.cols
+        if id(table) not in self._path_costs:
+            self._path_costs[id(table)] = ShortestPathCost(len(table.layouts), *table.steps)
+        return self._path_costs[id(table)], costs.sources[costs.rows], costs.targets[costs.cols]
+
+    def _build(self) -> None:
+        for graph_input in self.graph.inputs:
+            if graph_input.kind is not InputKind.LITERAL:
+                self._add_input(graph_input)
+        for time, node in enumerate(self.graph.nodes):
+            self._add_operator(time, node)
+        for position, output in enumerate(self.graph.outputs):
+            if output.name is not None:
+                self._add_output(position, output.name)
+
+    def _add_input(self, graph_input: Input) -> None:
+        name = graph_input.name
+        tensor = self.graph.values[name]
+        key = (graph_input.kind, tensor, self.gradients.exists(name))
+        if key not in self._inputs:
+            layouts = self._input_layouts(graph_input, tensor)
+            shapes = [layout.local_shape(tensor.shape, self.axes.sizes) for layout in layouts]
+            strategies = tuple(Strategy((), (layout,), {}) for layout in layouts)
+            self._inputs[key] = strategies, *self.prices.input(graph_input, tensor, shapes)
+        variable = Variable(Role.INPUT, name, *self._inputs[key], input_interval(self.graph))
+        self._add_maker(name, self._add(variable), 0)
+
+    def _input_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
+        """Replicated, or sharded as DTensor can; buffers and constants are replicated."""
+        differentiable = self.gradients.exists(graph_input.name)
+        whole = I if differentiable else R
+        may_shard = graph_input.kind not in (InputKind.BUFFER, InputKind.CONSTANT)
+        legal = legal_layouts(
+            tensor.shape,
+            self.axes.sizes,
+            differentiable=differentiable,
+            partial=False,
+            chunked=self._chunked.get(tensor.shape, ()),
+        )
+        return tuple(
+            layout
+            for layout in legal
+            if all(t == whole or (t.is_shard and may_shard) for t in layout.types)
+            and has_placements(layout)
+        )
+
+    def _add_operator(self, time: int, node: Node) -> None:
+        alike = self._alike_to(time, node)
+        variable = Variable(
+            Role.OPERATOR,
+            node.name,
+            alike.prices.strategies,
+            alike.prices.time,
+            alike.prices.usage,
+            output_interval(self.graph, time),
+        )
+        target = self._add(variable)
+        self._variable_by_node.append(target)
+        for position, (value, gradient) in enumerate(zip(node.inputs, alike.uses, strict=True)):
+            self._add_use(value, target, position, gradient)
+        for output, (value, is_sum) in enumerate(zip(node.outputs, alike.sums, strict=True)):
+            if is_sum:
+                self._partial.add(value)
+            self._add_maker(value, target, output)
+
+    def _alike_to(self, time: int, node: Node) -> _Alike:
+        backward = self.gradients.flows(node)
+        partial = frozenset(i for i, v in enumerate(node.inputs) if v in self._partial)
+        key = (self.graph.kinds[time], backward, partial)
+        if key not in self._alike:
+            prices = self.prices.operator(
+                self.graph,
+                node,
+                tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs)),
+                self.axes.sizes,
+                backward=backward,
+                partial=partial,
+                chunked=self._chunked,
+            )
+            uses = tuple(self.gradients.of_use(v, node) for v in node.inputs)
+            made = zip(*(s.outputs for s in prices.strategies), strict=True)
+            sums = tuple(any(map(_is_partial, layouts)) for layouts in made)
+            self._alike[key] = _Alike(prices, uses, sums)
+        return self._alike[key]
+
+    def _values_with_several_uses(self) -> frozenset[str]:
+        """Values with several uses, or whose twin in another instance of a block has them."""
+        returned = Counter(output.name for output in self.graph.outputs)
+        several = {v for v, uses in self.graph.consumers.items() if len(uses) + returned[v] > 1}
+        for block in self.blocks:
+            for twins in zip(*block.instances(), strict=True):
+                outputs = zip(*(self.graph.nodes[i].outputs for i in twins), strict=True)
+                for values in outputs:
+                    if not several.isdisjoint(values):
+                        several.update(values)
+        return frozenset(several)
+
+    def _add_maker(self, value: str, variable: int, output: int) -> None:
+        """Record where a value comes from; one with several uses gets a shared layout."""
+        self._made_by[value] = variable, output
+        role = self.variables[variable].role
+        self._variables_by_value[value] = [variable] if role is Role.INPUT else []
+        if value not in self._several:
+            return
+        gradient = self.gradients.of_value(value)
+        table = self.table(value, gradient)
+        key = (id(table), value in self._partial)
+        if key not in self._shared:
+            self._shared[key] = tuple(
+                Strategy((layout,), (layout,), {})
+                for layout in table.layouts
+                if value in self._partial or not _is_partial(layout)
+            )
+        strategies = self._shared[key]
+        free = self._zeros.setdefault(len(strategies), np.zeros(len(strategies)))
+        shared = self._add(Variable(Role.SHARED, value, strategies, free))
+        self._add_use(value, shared, 0, gradient)
+        self._made_by[value] = shared, 0
+        self._variables_by_value[value].append(shared)
+
+    def _add_output(self, position: int, value: str) -> None:
+        gradient = self.gradients.of_output(position)
+        whole = R if gradient is Gradient.NONE else I
+        strategies = tuple(
+            Strategy((layout,), (), {})
+            for layout in self.table(value, gradient).layouts
+            if all(t == whole or t.is_shard for t in layout.types) and has_placements(layout)
+        )
+        variable = Variable(Role.OUTPUT, str(position), strategies, np.zeros(len(strategies)))
+        self._add_use(value, self._add(variable), 0, gradient)
+
+    def _add(self, variable: Variable) -> int:
+        choice = (variable.role, variable.name)
+        time = self.constraints.apply(choice, variable.strategies, variable.time)
+        self.variables.append(variable if time is variable.time else replace(variable, time=time))
+        return len(self.variables) - 1
+
+    def _add_use(self, value: str, target: int, position: int, gradient: Gradient) -> None:
+        source, output = self._made_by[value]
+        self.uses.append(Use(value, source, output, target, position, gradient))
+
+
+def local_bytes(tensor: Tensor, layouts: Iterable[Layout], axis_sizes: Sequence[int]) -> FloatArray:
+    """Bytes of a rank's shard of a tensor, in each of some layouts."""
+    elements = [prod(layout.local_shape(tensor.shape, axis_sizes)) for layout in layouts]
+    return np.array(elements, dtype=float) * tensor.dtype.itemsize
+
+
+def _problem_node(variable: Variable, totals: dict[int, FloatArray]) -> ProblemNode:
+    """A variable as a node of the problem; variables that share their usage share its total."""
+    key = id(variable.usage)
+    if key not in totals:
+        totals[key] = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
+    name = f"{variable.role}:{variable.name}"
+    return ProblemNode(variable.time, totals[key], variable.interval, name)
+
+
+def _is_partial(layout: Layout) -> bool:
+    return any(t.kind is Kind.PARTIAL for t in layout.types)

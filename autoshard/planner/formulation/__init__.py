@@ -1,1 +1,0 @@
-"""From graph, mesh and options to the problem, and from its solution back to a stage."""

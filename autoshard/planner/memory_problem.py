@@ -1,0 +1,411 @@
+"""The optimization problem of a formulation with memory as its usage.
+
+It has the choices of the formulation and, wherever backward needs a tensor, the choice of the
+tensor's residency after forward; and for each instance of a repeated block, whether it is
+checkpointed. Usage is the memory of a training step at some time points, see
+`autoshard.planner.time_points`. It is a lower bound of the true memory, so a bound of this problem
+is one of every plan that fits.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+
+import numpy as np
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.plan.options import Recomputing
+from autoshard.planner.formulation import Formulation, Role, Use, Variable
+from autoshard.planner.residency import (
+    EdgeEnd,
+    Residency,
+    Rule,
+    Transition,
+    UseResidency,
+    transition_costs,
+)
+from autoshard.planner.saved_tensors import CheckpointSpan, SavedTensors
+from autoshard.planner.stage_builder import Decisions
+from autoshard.planner.time_points import BackwardPoint, Interval, TimePoints
+from autoshard.solve import Edge, Problem
+from autoshard.solve import Node as ProblemNode
+
+_States = tuple[Residency, ...]
+_COPY_STATES: _States = (
+    Residency.KEPT,
+    Residency.REGATHERED,
+    Residency.SOURCE_KEPT,
+    Residency.FREED,
+    Residency.RECOMPUTED,
+)
+
+
+class MemoryProblem:
+    """A formulation's choices with the residency of tensors.
+
+    Args:
+        formulation: the choices, in training.
+        reshard_after_forward: whether resharded tensors are resharded again in backward.
+        activation_checkpointing: whether blocks are checkpointed.
+        negligible: bytes that small values may take together without being counted.
+        points: time points of backward at which memory is counted too.
+    """
+
+    def __init__(
+        self,
+        formulation: Formulation,
+        *,
+        reshard_after_forward: Recomputing,
+        activation_checkpointing: Recomputing,
+        negligible: float = 0.0,
+        points: Sequence[BackwardPoint] = (),
+    ) -> None:
+        assert formulation.prices.training
+        self._formulation = formulation
+        self._graph = formulation.graph
+        self._reshard_after_forward = reshard_after_forward
+        self._checkpointing = activation_checkpointing
+        self._saved = SavedTensors(
+            formulation, checkpoints=activation_checkpointing != "never", negligible=negligible
+        )
+        self._time = TimePoints(formulation, points)
+        self._nodes: list[ProblemNode] = []
+        self._edges: list[Edge] = []
+        self._ends: list[EdgeEnd] = []  # by variable
+        self._copies: dict[int, EdgeEnd] = {}  # by use
+        self._groups: list[list[int]] = []  # nodes of the problem by variable
+        self._switches: dict[int, int] = {}  # node that checkpoints a span, by its first node
+        # Equal things share their arrays: the solver treats what is the same object once.
+        self._arrays: dict[tuple[object, ...], tuple[FloatArray, FloatArray]] = {}
+        self._matrices: dict[tuple[object, ...], tuple[FloatArray, IntArray, IntArray]] = {}
+        self._build()
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The optimization problem, without a limit."""
+        return Problem(
+            nodes=tuple(self._nodes),
+            edges=tuple(self._edges),
+            repeats=self._formulation.repeats(self._nodes_of),
+        )
+
+    def variable_of(self, node: int) -> int:
+        """The formulation's variable of a node of the problem; -1 for none."""
+        return self._variable_of.get(node, -1)
+
+    @cached_property
+    def _variable_of(self) -> dict[int, int]:
+        return {end.node: i for i, end in enumerate(self._ends)}
+
+    def nodes_with(self, masks: Sequence[BoolArray]) -> list[BoolArray]:
+        """Strategies of each node of the problem that are compatible with those of variables.
+
+        Args:
+            masks: which strategies of each variable, shape [S].
+        """
+        ends = zip(self._ends, masks, strict=True)
+        return _compatible(
+            self.problem, {end.node: np.tile(mask, len(end.states)) for end, mask in ends}
+        )
+
+    def decisions(self, choice: IntArray) -> Decisions:
+        """The decisions of a strategy per node of the problem."""
+        variables = self._formulation.variables
+        strategies: IntArray = np.zeros(len(variables), dtype=np.intp)
+        states: list[Residency] = []
+        for i, (end, variable) in enumerate(zip(self._ends, variables, strict=True)):
+            number, strategies[i] = divmod(int(choice[end.node]), len(variable.strategies))
+            states.append(end.states[number])
+        regathered = set()
+        for number, use in enumerate(self._formulation.uses):
+            state = states[use.target]
+            if number in self._copies and state is not Residency.RECOMPUTED:
+                state = self._copy_state(self._copies[number], use, choice)
+            if state in (Residency.REGATHERED, Residency.SOURCE_KEPT):
+                regathered.add(number)
+        checkpoints = (
+            span.nodes
+            for span in self._spans
+            if self._checkpointing == "always" or choice[self._switches[span.nodes.start]]
+        )
+        return Decisions(strategies, frozenset(regathered), tuple(checkpoints))
+
+    def _copy_state(self, copy: EdgeEnd, use: Use, choice: IntArray) -> Residency:
+        stops = np.cumsum(copy.sizes(self._formulation.edge_costs(use)))
+        return copy.states[int(np.searchsorted(stops, choice[copy.node], side="right"))]
+
+    def _build(self) -> None:
+        if self._checkpointing == "auto":
+            for span in self._spans:
+                self._switches[span.nodes.start] = self._add(np.zeros(2), np.zeros(2), (0, 0))
+        uses: dict[int, list[int]] = {}
+        for number, use in enumerate(self._formulation.uses):
+            uses.setdefault(use.target, []).append(number)
+        for i, variable in enumerate(self._formulation.variables):
+            self._groups.append([])
+            self._add_variable(i, variable)
+            for number in uses.get(i, ()):
+                self._add_use(number, self._formulation.uses[number])
+        for number, point in enumerate(self._time.backward):
+            self._add_backward(point, self._time.at(number))
+
+    def _add(self, time: FloatArray, usage: FloatArray, interval: Interval) -> int:
+        self._nodes.append(ProblemNode(time, usage, interval))
+        return len(self._nodes) - 1
+
+    @cached_property
+    def _spans(self) -> tuple[CheckpointSpan, ...]:
+        return tuple(dict.fromkeys(span for span in self._saved.spans if span is not None))
+
+    def _add_variable(self, i: int, variable: Variable) -> None:
+        states = self._states(variable)
+        time, usage = self._variable_costs(variable, states)
+        interval = self._time.always
+        if variable.role is Role.OPERATOR:
+            interval = self._time.until(self._graph.numbers[variable.name])
+        node = self._add(time, usage, interval)
+        self._ends.append(EdgeEnd(node, states, (False,) * len(states)))
+        self._groups[i].append(node)
+        gradients = variable.usage.get("gradients")
+        if gradients is not None:
+            self._add_gradient(i, node, gradients)
+        span = self._span(variable)
+        if span is not None and span.nodes.start in self._switches:
+            recomputed = np.array([int(state is Residency.RECOMPUTED) for state in states])
+            labels = np.repeat(recomputed, len(variable.strategies))
+            self._equate(self._switches[span.nodes.start], node, np.arange(2), labels)
+
+    def _add_gradient(self, i: int, node: int, nbytes: FloatArray) -> None:
+        """The gradient of a parameter, which has the layout of the parameter."""
+        size = len(nbytes)
+        readers = (j for j, _ in self._graph.consumers[self._formulation.variables[i].name])
+        gradient = self._add(np.zeros(size), nbytes, self._time.after(min(readers, default=0)))
+        self._groups[i].append(gradient)
+        self._equate(node, gradient, np.arange(size), np.arange(size))
+
+    def _add_backward(self, point: BackwardPoint, interval: Interval) -> None:
+        """The memory of an operator's or a resharding's backward."""
+        if point.starts_block:
+            return
+        if point.variable >= 0:
+            end = self._ends[point.variable]
+            nbytes = self._time.operator_bytes(point.variable)
+            distinct, numbers = np.unique(nbytes, return_inverse=True)
+            node = self._add(np.zeros(len(distinct)), distinct, interval)
+            labels = np.tile(numbers, len(end.states))
+            self._equate(end.node, node, labels, np.arange(len(distinct)))
+            return
+        use = self._formulation.uses[point.use]
+        costs = self._formulation.edge_costs(use)
+        start, end = self._ends[use.source], self._ends[use.target]
+        nbytes = self._time.resharding_bytes(use, costs)
+        time = np.where(np.isfinite(costs.seconds), 0.0, np.inf)
+        node = self._add(time.ravel(), nbytes.ravel(), interval)
+        rows, cols = (x.ravel() for x in np.indices(nbytes.shape))
+        self._equate(start.node, node, np.tile(costs.rows, len(start.states)), rows)
+        self._equate(end.node, node, np.tile(costs.cols, len(end.states)), cols)
+
+    def _equate(self, first: int, second: int, rows: IntArray, cols: IntArray) -> None:
+        """Force two nodes to strategies of the same label."""
+        same = _same_label(int(rows.max()) + 1, int(cols.max()) + 1)
+        self._edges.append(Edge(first, second, same, rows, cols))
+
+    def _span(self, variable: Variable) -> CheckpointSpan | None:
+        if variable.role is Role.OPERATOR:
+            return self._saved.spans[self._graph.numbers[variable.name]]
+        return None
+
+    def _states(self, variable: Variable) -> _States:
+        """The residencies that a variable's tensors can have."""
+        if variable.role is Role.INPUT:
+            return (Residency.AT_REST,)
+        if variable.role is Role.OUTPUT:
+            return (Residency.FREED,)
+        if variable.role is Role.SHARED:
+            if variable.name in self._saved.needed_in_backward:
+                return (Residency.KEPT, Residency.FREED)
+            is_negligible = variable.name in self._saved.negligible
+            return (Residency.KEPT if is_negligible else Residency.FREED,)
+        number = self._graph.numbers[variable.name]
+        states: _States = (Residency.MADE,)
+        if self._saved.is_view[number]:
+            outputs = self._graph.nodes[number].outputs
+            needed = not self._saved.needed_in_backward.isdisjoint(outputs)
+            freed = Residency.FREED_VIEW
+            states = (Residency.LIVE_VIEW, freed) if needed else (freed,)
+        if self._span(variable) is None:
+            return states
+        is_forced = self._checkpointing == "always"
+        return (Residency.RECOMPUTED,) if is_forced else (*states, Residency.RECOMPUTED)
+
+    def _variable_costs(self, variable: Variable, states: _States) -> tuple[FloatArray, FloatArray]:
+        """Seconds and bytes of a variable's strategies in each of its residencies."""
+        span = self._span(variable)
+        runs_again = span is not None and self._graph.numbers[variable.name] in span.recomputed
+        key = (id(variable.strategies), id(variable.time), states, runs_again)
+        if key not in self._arrays:
+            times, usages = [], []
+            for state in states:
+                time, usage = variable.time, np.zeros(len(variable.strategies))
+                if state is Residency.AT_REST:
+                    kinds = (nbytes for k, nbytes in variable.usage.items() if k != "gradients")
+                    usage = sum(kinds, usage)
+                elif state is Residency.MADE:
+                    usage = sum(variable.usage.values(), usage)
+                elif state is Residency.RECOMPUTED and runs_again:
+                    node = self._formulation.node_of(variable)
+                    prices = self._formulation.prices
+                    time = time + prices.forward(self._graph, node, variable.strategies)
+                times.append(time)
+                usages.append(usage)
+            self._arrays[key] = np.concatenate(times), np.concatenate(usages)
+        return self._arrays[key]
+
+    def _add_use(self, number: int, use: Use) -> None:
+        source, target = (self._formulation.variables[i] for i in (use.source, use.target))
+        residency = self._use_residency(use, target)
+        start, end = self._source_end(use, source), self._ends[use.target]
+        is_made = source.role is Role.OPERATOR and Residency.SAVED not in start.states
+        if target.role is Role.SHARED:
+            if Residency.FREED in end.states and Residency.KEPT in end.states:
+                self._add_copy(number, residency, start, end, UseResidency.to_shared)
+            else:
+                self._add_edge(use, start, end, residency, UseResidency.to_copy)
+        elif residency.needed or (is_made and residency.recomputed and not residency.inside):
+            self._add_copy(number, residency, start, end, UseResidency.from_copy)
+        else:
+            self._add_edge(use, start, end, residency, UseResidency.direct)
+
+    def _source_end(self, use: Use, source: Variable) -> EdgeEnd:
+        """The maker of a value, with the residencies of the output that the use reads."""
+        end = self._ends[use.source]
+        states = end.states
+        if source.role is Role.OPERATOR:
+            saved = self._saved.saved[self._graph.numbers[source.name]].outputs
+            recomputed = Residency.RECOMPUTED
+            if use.value in self._saved.negligible:
+                states = tuple(s if s is recomputed else Residency.SAVED for s in states)
+            elif use.output in saved:
+                states = tuple(Residency.SAVED if s is Residency.MADE else s for s in states)
+        return EdgeEnd(end.node, states, (True,) * len(states))
+
+    def _use_residency(self, use: Use, target: Variable) -> UseResidency:
+        saved, value = self._saved, use.value
+        made_in = saved.span_of(value)
+        if target.role is Role.OUTPUT:
+            return UseResidency(
+                needed=value not in saved.negligible,
+                is_output=True,
+                reshard_after_forward=self._reshard_after_forward,
+            )
+        if target.role is Role.SHARED:
+            first = saved.first_reader_inside(value)
+            return UseResidency(
+                inside=first is not None,
+                recomputed=made_in is not None and first is not None and first in made_in.reading,
+                leaves=saved.leaves(value) or value in saved.negligible,
+                reshard_after_forward=self._reshard_after_forward,
+            )
+        reader = self._graph.numbers[target.name]
+        span = saved.spans[reader]
+        return UseResidency(
+            needed=saved.needs(reader, use.position),
+            inside=span is not None and made_in is span,
+            recomputed=span is not None and reader in span.reading,
+            reshard_after_forward=self._reshard_after_forward,
+        )
+
+    def _add_copy(
+        self, number: int, residency: UseResidency, start: EdgeEnd, end: EdgeEnd, rule: Rule
+    ) -> None:
+        """The choice of a resharded tensor's residency, between its maker and its readers."""
+        use, impossible = self._formulation.uses[number], Transition.IMPOSSIBLE
+        states = tuple(
+            state
+            for state in _COPY_STATES
+            if any(residency.to_copy(s, state) is not impossible for s in start.states)
+            and any(rule(residency, state, t) is not impossible for t in end.states)
+        )
+        at_source = tuple(state is Residency.SOURCE_KEPT for state in states)
+        node = self._add(*self._copy_costs(use, states), self._copy_interval(use))
+        copy = self._copies[number] = EdgeEnd(node, states, at_source, by_layout=True)
+        self._groups[use.target].append(node)
+        self._add_edge(use, start, copy, residency, UseResidency.to_copy)
+        self._add_edge(use, copy, end, residency, rule)
+
+    def _copy_interval(self, use: Use) -> Interval:
+        """When a copy that is kept for a use is in memory for sure."""
+        target = self._formulation.variables[use.target]
+        if target.role is Role.OUTPUT:
+            return self._time.always
+        if target.role is Role.SHARED:
+            return self._time.until(self._saved.value_needed_until(use.value))
+        reader = self._graph.numbers[target.name]
+        return self._time.until(self._saved.needed_until(reader, use.position))
+
+    def _copy_costs(self, use: Use, states: _States) -> tuple[FloatArray, FloatArray]:
+        """Seconds and bytes of a copy in each residency and layout."""
+        costs = self._formulation.edge_costs(use)
+        key = (id(costs), states)
+        if key not in self._arrays:
+            nbytes = {
+                Residency.KEPT: costs.target_bytes,
+                Residency.SOURCE_KEPT: costs.source_bytes,
+            }
+            nothing = np.zeros(len(costs.targets))
+            usage = np.concatenate([nbytes.get(state, nothing) for state in states])
+            self._arrays[key] = np.zeros(len(usage)), usage
+        return self._arrays[key]
+
+    def _add_edge(
+        self, use: Use, start: EdgeEnd, end: EdgeEnd, residency: UseResidency, rule: Rule
+    ) -> None:
+        costs = self._formulation.edge_costs(use)
+        key = (id(costs), start.states, end.states, residency, rule)
+        if key not in self._matrices:
+            self._matrices[key] = (
+                transition_costs(costs, start, end, residency, rule),
+                start.labels(costs),
+                end.labels(costs),
+            )
+        self._edges.append(Edge(start.node, end.node, *self._matrices[key]))
+
+    def _nodes_of(self, nodes: range) -> tuple[int, ...]:
+        """The nodes of the problem that belong to an instance of a block."""
+        found = [v for i in self._formulation.variables_of(nodes) for v in self._groups[i]]
+        switch = self._switches.get(nodes.start)
+        return (*found, *(() if switch is None else (switch,)))
+
+
+@cache
+def _same_label(num_rows: int, num_cols: int) -> FloatArray:
+    """Cost matrix of two nodes that must have the same label."""
+    cost = np.full((num_rows, num_cols), np.inf)
+    np.fill_diagonal(cost, 0.0)
+    return cost
+
+
+def _compatible(problem: Problem, kept: Mapping[int, BoolArray]) -> list[BoolArray]:
+    """Strategies of all nodes with a finite cost to some strategies of neighbours.
+
+    Args:
+        problem: the problem.
+        kept: the strategies of some nodes, shape [S] each.
+
+    Returns:
+        shape [S] for each node; for the given nodes what was given.
+    """
+    known: dict[bytes, BoolArray] = {}
+    kept = {v: known.setdefault(mask.tobytes(), mask) for v, mask in kept.items()}
+    chosen = [np.ones(node.num_strategies, dtype=np.bool_) for node in problem.nodes]
+    reached: dict[tuple[int, ...], BoolArray] = {}
+    for edge in problem.edges:
+        ends = (edge.source, edge.rows, edge.cost), (edge.target, edge.cols, edge.cost.T)
+        for (near, rows, costs), (far, cols, _) in (ends, ends[::-1]):
+            if near not in kept or far in kept:
+                continue
+            key = (id(edge.prices), id(rows), id(cols), id(kept[near]))
+            if key not in reached:
+                finite = np.isfinite(costs[np.unique(rows[kept[near]])])
+                reached[key] = np.logical_or.reduce(finite, axis=0)[cols]
+            chosen[far] = chosen[far] & reached[key]
+    return [kept.get(v, mask) for v, mask in enumerate(chosen)]

@@ -1,0 +1,213 @@
+"""Residency of tensors: how a tensor is available in backward, and what that costs.
+
+Each end of a use of a value has a residency. The residencies at both ends decide what the
+resharding between them costs: nothing where the tensor stays as it is, the resharding once, its
+forward part twice, or infinity.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+import numpy as np
+
+from autoshard.arrays import FloatArray, IntArray
+from autoshard.plan.options import Recomputing
+from autoshard.planner.formulation import EdgeCosts
+
+
+class Residency(StrEnum):
+    """State of a tensor after forward."""
+
+    AT_REST = "at rest"
+    """A graph input, which is always available."""
+    MADE = "made"
+    """A result of an operator, freed unless a copy keeps it."""
+    SAVED = "saved"
+    """A result that its own operator saves for backward."""
+    LIVE_VIEW = "live view"
+    """A view of a tensor that is available in backward."""
+    FREED_VIEW = "freed view"
+    """A view of a tensor that may be freed."""
+    RECOMPUTED = "recomputed"
+    """A tensor of a checkpoint, which is computed again in backward."""
+    KEPT = "kept"
+    """A copy with its own memory is kept."""
+    SOURCE_KEPT = "source kept"
+    """The operator's result is kept in its own layout, and resharded again in backward."""
+    REGATHERED = "regathered"
+    """Resharded again in backward, from a source that is available then."""
+    FREED = "freed"
+    """Not available in backward."""
+
+
+class Transition(StrEnum):
+    """Cost of passing from one end of a use to the other."""
+
+    IMPOSSIBLE = "impossible"
+    SAME = "same"
+    """Free; the layouts are the same."""
+    ONCE = "once"
+    """The resharding."""
+    TWICE = "twice"
+    """The resharding, and its forward part again."""
+    NOOP = "noop"
+    """The resharding, if its forward part does nothing; else impossible."""
+
+
+_AVAILABLE = frozenset(
+    {
+        Residency.AT_REST,
+        Residency.SAVED,
+        Residency.LIVE_VIEW,
+        Residency.KEPT,
+        Residency.REGATHERED,
+    }
+)
+"""Residencies of tensors that are available in backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class UseResidency:
+    """Transitions along one use of a value.
+
+    A use is direct where backward does not need its tensor. Otherwise it leads from the maker to
+    a copy, the choice of the resharded tensor's residency, and from there to the reader.
+
+    Attributes:
+        needed: whether backward needs the tensor that the reader reads.
+        inside: whether the value is made in the reader's own checkpoint.
+        recomputed: whether the reader reads it again if its block is checkpointed.
+        leaves: for a resharding shared by readers, whether some are outside of the checkpoint.
+        is_output: whether the reader is an output of the program.
+        reshard_after_forward: whether resharded tensors may be, or must be, resharded again.
+    """
+
+    needed: bool = False
+    inside: bool = False
+    recomputed: bool = False
+    leaves: bool = False
+    is_output: bool = False
+    reshard_after_forward: Recomputing = "auto"
+
+    def direct(self, source: Residency, target: Residency) -> Transition:
+        """From the maker to a reader."""
+        if target is Residency.RECOMPUTED:
+            if self.inside or source in _AVAILABLE:
+                return self._recompute
+            return Transition.IMPOSSIBLE if self.recomputed else Transition.ONCE
+        within = source is Residency.RECOMPUTED and self.inside
+        return Transition.IMPOSSIBLE if within else Transition.ONCE
+
+    def to_copy(self, source: Residency, target: Residency) -> Transition:
+        """From the maker to the copy."""
+        if source is Residency.RECOMPUTED and self.inside:
+            leaving = target is Residency.KEPT and self.leaves
+            fits = leaving or target in (Residency.FREED, Residency.RECOMPUTED)
+            return self._recompute if fits else Transition.IMPOSSIBLE
+        if target is Residency.RECOMPUTED:
+            fits = self.inside or source in _AVAILABLE
+            return self._recompute if fits else Transition.IMPOSSIBLE
+        if target is Residency.REGATHERED:
+            return self._regather if source in _AVAILABLE else Transition.IMPOSSIBLE
+        if target is Residency.SOURCE_KEPT:
+            fits = source in (Residency.MADE, Residency.RECOMPUTED)
+            return Transition.SAME if fits else Transition.IMPOSSIBLE
+        keeps = target is Residency.KEPT and source is Residency.AT_REST
+        must_regather = keeps and self.reshard_after_forward == "always"
+        return Transition.NOOP if must_regather else Transition.ONCE
+
+    def from_copy(self, source: Residency, target: Residency) -> Transition:
+        """From the copy to its only reader."""
+        if target is Residency.RECOMPUTED:
+            if source is Residency.SOURCE_KEPT:
+                return Transition.IMPOSSIBLE if self.inside else self._recompute
+            unused = source is Residency.FREED and not self.recomputed
+            fits = source is Residency.RECOMPUTED or unused
+            return Transition.SAME if fits else Transition.IMPOSSIBLE
+        if target is Residency.FREED_VIEW or not self.needed:
+            return Transition.SAME if source is Residency.FREED else Transition.IMPOSSIBLE
+        return self._from_available(source)
+
+    def to_shared(self, source: Residency, target: Residency) -> Transition:
+        """From the copy to the layout that several readers share."""
+        if target is Residency.FREED:
+            return Transition.SAME if source is Residency.FREED else Transition.IMPOSSIBLE
+        return self._from_available(source)
+
+    def _from_available(self, source: Residency) -> Transition:
+        if source is Residency.SOURCE_KEPT:
+            return self._regather
+        return Transition.SAME if source in _AVAILABLE else Transition.IMPOSSIBLE
+
+    @property
+    def _recompute(self) -> Transition:
+        return Transition.TWICE if self.recomputed else Transition.ONCE
+
+    @property
+    def _regather(self) -> Transition:
+        never = self.is_output or self.reshard_after_forward == "never"
+        return Transition.NOOP if never else Transition.TWICE
+
+
+Rule = Callable[[UseResidency, Residency, Residency], Transition]
+"""One of the methods of `UseResidency`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeEnd:
+    """One end of an edge: a node of the problem, seen along a use of a value.
+
+    Attributes:
+        node: its index.
+        states: its residencies; its strategies are all layouts in the first, then in the next.
+        at_source: for each residency, whether its layouts are the use's source layouts rather
+            than its target layouts.
+        by_layout: whether there is one strategy per layout, as for a copy; otherwise the
+            strategies are those of the variable that makes or reads the value.
+    """
+
+    node: int
+    states: tuple[Residency, ...]
+    at_source: tuple[bool, ...]
+    by_layout: bool = False
+
+    def sizes(self, costs: EdgeCosts) -> list[int]:
+        """Number of layouts in each residency."""
+        return [len(costs.sources if source else costs.targets) for source in self.at_source]
+
+    def labels(self, costs: EdgeCosts) -> IntArray:
+        """Index of residency and layout, combined, of each strategy."""
+        sizes = self.sizes(costs)
+        if self.by_layout:
+            return np.arange(sum(sizes))
+        layouts = [costs.rows if source else costs.cols for source in self.at_source]
+        starts = np.cumsum([0, *sizes[:-1]])
+        return np.concatenate([start + x for start, x in zip(starts, layouts, strict=True)])
+
+
+def transition_costs(
+    costs: EdgeCosts, start: EdgeEnd, end: EdgeEnd, use: UseResidency, rule: Rule
+) -> FloatArray:
+    """Seconds from all residencies and layouts of one end to all of the other.
+
+    Returns:
+        seconds, one row per label of the start and one column per label of the end.
+    """
+    heights, widths = start.sizes(costs), end.sizes(costs)
+    seconds = np.full((sum(heights), sum(widths)), np.inf)
+    rows, cols = (list(pairwise(np.cumsum([0, *x]).tolist())) for x in (heights, widths))
+    for source, (top, bottom) in zip(start.states, rows, strict=True):
+        for target, (left, right) in zip(end.states, cols, strict=True):
+            transition = rule(use, source, target)
+            part = seconds[top:bottom, left:right]
+            if transition is Transition.SAME:
+                np.fill_diagonal(part, 0.0)
+            elif transition is Transition.ONCE:
+                part[:] = costs.seconds
+            elif transition is Transition.TWICE:
+                part[:] = costs.seconds + costs.regather_seconds
+            elif transition is Transition.NOOP:
+                part[:] = np.where(costs.is_noop, costs.seconds, np.inf)
+    return seconds

@@ -1,0 +1,216 @@
+"""Saved tensors: what backward needs of a program's tensors, and what it can recompute."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.arrays import FloatArray
+from autoshard.graph import Graph
+from autoshard.ops import Saved, Strides, call_of, made_strides, saved_by, view_strides
+from autoshard.plan.memory.recompute import Keeps, taken_again
+from autoshard.planner.formulation import Formulation, Role, local_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSpan:
+    """Nodes that can be checkpointed together: one instance of a repeated block.
+
+    Attributes:
+        nodes: their indices.
+        reading: those that read their inputs again in backward.
+        recomputed: those that run again.
+    """
+
+    nodes: range
+    reading: range
+    recomputed: range
+
+
+class SavedTensors:
+    """Needs of backward that do not depend on the choices of a plan.
+
+    Args:
+        formulation: the program, in training.
+        checkpoints: whether instances of repeated blocks may be checkpointed.
+        negligible: bytes that small values may take together without being choices.
+
+    Attributes:
+        saved: what autograd saves for each node.
+        is_view: whether each node only makes a view of its first input.
+        spans: by node, the span to which it belongs; None for no span.
+        negligible: values that count as available in backward without using memory.
+        needed_in_backward: other values whose memory backward needs, unless they are recomputed.
+    """
+
+    def __init__(self, formulation: Formulation, *, checkpoints: bool, negligible: float) -> None:
+        self._formulation = formulation
+        self._graph = graph = formulation.graph
+        gradients = formulation.gradients
+        saves = [
+            saved_by(call_of(graph, node), [gradients.exists(v) for v in node.inputs])
+            for node in graph.nodes
+        ]
+        self.saved = tuple(
+            saved if gradients.flows(node) else Saved()
+            for node, saved in zip(graph.nodes, saves, strict=True)
+        )
+        self.is_view = tuple(_views(graph))
+        self.spans: list[CheckpointSpan | None] = [None] * len(graph.nodes)
+        instances = (nodes for block in formulation.blocks for nodes in block.instances())
+        for nodes in instances if checkpoints else ():
+            reading, recomputed = taken_again(nodes, lambda i: Keeps.of(saves[i]))
+            if reading:
+                span = CheckpointSpan(nodes, reading, recomputed)
+                self.spans[nodes.start : nodes.stop] = [span] * len(nodes)
+        self.negligible = self._find_negligible(negligible)
+        self.needed_in_backward = self._find_needed()
+
+    def span_of(self, value: str) -> CheckpointSpan | None:
+        """The span in which a value is made."""
+        maker = self._graph.makers.get(value)
+        return None if maker is None else self.spans[maker]
+
+    def first_reader_inside(self, value: str) -> int | None:
+        """The first node that reads a value in the span in which it is made."""
+        span = self.span_of(value)
+        readers = (i for i, _ in self._graph.consumers[value])
+        return None if span is None else min((i for i in readers if i in span.nodes), default=None)
+
+    def leaves(self, value: str) -> bool:
+        """Whether a value is read outside of the span in which it is made."""
+        span = self.span_of(value)
+        if span is None or self._is_returned(value):
+            return True
+        return any(i not in span.nodes for i, _ in self._graph.consumers[value])
+
+    def needs(self, node: int, position: int) -> bool:
+        """Whether backward needs the memory of an input of a node."""
+        if self._graph.nodes[node].inputs[position] in self.negligible:
+            return False
+        if position in self.saved[node].inputs:
+            return True
+        outputs = self._graph.nodes[node].outputs
+        is_needed_view = not self.needed_in_backward.isdisjoint(outputs)
+        return self.is_view[node] and position == 0 and is_needed_view
+
+    def needed_until(self, node: int, position: int) -> int:
+        """The first node whose backward needs an input of a node, of those that surely do.
+
+        Returns:
+            index of the node; -1 for the end of the step.
+        """
+        outputs = self._graph.nodes[node].outputs
+        if position in self.saved[node].inputs or not self.is_view[node]:
+            return node
+        return max(self.value_needed_until(value) for value in outputs)
+
+    def value_needed_until(self, value: str) -> int:
+        """The first node whose backward needs a value, of those that surely do.
+
+        Returns:
+            index of the node; the number of nodes if none needs it, and -1 if it is only kept
+            because it is an output of the program.
+        """
+        readers = [
+            self.needed_until(i, position)
+            for i, position in self._graph.consumers[value]
+            if self.needs(i, position) or self._enters(i, value)
+        ]
+        return max(readers, default=-1 if self._is_returned(value) else len(self._graph.nodes))
+
+    def bytes_as_made(self) -> list[FloatArray]:
+        """Bytes saved for backward in the layouts in which they are made, by variable.
+
+        Returns:
+            shape [S] for each variable of the formulation.
+        """
+        formulation = self._formulation
+        known: dict[tuple[int, bool], FloatArray] = {}
+        found = []
+        for variable in formulation.variables:
+            values: tuple[str, ...] = ()
+            if variable.role is Role.OPERATOR:
+                number = self._graph.numbers[variable.name]
+                values = () if self.is_view[number] else self._graph.nodes[number].outputs
+            needed = not self.needed_in_backward.isdisjoint(values)
+            key = (id(variable.strategies), needed)
+            if key not in known:
+                made = (
+                    local_bytes(
+                        self._graph.values[value],
+                        (s.outputs[i] for s in variable.strategies),
+                        formulation.axes.sizes,
+                    )
+                    for i, value in enumerate(values)
+                )
+                counted = made if needed else variable.usage.values()
+                known[key] = sum(counted, np.zeros(len(variable.strategies)))
+            found.append(known[key])
+        return found
+
+    def _is_returned(self, value: str) -> bool:
+        return any(output.name == value for output in self._graph.outputs)
+
+    def _enters(self, node: int, value: str) -> bool:
+        """Whether a node reads a value that is made before the node's span."""
+        span = self.spans[node]
+        return span is not None and self._graph.makers.get(value, -1) < span.nodes.start
+
+    def _find_negligible(self, limit: float) -> frozenset[str]:
+        """The smallest values up to a total of bytes; all or none of those of equal size."""
+        graph = self._graph
+        total: Counter[int] = Counter()
+        for value, tensor in graph.values.items():
+            maker = graph.makers.get(value)
+            if maker is None or not self.is_view[maker]:
+                total[tensor.nbytes] += tensor.nbytes
+        largest = -1
+        for size, nbytes in sorted(total.items()):
+            limit -= nbytes
+            if limit < 0:
+                break
+            largest = size
+        return frozenset(v for v, tensor in graph.values.items() if tensor.nbytes <= largest)
+
+    def _find_needed(self) -> frozenset[str]:
+        needed = {v.name for v in self._graph.outputs if v.name} - self.negligible
+        size = -1
+        while len(needed) > size:
+            size = len(needed)
+            for i in range(len(self._graph.nodes) - 1, -1, -1):
+                needed.update(v for v in self._needed_by(i, needed) if v not in self.negligible)
+            self._add_twins(needed)
+        return frozenset(needed)
+
+    def _needed_by(self, i: int, needed: set[str]) -> Iterator[str]:
+        node, span = self._graph.nodes[i], self.spans[i]
+        yield from (node.inputs[position] for position in self.saved[i].inputs)
+        if self.is_view[i] and not needed.isdisjoint(node.outputs):
+            yield node.inputs[0]
+        if span is not None and i in span.reading:
+            yield from (value for value in node.inputs if self._enters(i, value))
+
+    def _add_twins(self, needed: set[str]) -> None:
+        """Add the corresponding values of all instances of a block: they stay alike."""
+        nodes = self._graph.nodes
+        for block in self._formulation.blocks:
+            for twins in zip(*block.instances(), strict=True):
+                for values in zip(*(nodes[i].outputs for i in twins), strict=True):
+                    if not needed.isdisjoint(values):
+                        needed.update(values)
+
+
+def _views(graph: Graph) -> Iterator[bool]:
+    """Whether each node makes a view of its first input, if no tensor is sharded."""
+    strides: dict[str, Strides] = {}
+    for node in graph.nodes:
+        call = call_of(graph, node)
+        shapes = [tensor.shape for tensor in call.inputs]
+        given = [strides.get(value) for value in node.inputs]
+        made = [tensor.shape for tensor in call.outputs]
+        seen = view_strides(call, shapes[0], given[0], made) if node.inputs else None
+        yield seen is not None
+        for i, (value, shape) in enumerate(zip(node.outputs, made, strict=True)):
+            strides[value] = made_strides(call, shapes, given, shape) if seen is None else seen[i]

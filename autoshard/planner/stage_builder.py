@@ -1,0 +1,347 @@
+"""From a solution to a stage of the plan, and back: layouts, reshardings, costs, memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.arrays import IntArray
+from autoshard.costs import Passes, hidden_seconds
+from autoshard.errors import PlanError
+from autoshard.graph import Input, InputKind, graph_to_json
+from autoshard.layouts import Action, Layout, Step, again_price, placement_texts, step_price
+from autoshard.ops import InnerCollective, Strategy
+from autoshard.plan.document import (
+    Checkpoint,
+    Costs,
+    InnerStep,
+    Memory,
+    PlacedInput,
+    PlacedNode,
+    PlacedOutput,
+    PlannedStep,
+    Resharding,
+    Stage,
+)
+from autoshard.plan.gradients import Gradient
+from autoshard.plan.memory.recompute import recomputed
+from autoshard.plan.memory.spans import checkpoint_spans
+from autoshard.plan.memory.timeline import Timeline
+from autoshard.plan.pricing import inner_time
+from autoshard.planner.formulation import Formulation, Role, Use, Variable
+
+_Path = tuple[str, str, tuple[PlannedStep, ...], Passes[float]]
+"""Source and target layout of a resharding, its steps, and its seconds forward and backward."""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The decisions of a plan.
+
+    Attributes:
+        choice: strategy index per variable of a formulation.
+        regathered: indices of its uses whose resharding runs again in backward.
+        checkpoints: nodes of each activation checkpoint, in program order.
+    """
+
+    choice: IntArray
+    regathered: frozenset[int] = frozenset()
+    checkpoints: tuple[range, ...] = ()
+
+
+class StageBuilder:
+    """Writes the solution of a formulation as a stage of a plan.
+
+    Args:
+        formulation: the problem.
+        decisions: its solution.
+    """
+
+    def __init__(self, formulation: Formulation, decisions: Decisions) -> None:
+        self._formulation = formulation
+        self._decisions = decisions
+        self._graph = formulation.graph
+        self._axes = formulation.axes
+        self._chosen: list[tuple[Variable, Strategy, int]] = [
+            (variable, variable.strategies[s], s)
+            for variable, s in zip(formulation.variables, map(int, decisions.choice), strict=True)
+        ]
+        # Nodes that share their strategies have tensors of the same types.
+        self._nodes_alike: dict[tuple[int, int], PlacedNode] = {}
+        self._paths: dict[tuple[object, ...], _Path] = {}
+
+    def stage(self, name: str = "stage0") -> Stage:
+        """The whole program as one stage."""
+        mesh, nodes = self._formulation.mesh, self._graph.nodes
+        stage = Stage(
+            name=name,
+            axes=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
+            program=graph_to_json(self._graph),
+            inputs=tuple(self._inputs()),
+            nodes=tuple(self._nodes()),
+            reshardings=tuple(self._reshardings()),
+            outputs=tuple(self._outputs()),
+            checkpoints=tuple(
+                Checkpoint(first=nodes[span.start].name, last=nodes[span.stop - 1].name)
+                for span in self._decisions.checkpoints
+            ),
+        )
+        return self._overlapped(stage) if self._formulation.prices.overlaps else stage
+
+    def costs(self, stage: Stage) -> Costs:
+        """Predicted seconds by kind."""
+        formulation = self._formulation
+        parameters = {p.name for p in self._graph.parameters}
+        trained = {name for name in parameters if formulation.gradients.exists(name)}
+        optimizer = loading = 0.0
+        for variable, _, s in self._chosen:
+            if variable.role is Role.INPUT and variable.name in trained:
+                optimizer += float(variable.time[s])
+            elif variable.role is Role.INPUT:
+                loading += float(variable.time[s])
+        compute = loading + sum(node.time for node in stage.nodes)
+        communication = sum(resharding.time for resharding in stage.reshardings)
+        communication += sum(node.communication for node in stage.nodes)
+        recompute = self._recompute(stage)
+        overlapped = sum(resharding.overlapped for resharding in stage.reshardings)
+        return Costs(
+            total=compute + communication + optimizer + recompute - overlapped,
+            compute=compute,
+            communication=communication,
+            optimizer=optimizer,
+            recompute=recompute,
+            overlapped=overlapped,
+        )
+
+    def memory(self, timeline: Timeline) -> Memory:
+        """Predicted bytes by kind at the peak."""
+        phase, name = timeline.moments[timeline.peak_moment]
+        turn = timeline.turn
+        return Memory(
+            peak=timeline.peak,
+            budget=self._formulation.prices.memory_budget,
+            phase=phase.value,
+            at=name,
+            turn=None if turn is None else int(timeline.total[turn]),
+            **timeline.at_peak,
+        )
+
+    def _overlapped(self, stage: Stage) -> Stage:
+        """The stage with the seconds of each resharding that overlap with compute."""
+        again = recomputed(self._graph, stage).reshardings
+        seconds = {}
+        for use in self._formulation.uses:
+            key = self._formulation.use_key(use)
+            if self._source(use) != self._target(use):
+                compute = self._formulation.edge_costs(use).compute_of(
+                    int(self._decisions.choice[use.target])
+                )
+                seconds[key] = 0.0
+                if compute is not None:
+                    passes = self._path(use)[3]
+                    seconds[key] = float(hidden_seconds(passes, compute, again=key in again))
+        reshardings = (
+            c.model_copy(update={"overlapped": seconds[c.use]}) for c in stage.reshardings
+        )
+        return stage.model_copy(update={"reshardings": tuple(reshardings)})
+
+    def _recompute(self, stage: Stage) -> float:
+        """Seconds of the operators and reshardings that run again in backward."""
+        again = recomputed(self._graph, stage)
+        if not again.nodes and not again.reshardings:
+            return 0.0
+        formulation, seconds = self._formulation, 0.0
+        known: dict[tuple[int, int], float] = {}
+        for variable, strategy, s in self._chosen:
+            if variable.role is Role.OPERATOR and variable.name in again.nodes:
+                key = (id(variable.strategies), s)
+                if key not in known:
+                    node = formulation.node_of(variable)
+                    known[key] = float(formulation.prices.forward(self._graph, node, [strategy])[0])
+                seconds += known[key]
+        for use in formulation.uses:
+            if formulation.use_key(use) in again.reshardings:
+                seconds += self._path(use)[3].forward
+        return seconds
+
+    def _inputs(self) -> Iterator[PlacedInput]:
+        by_name = {i.name: i for i in self._graph.inputs if i.kind is not InputKind.LITERAL}
+        for variable, strategy, _ in self._chosen:
+            if variable.role is Role.INPUT:
+                yield self._input(by_name[variable.name], strategy)
+
+    def _input(self, graph_input: Input, strategy: Strategy) -> PlacedInput:
+        tensor = self._graph.values[graph_input.name]
+        layout = self._widen(graph_input.name, strategy.outputs[0])
+        sizes = self._formulation.mesh.axis_sizes
+        return PlacedInput.model_validate(
+            {
+                "name": graph_input.name,
+                "kind": graph_input.kind.value,
+                "target": graph_input.target,
+                "aliases": graph_input.aliases,
+                "dtype": tensor.dtype.value,
+                "shape": tensor.shape,
+                "local_shape": layout.local_shape(tensor.shape, sizes),
+                "layout": str(layout),
+                "placements": placement_texts(layout, sizes),
+            }
+        )
+
+    def _nodes(self) -> Iterator[PlacedNode]:
+        for variable, strategy, s in self._chosen:
+            if variable.role is Role.OPERATOR:
+                key = (id(variable.strategies), s)
+                if key not in self._nodes_alike:
+                    self._nodes_alike[key] = self._node(variable, strategy, float(variable.time[s]))
+                yield self._nodes_alike[key].model_copy(update={"name": variable.name})
+
+    def _node(self, variable: Variable, strategy: Strategy, time: float) -> PlacedNode:
+        node = self._formulation.node_of(variable)
+        if strategy.collectives:
+            backward = self._formulation.gradients.flows(node)
+            compute = self._formulation.prices.rank_compute(
+                self._graph, node, strategy.sizes, backward=backward
+            )
+            time = compute.forward + compute.backward
+        return PlacedNode(
+            name=node.name,
+            inputs=self._texts(node.inputs, strategy.inputs),
+            outputs=self._texts(node.outputs, strategy.outputs),
+            time=time,
+            inside=tuple(self._inner_step(c) for c in strategy.collectives),
+        )
+
+    def _inner_step(self, collective: InnerCollective) -> InnerStep:
+        return InnerStep(
+            axis=self._axes.name(collective.axis),
+            action=collective.operation.action.value,
+            operation=collective.operation.value,
+            direction="backward" if collective.backward else "forward",
+            nbytes=collective.nbytes,
+            time=inner_time(collective, self._axes),
+        )
+
+    def _outputs(self) -> Iterator[PlacedOutput]:
+        for variable, strategy, _ in self._chosen:
+            if variable.role is not Role.OUTPUT:
+                continue
+            position = int(variable.name)
+            name = self._graph.outputs[position].name
+            assert name is not None
+            shape = self._graph.values[name].shape
+            layout = self._widen(name, strategy.inputs[0])
+            yield PlacedOutput(
+                name=name,
+                position=position,
+                shape=shape,
+                local_shape=layout.local_shape(shape, self._formulation.mesh.axis_sizes),
+                layout=str(layout),
+            )
+
+    def _reshardings(self) -> Iterator[Resharding]:
+        for number, use in enumerate(self._formulation.uses):
+            if self._source(use) == self._target(use):
+                continue
+            value, consumer, position = self._formulation.use_key(use)
+            source, target, steps, _ = self._path(use)
+            moves = any(step.forward != Action.NOTHING for step in steps)
+            yield Resharding(
+                value=value,
+                consumer=consumer,
+                position=position,
+                source=source,
+                target=target,
+                steps=steps,
+                regather=moves and number in self._decisions.regathered,
+            )
+
+    def _source(self, use: Use) -> Layout:
+        return self._formulation.source_layout(use, self._chosen[use.source][1])
+
+    def _target(self, use: Use) -> Layout:
+        return self._chosen[use.target][1].inputs[use.position]
+
+    def _path(self, use: Use) -> _Path:
+        source, target = self._source(use), self._target(use)
+        table = self._formulation.table(use.value, use.gradient)
+        key = (id(table), source, target)
+        if key not in self._paths:
+            differentiable = use.gradient is not Gradient.NONE
+            path = table.path(source, target)
+            carried = self._formulation.fill_factors.get(use.value, 1.0)
+            forward = sum(again_price(step, self._axes, carried) for step in path)
+            both = sum(step_price(step, self._axes, carried) for step in path)
+            self._paths[key] = (
+                str(self._axes.widen(source, differentiable=differentiable)),
+                str(self._axes.widen(target, differentiable=differentiable)),
+                tuple(self._step(step, carried) for step in path),
+                Passes(forward, max(both - forward, 0.0)),
+            )
+        return self._paths[key]
+
+    def _step(self, step: Step, carried: float) -> PlannedStep:
+        return PlannedStep(
+            axis=self._axes.name(step.axis),
+            source=str(step.source),
+            target=str(step.target),
+            forward=step.forward.value,
+            backward=step.backward.value,
+            nbytes=step.nbytes,
+            time=step_price(step, self._axes, carried),
+        )
+
+    def _texts(self, values: tuple[str, ...], layouts: tuple[Layout, ...]) -> tuple[str, ...]:
+        pairs = zip(values, layouts, strict=True)
+        return tuple(str(self._widen(value, layout)) for value, layout in pairs)
+
+    def _widen(self, value: str, layout: Layout) -> Layout:
+        differentiable = self._formulation.gradients.exists(value)
+        return self._axes.widen(layout, differentiable=differentiable)
+
+
+def decisions_of(formulation: Formulation, stage: Stage) -> Decisions:
+    """The decisions that a stage of a plan shows.
+
+    Raises:
+        PlanError: the plan has a layout that is no choice of the formulation.
+    """
+    again = {c.use for c in stage.reshardings if c.regather}
+    uses = enumerate(formulation.uses) if again else ()
+    return Decisions(
+        _choice(formulation, stage),
+        frozenset(number for number, use in uses if formulation.use_key(use) in again),
+        checkpoint_spans(formulation.graph, stage),
+    )
+
+
+def _choice(formulation: Formulation, stage: Stage) -> IntArray:
+    """The strategy index of each variable of a formulation in a plan."""
+    axes = formulation.axes
+
+    def layouts(*texts: str) -> tuple[Layout, ...]:
+        return tuple(axes.narrow(Layout.parse(text)) for text in texts)
+
+    placed = {
+        **{(Role.INPUT, i.name): ((), layouts(i.layout)) for i in stage.inputs},
+        **{(Role.OPERATOR, n.name): (layouts(*n.inputs), layouts(*n.outputs)) for n in stage.nodes},
+        **{(Role.OUTPUT, str(o.position)): (layouts(o.layout), ()) for o in stage.outputs},
+    }
+    shared = {c.value: layouts(c.target) for c in stage.reshardings if c.consumer is None}
+    into = {use.target: use for use in formulation.uses}
+    choice: IntArray = np.zeros(len(formulation.variables), dtype=np.intp)
+    for i, variable in enumerate(formulation.variables):
+        wanted = placed.get((variable.role, variable.name))
+        if variable.role is Role.SHARED:
+            use = into[i]
+            made = formulation.variables[use.source].strategies[choice[use.source]]
+            layout = shared.get(variable.name, (formulation.source_layout(use, made),))
+            wanted = (layout, layout)
+        found = [(s.inputs, s.outputs) for s in variable.strategies]
+        if wanted not in found:
+            raise PlanError(
+                f"the plan's {variable.role} {variable.name!r} is not among the strategies of "
+                "this version of autoshard; check the plan, or make it again"
+            )
+        choice[i] = found.index(wanted)
+    return choice

@@ -1,0 +1,171 @@
+"""Time points of a training step at which the problem counts memory.
+
+At the turn from forward to backward everything that backward needs is in memory, and at the
+optimizer's step all gradients are. In between, memory changes with the backward of each operator
+and of each resharding; a plan's timeline shows which of these time points matter. What is counted
+at a time point is in memory then in every plan with these choices; the truth may be more.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autoshard.arrays import FloatArray
+from autoshard.costs import border_bytes, saved_bytes
+from autoshard.layouts import Action, Layout, Step
+from autoshard.ops import Saved, backward_working, call_of, passes_gradient, rule_for
+from autoshard.plan.gradients import Gradient
+from autoshard.plan.memory.moves import step_working
+from autoshard.planner.formulation import EdgeCosts, Formulation, Role, Use, local_bytes
+
+Interval = tuple[int, int]
+"""Half-open interval of time points."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPoint:
+    """A time point of backward: of an operator, of a resharding, or at the start of a block.
+
+    Attributes:
+        variable: index of the operator's variable, or of the block's first; -1 for a resharding.
+        use: index of the use whose resharding it is; -1 for an operator.
+        starts_block: whether it is when backward starts on the instance of a repeated block that
+            begins with the operator.
+    """
+
+    variable: int = -1
+    use: int = -1
+    starts_block: bool = False
+
+
+class TimePoints:
+    """Time points in order: the turn, some of backward, the optimizer's step.
+
+    Args:
+        formulation: in training.
+        points: those of backward, in any order.
+    """
+
+    def __init__(self, formulation: Formulation, points: Sequence[BackwardPoint]) -> None:
+        self._formulation = formulation
+        self._graph = formulation.graph
+        placed = sorted((-self._place(point), i) for i, point in enumerate(points))
+        self.backward = tuple(points[i] for _, i in placed)
+        self._places = [place for place, _ in placed]
+
+    @property
+    def always(self) -> Interval:
+        """From the turn to the end."""
+        return (0, len(self.backward) + 2)
+
+    def at(self, number: int) -> Interval:
+        """One of the time points of backward alone."""
+        return (number + 1, number + 2)
+
+    def until(self, reader: int) -> Interval:
+        """From the turn until the backward of a node is done; of node -1, to the end."""
+        if reader < 0:
+            return self.always
+        return (0, 1 + bisect_right(self._places, -reader))
+
+    def after(self, reader: int) -> Interval:
+        """From the end of the backward of a node and of its reshardings until the end."""
+        return (1 + bisect_right(self._places, 0.5 - reader), len(self.backward) + 2)
+
+    def operator_bytes(self, variable: int) -> FloatArray:
+        """Gradients and working memory during an operator's backward, shape [S]."""
+        graph, gradients = self._graph, self._formulation.gradients
+        chosen = self._formulation.variables[variable]
+        node = self._formulation.node_of(chosen)
+        call = call_of(graph, node)
+        inputs = [graph.values[v] for v in node.inputs]
+        outputs = [graph.values[v] for v in node.outputs]
+        flags = [gradients.exists(v) for v in node.inputs]
+        made = {i for i, flag in enumerate(flags) if flag and not passes_gradient(call, i)}
+        given = {i for i, v in enumerate(node.outputs) if self._has_full_gradient(v)}
+        counted = Saved(frozenset(made), frozenset(given), tuple(backward_working(call, flags)))
+        rule = rule_for(call)
+        nbytes = saved_bytes(rule, chosen.strategies, inputs, outputs, counted)
+        largest = np.max([np.zeros(len(chosen.strategies)), *nbytes.outputs.values()], axis=0)
+        working = nbytes.extra + border_bytes(rule, chosen.strategies).working_backward
+        return sum(nbytes.inputs.values(), working + largest)
+
+    def resharding_bytes(self, use: Use, costs: EdgeCosts) -> FloatArray:
+        """Gradients and working memory during a resharding's backward.
+
+        Args:
+            use: the use.
+            costs: its costs, between R source and C target layouts.
+
+        Returns:
+            Bytes, shape [R, C].
+        """
+        table = costs.table
+        nbytes = np.zeros((len(costs.sources), len(costs.targets)))
+        if use.gradient is not Gradient.FLOWS or not self._has_full_gradient(use.value):
+            return nbytes
+        for i, source in enumerate(costs.source_layouts):
+            for j, target in enumerate(costs.target_layouts):
+                if np.isfinite(table.cost[costs.sources[i], costs.targets[j]]):
+                    path = table.path(source, target)
+                    nbytes[i, j] = self._path_bytes(use.value, source, target, path)
+        return nbytes
+
+    def _place(self, point: BackwardPoint) -> float:
+        """Position of a time point in the program, which backward runs from end to start."""
+        numbers, variables = self._graph.numbers, self._formulation.variables
+        if point.starts_block:
+            return self._formulation.instance_of[point.variable].stop - 0.5
+        if point.variable >= 0:
+            return numbers[variables[point.variable].name]
+        use = self._formulation.uses[point.use]
+        target = variables[use.target]
+        if target.role is Role.OPERATOR:
+            return numbers[target.name] - 0.5
+        readers = [i for i, _ in self._graph.consumers[use.value]]
+        if target.role is Role.SHARED and readers:
+            return min(readers) - 0.5
+        return len(self._graph.nodes) - 0.5
+
+    def _path_bytes(
+        self, value: str, source: Layout, target: Layout, path: Sequence[Step]
+    ) -> float:
+        tensor, axis_sizes = self._graph.values[value], self._formulation.axes.sizes
+        layouts = [source]
+        for step in path:
+            layouts.append(layouts[-1].replace(step.axis, step.target))
+        sizes = local_bytes(tensor, [*layouts, target], axis_sizes).tolist()
+        given: float = sizes.pop()
+        if all(step.backward is Action.NOTHING for step in path):
+            return given
+        between = [0.0, *sizes[1:-1], 0.0]
+        working = [
+            step_working(step.backward, str(step.target), str(step.source), int(b), int(a))
+            + sum(around)
+            for step, (a, b), around in zip(path, pairwise(sizes), pairwise(between), strict=True)
+        ]
+        return float(given + sizes[0] + max(working))
+
+    def _has_full_gradient(self, value: str) -> bool:
+        """Whether the gradient of a value takes as much memory as the value.
+
+        The gradient of the operand of a sum, for example, is one element that is expanded.
+        """
+        graph, gradients = self._graph, self._formulation.gradients
+        returned = [i for i, output in enumerate(graph.outputs) if output.name == value]
+        if any(gradients.of_output(i) is Gradient.FLOWS for i in returned):
+            return True
+        for i, position in graph.consumers[value]:
+            node = graph.nodes[i]
+            if gradients.of_use(value, node) is not Gradient.FLOWS:
+                continue
+            if not passes_gradient(call_of(graph, node), position):
+                return True
+            made = node.outputs[0]
+            same = graph.values[made].numel == graph.values[value].numel
+            if same and len(node.outputs) == 1 and self._has_full_gradient(made):
+                return True
+        return False

@@ -1,0 +1,3 @@
+from support.planned import planned
+
+__all__ = ["planned"]
