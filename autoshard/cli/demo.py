@@ -1,4 +1,4 @@
-"""The demonstration behind `autoshard demo`: the whole way, on one machine, without a GPU.
+"""The demonstration of `autoshard demo`: from export to a sharded run, on one machine without GPU.
 
 A full-size GPT-2 is exported on the meta device, planned by a service that is started for
 the purpose, and planned again from its cache. Then a small GPT-2 runs sharded on 4 gloo
@@ -29,10 +29,9 @@ from torch.multiprocessing.spawn import spawn
 from autoshard.cli.render import format_bytes, render_plan
 from autoshard.client import Client
 from autoshard.errors import OptionError, ServiceUnavailableError
-from autoshard.graph import export_model, load_graph
+from autoshard.graph import export_model
 from autoshard.mesh import Device, Mesh, Topology, make_mesh
-from autoshard.plan import Plan, PlanOptions
-from autoshard.planner import make_plan
+from autoshard.plan import Plan
 from autoshard.runtime import parallelize, record_collectives, summarize
 
 BATCH, SEQUENCE = 8, 1024
@@ -48,10 +47,10 @@ def run_demo(console: Console) -> None:
     """
     console.rule("GPT-2, 12 layers, exported on the meta device")
     archive = export_gpt2()
-    console.print(f"{format_bytes(len(archive))} of graph; the weights stay where they are")
+    console.print(f"the graph has {format_bytes(len(archive))}; the weights are not needed")
     with tempfile.TemporaryDirectory() as folder:
         with service(Path(folder)) as url:
-            console.rule(f"Posted to the service at {url}, mesh 2x4")
+            console.rule(f"Planned by the service at {url}, mesh 2x4")
             _plan_twice(console, url, archive)
         console.rule("A small GPT-2 on 4 gloo ranks, mesh 2x2")
         _run_ranks(console, Path(folder))
@@ -65,12 +64,12 @@ def _plan_twice(console: Console, url: str, archive: bytes) -> None:
             seconds = time.perf_counter() - start
             if attempt == "first" and result.plan is not None:
                 console.print(render_plan(result.plan))
-            origin = "answered from the cache" if result.cached else "solved"
-            console.print(f"{attempt} request: {origin} in {seconds:.3f} s", style="bold green")
+            source = "answered from the cache" if result.cached else "solved"
+            console.print(f"{attempt} request: {source} in {seconds:.3f} s", style="bold green")
 
 
 def export_gpt2() -> bytes:
-    """GPT-2 as it is (124 million parameters), for a batch of 8 x 1024 tokens with labels."""
+    """Export GPT-2 (124 million parameters) for a batch of 8 x 1024 tokens with labels."""
     config_class, model_class = _gpt2_classes()
     with torch.device("meta"):
         model = model_class(config_class())
@@ -91,10 +90,10 @@ def _gpt2_classes() -> tuple[Any, Any]:
 
 @contextmanager
 def service(folder: Path, *flags: str) -> Iterator[str]:
-    """A planning service of its own, with a cache in `folder`; yields its URL.
+    """Start a planning service with its cache in `folder`; yields its URL.
 
     Args:
-        folder: where its database is or will be.
+        folder: for its database.
         *flags: of its command line.
 
     Raises:
@@ -129,7 +128,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
 
 
 def small_gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    """A GPT-2 that trains in a moment, and a batch for it; the same on every rank."""
+    """Make a small GPT-2 and a batch for it, the same on every rank."""
     config_class, model_class = _gpt2_classes()
     torch.manual_seed(0)
     config = config_class(
@@ -149,7 +148,7 @@ def small_gpt2() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def demo_mesh() -> Mesh:
-    """Four ranks with a slow processor each, so that even a small model is worth cutting."""
+    """Make a mesh of four slow devices, on which even a small model is worth sharding."""
     cpu = make_mesh(RANKS_SHAPE, topology="cpu-100gbe").topology
     device = Device(
         name="one slow core",
@@ -164,14 +163,15 @@ def demo_mesh() -> Mesh:
         levels=cpu.levels,
         backend=cpu.backend,
         collective_overhead=cpu.collective_overhead,
-        source="figures made up for the demonstration",
+        source="invented figures, for the demonstration",
     )
     return Mesh(make_mesh(RANKS_SHAPE).axes, topology)
 
 
 def _run_ranks(console: Console, folder: Path) -> None:
     model, batch = small_gpt2()
-    plan = make_plan(load_graph(export_model(model, (), batch)), demo_mesh(), PlanOptions())
+    with Client.local(cache=False) as client:
+        plan = client.plan(model, (), batch, mesh=demo_mesh())
     console.print(render_plan(plan))
     (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     start = time.perf_counter()

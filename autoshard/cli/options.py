@@ -1,115 +1,379 @@
-"""What several commands of the command line take."""
+"""Options that several commands take, each declared once, and their values.
 
+A command takes a group of options as one parameter, whose type is a dataclass with a field per
+option; `expand_groups` shows Typer the fields.
+"""
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 import typer
+from httpx2 import codes
+
+from autoshard.client import Client
+from autoshard.client.requests import validate_options
+from autoshard.costs import parse_bytes
+from autoshard.errors import MeshError, OptionError, PlanError, RequestRejectedError
+from autoshard.mesh import Topology as MeshTopology
+from autoshard.mesh import topology_from_json
+from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
+from autoshard.plan.options import Recomputing, StateDType
+
+T = TypeVar("T", bound=str)
+
+SERVER_VARIABLE = "AUTOSHARD_SERVER"
+
+_PIN_KINDS = {"input": "inputs", "output": "outputs", "parameter": "parameters", "node": "nodes"}
+_PLAN_ID = re.compile(r"[0-9a-f]{64}")
+_PLAN_URL = re.compile(r"(?P<server>https?://.+?)/v1/plans/(?P<id>[0-9a-f]{64})/?")
 
 Archive = Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")]
-PlanFile = Annotated[Path, typer.Argument(help="A plan as `autoshard plan -o` wrote it.")]
+PlanSource = Annotated[
+    str,
+    typer.Argument(
+        help="A plan: a file of `autoshard plan -o`, an id, or http://HOST:PORT/v1/plans/ID."
+    ),
+]
 Topology = Annotated[
     str | None, typer.Option(help="A preset by name, or a .json file of `autoshard calibrate`.")
 ]
-Mode = Annotated[str, typer.Option("--mode", help="training or inference.")]
-Optimizer = Annotated[str, typer.Option(help="Whose state is kept in training.")]
-Memory = Annotated[
-    str | None, typer.Option(help="Budget per device, such as 80GB; default: all it has.")
-]
-MasterWeights = Annotated[
-    bool,
-    typer.Option("--master-weights", help="The optimizer keeps a float32 copy of parameters."),
-]
-StateDType = Annotated[
-    str | None,
-    typer.Option("--state-dtype", help="Of the optimizer's state: float32, float16 or bfloat16."),
-]
-Regather = Annotated[
-    str,
-    typer.Option(
-        help="Whether backward converts tensors again instead of holding them, such as gathered "
-        "parameters: auto, never or always."
-    ),
-]
-Checkpointing = Annotated[
-    str,
-    typer.Option(
-        help="Whether repeated blocks run again in backward to hold less: auto, never or always."
-    ),
-]
-Overlap = Annotated[
-    bool,
-    typer.Option(
-        "--overlap",
-        help="Gathers of parameters and reductions of their gradients run beside compute; only "
-        "what does not fit is priced.",
-    ),
-]
-TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver, per plan.")]
-Algo = Annotated[str, typer.Option(help="optimal, or megatron: that fixed pattern, as a baseline.")]
-Pin = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        help="KIND:NAME=LAYOUT with KIND input, output, parameter or node; NAME may be a "
-        "pattern: 'parameter:*.wte.weight=*,S(0)'. May be repeated.",
-    ),
-]
-Forbid = Annotated[
-    list[str] | None,
-    typer.Option("--forbid", help="COLLECTIVE or COLLECTIVE@AXIS: all_to_all@tp. Repeatable."),
-]
-BatchAxis = Annotated[
-    str | None, typer.Option(help="The axis that cuts the batch dim; no other axis does.")
-]
-SkipReplicated = Annotated[
-    bool,
-    typer.Option(
-        "--skip-fully-replicated",
-        help="No operator that can be cut does all of its work on every rank.",
-    ),
-]
+PlanOutput = Annotated[Path | None, typer.Option("-o", "--output", help="File for the plan.")]
 Cache = Annotated[
     Path | None,
     typer.Option(
         "--cache",
         envvar="AUTOSHARD_CACHE",
-        help="Folder of solved blocks and found rules, which other plans reuse; default: in your "
-        "cache folder.",
-    ),
-]
-NoCache = Annotated[
-    bool, typer.Option("--no-cache", help="Solve everything anew, and keep nothing.")
-]
-Import = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import",
-        help="A Python module that registers operators of the model's own. Repeatable.",
+        help="Folder of plans, solved blocks and found rules; default: in your cache folder.",
     ),
 ]
 CustomOperator = Annotated[
     list[str] | None,
     typer.Option(
         "--custom-operator",
-        help="An operator, namespace::name, or a namespace, that the plan may call though it is "
-        "not of ATen. Repeatable.",
+        help="Operator (namespace::name), or namespace, that the plan may call although it is not "
+        "of ATen. Repeatable.",
     ),
 ]
-NoDiscover = Annotated[
-    bool,
+Import = Annotated[
+    list[str] | None,
     typer.Option(
-        "--no-discover",
-        help="Do not run operators without a rule on small tensors to find out how they may be "
-        "cut: they run whole.",
+        "--import", help="Python module that registers the model's own operators. Repeatable."
     ),
 ]
-Server = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        envvar="AUTOSHARD_SERVER",
-        help="Address of a planning service that does the work, such as http://planner:8000; "
-        "without it, it is done here.",
-    ),
-]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the plan.")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planning:
+    """Options of planning."""
+
+    mode: Annotated[str, typer.Option(help="training or inference.")] = "training"
+    optimizer: Annotated[str, typer.Option(help="Optimizer whose state is counted in memory.")] = (
+        "adamw"
+    )
+    master_weights: Annotated[
+        bool,
+        typer.Option("--master-weights", help="The optimizer keeps a float32 copy of parameters."),
+    ] = False
+    state_dtype: Annotated[
+        str | None,
+        typer.Option(help="Dtype of the optimizer's state: float32, float16 or bfloat16."),
+    ] = None
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(help="Memory per device, such as 80GB; default: all that the device has."),
+    ] = None
+    reshard_after_forward: Annotated[
+        str,
+        typer.Option(
+            help="Free gathered parameters after forward and re-gather them in backward: auto, "
+            "never or always."
+        ),
+    ] = "auto"
+    activation_checkpointing: Annotated[
+        str,
+        typer.Option(help="Recompute repeated blocks in backward: auto, never or always."),
+    ] = "auto"
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap",
+            help="Parameter gathers and gradient reductions overlap with compute; only what does "
+            "not fit under it is priced.",
+        ),
+    ] = False
+    time_limit: Annotated[float, typer.Option(help="Seconds for the solver, per plan.")] = 60.0
+    algo: Annotated[
+        str, typer.Option(help="optimal, or megatron: that fixed pattern, as a baseline.")
+    ] = "optimal"
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Fix a layout: KIND:NAME=LAYOUT with KIND input, output, parameter or node; NAME "
+            "may be a pattern: 'parameter:*.wte.weight=*,S(0)'. Repeatable.",
+        ),
+    ] = None
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Forbid COLLECTIVE or COLLECTIVE@AXIS, such as all_to_all@tp. Repeatable."
+        ),
+    ] = None
+    batch_axis: Annotated[
+        str | None, typer.Option(help="The data-parallel axis; no other axis shards the batch.")
+    ] = None
+    skip_fully_replicated: Annotated[
+        bool,
+        typer.Option(
+            "--skip-fully-replicated",
+            help="Never replicate an operator on all ranks if it can be sharded.",
+        ),
+    ] = False
+
+    def read(self) -> PlanOptions:
+        """Read the options of planning.
+
+        Raises:
+            OptionError: one of them cannot be read; the message names it.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, choices in _CHOICES.items():
+            if given[name] is not None:
+                _check_choice(f"--{name.replace('_', '-')}", given[name], choices)
+        budget = self.memory_budget
+        given["memory_budget"] = None if budget is None else parse_bytes(budget)
+        given["pins"] = _read_pins(given.pop("pin") or ())
+        given["forbid"] = [_read_forbidden(text) for text in self.forbid or ()]
+        return validate_options(given)
+
+
+_CHOICES = {
+    "mode": get_args(Mode),
+    "state_dtype": get_args(StateDType),
+    "reshard_after_forward": get_args(Recomputing),
+    "activation_checkpointing": get_args(Recomputing),
+    "algo": get_args(Algorithm),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """Options that say who carries a command out: this process, or a service."""
+
+    server: Annotated[
+        str | None,
+        typer.Option(
+            envvar=SERVER_VARIABLE,
+            help="Address of a planning service that does the work, such as http://planner:8000; "
+            "default: this process.",
+        ),
+    ] = None
+    cache: Cache = None
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Solve everything anew, and store nothing.")
+    ] = False
+
+    def open(self, *, num_workers: int = 2) -> Client:
+        """Open a client of the service, or of this process.
+
+        Args:
+            num_workers: processes that a mesh search plans with in this process.
+
+        Raises:
+            OptionError: the API key cannot be read.
+        """
+        cache = False if self.no_cache else self.cache or True
+        if self.server:
+            return Client(self.server, cache=cache)
+        return Client.local(cache=cache, num_workers=num_workers)
+
+    def read_plan(self, source: str) -> Plan:
+        """Return the plan of a file, an id or an address.
+
+        An API key is sent to the service of this connection only: an address may come from
+        anybody.
+
+        Raises:
+            PlanError: the file has no plan; the message names it.
+            OptionError: an id is unknown here, or another service requires a key.
+            ServiceError: the service has no such plan; or it does not answer, and none is kept.
+        """
+        found = _PLAN_URL.fullmatch(source)
+        if found is not None:
+            return self._fetch_plan(found["server"], found["id"])
+        if not _PLAN_ID.fullmatch(source):
+            return _read_plan_file(Path(source))
+        try:
+            with self.open() as client:
+                return client.get_plan(source)
+        except RequestRejectedError as error:
+            if self.server:
+                raise
+            raise OptionError(
+                f"no plan {source[:12]}... is kept on this machine: set {SERVER_VARIABLE} to the "
+                f"address of the service that has it, or give http://HOST:PORT/v1/plans/ID"
+            ) from error
+
+    def plan_or_id(self, source: str) -> Plan | str:
+        """Return the plan of a file or an address; an id as it is, for the client to look up."""
+        return source if _PLAN_ID.fullmatch(source) else self.read_plan(source)
+
+    def _fetch_plan(self, server: str, plan_id: str) -> Plan:
+        is_ours = _origin(server) == _origin(self.server or "")
+        try:
+            with Client(server, api_key=None if is_ours else False) as client:
+                return client.get_plan(plan_id)
+        except RequestRejectedError as error:
+            if is_ours or error.status != codes.UNAUTHORIZED:
+                raise
+            raise OptionError(
+                f"{server} requires an API key, which is sent only to the service that "
+                f"{SERVER_VARIABLE} names; set {SERVER_VARIABLE}={server} if you trust it"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomOperators:
+    """Options about operators of the model's own."""
+
+    modules: Import = None
+    no_discover: Annotated[
+        bool,
+        typer.Option(
+            "--no-discover",
+            help="Do not run the model's own operators on small tensors to find their sharding "
+            "rules: they are replicated.",
+        ),
+    ] = False
+
+    def discover(self) -> bool:
+        """Import the modules; return whether operators may be run.
+
+        Raises:
+            OptionError: a module cannot be imported.
+        """
+        import_modules(self.modules or ())
+        return not self.no_discover
+
+
+def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command for Typer, in which each field of an option group is an option."""
+    signature, hints = inspect.signature(command), get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in signature.parameters.values():
+        annotation = hints[parameter.name]
+        if not is_dataclass(annotation):
+            parameters.append(parameter.replace(annotation=annotation))
+            continue
+        groups[parameter.name] = annotation
+        types = get_type_hints(annotation, include_extras=True)
+        for field in fields(annotation):
+            kind, default = inspect.Parameter.KEYWORD_ONLY, field.default
+            option = inspect.Parameter(
+                field.name, kind, default=default, annotation=types[field.name]
+            )
+            parameters.append(option)
+
+    @wraps(command)
+    def call(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    vars(call)["__signature__"] = signature.replace(parameters=parameters)
+    return call
+
+
+def environment_connection() -> Connection:
+    """Return the connection of a command without options for it: AUTOSHARD_SERVER's service."""
+    return Connection(server=os.environ.get(SERVER_VARIABLE))
+
+
+def import_modules(modules: Sequence[str]) -> None:
+    """Import modules that register operators.
+
+    Raises:
+        OptionError: one cannot be imported.
+    """
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise OptionError(f"--import {module}: {error}") from error
+
+
+def read_sizes(text: str) -> tuple[int, ...]:
+    """Read the size of each mesh axis, written as 2,4.
+
+    Raises:
+        OptionError: the text is not a list of integers.
+    """
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise OptionError(f"--mesh {text!r} is not a list of sizes such as 2,4") from None
+
+
+def read_topology(text: str | None) -> str | MeshTopology | None:
+    """Read the topology of a file, if the text ends in `.json`; else the text names a preset.
+
+    Raises:
+        MeshError: the file does not describe a topology; the message names it.
+    """
+    if text is None or not text.endswith(".json"):
+        return text
+    try:
+        return topology_from_json(Path(text).read_bytes())
+    except MeshError as error:
+        raise MeshError(f"{text}: {error}") from None
+
+
+def _read_plan_file(path: Path) -> Plan:
+    try:
+        return Plan.from_json(path.read_bytes())
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def _check_choice(option: str, text: str, choices: Sequence[str]) -> None:
+    if text not in choices:
+        raise OptionError(f"{option} {text!r} is unknown; choose {' or '.join(choices)}")
+
+
+def _read_pins(texts: Sequence[str]) -> dict[str, dict[str, str]]:
+    pins: dict[str, dict[str, str]] = {}
+    for text in texts:
+        kind, colon, rest = text.partition(":")
+        name, equals, layout = rest.partition("=")
+        if not colon or not equals or kind not in _PIN_KINDS:
+            raise OptionError(
+                f"--pin {text!r} is not KIND:NAME=LAYOUT with KIND {', '.join(_PIN_KINDS)}, "
+                "such as 'parameter:*.weight=S(0),R'"
+            )
+        same = pins.setdefault(_PIN_KINDS[kind], {})
+        if same.setdefault(name, layout) != layout:
+            raise OptionError(f"--pin {kind}:{name} is given twice, as {same[name]} and {layout}")
+    return pins
+
+
+def _read_forbidden(text: str) -> dict[str, Any]:
+    kind, _, axis = text.partition("@")
+    return {"kind": kind, "axis": axis or None}
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        # Reported when a request is sent there.
+        return url, None, None
+    return parts.scheme, parts.hostname, port

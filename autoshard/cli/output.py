@@ -1,42 +1,88 @@
-"""What all commands share: where they print, how they say what is wrong, how they read plans."""
+"""Terminal output of all commands: the consoles, error reports, notes, the progress bar."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from autoshard.errors import AutoshardError, PlanError
-from autoshard.plan import Plan
+from autoshard.cli.render import milliseconds
+from autoshard.client import JobProgress
+from autoshard.client.core import ProgressListener
+from autoshard.errors import AutoshardError, LaunchError
 
 console = Console()
 errors = Console(stderr=True)
 
 
+class _Notes(logging.Handler):
+    """Prints the library's warnings as notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a warning."""
+        errors.print(marked("note:", record.getMessage(), style="bold"), soft_wrap=True)
+
+
 @contextmanager
 def reported() -> Iterator[None]:
-    """Users see what is wrong with their input, not where we noticed."""
+    """Print errors and warnings of the library for users; exit with status 1 after an error."""
+    log, notes = logging.getLogger("autoshard"), _Notes(logging.WARNING)
+    log.addHandler(notes)
     try:
         yield
+    except LaunchError as error:
+        # The message has the traceback of a rank.
+        errors.print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+        raise typer.Exit(1) from None
     except (AutoshardError, OSError) as error:
         errors.print(marked("error:", error), soft_wrap=True)
         raise typer.Exit(1) from None
+    finally:
+        log.removeHandler(notes)
 
 
-def marked(word: str, what: object) -> Text:
-    """What is wrong behind a red word; not as markup, since it may have brackets in it."""
-    return Text.assemble((word, "bold red"), f" {what}")
+def marked(word: str, what: object, style: str = "bold red") -> Text:
+    """Put a styled word before a message; the message may have brackets, which are not markup."""
+    return Text.assemble((word, style), f" {what}")
 
 
-def read_plan(path: Path) -> Plan:
-    """The plan in a file.
+@contextmanager
+def progress_bar() -> Iterator[ProgressListener]:
+    """Show a progress bar on stderr that fills as the gap closes, and is removed at the end.
 
-    Raises:
-        PlanError: it holds none; the message names the file.
+    Yields:
+        the listener for the progress of a job.
     """
-    try:
-        return Plan.from_json(path.read_bytes())
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+    )
+    is_shown = errors.is_terminal
+    with Progress(*columns, console=errors, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("starting", total=None, figures="")
+
+        def report(job: JobProgress) -> None:
+            progress.update(
+                task,
+                description=job.phase,
+                total=None if job.gap is None else 1.0,
+                completed=0.0 if job.gap is None else max(0.0, 1.0 - job.gap),
+                figures=_figures(job),
+            )
+
+        yield report
+
+
+def _figures(job: JobProgress) -> str:
+    """Objective of the best plan so far, lower bound, and the gap between them."""
+    figures = {"best": job.incumbent, "bound": job.bound}
+    known = [f"{name} {milliseconds(s)}" for name, s in figures.items() if s is not None]
+    if job.gap is not None:
+        known.append(f"gap {job.gap:.2%}")
+    return ", ".join(known)

@@ -1,4 +1,4 @@
-"""Commands that plan: here, or at a service."""
+"""Commands that plan a graph: plan, search, coverage; in this process, or at a service."""
 
 import sys
 from pathlib import Path
@@ -6,86 +6,68 @@ from typing import Annotated
 
 import typer
 
-from autoshard.cli import options
-from autoshard.cli.output import console, errors, read_plan, reported
-from autoshard.cli.programs import as_planned, read_program
-from autoshard.cli.remote import cover_remotely, plan_remotely, search_remotely
-from autoshard.cli.render import render_candidates, render_coverage, render_plan
-from autoshard.cli.texts import read_options, read_sizes, read_topology
-from autoshard.graph import Graph
-from autoshard.mesh import Mesh, make_mesh
-from autoshard.plan import Plan, operator_coverage
-from autoshard.planner import make_plan, search_meshes
-from autoshard.solve import KeyValueStore
+from autoshard.cli.options import (
+    Archive,
+    Connection,
+    CustomOperators,
+    Planning,
+    PlanOutput,
+    Topology,
+    read_sizes,
+    read_topology,
+)
+from autoshard.cli.output import console, errors, marked, progress_bar, reported
+from autoshard.cli.render import render_coverage, render_plan, render_search
+from autoshard.client import PlanResult
+from autoshard.mesh import make_mesh
+from autoshard.plan import Plan
 
 NO_PLAN = 3
-"""Exit status where planning ended without a plan: infeasible, or out of time."""
+"""Exit status if planning ended without a plan: infeasible, or out of time."""
 
-_CACHE_BYTES = 256 << 20
-"""Room for solved blocks; the least recently used go first."""
+_SOURCES = {
+    "service": "made by the service",
+    "offline": "the service does not answer; this plan was kept on this machine",
+    "local": "made in this process",
+}
 
 
 def plan(
-    graph: options.Archive,
+    graph: Archive,
     *,
     mesh: Annotated[str, typer.Option(help="Size of each axis, outermost first: 2,4.")],
     axes: Annotated[str | None, typer.Option(help="Name of each axis: dp,tp.")] = None,
-    topology: options.Topology = None,
+    topology: Topology = None,
     intra_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second inside a node: the last axis.")
     ] = None,
     inter_bandwidth: Annotated[
         float | None, typer.Option(help="Bytes per second between nodes: the earlier axes.")
     ] = None,
-    mode: options.Mode = "training",
-    optimizer: options.Optimizer = "adamw",
-    master_weights: options.MasterWeights = False,
-    state_dtype: options.StateDType = None,
-    memory: options.Memory = None,
-    reshard_after_forward: options.Regather = "auto",
-    activation_checkpointing: options.Checkpointing = "auto",
-    overlap: options.Overlap = False,
-    time_limit: options.TimeLimit = 60.0,
-    algo: options.Algo = "optimal",
-    pin: options.Pin = None,
-    forbid: options.Forbid = None,
-    batch_axis: options.BatchAxis = None,
-    skip_fully_replicated: options.SkipReplicated = False,
-    cache: options.Cache = None,
-    no_cache: options.NoCache = False,
-    imports: options.Import = None,
-    no_discover: options.NoDiscover = False,
-    server: options.Server = None,
-    output: options.Output = None,
+    planning: Planning,
+    custom: CustomOperators,
+    connection: Connection,
+    output: PlanOutput = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
     with reported():
-        devices = _mesh(mesh, axes, topology, intra_bandwidth, inter_bandwidth)
-        asked = read_options(
-            mode=mode,
-            optimizer=optimizer,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            memory=memory,
-            reshard_after_forward=reshard_after_forward,
-            activation_checkpointing=activation_checkpointing,
-            overlap=overlap,
-            time_limit=time_limit,
-            algo=algo,
-            pins=pin or (),
-            forbid=forbid or (),
-            batch_axis=batch_axis,
-            skip_fully_replicated=skip_fully_replicated,
+        devices = make_mesh(
+            read_sizes(mesh),
+            axes=None if axes is None else axes.split(","),
+            topology=read_topology(topology),
+            intra_bandwidth=intra_bandwidth,
+            inter_bandwidth=inter_bandwidth,
         )
-        if server:
-            found = plan_remotely(
-                server, graph, devices, asked, modules=imports or (), discover=not no_discover
+        options, discover = planning.read(), custom.discover()
+        with connection.open() as client, progress_bar() as report:
+            result = client.request_plan(
+                graph, mesh=devices, options=options, discover=discover, on_progress=report
             )
-        else:
-            program = _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache)
-            block_cache = _shelf(cache, "blocks", closed=no_cache)
-            found = make_plan(program, devices, asked, block_cache=block_cache)
+        found = result.plan
+        assert found is not None, "the request waits for the plan"
+        if connection.server:
+            errors.print(marked("plan:", _source(result), style="bold"), highlight=False)
         _write(found, output)
     if json:
         sys.stdout.write(found.to_json() + "\n")
@@ -96,160 +78,72 @@ def plan(
 
 
 def search(
-    graph: options.Archive,
+    graph: Archive,
     *,
-    devices: Annotated[int, typer.Option(help="How many devices the mesh has.")],
-    topology: options.Topology = None,
-    max_axes: Annotated[int, typer.Option(help="Largest number of axes.")] = 3,
-    workers: Annotated[int, typer.Option(help="Processes that plan here at the same time.")] = 2,
-    mode: options.Mode = "training",
-    optimizer: options.Optimizer = "adamw",
-    master_weights: options.MasterWeights = False,
-    state_dtype: options.StateDType = None,
-    memory: options.Memory = None,
-    reshard_after_forward: options.Regather = "auto",
-    activation_checkpointing: options.Checkpointing = "auto",
-    overlap: options.Overlap = False,
-    time_limit: options.TimeLimit = 60.0,
-    algo: options.Algo = "optimal",
-    pin: options.Pin = None,
-    forbid: options.Forbid = None,
-    batch_axis: options.BatchAxis = None,
-    skip_fully_replicated: options.SkipReplicated = False,
-    cache: options.Cache = None,
-    no_cache: options.NoCache = False,
-    imports: options.Import = None,
-    no_discover: options.NoDiscover = False,
-    server: options.Server = None,
-    output: options.Output = None,
+    devices: Annotated[int, typer.Option(help="Number of devices of the mesh.")],
+    topology: Topology = None,
+    max_axes: Annotated[int, typer.Option(help="Largest number of mesh axes.")] = 3,
+    workers: Annotated[
+        int, typer.Option(help="Number of meshes planned at the same time, without a service.")
+    ] = 2,
+    planning: Planning,
+    custom: CustomOperators,
+    connection: Connection,
+    output: PlanOutput = None,
 ) -> None:
-    """Plan a graph on every mesh of so many devices, and rank the meshes."""
+    """Plan a graph on every mesh of a number of devices, and rank the meshes."""
     with reported():
-        asked = read_options(
-            mode=mode,
-            optimizer=optimizer,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            memory=memory,
-            reshard_after_forward=reshard_after_forward,
-            activation_checkpointing=activation_checkpointing,
-            overlap=overlap,
-            time_limit=time_limit,
-            algo=algo,
-            pins=pin or (),
-            forbid=forbid or (),
-            batch_axis=batch_axis,
-            skip_fully_replicated=skip_fully_replicated,
-        )
-        cluster = read_topology(topology)
-        if server:
-            candidates = search_remotely(
-                server,
-                graph,
-                devices,
-                asked,
-                topology=cluster,
-                max_axes=max_axes,
-                modules=imports or (),
-                discover=not no_discover,
-            )
-        else:
-            with console.status("reading the graph") as status:
-                candidates = search_meshes(
-                    _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache),
-                    devices,
-                    topology=cluster,
+        options, discover = planning.read(), custom.discover()
+        with connection.open(num_workers=workers) as client:
+            with progress_bar() as report:
+                found = client.search(
+                    graph,
+                    num_devices=devices,
+                    topology=read_topology(topology),
                     max_axes=max_axes,
-                    num_workers=workers,
-                    on_progress=lambda progress: status.update(progress.phase),
-                    options=asked,
-                    block_cache=_shelf(cache, "blocks", closed=no_cache),
+                    options=options,
+                    discover=discover,
+                    on_progress=report,
                 )
-        best = candidates[0].plan
+            ids = [mesh.plan_id for mesh in found.meshes]
+            plans = [None if known is None else client.get_plan(known) for known in ids]
+        best = plans[0]
         if best is not None:
             _write(best, output)
-    console.print(render_candidates(candidates))
+    console.print(render_search(found, plans))
     if best is None or not best.found:
         raise typer.Exit(NO_PLAN)
 
 
-def ops(
-    graph: options.Archive,
+def coverage(
+    graph: Archive,
     plan: Annotated[
-        Path | None, typer.Argument(help="A plan of it, for the times on the plan's mesh.")
+        str | None,
+        typer.Argument(help="A plan of the graph, for the time of each operator on its mesh."),
     ] = None,
     *,
-    cache: options.Cache = None,
-    no_cache: options.NoCache = False,
-    imports: options.Import = None,
-    no_discover: options.NoDiscover = False,
-    server: options.Server = None,
+    custom: CustomOperators,
+    connection: Connection,
     json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
-    """Show which operators a graph uses, which cannot be cut and why, and what that costs.
+    """List the operators of a graph, those that cannot be sharded and why, and their cost.
 
-    What a plan costs is worked out here, with a service too.
+    With a plan, the costs are worked out in this process.
     """
     with reported():
-        if plan is not None:
-            found = read_plan(plan)
-            coverage = operator_coverage(as_planned(graph, found), found)
-        elif server:
-            coverage = cover_remotely(
-                server, graph, modules=imports or (), discover=not no_discover
-            )
-        else:
-            program = _program(graph, imports, cache, no_discover=no_discover, no_cache=no_cache)
-            coverage = operator_coverage(program)
+        made, discover = None if plan is None else connection.read_plan(plan), custom.discover()
+        with connection.open() as client:
+            found = client.coverage(graph, plan=made, discover=discover)
     if json:
-        sys.stdout.write(coverage.model_dump_json() + "\n")
+        sys.stdout.write(found.model_dump_json() + "\n")
     else:
-        console.print(render_coverage(coverage))
+        console.print(render_coverage(found))
 
 
-def _program(
-    path: Path,
-    imports: list[str] | None,
-    cache: Path | None,
-    *,
-    no_discover: bool,
-    no_cache: bool,
-) -> Graph:
-    return read_program(
-        path,
-        modules=imports or (),
-        discover=not no_discover,
-        store=_shelf(cache, "rules", closed=no_cache),
-        report=_note,
-    )
-
-
-def _mesh(
-    shape: str,
-    axes: str | None,
-    topology: str | None,
-    intra_bandwidth: float | None,
-    inter_bandwidth: float | None,
-) -> Mesh:
-    return make_mesh(
-        read_sizes(shape),
-        axes=None if axes is None else axes.split(","),
-        topology=read_topology(topology),
-        intra_bandwidth=intra_bandwidth,
-        inter_bandwidth=inter_bandwidth,
-    )
-
-
-def _shelf(folder: Path | None, namespace: str, *, closed: bool) -> KeyValueStore | None:
-    if closed:
-        return None
-    from autoshard_solver_cache import FolderCache, NamespacedCache  # noqa: PLC0415  --no-cache needs none
-
-    return NamespacedCache(FolderCache(folder, max_bytes=_CACHE_BYTES), namespace)
-
-
-def _note(text: str) -> None:
-    errors.print(f"[bold]note:[/] {text}", highlight=False, soft_wrap=True)
+def _source(result: PlanResult) -> str:
+    if result.source == "service" and result.cached:
+        return "already known to the service"
+    return _SOURCES[result.source]
 
 
 def _write(plan: Plan, path: Path | None) -> None:

@@ -1,11 +1,14 @@
-"""Plans and progress as tables on a terminal."""
+"""Plans, comparisons, searches, simulations, calibrations and profiles as tables on a terminal."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.client import MeshSearch, SearchedMesh
 from autoshard.plan import (
     Certificate,
     Change,
@@ -15,20 +18,52 @@ from autoshard.plan import (
     Memory,
     Plan,
     PlanDifference,
+    Simulation,
     fold_parameters,
     mesh_text,
 )
 from autoshard.plan.memory.timeline import KINDS
-from autoshard.planner import Candidate, Explanation
+from autoshard.planner import Explanation
 
-_MILLISECONDS = 1e3
-_MOST_CHANGES = 40
+if TYPE_CHECKING:  # they need torch
+    from autoshard.runtime.calibration import Calibration
+    from autoshard.runtime.profiling import Profile
+
+_MAX_CHANGES = 40
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
+def format_bytes(nbytes: float) -> str:
+    """Format bytes with a decimal unit and three significant digits."""
+    for scale, unit in _UNITS:
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def milliseconds(seconds: float) -> str:
+    """Format seconds in milliseconds."""
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def make_table(title: str, labels: Sequence[str], figures: Sequence[str] = ()) -> Table:
+    """Make an empty table: columns of text, the first of which may wrap, then of figures."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table.add_column(labels[0], style="cyan", overflow="fold")
+    for label in labels[1:]:
+        table.add_column(label, no_wrap=True)
+    for figure in figures:
+        table.add_column(figure, justify="right", no_wrap=True)
+    return table
+
+
 def render_plan(plan: Plan) -> RenderableType:
-    """Everything that a person wants to see of a plan."""
-    header = _header(plan)
+    """Show a plan: parameters, collectives, cost, memory and certificate."""
+    header = _bold(
+        f"Plan {plan.id[:12]}: {plan.graph.num_nodes} operators, "
+        f"{plan.graph.num_parameters:,} parameters on {mesh_text(plan.mesh)} "
+        f"({plan.mesh.topology.name}), {plan.options.mode}"
+    )
     if not plan.found:
         return Group(header, Text(plan.reason, style="bold red"))
     assert plan.costs is not None
@@ -39,21 +74,22 @@ def render_plan(plan: Plan) -> RenderableType:
         _collectives(plan),
         _costs(plan.costs),
         _memory(plan.memory),
-        *_recomputing(plan),
+        *_recomputation(plan, plan.costs),
         _certificate(plan.certificate),
     )
 
 
-def render_explanation(explanation: Explanation, *, most: int = 20) -> RenderableType:
-    """Every alternative of one choice, the cheapest first; at most so many of them."""
-    what = f"{explanation.kind} {explanation.name}"
+def render_explanation(explanation: Explanation, *, limit: int) -> RenderableType:
+    """Show the alternatives of one choice, the cheapest first."""
+    subject = f"{explanation.kind} {explanation.name}"
     if explanation.operator:
-        what += f": {explanation.operator} in {explanation.module or 'the root module'}"
-    table = titled_table(f"{what}; the plan takes {milliseconds(explanation.objective)}")
-    table.add_column("layouts", style="green", overflow="fold")
-    for title in ("own time", "own memory", "regret", "override alone"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for alternative in explanation.alternatives[:most]:
+        subject += f": {explanation.operator} in {explanation.module or 'the root module'}"
+    table = make_table(
+        f"{subject}; a step of the plan takes {milliseconds(explanation.objective)}",
+        ["layouts"],
+        ["cost", "memory", "regret", "cost if changed alone"],
+    )
+    for alternative in explanation.alternatives[:limit]:
         regret = "impossible" if alternative.exact else "unknown"
         if alternative.regret is not None:
             regret = f"{'' if alternative.exact else '<= '}{milliseconds(alternative.regret)}"
@@ -65,72 +101,76 @@ def render_explanation(explanation: Explanation, *, most: int = 20) -> Renderabl
             "-" if alternative.override is None else milliseconds(alternative.override),
             style="bold" if alternative.chosen else None,
         )
-    hidden = len(explanation.alternatives) - most
-    note = Text(f"and {hidden} more" if hidden > 0 else "")
-    return Group(table, note) if hidden > 0 else table
+    left = len(explanation.alternatives) - limit
+    return Group(table, Text(f"and {left} more")) if left > 0 else table
 
 
 def render_difference(difference: PlanDifference) -> RenderableType:
-    """What distinguishes two plans."""
+    """Show the differences between two plans."""
     before, after = difference.meshes
     if difference.is_empty:
-        return Text("the plans are the same", style="bold")
-    parts: list[RenderableType] = [Text(f"before: {before}; after: {after}", style="bold")]
-    parts.extend(
-        _changes(title, changes)
-        for title, changes in (
-            ("Inputs and parameters", difference.inputs),
-            ("Operators", difference.nodes),
-            ("Outputs", difference.outputs),
-        )
-        if changes
-    )
+        return _bold("the plans are the same")
+    parts: list[RenderableType] = [_bold(f"before: {before}; after: {after}")]
+    for title, changes in (
+        ("Inputs and parameters", difference.inputs),
+        ("Operators", difference.nodes),
+        ("Outputs", difference.outputs),
+    ):
+        if changes:
+            parts.append(_changes(title, changes))
     if difference.collectives:
-        parts.append(_collective_changes(difference))
+        table = make_table(
+            "Collectives per step that differ",
+            ["collective", "axis", "direction"],
+            ["before", "after", "bytes before", "bytes after"],
+        )
+        for row in difference.collectives:
+            sizes = format_bytes(row.bytes_before), format_bytes(row.bytes_after)
+            counts = str(row.before), str(row.after)
+            table.add_row(row.kind, row.axis, row.direction, *counts, *sizes)
+        parts.append(table)
     parts.append(_figures("Predicted time of a step", difference.costs, milliseconds))
     parts.append(_figures("Memory per device at the peak", difference.memory, format_bytes))
     return Group(*parts)
 
 
-def render_candidates(candidates: Sequence[Candidate]) -> RenderableType:
-    """Meshes, best first, with what the plan on each of them takes."""
-    table = titled_table("Meshes, best first")
-    table.add_column("mesh", style="cyan", no_wrap=True)
+def render_search(search: MeshSearch, plans: Sequence[Plan | None]) -> RenderableType:
+    """Show the meshes of a search, best first.
+
+    Args:
+        search: its meshes.
+        plans: the plan of each mesh; None if it was not stored.
+    """
     kinds = ["total", "compute", "communication"]
-    if any(candidate.plan and candidate.plan.options.overlap for candidate in candidates):
+    if any(plan is not None and plan.options.overlap for plan in plans):
         kinds.append("overlapped")
-    for title in (*kinds, "memory"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = make_table("Meshes, best first", ["mesh"], [*kinds, "memory"])
     table.add_column("certificate")
-    for candidate in candidates:
-        mesh = mesh_text(candidate.mesh)
-        plan = candidate.plan
+    for mesh, plan in zip(search.meshes, plans, strict=True):
+        name = mesh_text(mesh.mesh)
         if plan is None or plan.costs is None or plan.memory is None:
-            reason = candidate.error if plan is None else plan.reason
-            table.add_row(mesh, *[""] * (len(kinds) + 1), Text(reason, style="red"))
+            reason = _no_plan_reason(mesh) if plan is None else plan.reason
+            table.add_row(name, *[""] * (len(kinds) + 1), Text(reason, style="red"))
             continue
         gap = plan.certificate.gap
-        proven = "nothing proven" if gap is None else f"gap {gap:.2%}"
         table.add_row(
-            mesh,
+            name,
             *(milliseconds(getattr(plan.costs, kind)) for kind in kinds),
             format_bytes(plan.memory.peak),
-            f"{plan.certificate.status}, {proven}",
+            f"{plan.certificate.status}, {'no bound' if gap is None else f'gap {gap:.2%}'}",
         )
     return table
 
 
 def render_coverage(coverage: Coverage) -> RenderableType:
-    """The operators of a graph, those first that run whole, and what that costs."""
+    """Show the operators of a graph, replicated ones first, and their cost under a plan."""
     total = coverage.total
-    table = titled_table(f"{len(coverage.operators)} operators, {coverage.num_calls} calls")
-    table.add_column("operator", style="cyan", overflow="fold", min_width=24)
-    table.add_column("rule", no_wrap=True)
-    titles = (
-        ("calls", "whole") if total is None else ("calls", "whole", "time", "in whole", "around")
-    )
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
+    figures = ["calls", "replicated"]
+    if total is not None:
+        figures += ["time", "time replicated", "resharding"]
+    title = f"{len(coverage.operators)} operators, {coverage.num_calls} calls"
+    table = make_table(title, ["operator", "rule"], figures)
+    table.columns[0].min_width = 24
     for use in coverage.operators:
         times = () if total is None else (use.time, use.time_whole, use.time_around)
         table.add_row(
@@ -138,63 +178,117 @@ def render_coverage(coverage: Coverage) -> RenderableType:
             "yes" if use.has_rule else "found" if use.found_rule else "none",
             str(use.num_calls),
             str(use.num_whole),
-            *(f"{(time or 0.0) / total:.2%}" if total else "-" for time in times),
+            *(_share(time or 0.0, total or 0.0, digits=2) for time in times),
             style=None if use.has_rule or use.found_rule else "bold",
         )
+    text = f"{coverage.num_whole} of {coverage.num_calls} calls are replicated on every rank"
+    if total is not None and coverage.share_whole is not None and coverage.share_around is not None:
+        text += (
+            f": {coverage.share_whole:.2%} of a step of {milliseconds(total)}, and "
+            f"{coverage.share_around:.2%} for resharding their inputs and outputs"
+        )
     reasons = (f"{use.operator}: {' '.join(use.reasons)}" for use in coverage.operators)
-    whole = [Text(reason) for reason in reasons if not reason.endswith(": ")]
-    return Group(table, Text(_coverage_text(coverage), style="bold"), *whole)
+    return Group(table, _bold(text), *(Text(r) for r in reasons if not r.endswith(": ")))
 
 
-def _coverage_text(coverage: Coverage) -> str:
-    text = f"{coverage.num_whole} of {coverage.num_calls} calls run whole on every rank"
-    if coverage.total is None or coverage.share_whole is None or coverage.share_around is None:
-        return text
-    return (
-        f"{text}: {coverage.share_whole:.2%} of a step of {milliseconds(coverage.total)}, and "
-        f"{coverage.share_around:.2%} in reshardings around them"
+def render_simulation(simulation: Simulation, *, limit: int) -> RenderableType:
+    """Show where the time of a step goes, and when memory peaks.
+
+    Args:
+        simulation: of the step.
+        limit: maximum rows of the longest operations.
+    """
+    moment = simulation.memory.peak_moment
+    phase, name = simulation.memory.moments[moment]
+    return Group(
+        _bold(f"One step takes {milliseconds(simulation.seconds)}"),
+        _lanes(simulation),
+        _phases(simulation),
+        _longest(simulation, limit),
+        _bold(
+            f"Memory peaks at {format_bytes(simulation.memory.peak)}, "
+            f"{milliseconds(float(simulation.moments[moment]))} into the step "
+            f"({f'{phase} of {name}' if name else phase.value})"
+        ),
     )
 
 
-def format_bytes(nbytes: float) -> str:
-    """Bytes with the unit that suits them, three significant digits."""
-    for scale, unit in _UNITS:
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def _header(plan: Plan) -> Text:
-    return Text(
-        f"Plan {plan.id[:12]}: {plan.graph.num_nodes} operators, "
-        f"{plan.graph.num_parameters:,} parameters on {mesh_text(plan.mesh)} "
-        f"({plan.mesh.topology.name}), {plan.options.mode}",
-        style="bold",
+def render_calibration(calibration: "Calibration") -> RenderableType:
+    """Show the device that was measured, and the error on collectives held out of the fit."""
+    topology = calibration.topology
+    device = topology.device
+    peaks = ", ".join(f"{flops:.3g} {dtype}" for dtype, flops in device.peak_flops.items())
+    table = make_table(
+        "Collectives held out of the fit",
+        ["axis", "collective"],
+        ["bytes", "measured", "predicted", "error"],
     )
+    for comparison in calibration.comparisons:
+        sample = comparison.sample
+        table.add_row(
+            comparison.axis,
+            sample.action,
+            format_bytes(sample.nbytes),
+            milliseconds(sample.seconds),
+            milliseconds(comparison.predicted),
+            f"{comparison.error:+.0%}",
+        )
+    return Group(
+        _bold(f"{topology.name}: {topology.source}"),
+        Text(
+            f"{device.name}: {peaks} FLOP/s, memory bandwidth "
+            f"{format_bytes(device.memory_bandwidth)}/s, {milliseconds(device.launch_overhead)} "
+            f"launch overhead per operator"
+        ),
+        Text(
+            f"next to compute, a collective takes {milliseconds(calibration.skew)} more, because "
+            f"ranks wait for the slowest one"
+        ),
+        table,
+    )
+
+
+def render_profile(profile: "Profile", *, limit: int) -> RenderableType:
+    """Show a step as predicted and as measured; at most so many rows."""
+    table = make_table(
+        "Operations of a step, each measured by itself",
+        ["operation", "lane"],
+        ["predicted", "measured", "measured/predicted"],
+    )
+    rows = profile.rows()
+    for row in rows[:limit]:
+        name = row.name.removeprefix("aten.")
+        table.add_row(name, row.lane, *_predicted_measured(row.predicted, row.measured))
+    left = rows[limit:]
+    if left:
+        sums = sum(row.predicted for row in left), sum(row.measured for row in left)
+        table.add_row(f"{len(left)} more", "", *_predicted_measured(*sums))
+    predicted, measured, ratio = _predicted_measured(profile.predicted, profile.seconds)
+    header = f"One step takes {measured}, predicted {predicted}: {ratio} times as long"
+    return Group(_bold(header), table)
+
+
+def _bold(text: str) -> Text:
+    return Text(text, style="bold")
 
 
 def _parameters(plan: Plan) -> Table:
     names = ", ".join(axis.name for axis in plan.mesh.axes)
-    table = titled_table(
-        "Parameters: I whole, gradient summed; S(d) cut along dim d, S(d)/1+1 in chunks; R whole"
+    table = make_table(
+        "Parameters: I = Replicate (gradient all-reduced), R = Replicate, S(d) = Shard(d), "
+        "S(d)/1+1+1 = Shard(d), interleaved (fused QKV)",
+        ["parameter", "shape", "per rank", f"over {names}"],
+        ["count"],
     )
-    table.add_column("parameter", style="cyan", overflow="fold")
-    table.add_column("count", justify="right")
-    table.add_column("shape", no_wrap=True)
-    table.add_column("per rank", no_wrap=True)
-    table.add_column(f"over {names}", style="green", no_wrap=True)
     for row in fold_parameters(plan):
-        shapes = (_shape(row.shape), _shape(row.local_shape))
-        table.add_row(row.name, str(row.count), *shapes, row.layout.replace(",", ", "))
+        shapes = _shape(row.shape), _shape(row.local_shape)
+        table.add_row(row.name, *shapes, row.layout.replace(",", ", "), str(row.count))
     return table
 
 
 def _collectives(plan: Plan) -> Table:
-    table = titled_table("Collectives per step")
-    for title in ("collective", "axis", "direction"):
-        table.add_column(title)
-    for title in ("count", "bytes"):
-        table.add_column(title, justify="right")
+    labels, figures = ["collective", "axis", "direction"], ["count", "bytes"]
+    table = make_table("Collectives per step", labels, figures)
     for row in plan.collectives:
         table.add_row(row.kind, row.axis, row.direction, str(row.count), format_bytes(row.nbytes))
     if not plan.collectives:
@@ -203,89 +297,73 @@ def _collectives(plan: Plan) -> Table:
 
 
 def _costs(costs: Costs) -> Table:
-    table = titled_table("Predicted time of a step")
-    always = ("compute", "communication", "optimizer")
-    figures = {kind: milliseconds(getattr(costs, kind)) for kind in always}
+    kinds = ("compute", "communication", "optimizer")
+    figures = {kind: milliseconds(getattr(costs, kind)) for kind in kinds}
     if costs.recompute:
         figures["recompute"] = milliseconds(costs.recompute)
     if costs.overlapped:
         figures["overlapped"] = f"-{milliseconds(costs.overlapped)}"
     figures["total"] = milliseconds(costs.total)
-    for title in figures:
-        table.add_column(title, justify="right")
+    table = make_table("Predicted time of a step", list(figures))
     table.add_row(*figures.values())
     return table
 
 
 def _memory(memory: Memory) -> Table:
     where = f"{memory.phase} of {memory.at}" if memory.at else memory.phase
-    table = titled_table(f"Predicted memory per device at the peak ({where})")
-    table.add_column("kind")
-    table.add_column("bytes", justify="right")
+    title = f"Predicted memory per device at the peak ({where})"
+    table = make_table(title, ["kind"], ["bytes"])
     for kind in (*KINDS, "peak"):
         table.add_row(kind, format_bytes(getattr(memory, kind)))
     table.add_row("budget", "none" if memory.budget is None else format_bytes(memory.budget))
     return table
 
 
-def _recomputing(plan: Plan) -> Iterator[Text]:
-    """What backward runs once more, if anything."""
-    assert plan.costs is not None
+def _recomputation(plan: Plan, costs: Costs) -> Iterator[Text]:
+    """Say what backward recomputes and re-gathers to fit memory, if anything."""
     (stage,) = plan.stages
-    again = [c for c in stage.reshardings if c.regather]
-    if again or stage.checkpoints:
+    regathers = [resharding for resharding in stage.reshardings if resharding.regather]
+    if regathers or stage.checkpoints:
         parameters = {parameter.name for parameter in stage.parameters}
-        gathered = sum(resharding.value in parameters for resharding in again)
-        yield Text(
-            f"To hold less, backward runs {len(stage.checkpoints)} blocks once more, and converts "
-            f"{gathered} parameters and {len(again) - gathered} activations again: "
-            f"{milliseconds(plan.costs.recompute)}",
-            style="bold",
+        num_parameters = sum(resharding.value in parameters for resharding in regathers)
+        yield _bold(
+            f"Activation checkpointing on {len(stage.checkpoints)} blocks to fit memory; backward "
+            f"re-gathers {num_parameters} parameters and {len(regathers) - num_parameters} "
+            f"activations: {milliseconds(costs.recompute)}"
         )
 
 
 def _certificate(certificate: Certificate) -> Text:
     assert certificate.objective is not None
     if certificate.bound is None or certificate.gap is None:
-        return Text(f"Certificate: {certificate.status}; nothing is proven", style="bold")
-    return Text(
-        f"Certificate: {certificate.status}; this plan takes "
-        f"{certificate.objective * _MILLISECONDS:.6f} ms, none takes less than "
-        f"{certificate.bound * _MILLISECONDS:.6f} ms (gap {certificate.gap:.2%})",
-        style="bold",
+        return _bold(f"Certificate: {certificate.status}; no lower bound is proven")
+    return _bold(
+        f"Certificate: {certificate.status}; a step takes {certificate.objective * 1e3:.6f} ms, "
+        f"proven lower bound {certificate.bound * 1e3:.6f} ms (gap {certificate.gap:.2%})"
     )
 
 
+def _no_plan_reason(mesh: SearchedMesh) -> str:
+    if mesh.certificate is None:
+        return mesh.error
+    sizes = ",".join(map(str, mesh.mesh.axis_sizes))
+    return f"{mesh.certificate.status}, and no plan was stored: run plan --mesh {sizes}"
+
+
 def _changes(title: str, changes: Sequence[Change]) -> Table:
-    table = titled_table(f"{title} that differ: {len(changes)}")
-    table.add_column("name", style="cyan", overflow="fold")
+    table = make_table(f"{title} that differ: {len(changes)}", ["name"])
     for side in ("before", "after"):
         table.add_column(side, style="green", overflow="fold")
-    for change in changes[:_MOST_CHANGES]:
+    for change in changes[:_MAX_CHANGES]:
         table.add_row(change.name, change.before, change.after)
-    hidden = len(changes) - _MOST_CHANGES
-    if hidden > 0:
-        table.add_row(f"and {hidden} more", "", "")
-    return table
-
-
-def _collective_changes(difference: PlanDifference) -> Table:
-    table = titled_table("Collectives per step that differ")
-    for title in ("collective", "axis", "direction"):
-        table.add_column(title)
-    for title in ("before", "after", "bytes before", "bytes after"):
-        table.add_column(title, justify="right")
-    for row in difference.collectives:
-        sizes = (format_bytes(row.bytes_before), format_bytes(row.bytes_after))
-        table.add_row(row.kind, row.axis, row.direction, str(row.before), str(row.after), *sizes)
+    left = len(changes) - _MAX_CHANGES
+    if left > 0:
+        table.add_row(f"and {left} more", "", "")
     return table
 
 
 def _figures(title: str, figures: Sequence[Figure], text: Callable[[float], str]) -> Table:
-    table = titled_table(title)
-    table.add_column("kind")
-    for column in ("before", "after", "difference"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = make_table(title, ["kind"], ["before", "after", "difference"])
     for figure in figures:
         sign = "-" if figure.difference < 0 else "+"
         change = f"{sign}{text(abs(figure.difference))}" if figure.difference else "0"
@@ -293,14 +371,49 @@ def _figures(title: str, figures: Sequence[Figure], text: Callable[[float], str]
     return table
 
 
-def milliseconds(seconds: float) -> str:
-    """Seconds as text in milliseconds."""
-    return f"{seconds * _MILLISECONDS:.3f} ms"
+def _lanes(simulation: Simulation) -> Table:
+    table = make_table("Lanes", ["lane"], ["events", "busy", "share of step", "overlapped"])
+    for lane in simulation.lanes:
+        events = [event for event in simulation.events if event.lane == lane]
+        busy = sum(event.seconds for event in events)
+        overlapped = sum(event.seconds for event in events if event.overlapped)
+        share = _share(busy, simulation.seconds)
+        table.add_row(lane, str(len(events)), milliseconds(busy), share, milliseconds(overlapped))
+    return table
 
 
-def titled_table(title: str) -> Table:
-    """An empty table as all of ours look."""
-    return Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+def _phases(simulation: Simulation) -> Table:
+    table = make_table("Phases of the step", ["phase"], ["compute", "communication"])
+    for phase in dict.fromkeys(event.phase for event in simulation.events):
+        events = [event for event in simulation.events if event.phase is phase]
+        compute = sum(event.seconds for event in events if event.axis is None)
+        communication = sum(event.seconds for event in events if event.axis is not None)
+        table.add_row(phase.value, milliseconds(compute), milliseconds(communication))
+    return table
+
+
+def _longest(simulation: Simulation, limit: int) -> Table:
+    labels, figures = ["operation", "lane"], ["count", "time", "share of step"]
+    table = make_table("Longest operations", labels, figures)
+    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in simulation.events:
+        found[event.name, event.lane].append(event.seconds)
+    longest = sorted(found.items(), key=lambda item: -sum(item[1]))
+    for (name, lane), times in longest[:limit]:
+        seconds = sum(times)
+        share = _share(seconds, simulation.seconds)
+        count = str(len(times))
+        table.add_row(name.removeprefix("aten."), lane, count, milliseconds(seconds), share)
+    return table
+
+
+def _predicted_measured(predicted: float, measured: float) -> tuple[str, str, str]:
+    ratio = f"{measured / predicted:.2f}" if predicted else "-"
+    return milliseconds(predicted), milliseconds(measured), ratio
+
+
+def _share(seconds: float, total: float, *, digits: int = 1) -> str:
+    return f"{seconds / total:.{digits}%}" if total else "-"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -1,44 +1,27 @@
-"""Commands about running plans: simulate, launch, calibrate, profile."""
+"""Commands that run plans or predict runs: simulate, launch, calibrate, profile."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from autoshard.cli import options
-from autoshard.cli.output import console, errors, read_plan, reported
-from autoshard.cli.programs import import_modules
-from autoshard.cli.remote import fetched_plan
-from autoshard.cli.render_runs import render_calibration, render_profile, render_simulation
-from autoshard.cli.texts import read_sizes
-from autoshard.errors import LaunchError, OptionError
+from autoshard.cli.options import (
+    Connection,
+    CustomOperator,
+    Import,
+    PlanSource,
+    environment_connection,
+    import_modules,
+    read_sizes,
+)
+from autoshard.cli.output import console, reported
+from autoshard.cli.render import render_calibration, render_profile, render_simulation
+from autoshard.errors import OptionError
 from autoshard.mesh import topology_to_json
-from autoshard.plan.simulation import chrome_trace, simulate
-
-
-def simulate_plan(
-    plan: options.PlanFile,
-    *,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", help="Where to write the step for Perfetto or chrome://tracing."
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Most rows of what takes longest.")] = 12,
-) -> None:
-    """Show one step of a plan over time: lanes of compute and communication, and memory."""
-    with reported():
-        simulation = simulate(read_plan(plan))
-        if output is not None:
-            output.write_text(chrome_trace(simulation), encoding="utf-8")
-    console.print(render_simulation(simulation, most=limit))
-
+from autoshard.plan import chrome_trace
+from autoshard.plan import simulate as simulate_plan
 
 PASSED_ON = {
     "ignore_unknown_options": True,
@@ -46,32 +29,63 @@ PASSED_ON = {
     "allow_interspersed_args": False,
     "help_option_names": [],
 }
-"""Settings of a command whose arguments torchrun's own parser reads."""
+"""Settings of a command whose arguments are parsed by torchrun."""
+
+Trace = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="File for the trace, for Perfetto or chrome://tracing."),
+]
+Limit = Annotated[int, typer.Option(help="Maximum rows.")]
+
+
+def simulate(
+    plan: PlanSource, *, output: Trace = None, limit: Limit = 12, connection: Connection
+) -> None:
+    """Show one step of a plan over time: compute, communication and memory."""
+    with reported():
+        simulation = simulate_plan(connection.read_plan(plan))
+        if output is not None:
+            output.write_text(chrome_trace(simulation), encoding="utf-8")
+    console.print(render_simulation(simulation, limit=limit))
 
 
 def launch(context: typer.Context) -> None:
     """Run a program on the devices of a plan: --plan plan.json [torchrun's options] PROGRAM.
 
-    The plan may also be an id or an address of a service (http://HOST:PORT/v1/plans/ID); where the
-    service is down, a plan that was fetched or asked for here before is used.
+    The plan may also be an id or an address of a service (http://HOST:PORT/v1/plans/ID). If the
+    service is down, a plan that was fetched or requested here before is used.
     """
     from autoshard.runtime.launch.command import run_command  # noqa: PLC0415  it needs torch
 
-    with _ranks_reported(), TemporaryDirectory(prefix="autoshard-plan-") as folder:
-        run_command(context.args, find=lambda text: fetched_plan(text, Path(folder)))
+    with reported(), TemporaryDirectory(prefix="autoshard-plan-") as folder:
+        run_command(context.args, find=lambda source: fetch_plan_file(source, Path(folder)))
+
+
+def fetch_plan_file(source: str, folder: Path) -> Path:
+    """Return the file of a plan; a plan with an id or an address is written to a folder first.
+
+    Raises:
+        OptionError: as `Connection.read_plan`.
+        ServiceError: likewise.
+    """
+    if Path(source).exists() or source.endswith(".json"):
+        return Path(source)
+    path = folder / "plan.json"
+    path.write_text(environment_connection().read_plan(source).to_json(), encoding="utf-8")
+    return path
 
 
 def calibrate(
     *,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the topology.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File for the topology.")],
     mesh: Annotated[
         str | None,
-        typer.Option(help="Axes to measure: 2,4. By default nodes by ranks per node."),
+        typer.Option(help="Axes to measure: 2,4; default: nodes by ranks per node."),
     ] = None,
-    name: Annotated[str, typer.Option(help="Of the topology.")] = "calibrated",
+    name: Annotated[str, typer.Option(help="Name of the topology.")] = "calibrated",
     nproc: Annotated[
         int | None,
-        typer.Option(help="Start so many ranks here. Without it, run the command under torchrun."),
+        typer.Option(help="Number of ranks to start here; without it, use torchrun."),
     ] = None,
     busy: Annotated[
         bool,
@@ -83,17 +97,14 @@ def calibrate(
 ) -> None:
     """Measure links and devices on the ranks, and write a topology for --topology."""
     from autoshard.runtime import calibration  # noqa: PLC0415  it needs torch
+    from autoshard.runtime.launch.command import run_module  # noqa: PLC0415  as above
 
-    if nproc is not None:
-        from autoshard.runtime.launch.command import run_module  # noqa: PLC0415  as above
-
-        shape = ["--mesh", mesh] if mesh else []
-        counted = ["--busy"] if busy else []
-        arguments = ["calibrate", "--output", str(output), "--name", name, *shape, *counted]
-        with _ranks_reported():
-            run_module("autoshard.cli", arguments, num_ranks=nproc)
-        return
     with reported():
+        if nproc is not None:
+            shape = ["--mesh", mesh] if mesh else []
+            arguments = ["--output", str(output), "--name", name, *shape, *["--busy"] * busy]
+            run_module("autoshard.cli", ["calibrate", *arguments], num_ranks=nproc)
+            return
         if "WORLD_SIZE" not in os.environ:
             raise OptionError(
                 "calibrate runs on all ranks at once: give --nproc for those of this machine, or "
@@ -109,54 +120,43 @@ def calibrate(
             console.print(render_calibration(found))
 
 
-def profile_plan(
-    plan: options.PlanFile,
+def profile(
+    plan: PlanSource,
     *,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Where to write predicted and measured for Perfetto."),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps to measure; medians count.")] = 5,
-    limit: Annotated[int, typer.Option(help="Most rows of the table.")] = 30,
-    modules: options.Import = None,
-    custom: options.CustomOperator = None,
+    output: Trace = None,
+    steps: Annotated[int, typer.Option(help="Number of steps; medians are shown.")] = 5,
+    limit: Limit = 30,
+    modules: Import = None,
+    custom: CustomOperator = None,
+    connection: Connection,
 ) -> None:
-    """Run a plan with made-up numbers, and show predicted beside measured times.
+    """Run a plan with synthetic inputs, and show predicted and measured times.
 
     Starts a rank per device on this machine; under `autoshard launch` or torchrun it joins them.
     """
     from autoshard.runtime import launch as launcher  # noqa: PLC0415  it needs torch
+    from autoshard.runtime import profiling  # noqa: PLC0415  as above
     from autoshard.runtime.launch.command import run_module  # noqa: PLC0415  as above
-    from autoshard.runtime.profiling import profile  # noqa: PLC0415  as above
 
-    with _ranks_reported():
-        made = read_plan(plan)
+    with reported(), TemporaryDirectory(prefix="autoshard-plan-") as folder:
+        made = connection.read_plan(plan)
         if "WORLD_SIZE" not in os.environ:
-            written = [] if output is None else ["--output", str(output)]
-            counts = [f"--steps={steps}", f"--limit={limit}"]
-            own = [f"--import={name}" for name in modules or ()]
-            own += [f"--custom-operator={name}" for name in custom or ()]
             launcher.check_world(made, made.mesh.num_devices)
-            arguments = ["profile", str(plan), *counts, *own, *written]
-            run_module("autoshard.cli", arguments, num_ranks=made.mesh.num_devices)
+            path = Path(folder) / "plan.json"
+            path.write_text(made.to_json(), encoding="utf-8")
+            arguments = [f"--steps={steps}", f"--limit={limit}"]
+            arguments += [f"--import={name}" for name in modules or ()]
+            arguments += [f"--custom-operator={name}" for name in custom or ()]
+            arguments += [] if output is None else [f"--output={output}"]
+            num_ranks = made.mesh.num_devices
+            run_module("autoshard.cli", ["profile", str(path), *arguments], num_ranks=num_ranks)
             return
         joined = launcher.join(made)
         import_modules(modules or ())
-        found = profile(joined, num_steps=steps, custom_operators=custom or ())
+        found = profiling.profile(joined, num_steps=steps, custom_operators=custom or ())
         if joined.rank == 0:
             if output is not None:
                 trace = chrome_trace(found.simulation, found.events)
                 output.write_text(trace, encoding="utf-8")
-            console.print(render_profile(found, most=limit))
+            console.print(render_profile(found, limit=limit))
         joined.close()
-
-
-@contextmanager
-def _ranks_reported() -> Iterator[None]:
-    """As `reported`; what a rank raised is shown as it is."""
-    with reported():
-        try:
-            yield
-        except LaunchError as error:
-            errors.print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
-            raise typer.Exit(1) from None

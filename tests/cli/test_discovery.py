@@ -42,13 +42,13 @@ def test_the_command_line_imports_and_discovers(tmp_path: Path) -> None:
     assert "--import there.is.none" in refused.output
 
 
-def test_ops_names_rules_that_were_found(tmp_path: Path) -> None:
+def test_coverage_names_rules_that_were_found(tmp_path: Path) -> None:
     archive, folder = tmp_path / "mixer.pt2", tmp_path / "kept"
     model, kwargs = custom_operators.mixer()
     archive.write_bytes(export_model(model, (), kwargs))
 
     def uses(*more: str) -> dict[str, tuple[bool, bool]]:
-        ask = ["ops", str(archive), "--import", "support.custom_operators", "--json", *more]
+        ask = ["coverage", str(archive), "--import", "support.custom_operators", "--json", *more]
         done = CliRunner().invoke(app, ask)
         assert done.exit_code == 0, done.output
         operators = json.loads(done.stdout)["operators"]
@@ -58,12 +58,12 @@ def test_ops_names_rules_that_were_found(tmp_path: Path) -> None:
     assert found["shardtest.gate.default"] == (False, True)
     assert found["aten.linear.default"] == (True, False)
     assert uses("--no-cache", "--no-discover")["shardtest.gate.default"] == (False, False)
-    table = CliRunner().invoke(app, ["ops", str(archive), "--no-cache"])
+    table = CliRunner().invoke(app, ["coverage", str(archive), "--no-cache"])
     assert "found" in table.output
 
 
-def test_ops_reports_what_cannot_be_tried(tmp_path: Path) -> None:
+def test_coverage_reports_what_cannot_be_tried(tmp_path: Path) -> None:
     archive = tmp_path / "refuses.pt2"
     archive.write_bytes(export_model(Failing(), (torch.zeros(8, 16),)))
-    done = CliRunner().invoke(app, ["ops", str(archive), "--no-cache"])
-    assert "shardtest.refuses.default runs whole on every rank" in " ".join(done.stderr.split())
+    done = CliRunner().invoke(app, ["coverage", str(archive), "--no-cache"])
+    assert "shardtest.refuses.default is replicated" in " ".join(done.stderr.split())

@@ -22,7 +22,7 @@ def test_plan_show_and_check(archive: Path, tmp_path: Path) -> None:
     for word in ("up.weight", "over x, y", "Certificate: optimal", "activations"):
         assert word in planned.output
     assert autoshard("show", path).output == planned.output
-    assert "legal" in autoshard("check", archive, path).output
+    assert "predicted cost verified" in autoshard("check", archive, path).output
 
 
 def blocks_reused(*arguments: object) -> int:
@@ -47,21 +47,21 @@ def test_json_is_the_plan(archive: Path) -> None:
 
 
 def test_a_budget_that_is_too_small_ends_with_a_status_of_its_own(archive: Path) -> None:
-    result = autoshard("plan", archive, "--mesh", "2", "--memory", "1MB")
+    result = autoshard("plan", archive, "--mesh", "2", "--memory-budget", "1MB")
     assert result.exit_code == NO_PLAN
     assert "the smallest that works" in " ".join(result.output.split())
 
 
-def test_ops_shows_rules_and_with_a_plan_times(archive: Path, tmp_path: Path) -> None:
+def test_coverage_shows_rules_and_with_a_plan_times(archive: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     autoshard("plan", archive, "--mesh", "2", "-o", path)
-    bare, timed = autoshard("ops", archive), autoshard("ops", archive, path)
+    bare, timed = autoshard("coverage", archive), autoshard("coverage", archive, path)
     for result in (bare, timed):
         assert result.exit_code == 0
-        assert "0 of 3 calls run whole on every rank" in result.output
-    assert "around" not in bare.output
+        assert "0 of 3 calls are replicated on every rank" in result.output
+    assert "resharding" not in bare.output
     assert "0.00% of a step of" in " ".join(timed.output.split())
-    coverage = json.loads(autoshard("ops", archive, path, "--json").output)
+    coverage = json.loads(autoshard("coverage", archive, path, "--json").output)
     assert {use["operator"]: use["num_calls"] for use in coverage["operators"]} == {
         "aten.linear.default": 2,
         "aten.relu.default": 1,
@@ -89,7 +89,7 @@ def test_check_finds_what_is_wrong(archive: Path, tmp_path: Path) -> None:
         (["--mesh", "2,2", "--intra-bandwidth", "-1", "--inter-bandwidth", "1"], "bandwidth"),
         (["--mesh", "2,2", "--topology", "h100-sxm", "--intra-bandwidth", "1"], "leave one"),
         (["--mesh", "2", "--mode", "dreaming"], "training or inference"),
-        (["--mesh", "2", "--memory", "much"], "much"),
+        (["--mesh", "2", "--memory-budget", "much"], "much"),
         (["--mesh", "2", "--optimizer", "luck"], "luck"),
     ],
 )

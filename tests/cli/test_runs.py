@@ -51,7 +51,7 @@ def test_calibrate_says_how_it_is_started(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("command", ["profile", "simulate"])
 def test_without_a_plan_nothing_runs(command: str, archive: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    autoshard("plan", archive, "--mesh", "2", "--memory", "1MB", "--no-cache", "-o", path)
+    autoshard("plan", archive, "--mesh", "2", "--memory-budget", "1MB", "--no-cache", "-o", path)
     result = autoshard(command, path)
     assert result.exit_code == 1
     assert "no plan to" in result.output

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cli.texts import read_topology
+from autoshard.cli.options import read_topology
 from autoshard.errors import MeshError
 from autoshard.mesh import (
     COLLECTIVES,

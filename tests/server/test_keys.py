@@ -82,7 +82,7 @@ def test_keys_take_over_from_each_other(start_service: Any, store: str) -> None:
         assert service.http.get("/v1/jobs", headers=bearer(token)).status_code == 200
     assert "revoke one" in keys(store, "create", "ann", status=1)
     keys(store, "revoke", old)
-    assert "no key" in keys(store, "revoke", old, status=1)
+    assert "no active key" in keys(store, "revoke", old, status=1)
     listed = keys(store, "list")
     assert "revoked" in listed
     assert first not in listed

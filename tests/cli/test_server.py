@@ -4,7 +4,6 @@ import io
 import logging
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from support.proxy import Say, proxied
 from support.services import Mlp, keeping, serving
 from typer.testing import CliRunner, Result
 
-from autoshard.cli import NO_PLAN, app, remote
+from autoshard.cli import NO_PLAN, app, options, output
+from autoshard.cli.runs import fetch_plan_file
 from autoshard.client import Client, JobProgress, Retry
 from autoshard.errors import OptionError, RequestRejectedError, ServiceUnavailableError
 from autoshard.graph import export_model
@@ -51,10 +51,16 @@ def archive(tmp_path: Path) -> Path:
     return path
 
 
+class ImpatientClient(Client):
+    """Does not sit out a minute of silence."""
+
+    def __init__(self, url: str, **given: Any) -> None:
+        super().__init__(url, retry=Retry(outage=1.0), **given)
+
+
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands do not sit out a minute of silence."""
-    monkeypatch.setattr(remote, "Client", partial(Client, retry=Retry(outage=1.0)))
+    monkeypatch.setattr(options, "Client", ImpatientClient)
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +74,13 @@ def test_a_service_plans_as_the_command_does(url: str, archive: Path, tmp_path: 
     assert autoshard("plan", archive, *options, here).exit_code == 0
     done = autoshard("plan", archive, *options, there, "--server", url)
     assert done.exit_code == 0, done.output
-    assert "the service made it" in done.stderr
+    assert "made by the service" in done.stderr
     one, two = (Plan.from_json(path.read_bytes()) for path in (here, there))
     assert one.id == two.id
     assert one.stages == two.stages
     again = autoshard("plan", archive, *options, there, "--server", url, "--json")
     assert Plan.from_json(again.stdout) == two
-    assert "the service had it" in again.stderr
+    assert "already known to the service" in again.stderr
 
 
 def test_a_service_searches_as_the_command_does(url: str, archive: Path, tmp_path: Path) -> None:
@@ -87,7 +93,7 @@ def test_a_service_searches_as_the_command_does(url: str, archive: Path, tmp_pat
     assert asked.stdout[asked.stdout.index("Meshes, best first") :] == table
     one, two = (Plan.from_json(path.read_bytes()) for path in (here, there))
     assert (one.id, one.stages) == (two.id, two.stages)
-    none = autoshard("search", archive, "--devices", "2", "--memory", "10", "--server", url)
+    none = autoshard("search", archive, "--devices", "2", "--memory-budget", "10", "--server", url)
     assert none.exit_code == NO_PLAN
     failed = autoshard("search", archive, "--devices", "2", "--server", NOBODY)
     assert (failed.exit_code, "does not answer" in failed.stderr) == (1, True)
@@ -99,22 +105,22 @@ def test_a_mesh_whose_plan_was_not_kept_says_so(archive: Path) -> None:
         asked = autoshard("search", archive, "--devices", "2", "--server", forgetful)
     assert asked.exit_code == NO_PLAN
     words = " ".join(asked.stdout.split())
-    assert "kept no plan" in words
+    assert "no plan was" in words
     assert "--mesh 2" in words
 
 
 def test_a_service_covers_as_the_command_does(
     url: str, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = autoshard("ops", archive, "--json")
-    there = autoshard("ops", archive, "--json", "--server", url)
+    here = autoshard("coverage", archive, "--json")
+    there = autoshard("coverage", archive, "--json", "--server", url)
     assert (there.exit_code, there.stdout) == (0, here.stdout)
     # Where there is a plan, nobody is asked.
     plan = tmp_path / "plan.json"
     assert autoshard("plan", archive, "--mesh", "2", "-o", plan).exit_code == 0
     monkeypatch.setenv("AUTOSHARD_SERVER", NOBODY)
-    assert autoshard("ops", archive).exit_code == 1
-    assert autoshard("ops", archive, plan).exit_code == 0
+    assert autoshard("coverage", archive).exit_code == 1
+    assert autoshard("coverage", archive, plan).exit_code == 0
 
 
 def test_without_the_service_the_plan_that_was_kept_is_used(
@@ -132,24 +138,25 @@ def test_without_the_service_the_plan_that_was_kept_is_used(
     # At launch: by its address, and by its id at a server that the environment names.
     folder = tmp_path / "fetched"
     folder.mkdir()
-    found = remote.fetched_plan(f"{url}/v1/plans/{plan.id}", folder)
+    found = fetch_plan_file(f"{url}/v1/plans/{plan.id}", folder)
     assert Plan.from_json(found.read_bytes()) == plan
     monkeypatch.setenv("AUTOSHARD_SERVER", NOBODY)
-    found = remote.fetched_plan(plan.id, folder)
+    found = fetch_plan_file(plan.id, folder)
     assert Plan.from_json(found.read_bytes()) == plan
     with pytest.raises(ServiceUnavailableError):
-        remote.fetched_plan("0" * 64, folder)
+        fetch_plan_file("0" * 64, folder)
     monkeypatch.delenv("AUTOSHARD_SERVER")
+    assert Plan.from_json(fetch_plan_file(plan.id, folder).read_bytes()) == plan
     with pytest.raises(OptionError, match="AUTOSHARD_SERVER"):
-        remote.fetched_plan(plan.id, folder)
-    assert remote.fetched_plan("plan.json", folder) == Path("plan.json")
+        fetch_plan_file("0" * 64, folder)
+    assert fetch_plan_file("plan.json", folder) == Path("plan.json")
 
 
 def test_the_bar_shows_phase_best_bound_and_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
-    monkeypatch.setattr(remote, "errors", console)
-    with remote._bar() as hear:
+    monkeypatch.setattr(output, "errors", console)
+    with output.progress_bar() as hear:
         hear(JobProgress("queued", None, None, None, 0.0))
         hear(JobProgress("branching", 0.02, 0.019, 0.05, 1.0))
     shown: Any = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
@@ -166,13 +173,13 @@ def test_a_key_goes_only_to_the_service_that_is_ours(
     with proxied(url) as ours, proxied(url) as theirs:
         monkeypatch.setenv("AUTOSHARD_SERVER", ours.url)
         with pytest.raises(RequestRejectedError, match="no plan"):
-            remote.fetched_plan(ours.url + address, tmp_path)
+            fetch_plan_file(ours.url + address, tmp_path)
         assert ours.passed[0].headers["Authorization"] == "Bearer secret"
         theirs.faults.append(unlocked)
         with pytest.raises(OptionError, match=f"AUTOSHARD_SERVER={theirs.url}"):
-            remote.fetched_plan(theirs.url + address, tmp_path)
+            fetch_plan_file(theirs.url + address, tmp_path)
         monkeypatch.delenv("AUTOSHARD_SERVER")
         with pytest.raises(RequestRejectedError, match="no plan"):
-            remote.fetched_plan(theirs.url + address, tmp_path)
+            fetch_plan_file(theirs.url + address, tmp_path)
         assert len(theirs.passed) == 2
         assert all("authorization" not in {k.lower() for k in r.headers} for r in theirs.passed)

@@ -119,8 +119,8 @@ def test_entries_are_taken_along(filled: list[str], tmp_path: Path, name: str) -
     file = tmp_path / name
     assert "wrote 3" in run("export", file, *filled).output
     other = ["--cache", str(tmp_path / "other")]
-    assert "added 3 entries, 0 were known" in run("import", file, *other).output
-    assert "added 0 entries, 3 were known" in run("import", file, *other).output
+    assert "added 3 entries, 0 already existed" in run("import", file, *other).output
+    assert "added 0 entries, 3 already existed" in run("import", file, *other).output
     with opened(filled) as before, opened(other) as after:
         assert after.namespaces() == before.namespaces() == ["blocks", "plans"]
         for namespace in before.namespaces():
@@ -158,7 +158,7 @@ def test_an_import_takes_only_what_its_digest_says(tmp_path: Path) -> None:
     place = ["--cache", str(tmp_path / "folder")]
     found = run("import", file, *place)
     assert found.exit_code == 1
-    assert found.output.count("refused:") == 5
+    assert found.output.count("rejected:") == 5
     assert "added 1 entries" in found.output
     with opened(place) as cache:
         assert [entry.key for entry in cache.entries("plans")] == [good]
@@ -232,5 +232,5 @@ def test_nothing_but_a_cache_is_looked_after(tmp_path: Path) -> None:
     assert run("verify", "-n", "src", *place).exit_code == 0
     found = run("verify", "-n", own.parent, *place)
     assert found.exit_code == 1
-    assert "no namespace" in found.output.replace("\n", " ")
+    assert "is not a valid cache namespace" in found.output.replace("\n", " ")
     assert own.exists()

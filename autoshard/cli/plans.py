@@ -1,0 +1,142 @@
+"""Commands that read plans: show, check, explain, compare, export, and the files of MASE."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoshard.cli.options import Archive, Connection, PlanSource, expand_groups, read_sizes
+from autoshard.cli.output import console, errors, marked, reported
+from autoshard.cli.render import render_difference, render_explanation, render_plan
+from autoshard.client.core import load_planned_graph
+from autoshard.client.requests import read_model
+from autoshard.graph import load_graph
+from autoshard.plan import EXPORT_TARGETS, check_plan
+
+mase = typer.Typer(
+    no_args_is_help=True, help="Read and write the ilp_solution.pkl of MASE's auto-sharding."
+)
+
+
+def show(plan: PlanSource, *, connection: Connection) -> None:
+    """Show a plan as tables."""
+    with reported():
+        console.print(render_plan(connection.read_plan(plan)))
+
+
+def check(
+    graph: Annotated[Path, typer.Argument(help="The archive that was planned.")],
+    plan: PlanSource,
+    *,
+    connection: Connection,
+) -> None:
+    """Check a plan against its graph: every layout valid, the predicted cost correct."""
+    with reported():
+        made = connection.read_plan(plan)
+        findings = check_plan(made, load_planned_graph(read_model(graph), made))
+    for finding in findings:
+        errors.print(marked("wrong:", finding), soft_wrap=True)
+    if findings:
+        raise typer.Exit(1)
+    console.print("the plan is valid; predicted cost verified")
+
+
+def explain(
+    plan: PlanSource,
+    name: Annotated[str, typer.Argument(help="A node, parameter, input, value or output.")],
+    *,
+    value: Annotated[
+        bool, typer.Option("--value", help="Explain the value, if a node shares its name.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="Maximum rows.")] = 20,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds for alternatives that must be planned anew.")
+    ] = 60.0,
+    connection: Connection,
+) -> None:
+    """Show every alternative of one choice of a plan, with its cost."""
+    with reported(), connection.open() as client:
+        explanation = client.explain(
+            connection.plan_or_id(plan), name, value=value, time_limit=time_limit
+        )
+    console.print(render_explanation(explanation, limit=limit))
+
+
+def compare(
+    before: PlanSource,
+    after: Annotated[str, typer.Argument(help="Another plan of the same graph.")],
+    *,
+    connection: Connection,
+) -> None:
+    """Show the differences between two plans of one graph."""
+    with reported(), connection.open() as client:
+        plans = connection.plan_or_id(before), connection.plan_or_id(after)
+        difference = client.compare(*plans)
+    console.print(render_difference(difference))
+
+
+def export(
+    plan: PlanSource,
+    *,
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(EXPORT_TARGETS)}.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File for the export; default: stdout.")
+    ] = None,
+    connection: Connection,
+) -> None:
+    """Export a plan as code or settings of another framework."""
+    with reported(), connection.open() as client:
+        text = client.export(connection.plan_or_id(plan), to)
+        if output is not None:
+            output.write_text(text, encoding="utf-8")
+    if output is None:
+        sys.stdout.write(text)
+
+
+@mase.command("write")
+@expand_groups
+def write_mase(
+    plan: PlanSource,
+    file: Annotated[Path, typer.Argument(help="File for the solution.")],
+    *,
+    connection: Connection,
+) -> None:
+    """Write the placements of a plan's weights and inputs as a solution of MASE."""
+    from autoshard.mase import solution_of_plan, write_solution  # noqa: PLC0415  it needs torch
+
+    with reported():
+        made = connection.read_plan(plan)
+        write_solution(solution_of_plan(made), file, made.mesh.axis_sizes)
+
+
+@mase.command("pins")
+def mase_pins(
+    file: Annotated[Path, typer.Argument(help="An ilp_solution.pkl that you made yourself.")],
+    graph: Archive,
+    *,
+    mesh: Annotated[str, typer.Option(help="Size of each axis of the solution's mesh: 2,4.")],
+    trust_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--trust-pickle",
+            help="Read the pickle. Only for a file that you made yourself: a pickle is a program.",
+        ),
+    ] = False,
+    no_extrapolate: Annotated[
+        bool,
+        typer.Option(
+            "--no-extrapolate", help="Do not give later layers the placements of the first."
+        ),
+    ] = False,
+) -> None:
+    """Print a solution of MASE as options of `autoshard plan`, one --pin a line."""
+    from autoshard.mase import pins_of_solution, read_solution  # noqa: PLC0415  it needs torch
+
+    with reported():
+        solution = read_solution(file, trust_pickle=trust_pickle)
+        sizes, program = read_sizes(mesh), load_graph(graph)
+        pins = pins_of_solution(solution, program, sizes, extrapolate=not no_extrapolate)
+    for kind, table in (("parameter", pins.parameters), ("input", pins.inputs)):
+        for name, layout in table.items():
+            console.out(f"--pin={kind}:{name}={layout}", highlight=False)

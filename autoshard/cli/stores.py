@@ -1,0 +1,347 @@
+"""Commands about stored data: `autoshard cache` and `autoshard keys`."""
+
+import json as js
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from autoshard.cli import options
+from autoshard.cli.output import console, errors, marked, reported
+from autoshard.cli.render import format_bytes, make_table
+from autoshard.errors import InputError
+from autoshard_solver_cache import (
+    Cache,
+    CacheFileError,
+    EntryInfo,
+    FolderCache,
+    NamespaceError,
+    export_entries,
+    import_entries,
+    verify_entries,
+)
+
+if TYPE_CHECKING:
+    from autoshard_server.store import ApiKey, ApiKeyStore
+
+cache = typer.Typer(
+    no_args_is_help=True,
+    help="Inspect and manage the cache of plans and solved blocks: the folder of `autoshard plan`, "
+    "or the database of a service (--store).",
+)
+keys = typer.Typer(
+    no_args_is_help=True,
+    help="Make, list and revoke the API keys of a service, in its database.",
+)
+
+_DAY = 86400.0
+_MAX_NAME = 64
+_MAX_ACTIVE_KEYS = 2
+
+Store = Annotated[
+    str | None,
+    typer.Option(
+        "--store", help="Database of a service, as a SQLAlchemy URL, instead of a folder."
+    ),
+]
+KeyStore = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        help="Database of the service, as a SQLAlchemy URL; default: AUTOSHARD_STORE_URL, or the "
+        "service's default.",
+    ),
+]
+KeyId = Annotated[str, typer.Argument(help="Id shown by `list`; not the secret.")]
+Namespace = Annotated[str, typer.Argument(help="Such as plans or blocks; see `ls`.")]
+Namespaces = Annotated[
+    list[str] | None,
+    typer.Option("--namespace", "-n", help="Only these; default: all. Repeatable."),
+]
+
+
+@cache.command("ls")
+def list_entries(
+    namespace: Annotated[
+        str | None, typer.Argument(help="List its entries; default: list the namespaces.")
+    ] = None,
+    *,
+    cache: options.Cache = None,
+    store: Store = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+) -> None:
+    """List the namespaces of a cache, or the entries of one."""
+    with _open_cache(cache, store) as opened:
+        if namespace is None:
+            _print_namespaces(opened, json=json)
+        else:
+            _print_entries(opened.entries(namespace), json=json)
+
+
+@cache.command()
+def show(
+    namespace: Namespace,
+    key: Annotated[str, typer.Argument(help="The entry, such as the id of a plan.")],
+    *,
+    cache: options.Cache = None,
+    store: Store = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File for the entry's bytes.")
+    ] = None,
+) -> None:
+    """Show the size and age of an entry, and write its bytes to a file if asked."""
+    with _open_cache(cache, store) as opened:
+        entry, body = opened.info(namespace, key), opened.read(namespace, key)
+        if entry is None or body is None:
+            raise InputError(f"there is no intact entry {key!r} in {namespace!r}; see `ls`")
+        _print_entries(iter([entry]), json=False)
+        if output is not None:
+            output.write_bytes(body)
+
+
+@cache.command("gc")
+def collect(
+    *,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(help="Size limit; the least recently used entries are dropped first."),
+    ] = None,
+    max_days: Annotated[
+        float | None, typer.Option(help="Drop entries that were not used for so many days.")
+    ] = None,
+    cache: options.Cache = None,
+    store: Store = None,
+) -> None:
+    """Drop the least recently used entries."""
+    with _open_cache(cache, store) as opened:
+        if max_bytes is None and max_days is None:
+            raise InputError("nothing to drop: give --max-bytes, --max-days or both")
+        age = None if max_days is None else max_days * _DAY
+        dropped = opened.evict(max_bytes=max_bytes, max_age=age)
+    console.print(f"dropped {dropped} entries", highlight=False)
+
+
+@cache.command()
+def verify(
+    *, namespace: Namespaces = None, cache: options.Cache = None, store: Store = None
+) -> None:
+    """Read every entry and drop those that are damaged; they are solved again when needed."""
+    with _open_cache(cache, store) as opened:
+        damaged = list(verify_entries(opened, namespace))
+    for entry in damaged:
+        errors.print(marked("damaged:", f"{entry.namespace}/{entry.key}"), soft_wrap=True)
+    if damaged:
+        raise typer.Exit(1)
+    console.print("every entry is intact")
+
+
+@cache.command("export")
+def export_cache(
+    file: Annotated[Path, typer.Argument(help="A .tar file, or .tar.gz.")],
+    *,
+    namespace: Namespaces = None,
+    cache: options.Cache = None,
+    store: Store = None,
+) -> None:
+    """Write entries to a tar file of digests and bytes."""
+    with _open_cache(cache, store) as opened:
+        count = export_entries(opened, file, namespace)
+    console.print(f"wrote {count} entries", highlight=False)
+
+
+@cache.command("import")
+def import_cache(
+    file: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
+    *,
+    cache: options.Cache = None,
+    store: Store = None,
+) -> None:
+    """Add the entries of a tar file; each is checked, and existing entries stay.
+
+    Import only from people whose plans you would use: the digests show that nothing was damaged,
+    not who made it.
+    """
+    with _open_cache(cache, store) as opened:
+        found = import_entries(opened, file)
+    for name in found.rejected:
+        errors.print(marked("rejected:", name), soft_wrap=True)
+    existing = f"{found.num_existing} already existed"
+    console.print(f"added {found.num_added} entries, {existing}", highlight=False)
+    if found.rejected:
+        raise typer.Exit(1)
+
+
+@keys.command()
+def create(
+    name: Annotated[str, typer.Argument(help="Owner of the key; limits are counted by name.")],
+    *,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--scope", "-s", help="read, plan, metrics or admin; default: plan. Repeatable."
+        ),
+    ] = None,
+    days: Annotated[float | None, typer.Option(help="Days until the key expires.")] = None,
+    store: KeyStore = None,
+) -> None:
+    """Make a key and print its secret, which is not stored and cannot be shown again.
+
+    A name has at most two active keys, so that one can replace the other. The keys of one service
+    share its graphs, jobs and plans: give them to people who may see each other's.
+    """
+    from autoshard_server.http.auth import Scope  # noqa: PLC0415  the library works without it
+
+    with _open_keys(store) as opened:
+        scopes = scope or [Scope.PLAN.value]
+        unknown = sorted(set(scopes) - {known.value for known in Scope})
+        if unknown:
+            raise InputError(f"unknown scope {unknown[0]!r}; choose from {', '.join(Scope)}")
+        if not 1 <= len(name) <= _MAX_NAME:
+            raise InputError(f"the name has {len(name)} characters; give 1 to {_MAX_NAME}")
+        _check_active_keys(opened, name)
+        expires = None if days is None else time.time() + days * _DAY
+        key, token = opened.create(name, scopes, expires_at=expires)
+    console.print(f"key {key.id}: {', '.join(sorted(key.scopes))}", highlight=False)
+    typer.echo(token)
+
+
+@keys.command("list")
+def list_keys(*, store: KeyStore = None) -> None:
+    """List all keys, also revoked and expired ones; secrets are not stored."""
+    with _open_keys(store) as opened:
+        found = opened.list()
+    table = Table(box=None)
+    for column in ("id", "name", "scopes", "created", "state"):
+        table.add_column(column)
+    now = time.time()
+    for key in found:
+        scopes = " ".join(sorted(key.scopes))
+        table.add_row(key.id, key.name, scopes, _date(key.created_at), _state(key, now))
+    console.print(table)
+
+
+@keys.command()
+def revoke(key: KeyId, *, store: KeyStore = None) -> None:
+    """Revoke a key; running services notice within two seconds."""
+    with _open_keys(store) as opened:
+        if not opened.revoke(key):
+            raise _no_active_key(key)
+    console.print(f"revoked {key}", highlight=False)
+
+
+@keys.command()
+def rotate(
+    key: KeyId,
+    *,
+    hours: Annotated[float, typer.Option(help="Hours until the old key expires.")] = 24.0,
+    store: KeyStore = None,
+) -> None:
+    """Replace a key by a new one with the same scopes; print the new secret."""
+    with _open_keys(store) as opened:
+        name = next((known.name for known in opened.list() if known.id == key), "")
+        _check_active_keys(opened, name)
+        made = opened.rotate(key, grace=hours * 3600.0)
+        if made is None:
+            raise _no_active_key(key)
+    console.print(f"key {made[0].id} replaces {key}", highlight=False)
+    typer.echo(made[1])
+
+
+@contextmanager
+def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
+    """Open the folder or the database; its errors are reported as errors of the input."""
+    with reported():
+        if store is None:
+            with _as_input_error(CacheFileError, NamespaceError), closing(FolderCache(folder)) as c:
+                yield c
+            return
+        # A database library takes long to import.
+        from autoshard_solver_cache import SolverCache, StoreUnavailableError  # noqa: PLC0415
+
+        kinds = CacheFileError, StoreUnavailableError
+        with _as_input_error(*kinds), closing(SolverCache(store)) as opened:
+            yield opened
+
+
+@contextmanager
+def _open_keys(url: str | None) -> "Iterator[ApiKeyStore]":
+    from autoshard_server.settings import Settings  # noqa: PLC0415  the library works without it
+    from autoshard_server.stores import open_stores  # noqa: PLC0415  as above
+    from autoshard_solver_cache import StoreUnavailableError  # noqa: PLC0415  as above
+
+    with reported():
+        with _as_input_error(StoreUnavailableError):
+            stores = open_stores(Settings() if url is None else Settings(store_url=url))
+        with closing(stores):
+            yield stores.api_keys
+
+
+@contextmanager
+def _as_input_error(*kinds: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        raise InputError(str(error)) from error
+
+
+def _check_active_keys(store: "ApiKeyStore", name: str) -> None:
+    now = time.time()
+    active = [key.id for key in store.list() if key.name == name and key.is_live(now)]
+    if len(active) >= _MAX_ACTIVE_KEYS:
+        raise InputError(
+            f"{name!r} has the keys {' and '.join(active)}; revoke one before making another"
+        )
+
+
+def _no_active_key(key: str) -> InputError:
+    return InputError(f"there is no active key {key!r}; see `autoshard keys list`")
+
+
+def _state(key: "ApiKey", now: float) -> str:
+    if key.revoked_at is not None:
+        return f"revoked {_date(key.revoked_at)}"
+    if not key.is_live(now):
+        return "expired"
+    return "active" if key.expires_at is None else f"until {_date(key.expires_at)}"
+
+
+def _date(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
+
+
+def _print_namespaces(cache: Cache, *, json: bool) -> None:
+    table = make_table("", ["namespace"], ["entries", "stored size"])
+    for namespace in cache.namespaces():
+        stats = cache.stats(namespace)
+        if json:
+            figures = {"num_entries": stats.num_entries, "nbytes": stats.nbytes}
+            typer.echo(js.dumps({"namespace": namespace, **figures}))
+        table.add_row(namespace, str(stats.num_entries), format_bytes(stats.nbytes))
+    if not json:
+        console.print(table)
+
+
+def _print_entries(entries: Iterator[EntryInfo], *, json: bool) -> None:
+    table = make_table("", ["key"], ["size", "stored size", "created", "used"])
+    for e in entries:
+        if json:
+            times = {"created_at": e.created_at, "used_at": e.used_at}
+            sizes = {"size": e.size, "stored_size": e.stored_size}
+            typer.echo(js.dumps({"namespace": e.namespace, "key": e.key, **sizes, **times}))
+        sizes_text = map(format_bytes, (e.size, e.stored_size))
+        table.add_row(e.key, *sizes_text, _ago(e.created_at), _ago(e.used_at))
+    if not json:
+        console.print(table)
+
+
+def _ago(seconds_since_1970: float, clock: Callable[[], float] = time.time) -> str:
+    seconds = max(0.0, clock() - seconds_since_1970)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
