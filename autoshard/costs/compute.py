@@ -34,7 +34,7 @@ import numpy as np
 from autoshard.arrays import FloatArray
 from autoshard.costs.local import LocalSizes, letters_of
 from autoshard.graph import DType, Tensor
-from autoshard.mesh import Device, Pace
+from autoshard.mesh import Device, RooflineFit
 from autoshard.mesh.topology import MATMUL_EFFICIENCY
 from autoshard.ops import Call, OperatorRule, Strategy, kernel_for
 
@@ -76,13 +76,13 @@ def operator_times(
     """
     operator = _Operator(rule, LocalSizes(rule, strategies), inputs, outputs, device)
     kind = categorise(rule, inputs, is_view=is_view)
-    paces = device.operators.get(name) or device.operators.get(kind)
-    if kind is Category.VIEW and paces is None:
+    fits = device.operators.get(name) or device.operators.get(kind)
+    if kind is Category.VIEW and fits is None:
         return operator.zero
     forward, backward = _FORMULAS[kind]
-    seconds = _seconds(forward(operator), paces.forward if paces else None, device)
+    seconds = _seconds(forward(operator), fits.forward if fits else None, device)
     if training and operator.needed:
-        seconds = seconds + _seconds(backward(operator), paces.backward if paces else None, device)
+        seconds = seconds + _seconds(backward(operator), fits.backward if fits else None, device)
     return seconds
 
 
@@ -111,9 +111,9 @@ class _Work(NamedTuple):
     num_kernels: int
 
 
-def _seconds(work: _Work, pace: Pace | None, device: Device) -> FloatArray:
-    if pace is not None:
-        return pace.overhead + pace.times * work.seconds
+def _seconds(work: _Work, fit: RooflineFit | None, device: Device) -> FloatArray:
+    if fit is not None:
+        return fit.overhead + fit.times * work.seconds
     return work.seconds + work.num_kernels * device.launch_overhead
 
 

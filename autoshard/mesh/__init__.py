@@ -12,7 +12,16 @@ from autoshard.mesh.mesh import (
     topology_to_json,
 )
 from autoshard.mesh.presets import DEFAULT_TOPOLOGY, get_topology, list_topologies
-from autoshard.mesh.topology import COLLECTIVES, Bend, Device, Link, Pace, Paces, Rate, Topology
+from autoshard.mesh.topology import (
+    COLLECTIVES,
+    Bend,
+    Device,
+    Link,
+    OperatorFit,
+    Rate,
+    RooflineFit,
+    Topology,
+)
 
 __all__ = [
     "COLLECTIVES",
@@ -23,9 +32,9 @@ __all__ = [
     "Device",
     "Link",
     "Mesh",
-    "Pace",
-    "Paces",
+    "OperatorFit",
     "Rate",
+    "RooflineFit",
     "Span",
     "Topology",
     "get_topology",

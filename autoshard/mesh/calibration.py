@@ -25,7 +25,15 @@ from scipy.optimize import nnls
 
 from autoshard.errors import MeshError
 from autoshard.mesh.mesh import Line, Span, lines
-from autoshard.mesh.topology import MATMUL_EFFICIENCY, Bend, Device, Link, Pace, Paces, Rate
+from autoshard.mesh.topology import (
+    MATMUL_EFFICIENCY,
+    Bend,
+    Device,
+    Link,
+    OperatorFit,
+    Rate,
+    RooflineFit,
+)
 
 REFERENCE = "all_gather"
 """The collective whose figures a link has for all that were not measured."""
@@ -222,8 +230,8 @@ def fit_device(
 def _peak(products: Sequence[ProductSample], tile: float) -> tuple[float, float]:
     """The peak in FLOP/s, 0 where there is none, and the sum of squared relative errors."""
     amounts = [_amount(product.extents, tile) for product in products]
-    pace, error = _line(amounts, [product.seconds for product in products])
-    return (1 / pace.times if pace.times > 0 else 0.0), error
+    fit, error = _line(amounts, [product.seconds for product in products])
+    return (1 / fit.times if fit.times > 0 else 0.0), error
 
 
 def _amount(extents: Sequence[int], tile: float) -> float:
@@ -231,8 +239,8 @@ def _amount(extents: Sequence[int], tile: float) -> float:
     return 2 * prod(extent + tile for extent in extents) / MATMUL_EFFICIENCY
 
 
-def fit_paces(device: Device, samples: Iterable[OperatorSample]) -> Device:
-    """The device with the paces of measured operators, and of others by category.
+def fit_operators(device: Device, samples: Iterable[OperatorSample]) -> Device:
+    """The device with the fits of measured operators, and of others by category.
 
     Args:
         device: whose roofline the samples state.
@@ -241,41 +249,41 @@ def fit_paces(device: Device, samples: Iterable[OperatorSample]) -> Device:
     by_name: dict[str, list[OperatorSample]] = defaultdict(list)
     for sample in samples:
         by_name[sample.name].append(sample)
-    paces = {
-        name: Paces(_pace([s.forward for s in found]), _pace([s.backward for s in found]))
+    fits = {
+        name: OperatorFit(_fit([s.forward for s in found]), _fit([s.backward for s in found]))
         for name, found in by_name.items()
     }
-    categories: dict[str, list[Paces]] = defaultdict(list)
+    categories: dict[str, list[OperatorFit]] = defaultdict(list)
     for name, found in by_name.items():
-        categories[found[0].category].append(paces[name])
+        categories[found[0].category].append(fits[name])
     typical = {
-        category: Paces(_middle(p.forward for p in found), _middle(p.backward for p in found))
+        category: OperatorFit(_middle(p.forward for p in found), _middle(p.backward for p in found))
         for category, found in categories.items()
     }
-    return replace(device, operators=dict(sorted((typical | paces).items())))
+    return replace(device, operators=dict(sorted((typical | fits).items())))
 
 
-def _pace(points: Sequence[tuple[float, float]]) -> Pace:
+def _fit(points: Sequence[tuple[float, float]]) -> RooflineFit:
     roofline, seconds = zip(*points, strict=True)
     return _line(roofline, seconds)[0]
 
 
-def _middle(paces: Iterable[Pace]) -> Pace:
+def _middle(fits: Iterable[RooflineFit]) -> RooflineFit:
     """The typical operator; backward of one without gradients says nothing."""
-    known = [pace for pace in paces if pace.overhead or pace.times]
+    known = [fit for fit in fits if fit.overhead or fit.times]
     if not known:
-        return Pace(0.0, 0.0)
-    return Pace(median(p.overhead for p in known), median(p.times for p in known))
+        return RooflineFit(0.0, 0.0)
+    return RooflineFit(median(p.overhead for p in known), median(p.times for p in known))
 
 
-def _line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[Pace, float]:
+def _line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[RooflineFit, float]:
     """`overhead + times * amount` through measurements, and the squared relative errors."""
     if not any(amounts):
-        return Pace(0.0, 0.0), 0.0
+        return RooflineFit(0.0, 0.0), 0.0
     rows: NDArray[np.float64] = np.column_stack([np.ones(len(amounts)), amounts])
     rows /= np.array(seconds)[:, None]
     # Columns differ by many orders of magnitude, which the solver does not like.
     scale = np.linalg.norm(rows, axis=0)
     solution, residual = nnls(rows / scale, np.ones(len(amounts)))
     overhead, times = (solution / scale).tolist()
-    return Pace(overhead, times), float(residual) ** 2
+    return RooflineFit(overhead, times), float(residual) ** 2

@@ -78,7 +78,7 @@ Kernels pad every extent to tiles. The figure leaves matrix-vector products boun
 as they are in practice, and cuts of one extent down to a few tiles visibly dearer.
 """
 
-MAX_PACES = 4096
+MAX_OPERATORS = 4096
 """Of a device; there are fewer operators."""
 
 MAX_DTYPES = 64
@@ -89,7 +89,7 @@ MAX_SOURCE = 4096
 
 
 @dataclass(frozen=True)
-class Pace:
+class RooflineFit:
     """How long an operator takes in one direction: `overhead + times * roofline`.
 
     Attributes:
@@ -108,13 +108,13 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Paces:
+class OperatorFit:
     """How long an operator takes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    forward: Pace
-    backward: Pace
+    forward: RooflineFit
+    backward: RooflineFit
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Device:
     memory: int
     launch_overhead: float = 0.0
     tile: float = TILE
-    operators: Mapping[str, Paces] = field(default_factory=dict, hash=False)
+    operators: Mapping[str, OperatorFit] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_name(self.name, "device")
@@ -162,10 +162,10 @@ class Device:
         check_positive(self.memory, f"memory of device {self.name!r}")
         check_not_negative(self.launch_overhead, f"launch_overhead of device {self.name!r}")
         check_not_negative(self.tile, f"tile of device {self.name!r}")
-        if len(self.operators) > MAX_PACES:
+        if len(self.operators) > MAX_OPERATORS:
             raise MeshError(
-                f"device {self.name!r} has paces of {len(self.operators)} operators; "
-                f"{MAX_PACES} are enough for all there are"
+                f"device {self.name!r} has fits of {len(self.operators)} operators; "
+                f"{MAX_OPERATORS} are enough for all there are"
             )
         for operator in self.operators:
             check_name(operator, f"operator of device {self.name!r}")

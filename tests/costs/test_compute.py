@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autoshard.costs import Category, categorise, operator_times, pace_name
 from autoshard.graph import Argument, DType, Tensor
-from autoshard.mesh import Device, Pace, Paces
+from autoshard.mesh import Device, OperatorFit, RooflineFit
 from autoshard.mesh.topology import MATMUL_EFFICIENCY, TILE
 from autoshard.ops import Call, Dims, OperatorRule, Strategy, strategies
 from autoshard.ops.reduction import Reductions
@@ -316,42 +316,42 @@ def test_no_strategy_costs_more_than_the_whole_operator(
     assert (times > 0).all()
 
 
-PACED = replace(
+FITTED = replace(
     DEVICE,
     operators={
-        "aten.add.Tensor": Paces(Pace(0.25, 2.0), Pace(0.125, 0.0)),
-        "stream": Paces(Pace(3.0, 1.0), Pace(4.0, 1.0)),
-        "contraction": Paces(Pace(0.5, 3.0), Pace(0.25, 1.5)),
-        "view": Paces(Pace(0.0625, 0.0), Pace(0.5, 2.0)),
+        "aten.add.Tensor": OperatorFit(RooflineFit(0.25, 2.0), RooflineFit(0.125, 0.0)),
+        "stream": OperatorFit(RooflineFit(3.0, 1.0), RooflineFit(4.0, 1.0)),
+        "contraction": OperatorFit(RooflineFit(0.5, 3.0), RooflineFit(0.25, 1.5)),
+        "view": OperatorFit(RooflineFit(0.0625, 0.0), RooflineFit(0.5, 2.0)),
     },
 )
 
 
-def paced(name: str, *, training: bool = True, is_view: bool = False) -> float:
-    """Seconds of an addition of two tensors on the device with paces."""
+def fitted(name: str, *, training: bool = True, is_view: bool = False) -> float:
+    """Seconds of an addition of two tensors on the device with fits."""
     inputs, outputs = [tensor(ADD, "ij", grad=True)] * 2, [tensor(ADD, "ij")]
     found = operator_times(
-        ADD, whole(ADD), inputs, outputs, PACED, training=training, name=name, is_view=is_view
+        ADD, whole(ADD), inputs, outputs, FITTED, training=training, name=name, is_view=is_view
     )
     return float(found[0])
 
 
 def test_an_operator_that_was_measured_takes_its_own_time() -> None:
     forward = 3 * 40_000 / 1e6
-    assert paced("aten.add.Tensor", training=False) == pytest.approx(0.25 + 2 * forward)
-    assert paced("aten.add.Tensor") == pytest.approx(0.25 + 2 * forward + 0.125)
+    assert fitted("aten.add.Tensor", training=False) == pytest.approx(0.25 + 2 * forward)
+    assert fitted("aten.add.Tensor") == pytest.approx(0.25 + 2 * forward + 0.125)
 
 
 def test_others_take_what_their_category_does() -> None:
     forward, backward = 3 * 40_000 / 1e6, 5 * 40_000 / 1e6
-    assert paced("aten.sub.Tensor") == pytest.approx(3 + forward + 4 + backward)
-    assert paced("aten.view.default", is_view=True) == pytest.approx(0.0625 + 0.5 + 2 * backward)
+    assert fitted("aten.sub.Tensor") == pytest.approx(3 + forward + 4 + backward)
+    assert fitted("aten.view.default", is_view=True) == pytest.approx(0.0625 + 0.5 + 2 * backward)
 
 
 def test_a_contraction_takes_a_multiple_of_its_roofline() -> None:
     inputs = [tensor(LINEAR, "bsk", grad=True), tensor(LINEAR, "nk", grad=True)]
     outputs = [tensor(LINEAR, "bsn")]
-    device = replace(PACED, memory_bandwidth=1e30, tile=8.0)
+    device = replace(FITTED, memory_bandwidth=1e30, tile=8.0)
     found = operator_times(LINEAR, whole(LINEAR), inputs, outputs, device, training=True)
     share = MATMUL_EFFICIENCY * float(np.prod([e / (e + 8) for e in (96, 128, 160)]))
     once = FLOPS / (1e9 * share)

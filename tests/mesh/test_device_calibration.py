@@ -8,8 +8,8 @@ import pytest
 from autoshard.errors import MeshError
 from autoshard.mesh import (
     Device,
-    Pace,
-    Paces,
+    OperatorFit,
+    RooflineFit,
     get_topology,
     make_mesh,
     topology_from_json,
@@ -21,9 +21,9 @@ from autoshard.mesh.calibration import (
     OperatorSample,
     ProductSample,
     fit_device,
-    fit_paces,
+    fit_operators,
 )
-from autoshard.mesh.topology import MATMUL_EFFICIENCY, MAX_PACES
+from autoshard.mesh.topology import MATMUL_EFFICIENCY, MAX_OPERATORS
 
 EXTENTS = [*((n, n, n) for n in (64, 256, 1024)), *product((16, 512), (64, 256), (32, 300))]
 COPIES = [CopySample(4e9, 1 + 1e-4), CopySample(8e9, 2 + 1e-4), CopySample(1.0, 1e-5)]
@@ -62,7 +62,12 @@ def test_a_device_needs_copies_and_products_in_float32() -> None:
 
 
 def operator(
-    name: str, category: str, forward: Pace, backward: Pace, *, seconds: tuple[float, ...]
+    name: str,
+    category: str,
+    forward: RooflineFit,
+    backward: RooflineFit,
+    *,
+    seconds: tuple[float, ...],
 ) -> list[OperatorSample]:
     return [
         OperatorSample(
@@ -77,23 +82,29 @@ def operator(
 
 def test_paces_are_found_by_name_and_by_category() -> None:
     known = {
-        "aten.mul.Tensor": Paces(Pace(1e-5, 1.2), Pace(2e-5, 1.5)),
-        "aten.tanh.default": Paces(Pace(2e-5, 3.0), Pace(3e-5, 2.0)),
-        "aten.exp.default": Paces(Pace(3e-5, 2.0), Pace(4e-5, 2.5)),
+        "aten.mul.Tensor": OperatorFit(RooflineFit(1e-5, 1.2), RooflineFit(2e-5, 1.5)),
+        "aten.tanh.default": OperatorFit(RooflineFit(2e-5, 3.0), RooflineFit(3e-5, 2.0)),
+        "aten.exp.default": OperatorFit(RooflineFit(3e-5, 2.0), RooflineFit(4e-5, 2.5)),
     }
     made = [
         sample
-        for name, paces in known.items()
+        for name, fits in known.items()
         for sample in operator(
-            name, "stream", paces.forward, paces.backward, seconds=(1e-5, 1e-4, 1e-3)
+            name, "stream", fits.forward, fits.backward, seconds=(1e-5, 1e-4, 1e-3)
         )
     ]
-    view = operator("aten.view.default", "view", Pace(7e-6, 0), Pace(8e-6, 0), seconds=(1e-5, 1e-3))
-    found = fit_paces(DEVICE, made + view).operators
-    for name, paces in known.items():
+    view = operator(
+        "aten.view.default",
+        "view",
+        RooflineFit(7e-6, 0),
+        RooflineFit(8e-6, 0),
+        seconds=(1e-5, 1e-3),
+    )
+    found = fit_operators(DEVICE, made + view).operators
+    for name, fits in known.items():
         for side, expected in (
-            (found[name].forward, paces.forward),
-            (found[name].backward, paces.backward),
+            (found[name].forward, fits.forward),
+            (found[name].backward, fits.backward),
         ):
             assert side.overhead == pytest.approx(expected.overhead)
             assert side.times == pytest.approx(expected.times)
@@ -105,14 +116,18 @@ def test_paces_are_found_by_name_and_by_category() -> None:
 
 
 def test_an_operator_without_a_gradient_has_no_backward() -> None:
-    found = fit_paces(
+    found = fit_operators(
         DEVICE, [OperatorSample("aten.ne.Scalar", "stream", (1e-3, 2e-3), (0.0, 1e-6))]
     )
-    assert found.operators["stream"].backward == Pace(0.0, 0.0)
+    assert found.operators["stream"].backward == RooflineFit(0.0, 0.0)
 
 
-def test_paces_survive_a_file() -> None:
-    device = replace(DEVICE, operators={"view": Paces(Pace(1e-6, 0.0), Pace(2e-6, 0.5))}, tile=4.0)
+def test_fits_survive_a_file() -> None:
+    device = replace(
+        DEVICE,
+        operators={"view": OperatorFit(RooflineFit(1e-6, 0.0), RooflineFit(2e-6, 0.5))},
+        tile=4.0,
+    )
     topology = replace(get_topology("cpu-10gbe"), device=device)
     assert topology_from_json(topology_to_json(topology)) == topology
     with pytest.raises(MeshError, match=r"device.operators.view.forward.speed"):
@@ -122,17 +137,17 @@ def test_paces_survive_a_file() -> None:
 @pytest.mark.parametrize("wrong", [-1.0, float("inf"), float("nan")])
 def test_paces_are_numbers(wrong: float) -> None:
     with pytest.raises(MeshError, match="overhead of an operator"):
-        Pace(wrong, 1.0)
+        RooflineFit(wrong, 1.0)
     with pytest.raises(MeshError, match="times of an operator"):
-        Pace(0.0, wrong)
+        RooflineFit(0.0, wrong)
     with pytest.raises(MeshError, match="tile of device"):
         replace(DEVICE, tile=wrong)
 
 
 def test_paces_are_not_too_many() -> None:
-    paces = Paces(Pace(0.0, 1.0), Pace(0.0, 1.0))
-    with pytest.raises(MeshError, match=f"{MAX_PACES} are enough"):
-        replace(DEVICE, operators={str(i): paces for i in range(MAX_PACES + 1)})
+    fits = OperatorFit(RooflineFit(0.0, 1.0), RooflineFit(0.0, 1.0))
+    with pytest.raises(MeshError, match=f"{MAX_OPERATORS} are enough"):
+        replace(DEVICE, operators={str(i): fits for i in range(MAX_OPERATORS + 1)})
 
 
 def test_presets_know_no_paces() -> None:

@@ -9,8 +9,8 @@ from autoshard.mesh import (
     Axis,
     Device,
     Link,
-    Pace,
-    Paces,
+    OperatorFit,
+    RooflineFit,
     Topology,
     get_topology,
     list_topologies,
@@ -20,7 +20,7 @@ from autoshard.mesh.topology import MAX_DTYPES, MAX_SOURCE
 DEVICE = Device("gpu", {"float32": 1e12, "bfloat16": 8e12}, memory_bandwidth=1e12, memory=10**9)
 NODE = Link("nvlink", 8, 100e9, 1e-6)
 NETWORK = Link("network", None, 10e9, 5e-6)
-PACES = Paces(Pace(0.0, 1.0), Pace(0.0, 1.0))
+FITS = OperatorFit(RooflineFit(0.0, 1.0), RooflineFit(0.0, 1.0))
 
 
 def test_an_unlisted_dtype_has_the_peak_of_float32() -> None:
@@ -45,9 +45,9 @@ def test_an_impossible_device_is_refused(field: str, value: float) -> None:
         ({"name": " gpu"}, "spaces"),
         ({"name": "gpu\x1b[2J"}, "device 'gpu.x1b.2J' must have a name without control"),
         ({"name": "g" * 256}, "must have a name of at most 255 characters"),
-        ({"operators": {"": PACES}}, "operator of device 'gpu' '' must have a name"),
-        ({"operators": {"o" * 256: PACES}}, "at most 255 characters"),
-        ({"operators": {"aten.add\n": PACES}}, "without control characters"),
+        ({"operators": {"": FITS}}, "operator of device 'gpu' '' must have a name"),
+        ({"operators": {"o" * 256: FITS}}, "at most 255 characters"),
+        ({"operators": {"aten.add\n": FITS}}, "without control characters"),
     ],
 )
 def test_an_impossible_device_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.errors import MeshError
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology
-from autoshard.mesh.calibration import CollectiveSample, fit_device, fit_links, fit_paces
+from autoshard.mesh.calibration import CollectiveSample, fit_device, fit_links, fit_operators
 from autoshard.mesh.topology import INNER
 from autoshard.runtime.calibration.collectives import (
     Stopwatch,
@@ -238,7 +238,7 @@ def _fitted(
     found = fit_device(name, copies, products, measure_launch(device, clock), memory)
     rounds = 2 * num_passes + 1
     samples = measure_operators(device, found, clock, elements=elements, num_rounds=rounds)
-    return fit_paces(found, samples)
+    return fit_operators(found, samples)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from autoshard.arrays import FloatArray
 from autoshard.costs import Category, categorise, operator_times, pace_name
 from autoshard.graph import Argument, DType, Node, Ref, Tensor
 from autoshard.layouts import Layout
-from autoshard.mesh import Device, Pace, Paces
+from autoshard.mesh import Device, OperatorFit, RooflineFit
 from autoshard.mesh.calibration import CopySample, OperatorSample, ProductSample
 from autoshard.ops import Call, Strategy, is_view, rule_for
 from autoshard.runtime.kernels import bind_kernel
@@ -63,7 +63,7 @@ _CLASSES = 64
 _COPIES = 3
 """Sets of tensors on which an operator runs in turn, so that caches are as in a program."""
 
-_ONCE = Pace(0.0, 1.0)
+_ONCE = RooflineFit(0.0, 1.0)
 
 Shape = tuple[int, ...]
 
@@ -346,7 +346,7 @@ def _synthetic(tensor: Tensor, device: torch.device) -> torch.Tensor:
 
 def _roofline(call: Call, device: Device) -> tuple[float, float]:
     """Seconds of a call by the roofline alone, forward and backward."""
-    once = Paces(_ONCE, _ONCE)
+    once = OperatorFit(_ONCE, _ONCE)
     bare = replace(device, operators=dict.fromkeys(Category, once))
     rule = rule_for(call)
     forward, both = (
