@@ -170,6 +170,11 @@ class Layout:
                 nesting.append(tuple(axes))
         return cls(tuple(types), tuple(nesting))
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether the tensor is a sum over the ranks of some axis."""
+        return any(t.kind is Kind.PARTIAL for t in self.types)
+
     def cutting_axes(self, dim: int) -> tuple[int, ...]:
         """The axes that cut a dim, outermost first."""
         axes = tuple(a for a, t in enumerate(self.types) if t.is_shard and t.dim == dim)

@@ -37,11 +37,11 @@ class Gradients:
         self._reached = self._trace()
 
     def exists(self, value: str) -> bool:
-        """Whether a value has a gradient."""
+        """True if a value has a gradient."""
         return self._training and self._graph.values[value].requires_grad
 
     def flows(self, node: Node) -> bool:
-        """Whether backward runs through a node."""
+        """True if backward runs through a node."""
         return not self._reached.isdisjoint(node.outputs)
 
     def of_value(self, value: str) -> Gradient:

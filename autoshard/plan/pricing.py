@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -17,19 +18,20 @@ from autoshard.costs import (
     parameter_bytes,
     saved_bytes,
 )
-from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor
+from autoshard.graph import DType, Graph, Input, InputKind, Node
 from autoshard.layouts import AxisType, Pricer
 from autoshard.mesh import Mesh
 from autoshard.ops import (
     InnerCollective,
-    OperatorRule,
     Strategy,
     call_of,
+    chunked_types,
     is_view,
     rule_for,
     saved_by,
     strategies,
 )
+from autoshard.plan.gradients import Gradients
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
@@ -67,17 +69,20 @@ class OperatorPrices:
         time: seconds, forward plus backward, with the collectives inside, shape [S].
         usage: bytes per device, each of shape [S]: in training what the operator saves for
             backward of what it makes itself, in inference its outputs.
+        partial: whether each output can be a partial sum.
     """
 
     strategies: tuple[Strategy, ...]
     time: FloatArray
     usage: Usage
+    partial: tuple[bool, ...]
 
 
 class Prices:
     """Seconds and bytes of every choice of a plan.
 
     Args:
+        graph: the program.
         mesh: the devices.
         options: mode, optimizer and memory budget.
 
@@ -85,26 +90,35 @@ class Prices:
         OptionError: the optimizer is unknown.
     """
 
-    def __init__(self, mesh: Mesh, options: PlanOptions) -> None:
-        self._device = mesh.topology.device
-        self._axes = NontrivialAxes.of(mesh)
+    def __init__(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> None:
+        self.graph = graph
+        self.mesh = mesh
+        self.training = options.mode == "training"
+        self.overlaps = options.overlap
+        self.memory_budget = options.memory_budget or mesh.topology.device.memory
         self.optimizer = replace(
             OptimizerSpec.named(options.optimizer),
             state_dtype=None if options.state_dtype is None else DType(options.state_dtype),
             master_weights=options.master_weights,
         )
-        self._cache: dict[tuple[object, ...], OperatorPrices] = {}
-        self.training = options.mode == "training"
-        self.overlaps = options.overlap
-        self.memory_budget = options.memory_budget or self._device.memory
+        self.gradients = Gradients(graph, training=self.training)
+        self._device = mesh.topology.device
+        self._axes = NontrivialAxes.of(mesh)
+        self._operators: dict[tuple[object, ...], OperatorPrices] = {}
+
+    @cached_property
+    def chunked(self) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
+        """The interleaved shard types that a tensor can have, by shape."""
+        return chunked_types(self.graph)
 
     def input(
-        self, graph_input: Input, tensor: Tensor, local_shapes: Sequence[tuple[int, ...]]
+        self, graph_input: Input, local_shapes: Sequence[tuple[int, ...]]
     ) -> tuple[FloatArray, Usage]:
         """Seconds per step and bytes by kind of an input, for each of its local shapes.
 
         A trained parameter costs its optimizer update, a user input its transfer to memory.
         """
+        tensor = self.graph.values[graph_input.name]
         trained = self.training and tensor.requires_grad and graph_input.kind is InputKind.PARAMETER
         optimizer = self.optimizer if trained else None
         nbytes = [parameter_bytes(shape, tensor.dtype, optimizer) for shape in local_shapes]
@@ -122,65 +136,80 @@ class Prices:
         ]
         return np.array(time), usage
 
-    def operator(
-        self,
-        graph: Graph,
-        node: Node,
-        gradients: tuple[bool, ...],
-        axis_sizes: tuple[int, ...],
-        *,
-        backward: bool,
-        partial: frozenset[int],
-        chunked: Mapping[tuple[int, ...], tuple[AxisType, ...]],
-    ) -> OperatorPrices:
-        """The distinct strategies of an operator with their costs.
+    def operator(self, number: int, partial: frozenset[int]) -> OperatorPrices:
+        """The distinct strategies of a node with their costs; equal nodes share the result.
 
         Args:
-            graph: the graph of the node.
-            node: the operator.
-            gradients: whether a gradient flows through each input, then to each output.
-            axis_sizes: size of each non-trivial axis.
-            backward: whether the backward pass runs through the node.
-            partial: inputs that can arrive as partial sums.
-            chunked: the interleaved shard types that a tensor can have, by shape.
+            number: index of the node.
+            partial: its inputs that can arrive as partial sums.
         """
-        tensors = (graph.values[value] for value in (*node.inputs, *node.outputs))
-        types = tuple(chunked.get(tensor.shape, ()) for tensor in tensors)
-        key = (graph.kind(node), gradients, axis_sizes, backward, partial, types)
-        if key not in self._cache:
-            rule = rule_for(call_of(graph, node))
-            found = strategies(
-                rule, axis_sizes, partial=partial, chunked=types if any(types) else ()
-            )
-            self._cache[key] = self._price(graph, node, rule, found, gradients, backward=backward)
-        return self._cache[key]
+        node = self.graph.nodes[number]
+        key = (self.graph.kinds[number], self.gradients.flows(node), partial)
+        if key not in self._operators:
+            self._operators[key] = self._price(node, partial)
+        return self._operators[key]
 
-    def compute(
-        self, graph: Graph, node: Node, chosen: Sequence[Strategy], *, backward: bool
-    ) -> Passes[FloatArray]:
+    def compute(self, node: Node, chosen: Sequence[Strategy]) -> Passes[FloatArray]:
         """Seconds of compute of an operator forward and backward, shape [S] each.
 
         Args:
-            graph: the graph of the node.
             node: the operator.
             chosen: S strategies; only their letter sizes matter.
-            backward: whether the backward pass runs through the node.
         """
-        forward = self._times(graph, node, chosen, backward=False)
-        both = self._times(graph, node, chosen, backward=True) if backward else forward
+        forward = self._times(node, chosen, backward=False)
+        both = forward
+        if self.gradients.flows(node):
+            both = self._times(node, chosen, backward=True)
         return Passes(forward, both - forward)
 
-    def rank_compute(
-        self, graph: Graph, node: Node, sizes: Mapping[str, int], *, backward: bool
-    ) -> Passes[float]:
+    def rank_compute(self, node: Node, sizes: Mapping[str, int]) -> Passes[float]:
         """Seconds of compute of an operator forward and backward, by the letter sizes on a rank."""
-        found = self.compute(graph, node, [Strategy((), (), sizes)], backward=backward)
+        found = self.compute(node, [Strategy((), (), sizes)])
         return Passes(float(found.forward[0]), float(found.backward[0]))
 
-    def forward(self, graph: Graph, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
+    def forward(self, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
         """Seconds of an operator forward, with the collectives inside, shape [S]."""
-        compute = self._times(graph, node, chosen, backward=False)
-        return compute + self._inside(chosen, backward=False)
+        return self._times(node, chosen, backward=False) + self._inside(chosen, backward=False)
+
+    def _price(self, node: Node, partial: frozenset[int]) -> OperatorPrices:
+        backward = self.gradients.flows(node)
+        flags = tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs))
+        rule = rule_for(call_of(self.graph, node))
+        values = (self.graph.values[value] for value in (*node.inputs, *node.outputs))
+        types = tuple(self.chunked.get(tensor.shape, ()) for tensor in values)
+        chunked = types if any(types) else ()
+        found = strategies(rule, self._axes.sizes, partial=partial, chunked=chunked)
+        seen = [_without_gradient(s, flags, backward=backward) for s in found]
+        times = self._times(node, found, backward=backward)
+        if rule.communicates:
+            times = times + self._inside(seen, backward=backward)
+        cheapest: dict[Strategy, int] = {}
+        for i, strategy in enumerate(seen):
+            if strategy not in cheapest or times[i] < times[cheapest[strategy]]:
+                cheapest[strategy] = i
+        numbers = list(cheapest.values())
+        unique = tuple(seen[i] for i in numbers)
+        outputs = zip(*(s.outputs for s in unique), strict=True)
+        return OperatorPrices(
+            unique,
+            times[numbers],
+            {"activations": self._activations(node, unique, flags[: len(node.inputs)])},
+            tuple(any(layout.is_partial for layout in layouts) for layouts in outputs),
+        )
+
+    def _activations(
+        self, node: Node, chosen: Sequence[Strategy], gradients: Sequence[bool]
+    ) -> FloatArray:
+        call = call_of(self.graph, node)
+        rule = rule_for(call)
+        inputs = [self.graph.values[v] for v in node.inputs]
+        outputs = [self.graph.values[v] for v in node.outputs]
+        if not self.training:
+            return activation_bytes(rule, chosen, outputs, is_view=is_view(node.operator))
+        if not gradients or not self.gradients.flows(node):
+            return np.zeros(len(chosen))
+        nbytes = saved_bytes(rule, chosen, inputs, outputs, saved_by(call, gradients))
+        return sum(nbytes.outputs.values(), nbytes.extra + border_bytes(rule, chosen).kept)
 
     def _inside(self, chosen: Sequence[Strategy], *, backward: bool) -> FloatArray:
         """Seconds of the collectives inside an operator, forward or both ways, shape [S]."""
@@ -191,57 +220,13 @@ class Prices:
             ]
         )
 
-    def _price(
-        self,
-        graph: Graph,
-        node: Node,
-        rule: OperatorRule,
-        found: Sequence[Strategy],
-        gradients: tuple[bool, ...],
-        *,
-        backward: bool,
-    ) -> OperatorPrices:
-        seen = [_without_gradient(s, gradients, backward=backward) for s in found]
-        times = self._times(graph, node, found, backward=backward)
-        if rule.communicates:
-            times = times + self._inside(seen, backward=backward)
-        cheapest: dict[Strategy, int] = {}
-        for i, strategy in enumerate(seen):
-            if strategy not in cheapest or times[i] < times[cheapest[strategy]]:
-                cheapest[strategy] = i
-        numbers = list(cheapest.values())
-        unique = tuple(seen[i] for i in numbers)
-        flags = gradients[: len(node.inputs)] if backward else ()
-        nbytes = self._activations(graph, node, rule, unique, flags)
-        return OperatorPrices(unique, times[numbers], {"activations": nbytes})
-
-    def _activations(
-        self,
-        graph: Graph,
-        node: Node,
-        rule: OperatorRule,
-        chosen: Sequence[Strategy],
-        gradients: Sequence[bool],
-    ) -> FloatArray:
-        outputs = [graph.values[v] for v in node.outputs]
-        if not self.training:
-            return activation_bytes(rule, chosen, outputs, is_view=is_view(node.operator))
-        if not gradients:
-            return np.zeros(len(chosen))
-        inputs = [graph.values[v] for v in node.inputs]
-        saved = saved_by(call_of(graph, node), gradients)
-        nbytes = saved_bytes(rule, chosen, inputs, outputs, saved)
-        return sum(nbytes.outputs.values(), nbytes.extra + border_bytes(rule, chosen).kept)
-
-    def _times(
-        self, graph: Graph, node: Node, chosen: Sequence[Strategy], *, backward: bool
-    ) -> FloatArray:
-        call = call_of(graph, node)
+    def _times(self, node: Node, chosen: Sequence[Strategy], *, backward: bool) -> FloatArray:
+        call = call_of(self.graph, node)
         return operator_times(
             rule_for(call),
             chosen,
-            inputs=[graph.values[v] for v in node.inputs],
-            outputs=[graph.values[v] for v in node.outputs],
+            inputs=[self.graph.values[v] for v in node.inputs],
+            outputs=[self.graph.values[v] for v in node.outputs],
             device=self._device,
             training=backward,
             name=pace_name(call) if self._device.operators else "",

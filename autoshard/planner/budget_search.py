@@ -87,7 +87,7 @@ class Outcome:
 
     @property
     def is_conflict(self) -> bool:
-        """Whether there is no plan because of the options, and not for lack of time."""
+        """True if there is no plan because of the options, and not for lack of time."""
         exceeds = (
             self.solution.status is SolveStatus.TIMED_OUT and "unfit" in self.solution.statistics
         )
@@ -128,7 +128,7 @@ class _LimitSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further limit is worth trying."""
+        """True if no further limit is worth trying."""
         close = _SAME_LIMIT * self._budget
         return self._exceeds - self.fits < close or self.limit - self.fits < 0.1 * close
 
@@ -477,7 +477,7 @@ class BudgetSearch:
         return masks
 
     def _is_over(self, rounds: _Rounds) -> bool:
-        """Whether the search ends: cancelled, good enough, or out of time with a plan."""
+        """True if the search ends: cancelled, good enough, or out of time with a plan."""
         if self._cancel is not None and self._cancel.is_set():
             return True
         if rounds.best is None:
@@ -487,7 +487,7 @@ class BudgetSearch:
         return late or rounds.num_improvements > _MAX_IMPROVEMENTS or self._is_good(rounds)
 
     def _is_good(self, rounds: _Rounds) -> bool:
-        """Whether a plan fits whose gap is at most the requested one."""
+        """True if a plan fits whose gap is at most the requested one."""
         if rounds.best is None:
             return False
         objective = rounds.best[0].objective

@@ -91,7 +91,7 @@ class _ConflictSearch:
         return cancelled or time.perf_counter() > self._deadline
 
     def _contradicts(self, formulation: Formulation) -> bool:
-        """Whether no choice is possible even without a memory limit."""
+        """True if no choice is possible even without a memory limit."""
         found = solve_problem(
             formulation.problem,
             relative_gap=0.5,
@@ -101,7 +101,7 @@ class _ConflictSearch:
         return found.status is SolveStatus.INFEASIBLE
 
     def _exceeds_memory(self, formulation: Formulation) -> bool:
-        """Whether every choice takes more memory than there is."""
+        """True if every choice takes more memory than there is."""
         limit = formulation.prices.memory_budget * (1 + USAGE_TOLERANCE)
         return self._search(formulation).min_usage() > limit
 

@@ -222,7 +222,7 @@ class _Explainer:
         return totals, exact
 
     def _fits(self, marginals: MinMarginals, s: int) -> bool:
-        """Whether the best plan with a strategy, found without the budget, fits it anyway."""
+        """True if the best plan with a strategy, found without the budget, fits it anyway."""
         if self._remaining <= 0 or self._search.must_recompute:
             return False
         plan = self._search.build(Decisions(marginals.choice(self._number, s)))
@@ -260,7 +260,7 @@ class _Explainer:
         return changed.costs.total - self._total
 
     def _is_possible(self, choice: IntArray) -> bool:
-        """Whether the costs of the variable and of its edges are finite."""
+        """True if the costs of the variable and of its edges are finite."""
         problem = self._formulation.problem
         around = (e for e in problem.edges if self._number in (e.source, e.target))
         costs = (e.cost[e.rows[choice[e.source]], e.cols[choice[e.target]]] for e in around)

@@ -20,18 +20,18 @@ from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.costs import Overlap, Passes, hidden_seconds
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_blocks
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
-from autoshard.layouts import I, Kind, Layout, R, ReshardingTable, has_placements, legal_layouts
+from autoshard.layouts import I, Layout, R, ReshardingTable, has_placements, legal_layouts
 from autoshard.mesh import Mesh
-from autoshard.ops import Strategy, chunked_types
+from autoshard.ops import Strategy
 from autoshard.plan.buckets import carried_beside
 from autoshard.plan.constraints import PlanConstraints, plan_constraints
 from autoshard.plan.document import Use as UseKey
-from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.gradients import Gradient
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.memory.lifetimes import input_interval, output_interval
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.pricing import OperatorPrices, Prices, Usage
+from autoshard.plan.pricing import Prices, Usage
 from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
 from autoshard.solve import Node as ProblemNode
 
@@ -137,7 +137,7 @@ class EdgeCosts:
 
     @cached_property
     def is_noop(self) -> BoolArray:
-        """Whether the forward part of each resharding does nothing, shape [R, C]."""
+        """True if the forward part of each resharding does nothing, shape [R, C]."""
         return self.table.stays[self._pairs]
 
     @cached_property
@@ -178,50 +178,30 @@ class EdgeCosts:
         return Passes(forward, np.maximum(backward, 0.0))
 
 
-@dataclass(frozen=True, slots=True)
-class _Alike:
-    """What nodes share that are equal in themselves and in their surroundings.
-
-    Attributes:
-        prices: their strategies.
-        uses: the gradient of the use of each input.
-        sums: whether each output can be a partial sum.
-    """
-
-    prices: OperatorPrices
-    uses: tuple[Gradient, ...]
-    sums: tuple[bool, ...]
-
-
 class Formulation:
     """The problem of one graph on one mesh.
 
     Args:
-        graph: the normalised program.
-        mesh: the devices.
-        prices: costs of strategies on this mesh.
+        prices: the graph and the mesh, and costs of strategies on them.
         constraints: what is forbidden.
 
     Raises:
         OptionError: a constraint leaves an operator or a value no strategy.
     """
 
-    def __init__(
-        self, graph: Graph, mesh: Mesh, prices: Prices, constraints: PlanConstraints
-    ) -> None:
-        self.graph = graph
-        self.mesh = mesh
+    def __init__(self, prices: Prices, constraints: PlanConstraints) -> None:
+        self.graph = graph = prices.graph
+        self.mesh = mesh = prices.mesh
         self.axes = NontrivialAxes.of(mesh)
         self.prices = prices
         self.constraints = constraints
-        self.gradients = Gradients(graph, training=prices.training)
+        self.gradients = prices.gradients
         self.blocks = find_blocks(graph)
         self.variables: list[Variable] = []
         self.uses: list[Use] = []
         self.fill_factors = carried_beside(graph, mesh)
         self._pricer = constraints.pricer(self.axes)
         self._overlap = Overlap(graph, mesh) if prices.overlaps else None
-        self._chunked = chunked_types(graph)
         self._ragged = ragged_values(graph)
         self._several = self._values_with_several_uses()
         self._input_names = {graph_input.name for graph_input in graph.inputs}
@@ -231,7 +211,6 @@ class Formulation:
         self._variables_by_value: dict[str, list[int]] = {}
         self._partial: set[str] = set()
         # Equal things share their arrays: the solver treats what is the same object once.
-        self._alike: dict[tuple[object, ...], _Alike] = {}
         self._inputs: dict[tuple[object, ...], tuple[tuple[Strategy, ...], FloatArray, Usage]] = {}
         self._shared: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
         self._zeros: dict[int, FloatArray] = {}
@@ -248,11 +227,11 @@ class Formulation:
         Raises:
             OptionError: an option is invalid, or leaves an operator or a value no strategy.
         """
-        return cls(graph, mesh, Prices(mesh, options), plan_constraints(graph, mesh, options))
+        return cls(Prices(graph, mesh, options), plan_constraints(graph, mesh, options))
 
     def constrained(self, constraints: PlanConstraints) -> "Formulation":
         """The same problem under other constraints."""
-        return Formulation(self.graph, self.mesh, self.prices, constraints)
+        return Formulation(self.prices, constraints)
 
     @cached_property
     def problem(self) -> Problem:
@@ -384,7 +363,7 @@ class Formulation:
                 differentiable=gradient is not Gradient.NONE,
                 partial=not is_bool,
                 backward=gradient is Gradient.FLOWS,
-                chunked=self._chunked.get(tensor.shape, ()),
+                chunked=self.prices.chunked.get(tensor.shape, ()),
                 still=still,
                 pricer=self._pricer,
                 carried=carried,
@@ -408,9 +387,7 @@ class Formulation:
         key = id(reader.strategies)
         if key not in self._compute:
             node = self.node_of(reader)
-            self._compute[key] = self.prices.compute(
-                self.graph, node, reader.strategies, backward=self.gradients.flows(node)
-            )
+            self._compute[key] = self.prices.compute(node, reader.strategies)
         compute = self._compute[key]
         return Passes(share * compute.forward, share * compute.backward)
 
@@ -441,7 +418,7 @@ class Formulation:
             layouts = self._input_layouts(graph_input, tensor)
             shapes = [layout.local_shape(tensor.shape, self.axes.sizes) for layout in layouts]
             strategies = tuple(Strategy((), (layout,), {}) for layout in layouts)
-            self._inputs[key] = strategies, *self.prices.input(graph_input, tensor, shapes)
+            self._inputs[key] = strategies, *self.prices.input(graph_input, shapes)
         variable = Variable(Role.INPUT, name, *self._inputs[key], input_interval(self.graph))
         self._add_maker(name, self._add(variable), 0)
 
@@ -455,7 +432,7 @@ class Formulation:
             self.axes.sizes,
             differentiable=differentiable,
             partial=False,
-            chunked=self._chunked.get(tensor.shape, ()),
+            chunked=self.prices.chunked.get(tensor.shape, ()),
         )
         return tuple(
             layout
@@ -465,43 +442,22 @@ class Formulation:
         )
 
     def _add_operator(self, time: int, node: Node) -> None:
-        alike = self._alike_to(time, node)
-        variable = Variable(
-            Role.OPERATOR,
-            node.name,
-            alike.prices.strategies,
-            alike.prices.time,
-            alike.prices.usage,
-            output_interval(self.graph, time),
+        partial = frozenset(i for i, v in enumerate(node.inputs) if v in self._partial)
+        prices = self.prices.operator(time, partial)
+        interval = output_interval(self.graph, time)
+        target = self._add(
+            Variable(
+                Role.OPERATOR, node.name, prices.strategies, prices.time, prices.usage, interval
+            )
         )
-        target = self._add(variable)
         self._variable_by_node.append(target)
-        for position, (value, gradient) in enumerate(zip(node.inputs, alike.uses, strict=True)):
-            self._add_use(value, target, position, gradient)
-        for output, (value, is_sum) in enumerate(zip(node.outputs, alike.sums, strict=True)):
-            if is_sum:
+        for position, value in enumerate(node.inputs):
+            self._add_use(value, target, position, self.gradients.of_use(value, node))
+        made = zip(node.outputs, prices.partial, strict=True)
+        for output, (value, is_partial) in enumerate(made):
+            if is_partial:
                 self._partial.add(value)
             self._add_maker(value, target, output)
-
-    def _alike_to(self, time: int, node: Node) -> _Alike:
-        backward = self.gradients.flows(node)
-        partial = frozenset(i for i, v in enumerate(node.inputs) if v in self._partial)
-        key = (self.graph.kinds[time], backward, partial)
-        if key not in self._alike:
-            prices = self.prices.operator(
-                self.graph,
-                node,
-                tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs)),
-                self.axes.sizes,
-                backward=backward,
-                partial=partial,
-                chunked=self._chunked,
-            )
-            uses = tuple(self.gradients.of_use(v, node) for v in node.inputs)
-            made = zip(*(s.outputs for s in prices.strategies), strict=True)
-            sums = tuple(any(map(_is_partial, layouts)) for layouts in made)
-            self._alike[key] = _Alike(prices, uses, sums)
-        return self._alike[key]
 
     def _values_with_several_uses(self) -> frozenset[str]:
         """Values with several uses, or whose twin in another instance of a block has them."""
@@ -529,7 +485,7 @@ class Formulation:
             self._shared[key] = tuple(
                 Strategy((layout,), (layout,), {})
                 for layout in table.layouts
-                if value in self._partial or not _is_partial(layout)
+                if value in self._partial or not layout.is_partial
             )
         strategies = self._shared[key]
         free = self._zeros.setdefault(len(strategies), np.zeros(len(strategies)))
@@ -573,7 +529,3 @@ def _problem_node(variable: Variable, totals: dict[int, FloatArray]) -> ProblemN
         totals[key] = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
     name = f"{variable.role}:{variable.name}"
     return ProblemNode(variable.time, totals[key], variable.interval, name)
-
-
-def _is_partial(layout: Layout) -> bool:
-    return any(t.kind is Kind.PARTIAL for t in layout.types)

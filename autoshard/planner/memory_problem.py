@@ -254,7 +254,7 @@ class MemoryProblem:
                 elif state is Residency.RECOMPUTED and runs_again:
                     node = self._formulation.node_of(variable)
                     prices = self._formulation.prices
-                    time = time + prices.forward(self._graph, node, variable.strategies)
+                    time = time + prices.forward(node, variable.strategies)
                 times.append(time)
                 usages.append(usage)
             self._arrays[key] = np.concatenate(times), np.concatenate(usages)

@@ -79,14 +79,14 @@ class SavedTensors:
         return None if span is None else min((i for i in readers if i in span.nodes), default=None)
 
     def leaves(self, value: str) -> bool:
-        """Whether a value is read outside of the span in which it is made."""
+        """True if a value is read outside of the span in which it is made."""
         span = self.span_of(value)
         if span is None or self._is_returned(value):
             return True
         return any(i not in span.nodes for i, _ in self._graph.consumers[value])
 
     def needs(self, node: int, position: int) -> bool:
-        """Whether backward needs the memory of an input of a node."""
+        """True if backward needs the memory of an input of a node."""
         if self._graph.nodes[node].inputs[position] in self.negligible:
             return False
         if position in self.saved[node].inputs:
@@ -154,7 +154,7 @@ class SavedTensors:
         return any(output.name == value for output in self._graph.outputs)
 
     def _enters(self, node: int, value: str) -> bool:
-        """Whether a node reads a value that is made before the node's span."""
+        """True if a node reads a value that is made before the node's span."""
         span = self.spans[node]
         return span is not None and self._graph.makers.get(value, -1) < span.nodes.start
 
@@ -203,7 +203,7 @@ class SavedTensors:
 
 
 def _views(graph: Graph) -> Iterator[bool]:
-    """Whether each node makes a view of its first input, if no tensor is sharded."""
+    """True if each node makes a view of its first input, if no tensor is sharded."""
     strides: dict[str, Strides] = {}
     for node in graph.nodes:
         call = call_of(graph, node)

@@ -157,7 +157,7 @@ class StageBuilder:
                 key = (id(variable.strategies), s)
                 if key not in known:
                     node = formulation.node_of(variable)
-                    known[key] = float(formulation.prices.forward(self._graph, node, [strategy])[0])
+                    known[key] = float(formulation.prices.forward(node, [strategy])[0])
                 seconds += known[key]
         for use in formulation.uses:
             if formulation.use_key(use) in again.reshardings:
@@ -199,10 +199,7 @@ class StageBuilder:
     def _node(self, variable: Variable, strategy: Strategy, time: float) -> PlacedNode:
         node = self._formulation.node_of(variable)
         if strategy.collectives:
-            backward = self._formulation.gradients.flows(node)
-            compute = self._formulation.prices.rank_compute(
-                self._graph, node, strategy.sizes, backward=backward
-            )
+            compute = self._formulation.prices.rank_compute(node, strategy.sizes)
             time = compute.forward + compute.backward
         return PlacedNode(
             name=node.name,

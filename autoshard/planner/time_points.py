@@ -150,7 +150,7 @@ class TimePoints:
         return float(given + sizes[0] + max(working))
 
     def _has_full_gradient(self, value: str) -> bool:
-        """Whether the gradient of a value takes as much memory as the value.
+        """True if the gradient of a value takes as much memory as the value.
 
         The gradient of the operand of a sum, for example, is one element that is expanded.
         """

@@ -25,7 +25,7 @@ from autoshard.planner.time_points import BackwardPoint
 from autoshard.solve import minimum_usage, solve_problem
 
 
-class Held(NamedTuple):
+class Measured(NamedTuple):
     """What a plan costs and takes."""
 
     cost: float
@@ -114,16 +114,16 @@ def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
 
 
-def held_by(formulation: Formulation, decisions: Decisions) -> Held:
+def measured(formulation: Formulation, decisions: Decisions) -> Measured:
     builder = StageBuilder(formulation, decisions)
     stage = builder.stage()
     found = timeline(stage, formulation.graph, training=True)
     assert found.turn is not None
     held = max(found.total[found.turn], found.total[-1])
-    return Held(builder.costs(stage).total, float(held), float(found.peak))
+    return Measured(builder.costs(stage).total, float(held), float(found.peak))
 
 
-def every_plan(formulation: Formulation) -> Iterator[Held]:
+def every_plan(formulation: Formulation) -> Iterator[Measured]:
     """All choices, with everything resharded again and checkpointed that can be."""
     saved = SavedTensors(formulation, checkpoints=True, negligible=0.0)
     spans = [span.nodes for span in dict.fromkeys(saved.spans) if span is not None]
@@ -141,7 +141,7 @@ def every_plan(formulation: Formulation) -> Iterator[Held]:
         uses = [i for i, use in enumerate(formulation.uses) if formulation.use_key(use) in moving]
         for regathered, checkpoints in product(subsets(uses), subsets(spans)):
             try:
-                yield held_by(formulation, Decisions(picks, frozenset(regathered), checkpoints))
+                yield measured(formulation, Decisions(picks, frozenset(regathered), checkpoints))
             except PlanError as error:
                 assert "inside a checkpoint" in str(error)  # noqa: PT017  what is no plan
 
@@ -151,7 +151,7 @@ def some(limits: set[float]) -> list[float]:
     return ordered[:: max(len(ordered) // 12, 1)]
 
 
-def assert_agrees(formulation: Formulation, plans: Sequence[Held]) -> None:
+def assert_agrees(formulation: Formulation, plans: Sequence[Measured]) -> None:
     """At every limit the solution costs as much as the cheapest plan that holds no more."""
     memory = MemoryProblem(
         formulation, reshard_after_forward="auto", activation_checkpointing="auto"
@@ -162,12 +162,12 @@ def assert_agrees(formulation: Formulation, plans: Sequence[Held]) -> None:
         solution = solve_problem(replace(memory.problem, usage_limit=limit), relative_gap=0)
         assert solution.objective == pytest.approx(cheapest, rel=1e-9)
         assert solution.choice is not None
-        found = held_by(formulation, memory.decisions(solution.choice))
+        found = measured(formulation, memory.decisions(solution.choice))
         assert found.cost == pytest.approx(cheapest, rel=1e-9)
         assert found.nbytes <= limit
 
 
-def assert_bounds(formulation: Formulation, plans: Sequence[Held]) -> None:
+def assert_bounds(formulation: Formulation, plans: Sequence[Measured]) -> None:
     """With moments of backward, a limit on the peak leaves every plan that obeys it."""
     inside, variables = formulation.inside_blocks, formulation.variables
     outside = [i for i in range(len(variables)) if i not in inside]
@@ -239,12 +239,12 @@ def test_every_limit_has_the_best_of_all_plans(
     ("module", "num_ranks", "overlap"),
     [(ResidualLayers, 1, False), (Layers, 2, False), (Layers, 2, True)],
 )
-def test_blocks_are_redone_where_it_costs_least(
+def test_blocks_are_recomputed_where_it_costs_least(
     module: type[nn.Module],
     num_ranks: int,
     overlap: bool,
 ) -> None:
-    """On two ranks, weights are gathered: kept, gathered again, or redone with their block."""
+    """On two ranks, weights are gathered: kept, gathered again, or recomputed with their block."""
     names = ("matmul", "sin", "tanh", "exp", "square")
     pins = {
         "inputs": {"x": "S(0)"},

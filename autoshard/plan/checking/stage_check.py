@@ -14,7 +14,7 @@ from autoshard.plan.buckets import carried_beside
 from autoshard.plan.checking.resharding_check import TOLERANCE, ReshardingCheck
 from autoshard.plan.constraints import plan_constraints
 from autoshard.plan.document import InnerStep, Memory, PlacedNode, Plan, Resharding, Stage, Use
-from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.gradients import Gradient
 from autoshard.plan.legality import share_of, without_invariant
 from autoshard.plan.memory.recompute import recomputed
 from autoshard.plan.memory.spans import checkpoint_spans
@@ -77,8 +77,8 @@ class StageCheck:
         self.graph = graph
         self.mesh = plan.mesh
         self.sizes = plan.mesh.axis_sizes
-        self.prices = Prices(plan.mesh, plan.options)
-        self.gradients = Gradients(graph, training=self.prices.training)
+        self.prices = Prices(graph, plan.mesh, plan.options)
+        self.gradients = self.prices.gradients
         self.axes = NontrivialAxes.of(plan.mesh)
         self.constraints = plan_constraints(graph, plan.mesh, plan.options)
         self.nodes = {node.name: node for node in graph.nodes}
@@ -163,7 +163,7 @@ class StageCheck:
             if not kinds <= {at_rest, Kind.SHARD}:
                 yield f"input {placed.name} cannot rest as {layout}: its gradient is incomplete"
             time, _ = self.prices.input(
-                expected[placed.name], tensor, [layout.local_shape(tensor.shape, self.sizes)]
+                expected[placed.name], [layout.local_shape(tensor.shape, self.sizes)]
             )
             if placed.kind == "parameter" and self.gradients.exists(placed.name):
                 self.optimizer_time += float(time[0])
@@ -244,7 +244,7 @@ class StageCheck:
         if share is None:
             fault = f"no rule of {node.operator} allows {', '.join(map(str, layouts))}"
             return _Work(inputs, outputs, uses, fault)
-        compute = self.prices.rank_compute(self.graph, node, share.sizes, backward=backward)
+        compute = self.prices.rank_compute(node, share.sizes)
         seconds, forward = compute.forward + compute.backward, compute.forward
         wanted = backward and gradients[0]
         inside = tuple(self._inner_step(c) for c in share.collectives if wanted or not c.backward)
@@ -310,7 +310,7 @@ class StageCheck:
             gradient = self.gradients.of_output(placed.position)
             use = placed.name, "output", placed.position
             yield from self._use(use, layout, gradient, _NO_COMPUTE)
-            if any(t.kind is Kind.PARTIAL for t in layout.types):
+            if layout.is_partial:
                 yield f"output {placed.name} leaves as {layout}: it is not summed"
             if not has_placements(layout):
                 yield f"output {placed.name} leaves as {layout}: DTensor has no placement for it"

@@ -39,7 +39,7 @@ class ShardingConstraint:
     required: tuple[frozenset[Dim], ...]
 
     def __call__(self, strategy: Strategy) -> bool:
-        """Whether every axis shards a required dim and no dim that is not allowed."""
+        """True if every axis shards a required dim and no dim that is not allowed."""
         tensors = (*strategy.inputs, *strategy.outputs)
         for axis, (allowed, required) in enumerate(zip(self.allowed, self.required, strict=True)):
             types = [layout.types[axis] for layout in tensors]

@@ -151,7 +151,7 @@ class LayoutPattern:
         return cls(allowed, tuple(order for order in nesting if len(order) > 1))
 
     def matches(self, layout: Layout) -> bool:
-        """Whether a layout over the non-trivial axes is one of the set."""
+        """True if a layout over the non-trivial axes is one of the set."""
         return all(
             allowed is None or axis_type in allowed
             for axis_type, allowed in zip(layout.types, self.allowed, strict=True)

@@ -119,8 +119,7 @@ class _Simulator:
         loading = update = 0.0
         inputs = {i.name: i for i in self._graph.inputs}
         for placed in self._stage.inputs:
-            tensor = self._graph.values[placed.name]
-            time, _ = self._timing.prices.input(inputs[placed.name], tensor, [placed.local_shape])
+            time, _ = self._timing.prices.input(inputs[placed.name], [placed.local_shape])
             if placed.kind == "parameter" and self._gradients.exists(placed.name):
                 update += float(time[0])
             else:

@@ -11,7 +11,7 @@ from autoshard.layouts import Action, Layout, Step, again_price, is_padded, pars
 from autoshard.ops import call_of, rule_for
 from autoshard.plan.buckets import Bucket, carried_beside
 from autoshard.plan.document import PlacedNode, Plan, PlannedStep, Resharding, Stage, Use
-from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.gradients import Gradient
 from autoshard.plan.legality import share_of
 from autoshard.plan.memory.recompute import recomputed
 from autoshard.plan.pricing import Prices
@@ -88,10 +88,10 @@ class Timing:
     """
 
     def __init__(self, plan: Plan, stage: Stage, graph: Graph) -> None:
-        self.prices = Prices(plan.mesh, plan.options)
+        self.prices = Prices(graph, plan.mesh, plan.options)
         self._mesh = plan.mesh
         self._graph = graph
-        self._gradients = Gradients(graph, training=self.prices.training)
+        self._gradients = self.prices.gradients
         self._placed = {placed.name: placed for placed in stage.nodes}
         self._again = recomputed(graph, stage).reshardings
         self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
@@ -113,7 +113,6 @@ class Timing:
         return self._known[key]
 
     def _forward(self, node: Node, placed: PlacedNode) -> float:
-        flows = self._gradients.flows(node)
         uses = (self._gradients.of_use(value, node) for value in node.inputs)
         gradients = (
             *(gradient is not Gradient.NONE for gradient in uses),
@@ -127,7 +126,7 @@ class Timing:
                 f"no rule of {node.operator} allows the layouts of node {node.name!r}; "
                 f"`autoshard check` says what else is wrong with the plan"
             )
-        return self.prices.rank_compute(self._graph, node, share.sizes, backward=flows).forward
+        return self.prices.rank_compute(node, share.sizes).forward
 
     def resharding(self, resharding: Resharding) -> ReshardingTiming:
         """What a resharding runs, and what of it is hidden."""
