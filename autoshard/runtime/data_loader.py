@@ -22,8 +22,9 @@ def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: int = 0) -> D
     the sequence, itself. Where inputs are sharded differently (one along the batch and another
     one replicated), every rank reads all rows, and forward shards them.
 
-    All ranks shuffle alike: where the given loader has no generator, one is made from `seed`, and
-    each epoch is shuffled anew. A custom sampler must give the same indices on all ranks.
+    All ranks shuffle in the same order: where the given loader has no generator, one is made from
+    `seed`, and each epoch has another order. A custom sampler must give the same indices on all
+    ranks.
 
     Args:
         loader: of global batches, of the size that the model was planned for.

@@ -56,7 +56,7 @@ def _reshape(local: LocalNode, _argument: str) -> LocalKernel:
 def _vocabulary(local: LocalNode, _argument: str) -> LocalKernel:
     place = local.place
     rows = local.input_shapes[0][0]
-    if not local.axes_cutting((0,)):
+    if not local.axes_sharding((0,)):
         return _plain(local)
     first = local.start(0)
     padding = local.integer("padding_idx", -1)
@@ -87,16 +87,16 @@ def _sharded_dim(local: LocalNode, argument: str) -> LocalKernel:
 
 
 def _scaling(local: LocalNode, argument: str, plain: LocalKernel) -> LocalKernel:
-    cut = _averaged(local)
-    whole = prod(local.shapes[tensor][dim] for tensor, dim in cut)
-    own = prod(local.input_shapes[tensor][dim] for tensor, dim in cut)
-    if whole == own or (argument and local.node.argument(argument, MEAN) != MEAN):
+    averaged = _averaged(local)
+    size = prod(local.shapes[tensor][dim] for tensor, dim in averaged)
+    local_size = prod(local.input_shapes[tensor][dim] for tensor, dim in averaged)
+    if size == local_size or (argument and local.node.argument(argument, MEAN) != MEAN):
         return plain
-    num_slices = whole / own
+    num_shards = size / local_size
 
     def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
         (mean,) = plain(tensors, step)
-        return (mean / num_slices,)
+        return (mean / num_shards,)
 
     return run
 
@@ -106,8 +106,8 @@ def _averaged(local: LocalNode) -> set[tuple[int, int]]:
     found = set()
     for axis, made in enumerate(local.outputs[0].types):
         if made.kind is Kind.PARTIAL:
-            cuts = [(i, layout.types[axis].dim) for i, layout in enumerate(local.inputs)]
-            found.update([cut for cut in cuts if cut[1] >= 0][:1])
+            dims = [(i, layout.types[axis].dim) for i, layout in enumerate(local.inputs)]
+            found.update([pair for pair in dims if pair[1] >= 0][:1])
     return found
 
 
@@ -126,12 +126,12 @@ def _split(local: LocalNode, _argument: str) -> LocalKernel:
 
 def _run(local: LocalNode, _argument: str) -> LocalKernel:
     dim, start = _dim(local), local.node.argument("start") or 0
-    whole, place = local.shapes[0][dim], local.place
+    size, place = local.shapes[0][dim], local.place
     parts = prod(place.axis_sizes[axis] for axis in local.inputs[0].cutting_axes(dim))
     if parts == 1 or local.node.argument("step", 1) != 1:
         return _plain(local)
     assert isinstance(start, int)
-    first, length = max(start, -whole) % whole // parts, local.output_shapes[0][dim]
+    first, length = max(start, -size) % size // parts, local.output_shapes[0][dim]
     return lambda tensors, _step: (tensors[0].narrow(dim, first, length),)
 
 
@@ -182,7 +182,7 @@ def _counts(local: LocalNode, _argument: str) -> LocalKernel:
 def _experts(local: LocalNode, argument: str) -> LocalKernel:
     place = local.place
     names = local.names()
-    is_sharded = local.axes_cutting((0,)) or local.axes_cutting((0,), 1)
+    is_sharded = local.axes_sharding((0,)) or local.axes_sharding((0,), 1)
     if argument not in names or not is_sharded:
         return _plain(local)
     at = names.index(argument)

@@ -203,7 +203,7 @@ class LocalNode:
         listed = value if isinstance(value, tuple) else (value,)
         return tuple(dim % rank for dim in listed if isinstance(dim, int))
 
-    def axes_cutting(self, dims: Sequence[int], tensor: int = 0) -> tuple[int, ...]:
+    def axes_sharding(self, dims: Sequence[int], tensor: int = 0) -> tuple[int, ...]:
         """The axes of more than one rank that shard some dims of an input, ascending."""
         return tuple(
             axis

@@ -143,7 +143,7 @@ def rng_step(model: nn.Module) -> "RngStep":
         dcp.save(dcp_state_dict(state), checkpoint_id="run")
 
     and load it likewise (`dcp.load` sets it in the model), or set `rng_step(model).value`.
-    Another plan draws the same numbers where it shards the dropped tensors alike.
+    Another plan draws the same numbers where it shards the dropped tensors in the same way.
 
     Args:
         model: returned by `parallelize`.

@@ -156,9 +156,9 @@ def measure_collectives(
         width = gcd(units, _WIDTH)
         shape = num_ranks * units // width, num_ranks * width
         for action in MEASURABLE:
-            cut = _gathered_dim(action)
-            own = [size // num_ranks if dim == cut else size for dim, size in enumerate(shape)]
-            tensor = torch.ones(own, device=stopwatch.device)
+            sharded = _sharded_dim(action)
+            local = [n // num_ranks if dim == sharded else n for dim, n in enumerate(shape)]
+            tensor = torch.ones(local, device=stopwatch.device)
             with torch.no_grad():
                 seconds = stopwatch.measure(_run(action, tensor, group))
             yield CollectiveSample(action, level, num_ranks, measured, seconds)
@@ -175,7 +175,7 @@ def _run(action: str, tensor: torch.Tensor, group: ProcessGroup) -> Callable[[],
     return partial(exchange_edges, to_before, to_after, group)
 
 
-def _gathered_dim(action: str) -> int | None:
+def _sharded_dim(action: str) -> int | None:
     """The dim that is sharded before the collective and full afterwards."""
     if not action.startswith("all_gather"):
         return None

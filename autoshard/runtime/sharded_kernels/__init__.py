@@ -10,10 +10,9 @@ from autoshard.ops.windows import INTERPOLATIONS, RANKS
 from autoshard.runtime.local_node import LocalKernel, LocalNode
 from autoshard.runtime.sharded_kernels.attention import bind_attention
 from autoshard.runtime.sharded_kernels.halo import (
-    bind_avg_pool,
     bind_convolution,
     bind_interpolation,
-    bind_max_pool,
+    bind_pool,
 )
 from autoshard.runtime.sharded_kernels.losses import bind_cross_entropy, bind_nll_loss
 from autoshard.runtime.sharded_kernels.norms import bind_batch_norm, bind_group_norm, bind_last_dims
@@ -40,8 +39,8 @@ _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
     ),
     **{f"conv{rank}d": bind_convolution for rank in RANKS},
     **{f"conv_transpose{rank}d": bind_convolution for rank in RANKS},
-    **{f"max_pool{rank}d": bind_max_pool for rank in RANKS},
-    **{f"avg_pool{rank}d": bind_avg_pool for rank in RANKS},
+    **{f"max_pool{rank}d": bind_pool for rank in RANKS},
+    **{f"avg_pool{rank}d": bind_pool for rank in RANKS},
     **{f"upsample_{name}": bind_interpolation for name in INTERPOLATIONS},
 }
 """By packet of ATen."""

@@ -24,7 +24,7 @@ SCORES_AT_ONCE = 1 << 24
 def bind_attention(local: LocalNode) -> LocalKernel | None:
     """Bind scaled_dot_product_attention; None where keys are not sharded."""
     rows, columns = (len(shape) - 2 for shape in local.input_shapes[:2])
-    statistics = Statistics(local.place.ranks, local.axes_cutting((columns,), 1))
+    statistics = Statistics(local.place.ranks, local.axes_sharding((columns,), 1))
     if not statistics.axes:
         return None
     scale = local.node.argument("scale")

@@ -63,7 +63,7 @@ class Statistics:
     @classmethod
     def over(cls, local: LocalNode, dims: tuple[int, ...]) -> "Statistics":
         """Statistics over some dims of the first input."""
-        return cls(local.place.ranks, local.axes_cutting(dims))
+        return cls(local.place.ranks, local.axes_sharding(dims))
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks; overwrites the tensor if it is contiguous."""

@@ -81,7 +81,7 @@ class _Halo:
         rank = len(local.input_shapes[0])
         for i, ((before, after), ratio) in enumerate(zip(edges, ratios, strict=True)):
             dim = i - len(edges)
-            axes = local.axes_cutting((rank + dim,))
+            axes = local.axes_sharding((rank + dim,))
             if axes and (before or after):
                 found.append(_Border(dim, _only(axes, local), before, after))
                 _check(local, found[-1], ratio)
@@ -308,7 +308,7 @@ class _Convolution(ShardedKernel):
         needed = list(ctx.needs_input_grad[:3])
         if kept:
             image, *edges = kept
-            extended = self.halo.rebuild(image, _pairs(edges))
+            extended = self.halo.rebuild(image, list(zip(edges[::2], edges[1::2], strict=True)))
         else:
             extended = gradient.new_empty(self.halo.shape(ctx.image_shape))
         if weight is None:
@@ -328,20 +328,6 @@ def _trim(window: Window, dim: int, length: int, edges: tuple[int, int]) -> _Tri
     made = (length + sum(edges) - 1) * window.stride + window.extent
     start = window.padding + edges[0] * window.stride
     return _Trim(dim, start, length * window.stride, made)
-
-
-def _pairs(edges: Sequence[torch.Tensor | None]) -> list[Received]:
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def bind_max_pool(local: LocalNode) -> LocalKernel | None:
-    """Bind max pooling; None where it needs no halo."""
-    return _bind_pool(local, -inf, is_mean=False)
-
-
-def bind_avg_pool(local: LocalNode) -> LocalKernel | None:
-    """Bind average pooling; None where it needs no halo."""
-    return _bind_pool(local, 0.0, is_mean=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,11 +388,14 @@ class _AvgPool(_Pool):
         return tensor
 
 
-def _bind_pool(local: LocalNode, fill: float, *, is_mean: bool) -> LocalKernel | None:
-    rank = int(local.node.operator.removesuffix("d.default")[-1])
+def bind_pool(local: LocalNode) -> LocalKernel | None:
+    """Bind max or average pooling; None where it needs no halo."""
+    operator = local.node.operator
+    rank, is_mean = int(operator.removesuffix("d.default")[-1]), "avg_pool" in operator
     windows = pooling_windows(local.node, rank)
     ratios = [(window.stride, 1) for window in windows]
-    halo = _Halo.of(local, [window.gathered() for window in windows], ratios, fill)
+    edges = [window.gathered() for window in windows]
+    halo = _Halo.of(local, edges, ratios, fill=0.0 if is_mean else -inf)
     if halo is None:
         return None
     pool = _pool(local, halo, windows, is_mean=is_mean)

@@ -198,7 +198,7 @@ def bind_nll_loss(local: LocalNode) -> LocalKernel | None:
     is_mean = local.node.argument("reduction", _MEAN) == _MEAN
     is_weighted = len(local.inputs) > 2  # noqa: PLR2004  scores and target
     statistics = Statistics.over(local, (*positions, dim) if is_weighted else positions)
-    if not local.axes_cutting((dim,)) and not (is_mean and statistics.axes):
+    if not local.axes_sharding((dim,)) and not (is_mean and statistics.axes):
         return None
     first, num_classes = local.start(dim), scores[dim]
     ignored = local.integer("ignore_index", _IGNORED)

@@ -52,7 +52,7 @@ def bind_group_norm(local: LocalNode) -> LocalKernel | None:
     spatial = tuple(range(2, 2 + len(sizes)))
     num_groups = local.integer("num_groups", 1)
     local_groups, axes = _groups_of(local, num_groups)
-    axes = sorted((*axes, *local.axes_cutting(spatial)))
+    axes = sorted((*axes, *local.axes_sharding(spatial)))
     if not axes:
         return None
     statistics = Statistics(local.place.ranks, tuple(axes))
