@@ -4,8 +4,7 @@
     plan = make_plan(graph, make_mesh((2, 4)))
     model = parallelize(model, plan, device_mesh)
 
-What needs torch is imported when it is first used, so that planning and talking to the
-service start fast.
+Names that need torch are imported on first use, so that planning and the client start fast.
 """
 
 from importlib import import_module
@@ -82,25 +81,18 @@ __all__ = [
     "simulate",
 ]
 
-_NEEDS_TORCH = {
-    "discover": "autoshard.discovery",
-    "export_model": "autoshard.graph",
-    "dcp_state_dict": "autoshard.runtime",
-    "LaunchContext": "autoshard.runtime.launch",
-    "launch": "autoshard.runtime.launch",
-    "get_context": "autoshard.runtime.launch",
-    "parallelize": "autoshard.runtime",
-    "full_tensor": "autoshard.runtime",
-    "shard_loader": "autoshard.runtime",
-    "rng_step": "autoshard.runtime",
-    "load_checkpoint": "autoshard.runtime",
-    "init_empty_weights": "autoshard.runtime",
-    "save_checkpoint": "autoshard.runtime",
-}
+_NEED_TORCH = (
+    "autoshard.graph",
+    "autoshard.discovery",
+    "autoshard.runtime.launch",
+    "autoshard.runtime",
+)
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for (PEP 562)."""
-    if name in _NEEDS_TORCH:
-        return getattr(import_module(_NEEDS_TORCH[name]), name)
+    """Import a name that needs torch on first use (PEP 562)."""
+    if name in __all__:
+        for module in map(import_module, _NEED_TORCH):
+            if name in module.__all__:
+                return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,21 +1,21 @@
-"""Every error that autoshard raises on purpose.
+"""Errors of autoshard.
 
     AutoshardError
-    ├── InputError                  what was handed in is wrong; also a ValueError
+    ├── InputError                  invalid input; also a ValueError
     │   ├── GraphError              the exported graph
     │   │   ├── ArchiveError        not a readable .pt2 archive
-    │   │   ├── SchemaError         model.json is not a program we understand
+    │   │   ├── SchemaError         model.json is not a supported program
     │   │   └── UnsupportedError    a program feature or operator without a rule
-    │   ├── LayoutError             a layout that cannot exist, or cannot be reached
+    │   ├── LayoutError             an invalid layout, or one that cannot be resharded to
     │   ├── MeshError               mesh, topology or bandwidths
     │   ├── OptionError             planning options that contradict each other or the graph
     │   ├── ProblemError            an optimization problem that is malformed
     │   ├── PlanError               a plan document that does not fit its graph, mesh or model
     │   └── CheckpointError         weights in files that cannot be read, or do not fit the model
     ├── LaunchError                 a rank of a launched program failed
-    └── ServiceError                talking to the service failed
-        ├── ServiceUnavailableError nobody answered, or the answer says to come back later
-        └── RequestRejectedError    the service refused; carries its problem details
+    └── ServiceError                a request to the planning service failed
+        ├── ServiceUnavailableError no response, or one that asks to try again later
+        └── RequestRejectedError    the service refused the request; carries its problem details
 
 An outcome of planning (infeasible, timed out, cancelled) is a value of
 `autoshard.SolveStatus`, not an error. Anything else that is raised is a bug.
@@ -26,11 +26,11 @@ from typing import Any
 
 
 class AutoshardError(Exception):
-    """Base of every error that autoshard raises on purpose."""
+    """Base of all errors that autoshard raises."""
 
 
 class InputError(AutoshardError, ValueError):
-    """Something that was handed in is wrong; the message names it and the way out."""
+    """The input is invalid; the message names the fault and the way out."""
 
 
 class GraphError(InputError):
@@ -42,7 +42,7 @@ class ArchiveError(GraphError):
 
 
 class SchemaError(GraphError):
-    """The archive's `model.json` is not an exported program that we understand."""
+    """The archive's `model.json` is not an exported program of a supported schema."""
 
 
 class UnsupportedError(GraphError):
@@ -50,11 +50,11 @@ class UnsupportedError(GraphError):
 
 
 class LayoutError(InputError):
-    """A layout is illegal for its tensor, or cannot be resharded as asked."""
+    """A layout is invalid for its tensor, or cannot be resharded as requested."""
 
 
 class MeshError(InputError):
-    """A mesh, a topology or a bandwidth is impossible."""
+    """A mesh, a topology or a bandwidth is invalid."""
 
 
 class OptionError(InputError):
@@ -86,14 +86,14 @@ class LaunchError(AutoshardError):
 
 
 class ServiceError(AutoshardError):
-    """Talking to the planning service failed."""
+    """A request to the planning service failed."""
 
 
 class ServiceUnavailableError(ServiceError):
-    """The service did not answer, or asked to be called again later.
+    """The service did not answer, or asked to try again later.
 
     Attributes:
-        retry_after: seconds after which it asked to be called; None where it did not say.
+        retry_after: seconds to wait, as the service asked; None if it did not say.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:

@@ -1,6 +1,5 @@
 """Requests carried out by a planning service, over its REST API."""
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -36,7 +35,6 @@ from autoshard.client.transport import (
     Transport,
     get,
     post,
-    post_form,
     read_json,
     retry_after,
 )
@@ -129,7 +127,6 @@ class Remote:
         self._kept = kept
         self._fallback = fallback
         self._plans: dict[str, Plan] = {}
-        self._stores_graphs = True
         self._accepts_zstd = True
 
     async def plan(
@@ -371,25 +368,15 @@ class Remote:
         waiting: bool,
     ) -> httpx2.Response:
         """Send a document that names its graph by digest; upload the graph if it is unknown."""
+        named = {**document, "graph_sha256": request.graph_sha256}
         headers = {"Prefer": f"wait={patience}", "Idempotency-Key": uuid4().hex}
-        if self._stores_graphs:
-            named = {**document, "graph_sha256": request.graph_sha256}
-            order = post(path, named, headers=headers, patience=patience)
-            try:
-                return await self._transport.send(order, waiting=waiting)
-            except RequestRejectedError as error:
-                if error.status == codes.NOT_FOUND:
-                    await self._upload(request, waiting=waiting)
-                    return await self._transport.send(order, waiting=waiting)
-                if error.status != codes.UNSUPPORTED_MEDIA_TYPE or path != _PLANS:
-                    raise
-            # An earlier version of the service takes the graph only in a form.
-            self._stores_graphs = False
-        form = {
-            "graph": ("graph", request.graph, _OCTETS["Content-Type"]),
-            "request": (None, json.dumps(document), "application/json"),
-        }
-        order = post_form(path, form, headers=headers, patience=patience)
+        order = post(path, named, headers=headers, patience=patience)
+        try:
+            return await self._transport.send(order, waiting=waiting)
+        except RequestRejectedError as error:
+            if error.status != codes.NOT_FOUND:
+                raise
+        await self._upload(request, waiting=waiting)
         return await self._transport.send(order, waiting=waiting)
 
     async def _upload(self, request: GraphRequest, *, waiting: bool) -> None:

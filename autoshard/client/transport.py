@@ -376,13 +376,6 @@ def post(
     return Request("POST", path, sent, json.dumps(document).encode(), patience)
 
 
-def post_form(path: str, files: Any, *, headers: Mapping[str, str], patience: float) -> Request:
-    """Make a POST request with a multipart form."""
-    form = httpx2.Request("POST", "http://service", files=files)
-    sent = {"Content-Type": form.headers["Content-Type"], **headers}
-    return Request("POST", path, sent, form.read(), patience)
-
-
 def read_json(response: httpx2.Response) -> Any:
     """Read the JSON body of a response.
 

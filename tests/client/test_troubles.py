@@ -177,18 +177,6 @@ def test_a_service_that_takes_no_zstd_gets_plain_bytes(
     assert [request.headers.get("Content-Encoding") for request in sent] == ["zstd", None]
 
 
-def test_an_older_service_gets_the_graph_with_the_request(
-    call: Call, proxy: Proxy, text: bytes
-) -> None:
-    own = text.replace(b"up.weight", b"ij.weight" if call is blocking else b"kl.weight")
-    proxy.only = lambda request: request.path == "/v1/plans"
-    proxy.faults.append(Say(415))
-    assert call(proxy.url, "plan", own, mesh=(2,)).found
-    orders = [request for request in proxy.passed if request.path == "/v1/plans"]
-    assert orders[-1].headers["Content-Type"].startswith("multipart/form-data")
-    assert not proxy.paths("PUT")
-
-
 @pytest.fixture
 def stepping() -> Iterator[tuple[str, Event]]:
     """A service whose solver reports three steps, waits for an event, and then solves."""
