@@ -8,8 +8,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
 from autoshard.client import core
 from autoshard.client.local import Local
-from autoshard.client.offline import OfflinePlans, open_folder
-from autoshard.client.remote import Offline, Remote
+from autoshard.client.offline import Offline, OfflinePlans, open_folder
+from autoshard.client.remote import Remote
 from autoshard.client.requests import (
     CoverageRequest,
     MeshLike,
@@ -35,7 +35,7 @@ from autoshard.client.transport import (
     Transport,
     run_blocking,
 )
-from autoshard.errors import ServiceError, ServiceUnavailableError
+from autoshard.errors import ServiceError
 from autoshard.mesh import Topology
 from autoshard.plan import (
     Coverage,
@@ -70,9 +70,9 @@ class _Base:
     ) -> None:
         transport = self._transport_class(url, timeout, retry or Retry(), api_key)
         self._transport = transport
-        self._kept = None if cache is False else OfflinePlans(None if cache is True else cache)
-        local = Local(transport, self._kept, _resources(cache)) if fallback == "local" else None
-        self._backend: Local | Remote = Remote(transport, self._kept, local)
+        kept = _offline_plans(cache)
+        local = Local(transport, kept, _resources(cache)) if fallback == "local" else None
+        self._backend: Local | Remote = Remote(transport, kept, local)
 
     @classmethod
     def local(cls, *, cache: bool | str | Path = True, num_workers: int = 2) -> Self:
@@ -87,20 +87,8 @@ class _Base:
         """
         made = cls("http://localhost", api_key=False, cache=cache)
         resources = _resources(cache, num_workers)
-        made._backend = Local(made._transport, made._kept, resources)
+        made._backend = Local(made._transport, _offline_plans(cache), resources)
         return made
-
-    async def _plan(
-        self, request: PlanRequest, on_progress: OnProgress | None, offline: Offline, *, wait: bool
-    ) -> PlanResult:
-        kept = self._kept
-        if offline == "only":
-            plan = await self._transport.run(lambda: kept.find(request) if kept else None)
-            if plan is None:
-                raise ServiceUnavailableError("no plan of this request is kept on this machine")
-            return PlanResult(plan, cached=True, source="offline")
-        use_kept = offline == "fallback"
-        return await self._backend.plan(request, on_progress, use_kept=use_kept, wait=wait)
 
 
 class AsyncClient(_Base):
@@ -154,7 +142,7 @@ class AsyncClient(_Base):
         request = await self._transport.run(
             lambda: PlanRequest(read_model(model, args, kwargs), mesh, merged, discover=discover)
         )
-        result = await self._plan(request, on_progress, offline, wait=True)
+        result = await self._backend.plan(request, on_progress, offline=offline)
         if result.plan is None:
             raise ServiceError("the service ended the request without a plan")
         return result.plan
@@ -183,7 +171,7 @@ class AsyncClient(_Base):
         request = await self._transport.run(
             lambda: PlanRequest(read_model(model, args, kwargs), mesh, merged, discover=discover)
         )
-        return await self._plan(request, on_progress, offline, wait=wait)
+        return await self._backend.plan(request, on_progress, offline=offline, wait=wait)
 
     async def search(
         self,
@@ -237,7 +225,7 @@ class AsyncClient(_Base):
                 discover=discover,
             )
         )
-        result = await self._backend.search(request, on_progress, wait=True)
+        result = await self._backend.search(request, on_progress)
         if result.search is None:
             raise ServiceError("the service ended the request without a search")
         return result.search
@@ -356,13 +344,7 @@ class AsyncClient(_Base):
             RequestRejectedError: there is none.
             ServiceUnavailableError: the service does not answer.
         """
-        kept = self._kept
-        if offline == "only" and kept is not None:
-            found = await self._transport.run(lambda: kept.get(plan_id))
-            if found is None:
-                raise ServiceUnavailableError(f"no plan {plan_id} is kept on this machine")
-            return found
-        return await self._backend.get_plan(plan_id, use_kept=offline != "never")
+        return await self._backend.get_plan(plan_id, offline=offline)
 
     async def get_job(self, job_id: str) -> JobStatus:
         """Return the state of a job.
@@ -617,6 +599,10 @@ class Client(_Base):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _offline_plans(cache: bool | str | Path) -> OfflinePlans | None:  # noqa: FBT001  as callers give it
+    return None if cache is False else OfflinePlans(None if cache is True else cache)
 
 
 def _resources(cache: bool | str | Path, num_workers: int = 2) -> core.Resources:  # noqa: FBT001  as callers give it

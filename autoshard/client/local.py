@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from autoshard.client import core
-from autoshard.client.offline import OfflinePlans
+from autoshard.client.offline import Offline, OfflinePlans, require_plan
 from autoshard.client.requests import CoverageRequest, PlanRequest, SearchRequest
 from autoshard.client.results import (
     JobProgress,
@@ -252,15 +252,19 @@ class Local:
         request: PlanRequest,
         on_progress: OnProgress | None,
         *,
-        use_kept: bool = False,  # noqa: ARG002  only a service may be out of reach
+        offline: Offline = "never",
         wait: bool = True,
     ) -> PlanResult:
         """Make the plan of a request.
 
         Raises:
             InputError: it cannot be planned.
+            ServiceUnavailableError: only a kept plan was asked for, and there is none.
         """
-        kept, mesh = self._kept, request.mesh(self._topologies)
+        kept = self._kept
+        if offline == "only":
+            return await self._transport.run(lambda: require_plan(kept, request))
+        mesh = request.mesh(self._topologies)
         key = await self._transport.run(lambda: plan_id(request.program, mesh, request.options))
         searched = self._jobs.searched_plan(key)
         if searched is not None:
@@ -355,7 +359,7 @@ class Local:
         )
         return coverage
 
-    async def get_plan(self, plan_id: str, *, use_kept: bool = True) -> Plan:
+    async def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Plan:
         """Return a plan that was made in this process, or kept on this machine.
 
         Raises:
@@ -363,7 +367,7 @@ class Local:
         """
         plan = next((plan for plan, _ in self._jobs.plans() if plan.id == plan_id), None)
         kept = self._kept
-        if plan is None and kept is not None and use_kept:
+        if plan is None and kept is not None and offline != "never":
             plan = await self._transport.run(lambda: kept.get(plan_id))
         if plan is None:
             raise _not_found(f"no plan {plan_id} was made in this process or kept on this machine")

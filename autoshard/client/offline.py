@@ -5,14 +5,20 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Literal
 
 from autoshard.client.requests import PlanRequest
-from autoshard.errors import AutoshardError
+from autoshard.client.results import PlanResult
+from autoshard.errors import AutoshardError, ServiceUnavailableError
 from autoshard.graph import graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.outcome import SolveStatus
 from autoshard.plan import PLAN_VERSION, Plan
 from autoshard_solver_cache import FolderCache
+
+Offline = Literal["fallback", "never", "only"]
+"""Use of plans kept on this machine: if the service cannot be reached, never, or without asking
+the service at all."""
 
 FOLDER_VARIABLE = "AUTOSHARD_CACHE"
 
@@ -89,6 +95,18 @@ class OfflinePlans:
         if self._cache.get(_NAMESPACE, key) != plan_id.encode():
             self._cache.delete(_NAMESPACE, key)
             self._cache.put(_NAMESPACE, key, plan_id.encode())
+
+
+def require_plan(kept: OfflinePlans | None, request: PlanRequest) -> PlanResult:
+    """Return the plan of an earlier request that was the same.
+
+    Raises:
+        ServiceUnavailableError: none is kept on this machine.
+    """
+    plan = None if kept is None else kept.find(request)
+    if plan is None:
+        raise ServiceUnavailableError("no plan of this request is kept on this machine")
+    return PlanResult(plan, cached=True, source="offline")
 
 
 def _key(graph: str, request: PlanRequest, mesh: Mesh) -> str:

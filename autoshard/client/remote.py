@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -15,7 +16,7 @@ from httpx2 import codes
 from pydantic import TypeAdapter, ValidationError
 
 from autoshard.client.local import Local
-from autoshard.client.offline import OfflinePlans
+from autoshard.client.offline import Offline, OfflinePlans, require_plan
 from autoshard.client.requests import CoverageRequest, GraphRequest, PlanRequest, SearchRequest
 from autoshard.client.results import (
     JobProgress,
@@ -42,10 +43,6 @@ from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavaila
 from autoshard.mesh import Topology, topology_to_json
 from autoshard.plan import Coverage, Plan, PlanDifference
 from autoshard.planner import Explanation
-
-Offline = Literal["fallback", "never", "only"]
-"""Use of plans kept on this machine: if the service cannot be reached, never, or without asking
-the service at all."""
 
 T = TypeVar("T")
 
@@ -134,8 +131,8 @@ class Remote:
         request: PlanRequest,
         on_progress: OnProgress | None,
         *,
-        use_kept: bool,
-        wait: bool,
+        offline: Offline,
+        wait: bool = True,
     ) -> PlanResult:
         """Request a plan; if the service cannot be reached, use a kept one or the fallback.
 
@@ -144,10 +141,15 @@ class Remote:
             ServiceUnavailableError: it cannot be reached, and nothing else has the plan.
         """
         kept = self._kept
+        if offline == "only":
+            return await self._transport.run(lambda: require_plan(kept, request))
         try:
-            result = await self._request_plan(request, on_progress, wait=wait)
+            result = await self._lookup(request)
+            if result is None:
+                done = await self._submit(_PLANS, request, on_progress, wait=wait)
+                result = self._plan_result(done)
         except ServiceUnavailableError as error:
-            if use_kept and kept is not None:
+            if offline == "fallback" and kept is not None:
                 plan = await self._transport.run(lambda: kept.find(request))
                 if plan is not None:
                     _warn_offline(plan, error)
@@ -157,7 +159,7 @@ class Remote:
         return result
 
     async def search(
-        self, request: SearchRequest, on_progress: OnProgress | None, *, wait: bool
+        self, request: SearchRequest, on_progress: OnProgress | None, *, wait: bool = True
     ) -> SearchResult:
         """Request the best mesh.
 
@@ -188,7 +190,7 @@ class Remote:
             return await self._fall_back(error).coverage(request)
         return _read(_COVERAGE, done.document)
 
-    async def get_plan(self, plan_id: str, *, use_kept: bool = True) -> Plan:
+    async def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Plan:
         """Return a plan of the service; if that cannot be reached, a kept one.
 
         Raises:
@@ -196,8 +198,12 @@ class Remote:
             ServiceUnavailableError: the service cannot be reached, and the plan is not kept.
         """
         plan = self._plans.get(plan_id)
+        if plan is None and offline == "only" and self._kept is not None:
+            plan = await self._transport.run(partial(self._kept.get, plan_id))
+            if plan is None:
+                raise ServiceUnavailableError(f"no plan {plan_id} is kept on this machine")
         if plan is None:
-            plan = await self._fetch_plan(plan_id, use_kept=use_kept)
+            plan = await self._fetch_plan(plan_id, use_kept=offline != "never")
         self._remember(plan)
         return plan
 
@@ -286,32 +292,27 @@ class Remote:
         response = await self._transport.send_once(get("/version"))
         return dict(read_json(response)["versions"])
 
-    async def _request_plan(
-        self, request: PlanRequest, on_progress: OnProgress | None, *, wait: bool
-    ) -> PlanResult:
-        known = await self._lookup(request)
-        if known is not None:
-            return PlanResult(known, cached=True)
-        done = await self._submit(_PLANS, request, on_progress, wait=wait)
-        if done.job is not None:
-            return PlanResult(done.job.plan, done.cached, done.job.id)
-        plan = Plan.from_json(done.response.content)
-        if "ETag" in done.response.headers:
-            self._remember(plan)
-        return PlanResult(plan, done.cached)
-
-    async def _lookup(self, request: PlanRequest) -> Plan | None:
+    async def _lookup(self, request: PlanRequest) -> PlanResult | None:
         """Return the plan of an earlier request that was the same; the graph is not sent."""
         document = {**request.document, "graph_sha256": request.graph_sha256}
         try:
             found = read_json(await self._transport.send(post(f"{_PLANS}:lookup", document)))
-            return await self.get_plan(str(found["id"]), use_kept=False)
+            plan = await self.get_plan(str(found["id"]), offline="never")
         except RequestRejectedError as error:
             if error.status not in _NOT_THERE:
                 raise
             return None
         except (KeyError, TypeError) as error:
             raise ServiceError(f"the service's response has no 'id': {error!r}") from error
+        return PlanResult(plan, cached=True)
+
+    def _plan_result(self, done: _Submitted) -> PlanResult:
+        if done.job is not None:
+            return PlanResult(done.job.plan, done.cached, done.job.id)
+        plan = Plan.from_json(done.response.content)
+        if "ETag" in done.response.headers:
+            self._remember(plan)
+        return PlanResult(plan, done.cached)
 
     async def _submit(
         self,
