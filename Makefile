@@ -35,8 +35,7 @@ serve: $(INSTALLED)  ## Start the planning service on this machine
 	$(BIN)/autoshard serve
 
 generated: $(INSTALLED)  ## Write what is made from the code: openapi/, the plan's schema, pages of docs/
-	$(BIN)/python -m autoshard_server.openapi
-	$(BIN)/python -m autoshard_server.reference
+	$(BIN)/python -m autoshard_server.generate
 	$(BIN)/python -m autoshard.plan.schema
 	$(BIN)/python -m autoshard.ops.table
 

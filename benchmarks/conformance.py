@@ -21,7 +21,7 @@ import torch
 from autoshard.cli.demo import service
 from autoshard.graph import export_model
 from autoshard_server import Settings
-from autoshard_server.stores import open_stores
+from autoshard_server.store.database import open_stores
 from benchmarks.document import caption, replace_table
 
 _ROOT = Path(__file__).parent.parent

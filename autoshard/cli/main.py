@@ -105,9 +105,9 @@ def worker(
     ] = "info",
 ) -> None:
     """Run jobs of a service on this host too; after SIGTERM, running jobs may finish in time."""
-    from autoshard_server.work import work  # noqa: PLC0415  the library works without it
+    from autoshard_server.serve import run_workers  # noqa: PLC0415  the library works without it
 
-    work(store_url=store, num_workers=workers, host=host, port=port, log_level=log_level)
+    run_workers(store_url=store, num_workers=workers, host=host, port=port, log_level=log_level)
 
 
 @app.command()

@@ -271,7 +271,7 @@ def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
 @contextmanager
 def _open_keys(url: str | None) -> "Iterator[ApiKeyStore]":
     from autoshard_server.settings import Settings  # noqa: PLC0415  the library works without it
-    from autoshard_server.stores import open_stores  # noqa: PLC0415  as above
+    from autoshard_server.store.database import open_stores  # noqa: PLC0415  as above
     from autoshard_solver_cache import StoreUnavailableError  # noqa: PLC0415  as above
 
     with reported():
@@ -291,7 +291,7 @@ def _as_input_error(*kinds: type[Exception]) -> Iterator[None]:
 
 def _check_active_keys(store: "ApiKeyStore", name: str) -> None:
     now = time.time()
-    active = [key.id for key in store.list() if key.name == name and key.is_live(now)]
+    active = [key.id for key in store.list() if key.name == name and key.is_valid(now)]
     if len(active) >= _MAX_ACTIVE_KEYS:
         raise InputError(
             f"{name!r} has the keys {' and '.join(active)}; revoke one before making another"
@@ -305,7 +305,7 @@ def _no_active_key(key: str) -> InputError:
 def _state(key: "ApiKey", now: float) -> str:
     if key.revoked_at is not None:
         return f"revoked {_date(key.revoked_at)}"
-    if not key.is_live(now):
+    if not key.is_valid(now):
         return "expired"
     return "active" if key.expires_at is None else f"until {_date(key.expires_at)}"
 

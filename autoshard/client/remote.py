@@ -245,7 +245,7 @@ class Remote:
 
     async def compare(self, before: str, after: str) -> PlanDifference:
         """As `Client.compare`."""
-        request = post("/v1/plans:diff", {"before": before, "after": after})
+        request = post("/v1/plans:compare", {"before": before, "after": after})
         return _read(_DIFFERENCE, read_json(await self._transport.send(request)))
 
     async def export(self, plan_id: str, target: str) -> str:

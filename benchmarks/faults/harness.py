@@ -23,9 +23,7 @@ from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan
 from autoshard.planner import make_plan
-from autoshard_server.jobs.job import JobState
-from autoshard_server.jobs.job_store import JobStore
-from autoshard_server.store import EventKind
+from autoshard_server.store import EventKind, JobState, JobStore
 from autoshard_solver_cache import open_engine
 
 LEASE = 4.0

@@ -1,4 +1,4 @@
-"""The REST service: asks `autoshard` for plans, keeps them, and answers from what it keeps."""
+"""The REST service: makes plans with `autoshard`, caches them, and serves them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,12 @@ __all__ = [
     "serve",
 ]
 
-_HOMES = {
-    "Executor": "solvers.executor",
-    "ProcessExecutor": "solvers.executor",
-    "Settings": "settings",
-    "ThreadExecutor": "solvers.executor",
-    "create_app": "app",
-    "serve": "serve",
-}
+_MODULES = {"Settings": "settings", "create_app": "app", "serve": "serve"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for: solver processes need no web framework."""
-    if name not in _HOMES:
+    """Import a public name on first use: solver processes need no web framework."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    module = _MODULES.get(name, "solvers.executor")
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,26 +1,31 @@
-"""The application: routes, and a service that lives as long as it does."""
+"""The ASGI applications: the service, and the small one of a worker on its own."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 import anyio.to_thread
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client.core import GaugeMetricFamily
 from starlette_compress import CompressMiddleware
 
-from autoshard_server.answering.service import Service
-from autoshard_server.http.auth import Guard
-from autoshard_server.http.coding import BodyLimit
-from autoshard_server.http.handlers import answer_problems
+from autoshard_server.http.auth import Authenticator, Scraper
+from autoshard_server.http.compression import BodyLimit
+from autoshard_server.http.documents import Alive
+from autoshard_server.http.errors import add_error_handlers
 from autoshard_server.http.middleware import RequestLog
-from autoshard_server.http.specification import specification
-from autoshard_server.routes import router, routers
+from autoshard_server.http.specification import operation_id, specification
+from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.routes import routers
+from autoshard_server.routes.health import METRICS_TYPE, metrics_text
+from autoshard_server.service import Service
 from autoshard_server.settings import Settings
-from autoshard_server.solvers.executor import Executor
-from autoshard_server.solvers.executors import make_executor
+from autoshard_server.solvers.executor import Executor, make_executor
+from autoshard_server.solvers.workers import Workers
+from autoshard_server.store.database import Stores
 
 _ZSTD_LEVEL = 1
-"""Plans are full of repetition, which the fastest level finds as well."""
+"""The fastest: plans are repetitive, so higher levels gain little."""
 
 
 def create_app(settings: Settings | None = None, *, executor: Executor | None = None) -> FastAPI:
@@ -30,7 +35,7 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
 
     Args:
         settings: of the service; from the environment if left out.
-        executor: where solves run; each in its own process if left out.
+        executor: where solves run; as the settings say if left out.
     """
     settings = settings or Settings()
 
@@ -40,7 +45,7 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
         service = await anyio.to_thread.run_sync(Service, settings, solvers)
         service.start()
         app.state.service = service
-        app.state.guard = Guard(service.stores.api_keys, settings)
+        app.state.authenticator = Authenticator(service.stores.api_keys, settings)
         try:
             yield
         finally:
@@ -51,11 +56,55 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
         version=version("autoshard"),
         description="Optimal, certified sharding plans for exported PyTorch programs.",
         lifespan=lifespan,
+        generate_unique_id_function=operation_id,
     )
-    app.include_router(router)
+    for router in routers:
+        app.include_router(router)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     app.add_middleware(CompressMiddleware, zstd_level=_ZSTD_LEVEL, brotli=False, gzip_level=1)
     app.add_middleware(RequestLog)
-    answer_problems(app, routers)
+    add_error_handlers(app, routers)
     app.openapi = lambda: specification(app)  # type: ignore[method-assign]  # FastAPI's own way
     return app
+
+
+_worker_router = APIRouter()
+
+
+def create_worker_app(workers: Workers, stores: Stores, settings: Settings) -> FastAPI:
+    """An application with the health and the metrics of workers.
+
+    Args:
+        workers: that run in this process.
+        stores: with the keys, required for `/metrics` as by the service.
+        settings: whether a key is required.
+    """
+    app = FastAPI(title="autoshard worker", openapi_url=None)
+    app.state.workers = workers
+    app.state.authenticator = Authenticator(stores.api_keys, settings)
+    app.include_router(_worker_router)
+    app.add_middleware(RequestLog)
+    add_error_handlers(app, [_worker_router])
+    return app
+
+
+@_worker_router.get("/livez")
+async def livez(request: Request) -> Alive:
+    """Whether jobs can be run here; 503 if solvers cannot be started, or die immediately."""
+    workers: Workers = request.app.state.workers
+    if not workers.alive:
+        raise ServerError(
+            ProblemType.UNAVAILABLE,
+            "a worker has died, or cannot start solvers; the log says why",
+        )
+    return Alive()
+
+
+@_worker_router.get("/metrics")
+def metrics(request: Request, _caller: Scraper) -> Response:
+    """Durations of jobs by kind and outcome; services export what is in the database."""
+    workers: Workers = request.app.state.workers
+    alive = GaugeMetricFamily(
+        "autoshard_worker_alive", "1 while jobs can be run here.", value=int(workers.alive)
+    )
+    return Response(metrics_text([alive]), media_type=METRICS_TYPE)

@@ -1,32 +1,134 @@
-"""Running the service in this process."""
+"""Running the service, or a worker on its own, in this process."""
 
+import signal
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 from types import FrameType
+from typing import Literal, NoReturn
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 from sqlalchemy import make_url
 
-from autoshard_server.app import create_app
+from autoshard_server.app import create_app, create_worker_app
 from autoshard_server.http.auth import is_loopback
 from autoshard_server.settings import Settings
-from autoshard_server.stores import open_stores
-from autoshard_server.telemetry.logs import configure_logging
-from autoshard_server.telemetry.tracing import start_tracing
+from autoshard_server.solvers.executor import make_executor
+from autoshard_server.solvers.workers import Workers
+from autoshard_server.store.database import open_stores
+from autoshard_server.telemetry import configure_logging, start_tracing
 from autoshard_solver_cache import StoreUnavailableError
 
 STARTUP_FAILED = 3
-"""Exit status where the service cannot start, as uvicorn's own command has it."""
+"""Exit status if the service or worker cannot start, as uvicorn's own command has it."""
 
+WORKER_FAILED = 1
+"""Exit status if a worker has died and should be started again."""
+
+_WORKER_GRACE = 5
+"""Seconds for HTTP answers that are under way when a worker ends."""
 
 _log = structlog.get_logger(__name__)
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def serve(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    store_url: str | None = None,
+    log_level: LogLevel = "info",
+    auth: bool | None = None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; then finish what is under way, within limits.
+
+    Args:
+        host: address to listen on; other machines need one that they can reach.
+        port: 0 chooses a free one and logs it.
+        store_url: database of plans and jobs; AUTOSHARD_STORE_URL, or the user's cache
+            folder, if left out.
+        log_level: debug, info, warning or error.
+        auth: whether callers need an API key; if left out as AUTOSHARD_AUTH says, and by
+            default on every address but loopback.
+
+    Raises:
+        SystemExit: the service cannot start; the log says why.
+    """
+    configure_logging(log_level)
+    start_tracing()
+    settings = Settings() if store_url is None else Settings(store_url=store_url)
+    settings = settings.model_copy(update={"auth": _auth_mode(host, settings, auth=auth)})
+    if settings.auth == "required":
+        _require_keys(host, settings)
+    app = create_app(settings)
+    config = _config(app, max(1, round(settings.shutdown_grace)), host=host, port=port)
+    server = _Server(config, app, settings.store_url)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        raise SystemExit(STARTUP_FAILED)
+
+
+def run_workers(
+    *,
+    store_url: str | None = None,
+    num_workers: int | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    log_level: str = "info",
+) -> None:
+    """Run jobs of services on other hosts until SIGTERM or Ctrl-C; then finish or release them.
+
+    Args:
+        store_url: database of the service, as a SQLAlchemy URL; AUTOSHARD_STORE_URL if left out.
+        num_workers: concurrent solves; AUTOSHARD_NUM_WORKERS if left out.
+        host: address of `/livez` and `/metrics`; AUTOSHARD_WORKER_HOST if left out.
+        port: of the same, 0 for none; AUTOSHARD_WORKER_PORT if left out.
+        log_level: debug, info, warning or error.
+
+    Raises:
+        ValueError: there is no such log level.
+        SystemExit: the database or the port cannot be opened, or a worker died; the log says why.
+    """
+    configure_logging(log_level)
+    given = {
+        "store_url": store_url,
+        "num_workers": num_workers,
+        "worker_host": host,
+        "worker_port": port,
+    }
+    overrides = {name: value for name, value in given.items() if value is not None}
+    settings = Settings.model_validate({**Settings().model_dump(), **overrides})
+    should_end = Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: should_end.set())
+    start_tracing()
+    try:
+        listener = _listen(settings)
+        stores = open_stores(settings)
+        executor = make_executor(settings)
+    except (StoreUnavailableError, RuntimeError, ConnectionError, OSError) as error:
+        _fail_startup(str(error))
+    workers = Workers(stores, executor, settings)
+    workers.start()
+    _log.info("worker_started", num_workers=settings.num_workers)
+    with _serving(create_worker_app(workers, stores, settings), listener):
+        have_died = _supervise(workers, should_end)
+        _log.info("worker_draining", grace=settings.shutdown_grace)
+        workers.stop()
+    stores.close()
+    _log.info("worker_ended")
+    if have_died:
+        raise SystemExit(WORKER_FAILED)
+
 
 class _Server(uvicorn.Server):
-    """Says where it is when it has started; tells the application at once that it is to end."""
+    """Logs its address when it has started, and drains the service when it is told to end."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, store_url: str) -> None:
         super().__init__(config)
@@ -35,9 +137,10 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for listening in (s for server in getattr(self, "servers", ()) for s in server.sockets):
-            host, port = listening.getsockname()[:2]
-            _log.info("serving", url=f"http://{_in_url(host)}:{port}", store=self._store)
+        for listener in (s for server in getattr(self, "servers", ()) for s in server.sockets):
+            host, port = listener.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            _log.info("serving", url=f"http://{host}:{port}", store=self._store)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         service = getattr(self._app.state, "service", None)
@@ -46,81 +149,96 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def serve(
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    cache_url: str | None = None,
-    log_level: str = "info",
-    auth: bool | None = None,
-) -> None:
-    """Serve until SIGTERM or Ctrl-C; then finish what is under way, within limits.
-
-    Args:
-        host: address to listen on; other machines need one that they can reach.
-        port: 0 takes a free one and logs it.
-        cache_url: database of plans and jobs; AUTOSHARD_STORE_URL, or the user's cache
-            folder, if left out.
-        log_level: debug, info, warning or error.
-        auth: whether callers need an API key; if left out as AUTOSHARD_AUTH says, and by
-            default on every address but loopback.
-
-    Raises:
-        ValueError: there is no such log level.
-        SystemExit: the service cannot start; the log says why.
-    """
-    configure_logging(log_level)
-    start_tracing()
-    settings = Settings() if cache_url is None else Settings(store_url=cache_url)
-    settings = settings.model_copy(update={"auth": _auth(host, settings, wanted=auth)})
-    if settings.auth == "required":
-        _expect_keys(host, settings)
-    app = create_app(settings)
-    config = uvicorn.Config(
+def _config(app: FastAPI, grace: int, *, host: str = "", port: int = 0) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         host=host,
         port=port,
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.shutdown_grace)),
+        timeout_graceful_shutdown=grace,
     )
-    server = _Server(config, app, settings.store_url)
-    with suppress(KeyboardInterrupt):
-        server.run()
-    if not server.started:
-        raise SystemExit(STARTUP_FAILED)
 
 
-def _auth(host: str, settings: Settings, *, wanted: bool | None) -> str:
-    """Whether keys are needed; decided by the address where nobody says."""
-    if wanted is not None:
-        return "required" if wanted else "off"
+def _fail_startup(reason: str) -> NoReturn:
+    _log.error("startup_failed", reason=reason)
+    raise SystemExit(STARTUP_FAILED) from None
+
+
+def _auth_mode(host: str, settings: Settings, *, auth: bool | None) -> str:
+    """Whether keys are required; decided by the address by default."""
+    if auth is not None:
+        return "required" if auth else "off"
     if settings.auth != "auto":
         return settings.auth
     return "off" if is_loopback(host) else "required"
 
 
-def _expect_keys(host: str, settings: Settings) -> None:
-    """Refuse to start where nobody could ask: it would only look as if it worked."""
+def _require_keys(host: str, settings: Settings) -> None:
+    """Refuse to start without a valid key, as nobody could use the service."""
     try:
         stores = open_stores(settings)
     except StoreUnavailableError as error:
-        _log.error("startup_failed", reason=str(error))
-        raise SystemExit(STARTUP_FAILED) from None
+        _fail_startup(str(error))
     try:
         now = time.time()
-        if any(key.is_live(now) for key in stores.api_keys.list()):
+        if any(key.is_valid(now) for key in stores.api_keys.list()):
             return
     finally:
         stores.close()
-    _log.error(
-        "startup_failed",
-        reason=f"on {host} others can reach the service, and there is no API key; make one with "
-        "`autoshard keys create NAME`, or let anybody ask with --no-auth",
+    _fail_startup(
+        f"on {host} others can reach the service, and there is no API key; create one with "
+        "`autoshard keys create NAME`, or allow everybody with --no-auth"
     )
-    raise SystemExit(STARTUP_FAILED)
 
 
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _supervise(workers: Workers, should_end: Event) -> bool:
+    """Wait until the workers should end; returns whether that is because one has died."""
+    were_alive = True
+    # In steps: on some systems, signals are not handled during a wait without a timeout.
+    while not should_end.wait(1.0):
+        if not workers.are_running:
+            _log.error("worker_died")
+            return True
+        if workers.alive != were_alive:
+            were_alive = workers.alive
+            if were_alive:
+                _log.info("worker_recovered")
+            else:
+                _log.error("worker_unfit", reason="solvers cannot be started, or die immediately")
+    return False
+
+
+def _listen(settings: Settings) -> socket.socket | None:
+    """The socket of a worker's health and metrics; None if the settings have no port.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    host, port = settings.worker_host, settings.worker_port
+    if not port:
+        return None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+@contextmanager
+def _serving(app: FastAPI, listener: socket.socket | None) -> Iterator[None]:
+    """Serve an application in a thread, for the time of the context."""
+    if listener is None:
+        yield
+        return
+    server = uvicorn.Server(_config(app, _WORKER_GRACE))
+    thread = Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    host, port = listener.getsockname()[:2]
+    _log.info("worker_serving", host=host, port=port)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,4 +1,4 @@
-"""What an operator can set: environment variables with the prefix AUTOSHARD_."""
+"""Settings: environment variables with the prefix AUTOSHARD_."""
 
 from functools import cached_property
 from typing import Literal
@@ -13,7 +13,7 @@ _MIB = 1 << 20
 
 
 class Settings(BaseSettings):
-    """Settings of the service; every one is an environment variable too."""
+    """Settings of the service, each also an environment variable."""
 
     model_config = SettingsConfigDict(env_prefix="AUTOSHARD_", extra="forbid", frozen=True)
 
@@ -26,23 +26,23 @@ class Settings(BaseSettings):
     cache_max_bytes: int = Field(
         default=1024 * _MIB,
         gt=0,
-        description="Room for cached plans and solved blocks, compressed; the least recently "
-        "used go first.",
+        description="Budget for cached plans and solved blocks, compressed; the least recently "
+        "used are evicted first.",
     )
     cache_max_age: float = Field(
         default=90 * 24 * 3600.0,
         gt=0,
-        description="Seconds after which a cached plan or block that nobody used is dropped.",
+        description="Seconds after which an unused plan or block is evicted.",
     )
     num_workers: int = Field(
-        default=2, ge=0, le=256, description="Solves that run at once; 0 only queues."
+        default=2, ge=0, le=256, description="Concurrent solves; 0 only queues."
     )
     worker_host: str = Field(
         default="127.0.0.1",
-        description="Address on which `autoshard worker` answers `/livez` and `/metrics`.",
+        description="Address of `/livez` and `/metrics` of `autoshard worker`.",
     )
     worker_port: int = Field(
-        default=0, ge=0, lt=1 << 16, description="Port of the same; 0 opens none."
+        default=0, ge=0, lt=1 << 16, description="Port of the same; 0 for none."
     )
     executor: Literal["process", "ray"] = Field(
         default="process",
@@ -50,16 +50,16 @@ class Settings(BaseSettings):
     )
     ray_address: str = Field(
         default="",
-        description="Ray cluster, such as `auto` or `ray://head:10001`; one of this machine's "
-        "own if left out. Whoever can reach a Ray cluster can run code there.",
+        description="Ray cluster, such as `auto` or `ray://head:10001`; one on this machine if "
+        "left out. Whoever can reach a Ray cluster can run code there.",
     )
     max_queued_jobs: int = Field(
-        default=256, ge=1, description="Jobs that may wait; further ones are answered 429."
+        default=256, ge=1, description="Queued jobs; further ones are answered 429."
     )
     max_caller_jobs: int = Field(
         default=64,
         ge=1,
-        description="Jobs of one API key that may wait or run; further ones are answered 429.",
+        description="Queued and running jobs of one API key; further ones are answered 429.",
     )
     auth: Literal["auto", "required", "off"] = Field(
         default="auto",
@@ -84,24 +84,20 @@ class Settings(BaseSettings):
     max_strategies: int = Field(
         default=20_000_000,
         gt=0,
-        description="Strategies of all choices of a problem together, once it is formulated.",
+        description="Strategies of all nodes of a problem together.",
     )
-    max_search_meshes: int = Field(
-        default=64, ge=1, description="Meshes that one search may plan for."
-    )
+    max_search_meshes: int = Field(default=64, ge=1, description="Meshes of one search.")
     max_request_bytes: int = Field(
         default=_MIB,
         gt=0,
-        description="Largest JSON that asks for something: a body, or the form part 'request'.",
+        description="Largest JSON of a request: a body, or the form part 'request'.",
     )
-    max_topologies: int = Field(
-        default=1000, ge=0, description="Topologies that may be stored under names."
-    )
+    max_topologies: int = Field(default=1000, ge=0, description="Topologies stored under names.")
     max_topology_bytes: int = Field(
-        default=_MIB // 4, gt=0, description="Largest JSON of a topology that is stored."
+        default=_MIB // 4, gt=0, description="Largest JSON of a stored topology."
     )
     max_time_limit: float = Field(
-        default=3600.0, gt=0, description="Largest time_limit that a request may ask for, seconds."
+        default=3600.0, gt=0, description="Largest time_limit of a request, seconds."
     )
     max_job_seconds: float = Field(
         default=2 * 3600.0,
@@ -117,51 +113,51 @@ class Settings(BaseSettings):
     hot_bytes: int = Field(
         default=64 * _MIB,
         ge=0,
-        description="Memory for plans that were asked for lately, beside the store.",
+        description="Memory for recently used plans, besides the database.",
     )
     max_wait: float = Field(
         default=60.0, ge=0, description="Cap of `Prefer: wait=N` on POST /v1/plans, seconds."
     )
     retry_after: int = Field(
-        default=1, ge=1, description="Seconds that Retry-After suggests between polls of a job."
+        default=1, ge=1, description="Retry-After between polls of a job, seconds."
     )
     lease: float = Field(
         default=30.0,
         gt=1,
-        description="Seconds after which a running job without a sign of life is run again.",
+        description="Seconds without a heartbeat after which a running job is run again.",
     )
     max_attempts: int = Field(
-        default=2, ge=1, description="Times that a job is started before it fails for good."
+        default=2, ge=1, description="How often a job is started before it fails."
     )
     job_retention: float = Field(
-        default=24 * 3600.0, gt=0, description="Seconds for which a finished job is remembered."
+        default=24 * 3600.0, gt=0, description="Seconds after which a finished job is deleted."
     )
     shutdown_grace: float = Field(
         default=10.0,
         ge=0,
-        description="Seconds that running solves get to finish on shutdown; "
-        "the rest go back to the queue.",
+        description="Seconds for running solves to finish on shutdown; the others go back to "
+        "the queue.",
     )
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the store is in the memory of one process, and no other sees it."""
+        """Whether the database is in the memory of one process, invisible to others."""
         url = make_url(self.store_url)
         return url.get_backend_name() == "sqlite" and url.database in {None, "", ":memory:"}
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables from which a solver process gets the same settings.
+        """Environment variables that give a solver process the same settings.
 
         Unlike its arguments, other users of the machine cannot read them: the URL of a
-        database may hold a password.
+        database may contain a password.
         """
-        given = self.model_dump(mode="json")
-        return {f"AUTOSHARD_{name.upper()}": str(value) for name, value in given.items()}
+        values = self.model_dump(mode="json")
+        return {f"AUTOSHARD_{name.upper()}": str(value) for name, value in values.items()}
 
     @cached_property
     def archive_limits(self) -> "dict[str, int]":
-        """Fields of `autoshard.graph.ArchiveLimits` that these settings bound."""
+        """Fields of `autoshard.graph.ArchiveLimits`."""
         return {
             "archive_bytes": self.max_body_bytes,
             "model_bytes": self.max_model_bytes,

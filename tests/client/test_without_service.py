@@ -28,7 +28,8 @@ from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
-from autoshard_server.store import ApiKeyStore, migrate
+from autoshard_server.store import ApiKeyStore
+from autoshard_server.store.database import migrate
 from autoshard_solver_cache import open_engine
 
 NOBODY = "http://127.0.0.1:9"

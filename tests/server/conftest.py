@@ -20,7 +20,7 @@ from autoshard.graph import export_model
 from autoshard_server import Executor, ProcessExecutor, Settings, ThreadExecutor, create_app
 from autoshard_server.solvers.executor import Solver
 from autoshard_server.solvers.solving import solve
-from autoshard_server.store import migrate
+from autoshard_server.store.database import migrate
 from autoshard_solver_cache import open_engine
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -255,7 +255,7 @@ def test_a_bug_is_answered_as_a_problem_without_its_inside(
         raise RuntimeError("secret inside")
 
     with monkeypatch.context() as patch:
-        patch.setattr("autoshard_server.answering.service.Service.ask", fail)
+        patch.setattr("autoshard_server.service.Service.plan", fail)
         response = service.post(graph)
     problem = expect_problem(response, 500, "internal")
     assert "secret" not in json.dumps(problem)

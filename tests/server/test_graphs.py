@@ -15,7 +15,7 @@ from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import candidate_meshes, make_plan, problem_size
 from autoshard_server import ThreadExecutor
-from autoshard_server.solvers.solving import solve
+from autoshard_server.solvers.solving import SolverCaches, solve
 
 MESH = {"shape": [2, 2]}
 
@@ -195,7 +195,7 @@ class Deaf:
 
 def test_a_search_names_only_plans_that_are_kept(start_service: Any, graph: bytes) -> None:
     # A process of its own has a memory of its own; a full disk keeps nothing.
-    deaf = ThreadExecutor(partial(solve, plans=Deaf()))
+    deaf = ThreadExecutor(partial(solve, caches=SolverCaches(plans=Deaf())))
     for executor, cached in ((None, "hit"), (deaf, "miss")):
         service = start_service(executor=executor)
         body = {"graph_sha256": put(service, graph).json()["sha256"], "num_devices": 2}
@@ -232,11 +232,11 @@ def test_a_choice_is_explained(service: Any, plan: Plan) -> None:
 def test_two_plans_are_compared(service: Any, digest: str, plan: Plan) -> None:
     other = ask(service, digest, wait=60, mesh={"shape": [4]}).json()["id"]
     pair = {"before": plan.id, "after": other}
-    difference = service.http.post("/v1/plans:diff", json=pair).json()
+    difference = service.http.post("/v1/plans:compare", json=pair).json()
     assert difference["meshes"] == ["dp=2 x tp=2", "tp=4"]
     same = {"before": plan.id, "after": plan.id}
-    assert service.http.post("/v1/plans:diff", json=same).json()["inputs"] == []
-    missing = service.http.post("/v1/plans:diff", json={**same, "after": "0" * 64})
+    assert service.http.post("/v1/plans:compare", json=same).json()["inputs"] == []
+    missing = service.http.post("/v1/plans:compare", json={**same, "after": "0" * 64})
     assert missing.status_code == 404
 
 

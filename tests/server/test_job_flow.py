@@ -13,7 +13,7 @@ import pytest
 from autoshard.plan import Plan
 from autoshard_server import ProcessExecutor, ThreadExecutor
 from autoshard_server.problems import TYPE_PREFIX
-from autoshard_server.solvers.executor import Advanced, Solved, Work
+from autoshard_server.solvers.messages import Progressed, Solved, SolverInput
 from autoshard_server.solvers.solving import solve
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -155,8 +155,8 @@ def test_a_process_that_died_while_it_waited_is_replaced(graph: bytes) -> None:
     solver: Any = ProcessExecutor([sys.executable, str(PROGRAMS / "hang.py")]).prepare()
     solver._process.kill()
     solver._process.wait()
-    solver.start(Work("{}", graph))
-    assert isinstance(solver.receive(60), Advanced)
+    solver.start(SolverInput("{}", graph))
+    assert isinstance(solver.receive(60), Progressed)
     solver.stop()
 
 
@@ -231,20 +231,20 @@ def test_what_an_unfinished_job_made_is_not_taken_for_what_a_later_one_did(
 ) -> None:
     made: list[Solved] = []
 
-    def hurried(work: Work, *more: Any, **options: Any) -> Solved:
+    def hurried(work: SolverInput, *more: Any, **options: Any) -> Solved:
         solved = solve(work, *more, **options)
         is_first = not made
-        made.append(Solved(solved.plan + b" " * is_first, keep=not is_first))
+        made.append(Solved(solved.document + b" " * is_first, cacheable=not is_first))
         return made[-1]
 
     service = start_service(executor=ThreadExecutor(hurried))
     first = {"Idempotency-Key": "first", "Prefer": "wait=60"}
     answer = service.post(graph, headers=first)
-    assert answer.content == made[0].plan
+    assert answer.content == made[0].document
     assert "ETag" not in answer.headers
     later = service.post(graph, wait=60)
-    assert later.content == made[1].plan
+    assert later.content == made[1].document
     assert later.headers["ETag"]
     again = service.post(graph, headers=first)
-    assert again.content == made[0].plan
+    assert again.content == made[0].document
     assert not {"etag", "content-location"} & set(again.headers)

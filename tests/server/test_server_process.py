@@ -19,7 +19,7 @@ from support.services import free_port
 from autoshard.client import Client
 from autoshard.plan import Plan
 from autoshard_server import Settings
-from autoshard_server.stores import open_stores
+from autoshard_server.store.database import open_stores
 
 
 def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> None:
@@ -98,7 +98,7 @@ def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
     told = [event for event in events if event.startswith("worker_")]
     assert told == [
         "worker_started",
-        "worker_shown",
+        "worker_serving",
         "worker_unfit",
         "worker_draining",
         "worker_ended",
@@ -109,13 +109,13 @@ def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
 def test_processes_that_count_together_show_each_figure_once(tmp_path: Path) -> None:
     code = (
         "from autoshard_server import Settings, ThreadExecutor\n"
-        "from autoshard_server.answering.service import Service\n"
-        "from autoshard_server.http.exposition import exposition\n"
-        "from autoshard_server.telemetry.figures import job_seconds\n"
+        "from autoshard_server.service import Service\n"
+        "from autoshard_server.routes.health import service_metrics\n"
+        "from autoshard_server.telemetry import job_seconds\n"
         "job_seconds.labels('plan', 'succeeded').observe(1)\n"
         "service = Service(Settings(store_url='sqlite://', num_workers=0), ThreadExecutor(None))\n"
-        "exposition(service)\n"
-        "print(exposition(service).decode())\n"
+        "service_metrics(service)\n"
+        "print(service_metrics(service).decode())\n"
     )
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for number in (1, 2):

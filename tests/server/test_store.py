@@ -13,11 +13,10 @@ from autoshard_server.problems import ServerError
 from autoshard_server.store import (
     PLANS,
     ApiKeyStore,
-    Cursor,
     GraphStore,
+    IdempotencyRecord,
     IdempotencyStore,
     PlanIndex,
-    Reply,
     TopologyStore,
 )
 from autoshard_solver_cache import SolverCache
@@ -26,19 +25,20 @@ from autoshard_solver_cache import SolverCache
 def test_topologies_are_replaced_under_their_names(engine: Engine) -> None:
     store = TopologyStore(engine)
     with ThreadPoolExecutor(6) as pool:
-        put = list(pool.map(lambda i: store.put("a", f"{i}", most=9), range(12)))
+        put = list(pool.map(lambda i: store.put("a", f"{i}", max_stored=9), range(12)))
     assert sum(is_new for _, is_new in put) == 1
     assert len({info.created_at for info, _ in put}) == 1
-    kept = store.get("a")
-    assert kept is not None
-    assert kept.info in [info for info, _ in put]
-    assert kept.info.sha256 == hashlib.sha256(kept.document.encode()).hexdigest()
+    document = store.get("a")
+    assert document is not None
+    (listed,) = store.list()
+    assert listed in [entry for entry, _ in put]
+    assert listed.sha256 == hashlib.sha256(document.encode()).hexdigest()
     for name in ("b", "B"):
-        store.put(name, "{}", most=3)
+        store.put(name, "{}", max_stored=3)
     assert [info.name for info in store.list()] == ["B", "a", "b"]
     with pytest.raises(ServerError, match=r"3 topologies are stored.*AUTOSHARD_MAX_TOPOLOGIES"):
-        store.put("c", "{}", most=3)
-    assert not store.put("b", "[]", most=3)[1]
+        store.put("c", "{}", max_stored=3)
+    assert not store.put("b", "[]", max_stored=3)[1]
     assert store.get("c") is None
     assert store.get("a\x00") is None
     assert (store.delete("b"), store.delete("b")) == (True, False)
@@ -50,15 +50,15 @@ def test_an_idempotency_key_stands_for_the_first_request(engine: Engine) -> None
     bodies = [letter * 64 for letter in "abcdefgh"]
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda body: keys.reserve("me", "k", body), bodies))
-    assert len({reply.body_sha256 for reply in got}) == 1
+    assert len({record.body_sha256 for record in got}) == 1
     first = got[0]
-    assert first.answer == {}
-    keys.answer("me", "k", "z" * 64, {"job": "another body's"})
+    assert first.job_id is None
+    keys.set_job("me", "k", "z" * 64, "another body's")
     assert keys.find("me", "k") == first
-    for job in (1, 2):
-        keys.answer("me", "k", first.body_sha256, {"job": job})
+    for job in ("1", "2"):
+        keys.set_job("me", "k", first.body_sha256, job)
     assert keys.find("me", "k") == keys.reserve("me", "k", "c" * 64)
-    assert keys.reserve("me", "k", "c" * 64) == Reply(first.body_sha256, {"job": 1})
+    assert keys.reserve("me", "k", "c" * 64) == IdempotencyRecord(first.body_sha256, "1")
     assert keys.find("you", "k") is None
     assert keys.find("me", "K" * 10_000) is None
     assert keys.purge() == 0
@@ -69,11 +69,11 @@ def test_an_idempotency_key_is_forgotten_in_time(
 ) -> None:
     keys = IdempotencyStore(engine, lifetime=60)
     keys.reserve("me", "k", "b" * 64)
-    keys.answer("me", "k", "b" * 64, {"job": 1})
+    keys.set_job("me", "k", "b" * 64, "1")
     later = time.time() + 61
     monkeypatch.setattr(time, "time", lambda: later)
     assert keys.find("me", "k") is None
-    assert keys.reserve("me", "k", "c" * 64) == Reply("c" * 64, {})
+    assert keys.reserve("me", "k", "c" * 64) == IdempotencyRecord("c" * 64)
     keys.reserve("me", "l", "c" * 64)
     monkeypatch.setattr(time, "time", lambda: later + 61)
     assert keys.purge() == 2
@@ -136,17 +136,16 @@ def test_graphs_are_kept_by_their_digests(engine: Engine) -> None:
     graphs = GraphStore(cache)
     info, is_new = graphs.put(b"graph")
     assert is_new
-    assert (graphs.put(b"graph"), graphs.info(info.sha256)) == ((info, False), info)
+    assert (graphs.put(b"graph"), graphs.info(info.key)) == ((info, False), info)
     assert info.size == 5
-    assert graphs.get(info.sha256) == b"graph"
+    assert graphs.get(info.key) == b"graph"
     # Something else under the digest, intact by the cache's own measure.
-    cache.delete("graphs", info.sha256)
-    cache.put("graphs", info.sha256, b"other")
-    assert graphs.get(info.sha256) is None
+    cache.delete("graphs", info.key)
+    cache.put("graphs", info.key, b"other")
+    assert graphs.get(info.key) is None
     assert graphs.put(b"graph")[1]
-    assert graphs.delete(info.sha256)
-    assert not graphs.delete(info.sha256)
-    assert graphs.info(info.sha256) is None
+    assert cache.delete("graphs", info.key)
+    assert graphs.info(info.key) is None
 
 
 def plan_document(number: int, digest: str = "d") -> bytes:
@@ -168,22 +167,23 @@ def test_plans_are_listed_from_new_to_old_without_opening_them(engine: Engine) -
         cache.put(PLANS, name, plan_document(i, "ab"[i % 2]))
         index.add(name, plan_document(i, "ab"[i % 2]))
         index.add(name, plan_document(i))
-    first = index.page(limit=1)[0]
-    assert (first.mesh, first.peak_memory, first.mode) == ((("dp", 2),), 1 << 40, "training")
+    (first,), _ = index.page(limit=1)
+    assert (first.mesh, first.peak_memory, first.mode) == ([("dp", 2)], 1 << 40, "training")
     assert first.size == len(plan_document(6))
     # What the cache has dropped is not listed, and leaves no gap in a page.
     for gone in ("plan 2", "plan 4"):
         cache.delete(PLANS, gone)
-    pages, after = [], None
-    while page := index.page(after=after, limit=2):
+    page, after = index.page(limit=2)
+    pages = [[plan.id for plan in page]]
+    while after is not None:
+        page, after = index.page(after=after, limit=2)
         pages.append([plan.id for plan in page])
-        after = Cursor(page[-1].created_at, page[-1].id)
     assert pages == [["plan 6", "plan 5"], ["plan 3", "plan 1"], ["plan 0"]]
-    assert [plan.id for plan in index.page(graph_digest="b")] == ["plan 5", "plan 3", "plan 1"]
+    assert [plan.id for plan in index.page(graph_digest="b")[0]] == ["plan 5", "plan 3", "plan 1"]
     cache.put(PLANS, "imported", plan_document(8))
     assert index.refresh() == 3
     assert index.refresh() == 0
-    assert index.page(limit=1)[0].id == "imported"
+    assert index.page(limit=1)[0][0].id == "imported"
 
 
 def test_a_plan_that_cannot_be_listed_hides_no_other(
@@ -201,8 +201,8 @@ def test_a_plan_that_cannot_be_listed_hides_no_other(
         cache.put(PLANS, key, document)
     while index.refresh():
         pass
-    assert {plan.id for plan in index.page()} == set(good)
-    assert {plan.num_parameters for plan in index.page()} == {(1 << 63) - 1, 1 << 40}
+    assert {plan.id for plan in index.page()[0]} == set(good)
+    assert {plan.num_parameters for plan in index.page()[0]} == {(1 << 63) - 1, 1 << 40}
     assert len(caplog.records) == len(bad)
     # Nor does it hold up who has made it; put anew, it is looked at anew.
     index.add("g", b"no JSON")

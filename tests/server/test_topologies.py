@@ -15,7 +15,7 @@ from autoshard.mesh import Topology, get_topology, topology_from_json, topology_
 from autoshard.plan import Plan
 from autoshard_server import Settings, ThreadExecutor
 from autoshard_server.solvers.solving import solve
-from autoshard_server.stores import open_stores
+from autoshard_server.store.database import open_stores
 
 
 def cluster(name: str, bandwidth: float = 1e9) -> Topology:
@@ -217,7 +217,7 @@ def test_a_client_may_name_one(service: Any, make_graph: Any, tmp_path: Path) ->
     with Client(service.url, cache=tmp_path) as client:
         found = client.plan(make_graph(40), mesh=mesh)
         assert found.mesh.topology == cluster("named")
-        with pytest.raises(RequestRejectedError, match="'nobody' is unknown"):
+        with pytest.raises(RequestRejectedError, match="unknown topology 'nobody'"):
             client.plan(make_graph(40), mesh={**mesh, "topology": "nobody"})
     service.http.delete("/v1/topologies/named")
 

@@ -14,13 +14,12 @@ from support.crew import crew, is_running
 from support.services import listening
 
 from autoshard_server import ProcessExecutor, Settings
-from autoshard_server.jobs.job import JobState
+from autoshard_server.app import create_worker_app
 from autoshard_server.problems import TYPE_PREFIX
 from autoshard_server.solvers.executor import Solver
-from autoshard_server.solvers.health import MOST_LOST, Health
-from autoshard_server.store import EventKind
-from autoshard_server.stores import open_stores
-from autoshard_server.worker_app import create_worker_app
+from autoshard_server.solvers.workers import MAX_LOST, SolverHealth
+from autoshard_server.store import EventKind, JobState
+from autoshard_server.store.database import open_stores
 
 TOLD = [sys.executable, str(Path(__file__).parent / "programs" / "told.py")]
 
@@ -105,16 +104,16 @@ def test_reports_in_quick_succession_are_few_events() -> None:
 
 def test_solvers_lost_in_a_row_say_that_a_worker_is_unfit() -> None:
     now = 0.0
-    health = Health(lambda: now)
+    health = SolverHealth(lambda: now)
     pauses = []
-    for _ in range(MOST_LOST - 1):
+    for _ in range(MAX_LOST - 1):
         health.lost()
-        pauses.append(health.pause)
+        pauses.append(health.delay)
         assert health.is_good
-    health.proved()
+    health.ready()
     for _ in range(9):
         health.lost()
-        pauses.append(health.pause)
+        pauses.append(health.delay)
     assert not health.is_good
     assert pauses == [0, 1, 0, 1, 2, 4, 8, 16, 30, 30, 30]
     health.prepared()

@@ -10,10 +10,9 @@ from typing import Any
 import psutil
 
 from autoshard_server import Executor, Settings
-from autoshard_server.jobs.job import Job
 from autoshard_server.solvers.workers import Workers
-from autoshard_server.store import EventKind
-from autoshard_server.stores import Stores, open_stores
+from autoshard_server.store import EventKind, Job
+from autoshard_server.store.database import Stores, open_stores
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""What is between the wire and the routes: callers, bodies, problems, the specification."""
+"""The HTTP layer: authentication, bodies, errors, and the OpenAPI specification."""

@@ -1,4 +1,4 @@
-"""Who asks, and what they may do: API keys with scopes."""
+"""Authentication and authorization: API keys with scopes."""
 
 import hashlib
 import ipaddress
@@ -15,23 +15,23 @@ from cachetools import TTLCache
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from autoshard_server.problems import FORBIDDEN, UNAUTHENTICATED, ServerError
+from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.settings import Settings
 from autoshard_server.store import ApiKey, ApiKeyStore
 
-_TRUST_SECONDS = 2.0
-"""For how long a key that was looked up counts without looking again; a revoked one too."""
+_TTL = 2.0
+"""Seconds for which a key is used without reading it again, also if it was revoked meanwhile."""
 
-_MOST_TRUSTED = 10_000
+_MAX_KEYS = 10_000
 
 
 class Scope(StrEnum):
-    """What a key may allow."""
+    """Permissions of a key."""
 
     READ = "read"
-    """Plans, jobs, graphs and topologies that are there."""
+    """Reading plans, jobs, graphs and topologies."""
     PLAN = "plan"
-    """Asking for what takes work, and cancelling it; and reading."""
+    """Submitting and cancelling jobs, uploading; and reading."""
     METRICS = "metrics"
     """GET /metrics."""
     ADMIN = "admin"
@@ -48,64 +48,63 @@ _IMPLIED = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks.
+    """The caller of a request.
 
     Attributes:
-        name: of the key, which two keys share while one replaces the other; None where keys
-            are not needed.
-        scopes: what is allowed.
+        name: of the key, which two keys share while one replaces the other; None without keys.
+        scopes: permissions.
     """
 
     name: str | None
     scopes: frozenset[Scope]
 
 
-ANYBODY = Caller(None, frozenset(Scope))
-"""Whoever asks where keys are not needed."""
+_ANONYMOUS = Caller(None, frozenset(Scope))
+"""Every caller, if keys are not required."""
 
 
-class Guard:
-    """Tells callers by their keys.
+class Authenticator:
+    """Finds the caller of a request by its key.
 
     Args:
-        keys: that were given out.
-        settings: whether a key is needed.
+        keys: of the callers.
+        settings: whether a key is required.
     """
 
     def __init__(self, keys: ApiKeyStore, settings: Settings) -> None:
         self._keys = keys
         self._mode = settings.auth
-        self._trusted: TTLCache[bytes, ApiKey] = TTLCache(_MOST_TRUSTED, _TRUST_SECONDS)
+        self._recent: TTLCache[bytes, ApiKey] = TTLCache(_MAX_KEYS, _TTL)
         self._lock = Lock()
 
     async def caller(self, request: Request, token: str | None) -> Caller:
-        """Who asks.
+        """The caller of a request.
 
         Raises:
-            ServerError: UNAUTHENTICATED, where a key is needed and none that counts was sent;
-                FORBIDDEN, where none is needed, but a page of another site asks.
+            ServerError: UNAUTHENTICATED, if a key is required and no valid one was sent;
+                FORBIDDEN, if none is required, but the request comes from another site's page.
         """
-        if not self.is_needed(request):
+        if not self._is_required(request):
             if self._mode == "auto":
                 _refuse_other_sites(request)
-            return ANYBODY
+            return _ANONYMOUS
         if token is None:
             raise _unauthenticated("send 'Authorization: Bearer KEY'")
         digest = hashlib.sha256(token.encode()).digest()
         with self._lock:
-            key = self._trusted.get(digest)
+            key = self._recent.get(digest)
         if key is None:
             key = await anyio.to_thread.run_sync(self._keys.authenticate, token)
             if key is None:
                 raise _unauthenticated("the key is unknown, revoked or expired")
             with self._lock:
-                self._trusted[digest] = key
+                self._recent[digest] = key
         known = {scope.value for scope in Scope}
         scopes = (_IMPLIED[Scope(scope)] for scope in key.scopes if scope in known)
         return Caller(key.name, frozenset().union(*scopes))
 
-    def is_needed(self, request: Request) -> bool:
-        """Whether a key is needed: `auto` asks which address the caller has reached."""
+    def _is_required(self, request: Request) -> bool:
+        """Whether a key is required; `auto` decides by the address that the request reached."""
         if self._mode == "auto":
             server = request.scope.get("server")
             return not is_loopback(server[0] if server else "")
@@ -113,7 +112,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; a socket in the file system is one."""
+    """Whether only this machine can reach an address, such as a Unix socket."""
     if host == "localhost" or host.startswith("/"):
         return True
     try:
@@ -123,23 +122,23 @@ def is_loopback(host: str) -> bool:
 
 
 def _refuse_other_sites(request: Request) -> None:
-    """Keep out pages in a browser of this machine, and names that lead here (DNS rebinding).
+    """Refuse pages of other sites in a local browser, and DNS rebinding.
 
     Raises:
         ServerError: FORBIDDEN.
     """
     server = request.scope.get("server")
     if server and server[0].startswith("/"):
-        # No browser reaches a socket in the file system.
+        # No browser connects to a Unix socket.
         return
     host, origin = request.headers.get("host"), request.headers.get("origin")
     for header, address in (("Host", host and f"//{host}"), ("Origin", origin)):
         if address and not is_loopback(_host_of(address)):
             raise ServerError(
-                FORBIDDEN,
+                ProblemType.FORBIDDEN,
                 f"the {header} {address.removeprefix('//')!r} is not this machine, and without "
-                "keys only this machine may ask; start the service with --auth and send a key, "
-                "or with --no-auth",
+                "keys only this machine may send requests; start the service with --auth and send "
+                "a key, or with --no-auth",
             )
 
 
@@ -153,26 +152,26 @@ def _host_of(address: str) -> str:
 _bearer = HTTPBearer(
     auto_error=False,
     scheme_name="apiKey",
-    description="A key of `autoshard keys create`; not needed on loopback.",
+    description="A key of `autoshard keys create`; not required on loopback.",
 )
 
 
-def needs(scope: Scope) -> Callable[..., Coroutine[Any, Any, Caller]]:
-    """A dependency: the caller, if a key allows what the scope stands for."""
+def _requires(scope: Scope) -> Callable[..., Coroutine[Any, Any, Caller]]:
+    """A dependency: the caller, if its key has a scope."""
 
     async def allowed(
         request: Request,
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     ) -> Caller:
-        guard: Guard = request.app.state.guard
+        authenticator: Authenticator = request.app.state.authenticator
         token = None if credentials is None else credentials.credentials
-        caller = await guard.caller(request, token)
+        caller = await authenticator.caller(request, token)
         if caller.name is not None:
             structlog.contextvars.bind_contextvars(caller=caller.name)
         if scope not in caller.scopes:
             raise ServerError(
-                FORBIDDEN,
-                f"this needs the scope {scope.value!r}, and the key has "
+                ProblemType.FORBIDDEN,
+                f"this requires the scope {scope.value!r}, and the key has "
                 f"{sorted(s.value for s in caller.scopes)}",
                 headers={"WWW-Authenticate": f'Bearer error="insufficient_scope", scope="{scope}"'},
             )
@@ -182,9 +181,9 @@ def needs(scope: Scope) -> Callable[..., Coroutine[Any, Any, Caller]]:
 
 
 def _unauthenticated(detail: str) -> ServerError:
-    return ServerError(UNAUTHENTICATED, detail, headers={"WWW-Authenticate": "Bearer"})
+    return ServerError(ProblemType.UNAUTHENTICATED, detail, headers={"WWW-Authenticate": "Bearer"})
 
 
-Reader = Annotated[Caller, Depends(needs(Scope.READ))]
-Planner = Annotated[Caller, Depends(needs(Scope.PLAN))]
-Scraper = Annotated[Caller, Depends(needs(Scope.METRICS))]
+Reader = Annotated[Caller, Depends(_requires(Scope.READ))]
+Planner = Annotated[Caller, Depends(_requires(Scope.PLAN))]
+Scraper = Annotated[Caller, Depends(_requires(Scope.METRICS))]

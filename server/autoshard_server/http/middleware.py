@@ -1,4 +1,4 @@
-"""Around every request: an id, a line in the log, and figures."""
+"""Middleware for every request: an id, a log line, and metrics."""
 
 import re
 import time
@@ -7,11 +7,11 @@ from uuid import uuid4
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from autoshard_server.problems import INTERNAL, PROBLEM_MEDIA_TYPE, problem_of
-from autoshard_server.telemetry.figures import request_seconds, requests_total
+from autoshard_server.http.errors import problem_response
+from autoshard_server.problems import problem_of
+from autoshard_server.telemetry import request_seconds, requests_total
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -21,10 +21,10 @@ _log = structlog.get_logger("autoshard_server.access")
 
 
 class RequestLog:
-    """Gives each request an id, or takes over the caller's, and records what became of it.
+    """Gives each request an id, unless the caller sends one, and records its outcome.
 
-    An exception that nobody expected is logged here, and answered as a problem.
-    The id is in the answer's `X-Request-ID` and in every log line of the request.
+    Unexpected exceptions are logged here, and answered as a problem. The id is in the answer's
+    `X-Request-ID` and in every log line of the request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -58,10 +58,9 @@ class RequestLog:
         except Exception as error:
             _log.exception("request_failed")
             if status:
-                # The answer is under way already: only breaking it off tells the truth.
+                # The answer has started: the only way to report an error is to abort it.
                 raise
-            answer = JSONResponse(problem_of(error), INTERNAL.status, media_type=PROBLEM_MEDIA_TYPE)
-            await answer(scope, receive, send_with_id)
+            await problem_response(problem_of(error))(scope, receive, send_with_id)
         finally:
             _record(scope, int(status), time.monotonic() - started)
 

@@ -6,163 +6,148 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from autoshard.mesh import get_topology, topology_to_json
-from autoshard_server.answering.requests import (
+from autoshard_server.http.documents import JobDocument, Problem
+from autoshard_server.http.parameters import JSON
+from autoshard_server.problems import PROBLEM_MEDIA_TYPE, ProblemType, problem_document
+from autoshard_server.requests import (
+    ComparePlansRequest,
     CoverageRequest,
-    GraphPlanOrder,
-    PlanLookup,
-    PlanOrder,
-    PlanPair,
+    CreatePlanOfGraphRequest,
+    CreatePlanRequest,
+    LookUpPlanRequest,
     SearchRequest,
-)
-from autoshard_server.http.documents import Problem
-from autoshard_server.problems import (
-    CANCELLED,
-    CRASHED,
-    DEADLINE,
-    FORBIDDEN,
-    INTERNAL,
-    MEMORY,
-    OTHER_RELEASE,
-    PROBLEM_MEDIA_TYPE,
-    STORE_FULL,
-    TOO_MANY,
-    UNAUTHENTICATED,
-    UNAVAILABLE,
-    ProblemType,
-    problem_document,
 )
 
 _REF = "#/components/schemas/{model}"
 
-_HEADERS = {
-    "Autoshard-Cache": "`hit` where the plan was there before, else `miss`.",
+_ANSWER_HEADERS = {
+    "Autoshard-Cache": "`hit` if the result was cached before, else `miss`.",
     "Cache-Control": "Plans are immutable.",
-    "Content-Location": "Where the plan can be had; absent where time ran out.",
-    "ETag": "Digest of what is answered, of a plan its id; strong.",
+    "Content-Location": "Address of the plan; absent if time ran out.",
+    "ETag": "Digest of the answer, of a plan its id; strong.",
     "Location": "The job, or what was stored.",
-    "Retry-After": "Seconds after which to ask again.",
+    "Retry-After": "Seconds after which to retry.",
 }
 
 _MESH_EXAMPLE: dict[str, Any] = {"shape": [2, 4], "topology": "h100-sxm"}
 _DIGEST = "0" * 64
 
-_HEADER_PARAMETERS = {
-    "Prefer": (
-        "wait=10",
-        "Wait up to so many seconds for the result (RFC 7240); capped.",
-    ),
+_REQUEST_HEADERS = {
+    "Prefer": ("wait=10", "Wait up to so many seconds for the result (RFC 7240); capped."),
     "Idempotency-Key": (
         "a3b8d6f0",
         (
-            "Names this request for 24 hours: sent again, it gets the same job. Another request "
-            "under the same key is refused."
+            "Identifies this request for 24 hours: repeated, it gets the same job. Another request "
+            "with the same key is refused."
         ),
     ),
-    "If-Match": (f'"{_DIGEST}"', "Change it only where this is what is there."),
+    "If-Match": (f'"{_DIGEST}"', "Change it only if it has this ETag."),
     "If-None-Match": (
         f'"{_DIGEST}"',
-        "Answer 304 where this is what the caller has; with PUT, `*` replaces nothing.",
+        "Answer 304 if it has this ETag; with PUT, `*` replaces nothing.",
     ),
-    "Last-Event-ID": ("3", "Number of the last event that was seen; later ones follow."),
 }
 
+BODY_PROBLEMS = (
+    ProblemType.TOO_LARGE,
+    ProblemType.MEDIA_TYPE,
+    ProblemType.CONTENT_CODING,
+    ProblemType.REQUEST,
+)
+"""Problems of a route that reads a body."""
 
-def taken_headers(*names: str) -> list[dict[str, Any]]:
-    """Headers that a route reads, which FastAPI cannot see in its signature."""
-    return [
-        {
-            "name": name,
-            "in": "header",
-            "required": False,
-            "schema": {"type": "string"},
-            "example": _HEADER_PARAMETERS[name][0],
-            "description": _HEADER_PARAMETERS[name][1],
-        }
-        for name in names
-    ]
+UPLOAD_PROBLEMS = (
+    ProblemType.ARCHIVE,
+    *BODY_PROBLEMS,
+    ProblemType.PROGRAM,
+    ProblemType.UNSUPPORTED,
+    ProblemType.GRAPH,
+    ProblemType.LIMIT,
+)
+"""Problems of a route that reads a graph."""
+
+PLANNING_PROBLEMS = (
+    *BODY_PROBLEMS,
+    ProblemType.MESH,
+    ProblemType.OPTIONS,
+    ProblemType.LIMIT,
+    ProblemType.INPUT,
+)
+"""Problems of a route that takes a mesh and options."""
+
+JOB_PROBLEMS = (
+    ProblemType.CANCELLED,
+    ProblemType.OTHER_RELEASE,
+    ProblemType.TOO_MANY_JOBS,
+    ProblemType.SOLVER_CRASHED,
+    ProblemType.OUT_OF_MEMORY,
+    ProblemType.DEADLINE,
+)
+"""Problems of a route that answers with the result of a job."""
+
+_COMMON_PROBLEMS = (
+    ProblemType.UNAUTHENTICATED,
+    ProblemType.FORBIDDEN,
+    ProblemType.UNAVAILABLE,
+    ProblemType.STORE_FULL,
+)
+"""Problems of every route that may require a key and reads the database."""
 
 
-def json_body(model: type[BaseModel], **example: Any) -> dict[str, Any]:
-    """The content of a JSON body, which is read within a limit of its own."""
-    schema = {"$ref": _REF.format(model=model.__name__)}
-    return {"application/json": {"schema": schema, "example": example}}
+def describe(
+    *problems: ProblemType,
+    headers: tuple[str, ...] = (),
+    body: Mapping[str, Any] | None = None,
+    answers: Mapping[int, tuple[str, ...]] | None = None,
+    content: Mapping[str, Any] | None = None,
+    created: type[BaseModel] | None = None,
+    job: str = "",
+) -> dict[str, Any]:
+    """Arguments of a route's decorator that describe it in the specification.
 
-
-def takes(*headers: str, **content: dict[str, Any]) -> dict[str, Any]:
-    """What a route reads besides its path and query: headers, and `content` by media type."""
-    found: dict[str, Any] = {"parameters": taken_headers(*headers)} if headers else {}
-    if content:
-        found["requestBody"] = {"required": True, "content": content}
-    return found
-
-
-PLAN_BODY: dict[str, Any] = {
-    "multipart/form-data": {
-        "schema": {
-            "type": "object",
-            "required": ["graph", "request"],
-            "properties": {
-                "graph": {
-                    "type": "string",
-                    "contentMediaType": "application/octet-stream",
-                    "description": "A .pt2 archive of torch.export.save, or its "
-                    "models/model.json; sent as a file.",
-                },
-                "request": {"$ref": _REF.format(model="PlanOrder")},
-            },
-        },
-        "encoding": {"request": {"contentType": "application/json"}},
-        "example": {
-            "graph": "(bytes of model.pt2)",
-            "request": {"mesh": _MESH_EXAMPLE, "options": {"mode": "training"}},
-        },
-    },
-    **json_body(GraphPlanOrder, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE),
-}
-"""The body of POST /v1/plans: with the graph, or with the digest of one that is stored."""
-
-LOOKUP_BODY = json_body(PlanLookup, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE)
-SEARCH_BODY = json_body(SearchRequest, graph_sha256=_DIGEST, num_devices=8, topology="h100-sxm")
-COVERAGE_BODY = json_body(CoverageRequest, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE)
-PAIR_BODY = json_body(PlanPair, before=_DIGEST, after="1" * 64)
-
-GRAPH_BODY: dict[str, Any] = {
-    "application/octet-stream": {
-        "schema": {
-            "type": "string",
-            "contentMediaType": "application/octet-stream",
-            "description": "A .pt2 archive of torch.export.save, or its models/model.json.",
-        }
+    Args:
+        *problems: that it can answer with, besides the common ones.
+        headers: that it reads.
+        body: content of its request body, by media type.
+        answers: by status: a description, then the names of headers.
+        content: of the answer 200, by media type, if it is not JSON.
+        created: document of the answer 201.
+        job: description of the job that makes the result; empty if there is none.
+    """
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"description": text, **_answer_headers(*names)}
+        for status, (text, *names) in (answers or {}).items()
     }
-}
-"""The body of PUT /v1/graphs/{digest}."""
-
-TOPOLOGY_BODY: dict[str, Any] = {
-    "application/json": {
-        "schema": {"$ref": _REF.format(model="Topology")},
-        "example": {
-            **json.loads(topology_to_json(get_topology("h100-sxm"), indent=None)),
-            "name": "my-cluster",
-        },
+    if content is not None:
+        responses[200]["content"] = content
+    if created is not None:
+        responses[201]["model"] = created
+    if job:
+        names = ("Location", "Retry-After", "Autoshard-Cache")
+        responses[202] = {"model": JobDocument, "description": job, **_answer_headers(*names)}
+    problems += JOB_PROBLEMS if job else ()
+    extra: dict[str, Any] = {}
+    if headers:
+        extra["parameters"] = [_request_header(name) for name in headers]
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": body}
+    return {
+        "openapi_extra": extra or None,
+        "responses": {**responses, **problem_answers(*_COMMON_PROBLEMS, *problems)},
     }
-}
-"""The body of PUT /v1/topologies/{name}."""
 
 
-def answer_headers(*names: str) -> dict[str, Any]:
-    """Descriptions of the headers of an answer."""
-    return {name: {"description": _HEADERS[name], "schema": {"type": "string"}} for name in names}
-
-
-def problem_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
+def problem_answers(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
     """Descriptions of the problems that a route can answer with, by status."""
     answers: dict[int | str, dict[str, Any]] = {}
-    for status in sorted({kind.status for kind in (*kinds, INTERNAL)}):
-        same = [kind for kind in (*kinds, INTERNAL) if kind.status == status]
+    kinds = dict.fromkeys((*problems, ProblemType.INTERNAL))
+    for status in sorted({kind.status for kind in kinds}):
+        same = [kind for kind in kinds if kind.status == status]
         examples = {kind.slug: {"value": problem_document(kind, kind.meaning)} for kind in same}
         schema = {"$ref": _REF.format(model="Problem")}
         answers[status] = {
@@ -172,13 +157,88 @@ def problem_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
     return answers
 
 
-JOB_PROBLEMS = (CANCELLED, OTHER_RELEASE, TOO_MANY, CRASHED, MEMORY, DEADLINE)
-"""What can go wrong with a job, of a route that answers with what one makes."""
+def operation_id(route: APIRoute) -> str:
+    """The id of an operation: the function's name in camel case."""
+    first, *rest = route.name.split("_")
+    return first + "".join(word.title() for word in rest)
 
 
-def guarded_answers(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
-    """The problems of a route that may need a key and asks the store."""
-    return problem_answers(UNAUTHENTICATED, FORBIDDEN, UNAVAILABLE, STORE_FULL, *kinds)
+def _answer_headers(*names: str) -> dict[str, Any]:
+    schema = {"type": "string"}
+    found = {name: {"description": _ANSWER_HEADERS[name], "schema": schema} for name in names}
+    return {"headers": found} if found else {}
+
+
+def _request_header(name: str) -> dict[str, Any]:
+    """A header that a route reads itself, so that FastAPI does not see it."""
+    example, description = _REQUEST_HEADERS[name]
+    return {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "schema": {"type": "string"},
+        "example": example,
+        "description": description,
+    }
+
+
+def _json_body(model: type[BaseModel], **example: Any) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {JSON: {"schema": schema, "example": example}}
+
+
+def _bytes_schema(description: str) -> dict[str, Any]:
+    return {
+        "type": "string",
+        "contentMediaType": "application/octet-stream",
+        "description": description,
+    }
+
+
+PLAN_BODY: dict[str, Any] = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["graph", "request"],
+            "properties": {
+                "graph": _bytes_schema(
+                    "A .pt2 archive of torch.export.save, or its models/model.json; sent as a file."
+                ),
+                "request": {"$ref": _REF.format(model="CreatePlanRequest")},
+            },
+        },
+        "encoding": {"request": {"contentType": JSON}},
+        "example": {
+            "graph": "(bytes of model.pt2)",
+            "request": {"mesh": _MESH_EXAMPLE, "options": {"mode": "training"}},
+        },
+    },
+    **_json_body(CreatePlanOfGraphRequest, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE),
+}
+"""The body of POST /v1/plans: with the graph, or with the digest of a stored one."""
+
+LOOKUP_BODY = _json_body(LookUpPlanRequest, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE)
+SEARCH_BODY = _json_body(SearchRequest, graph_sha256=_DIGEST, num_devices=8, topology="h100-sxm")
+COVERAGE_BODY = _json_body(CoverageRequest, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE)
+COMPARE_BODY = _json_body(ComparePlansRequest, before=_DIGEST, after="1" * 64)
+
+GRAPH_BODY: dict[str, Any] = {
+    "application/octet-stream": {
+        "schema": _bytes_schema("A .pt2 archive of torch.export.save, or its models/model.json.")
+    }
+}
+"""The body of PUT /v1/graphs/{digest}."""
+
+TOPOLOGY_BODY: dict[str, Any] = {
+    JSON: {
+        "schema": {"$ref": _REF.format(model="Topology")},
+        "example": {
+            **json.loads(topology_to_json(get_topology("h100-sxm"), indent=None)),
+            "name": "my-cluster",
+        },
+    }
+}
+"""The body of PUT /v1/topologies/{name}."""
 
 
 def specification(app: FastAPI) -> dict[str, Any]:
@@ -190,14 +250,21 @@ def specification(app: FastAPI) -> dict[str, Any]:
         routes=app.routes,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
-    given = (GraphPlanOrder, PlanLookup, PlanOrder, PlanPair, SearchRequest, CoverageRequest)
+    bodies = (
+        CreatePlanOfGraphRequest,
+        LookUpPlanRequest,
+        CreatePlanRequest,
+        ComparePlansRequest,
+        SearchRequest,
+        CoverageRequest,
+    )
     _, extra = models_json_schema(
-        [*((model, "validation") for model in given), (Problem, "serialization")],
+        [*((model, "validation") for model in bodies), (Problem, "serialization")],
         ref_template=_REF,
     )
     schemas: dict[str, Any] = found["components"]["schemas"]
     schemas.update(extra["$defs"])
-    # Checked by `mesh_from_json` when it arrives; what it looks like is known all the same.
+    # Validated by `mesh_from_json` when it arrives; its schema is known nevertheless.
     schemas["MeshDocument"] = {"$ref": _REF.format(model="Mesh")}
     for path in found["paths"].values():
         for operation in path.values():

@@ -1,4 +1,4 @@
-"""Graphs: uploaded once by digest, planned many times."""
+"""Graphs: uploaded once by digest, planned many times; mesh searches and operator coverage."""
 
 import hashlib
 from functools import partial
@@ -7,106 +7,158 @@ from http import HTTPStatus
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
-from autoshard_server import problems
-from autoshard_server.answering.service import Service
+from autoshard.client.results import MeshSearch
+from autoshard.plan import Coverage
 from autoshard_server.http.auth import Planner, Reader
-from autoshard_server.http.documents import (
-    GraphDocument,
-    UploadedGraph,
-    graph_document,
-    uploaded_graph,
+from autoshard_server.http.documents import GraphDocument, UploadedGraph
+from autoshard_server.http.parameters import (
+    GraphDigest,
+    ServiceParameter,
+    media_type,
+    read_bytes,
+    read_json,
 )
 from autoshard_server.http.specification import (
+    COVERAGE_BODY,
     GRAPH_BODY,
-    answer_headers,
-    guarded_answers,
-    takes,
+    PLANNING_PROBLEMS,
+    SEARCH_BODY,
+    UPLOAD_PROBLEMS,
+    describe,
 )
-from autoshard_server.http.uploads import media_type, read_bytes
-from autoshard_server.problems import CONTENT, GRAPH_UNKNOWN, MEDIA_TYPE, ServerError
-from autoshard_server.routes.parameters import GraphDigest, ServiceHere
+from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.requests import (
+    CoverageRequest,
+    SearchRequest,
+    coverage_task,
+    search_task,
+    topology_name,
+)
+from autoshard_server.routes.responses import DEFAULT_WAIT, result_response, run_once
+from autoshard_server.service import Result, graph_unknown
+from autoshard_server.store import Job
 
 router = APIRouter(tags=["graphs"])
 
 _BYTES = "application/octet-stream"
 
-_NOT_THERE = guarded_answers(problems.GRAPH_UNKNOWN, problems.REQUEST)
-
 
 @router.put(
     "/v1/graphs/{digest:segment}",
-    operation_id="putGraph",
-    summary="Store a graph",
-    openapi_extra=takes(**GRAPH_BODY),
-    responses={
-        200: {"description": "It was stored before."},
-        201: {
-            "model": UploadedGraph,
-            "description": "It is stored now.",
-            "headers": answer_headers("Location"),
-        },
-        **guarded_answers(
-            problems.ARCHIVE,
-            problems.TOO_LARGE,
-            problems.MEDIA_TYPE,
-            problems.CODING,
-            problems.CONTENT,
-            problems.PROGRAM,
-            problems.UNSUPPORTED,
-            problems.GRAPH,
-            problems.LIMIT,
-            problems.REQUEST,
-        ),
-    },
+    **describe(
+        *UPLOAD_PROBLEMS,
+        ProblemType.DIGEST_MISMATCH,
+        body=GRAPH_BODY,
+        answers={200: ("It was stored before.",), 201: ("It is new.", "Location")},
+        created=UploadedGraph,
+    ),
 )
 async def put_graph(
     digest: GraphDigest,
     request: Request,
     response: Response,
-    service: ServiceHere,
+    service: ServiceParameter,
     _caller: Planner,
 ) -> UploadedGraph:
-    """Store a graph, which is read and checked first. The least recently used go in time."""
+    """Store a graph, which is parsed first. The least recently used are evicted."""
     if media_type(request) not in ("", _BYTES):
-        raise ServerError(MEDIA_TYPE, f"send {_BYTES}")
+        raise ServerError(ProblemType.MEDIA_TYPE, f"send {_BYTES}")
     body = await read_bytes(request, service.settings, "max_body_bytes")
-    found = await service.aside(lambda: hashlib.sha256(body).hexdigest())
+    found = await service.in_parser(lambda: hashlib.sha256(body).hexdigest())
     if found != digest:
-        raise ServerError(CONTENT, f"the bytes have the sha256 {found}, and the path says {digest}")
-    graph = await service.read_graph(body)
-    info, is_new = await service.aside(partial(service.stores.graphs.put, body))
+        raise ServerError(
+            ProblemType.DIGEST_MISMATCH,
+            f"the bytes have the sha256 {found}, and the path says {digest}",
+        )
+    graph = await service.parse_graph(body)
+    info, is_new = await service.in_parser(partial(service.stores.graphs.put, body))
     if is_new:
         response.status_code = HTTPStatus.CREATED
         response.headers["Location"] = f"/v1/graphs/{digest}"
-    return uploaded_graph(info, graph)
+    return UploadedGraph.of_graph(info, graph)
 
 
 @router.get(
-    "/v1/graphs/{digest:segment}",
-    operation_id="getGraph",
-    summary="What is known of a graph",
-    responses=_NOT_THERE,
+    "/v1/graphs/{digest:segment}", **describe(ProblemType.GRAPH_UNKNOWN, ProblemType.REQUEST)
 )
-async def get_graph(digest: GraphDigest, service: ServiceHere, _caller: Reader) -> GraphDocument:
-    """Whether a graph is stored, and what is known of it without reading it."""
-    return await _find(service, digest)
+async def get_graph(
+    digest: GraphDigest, service: ServiceParameter, _caller: Reader
+) -> GraphDocument:
+    """Metadata of a stored graph."""
+    info = await anyio.to_thread.run_sync(service.stores.graphs.info, digest)
+    if info is None:
+        raise graph_unknown(digest)
+    return GraphDocument.of(info)
 
 
 @router.head(
-    "/v1/graphs/{digest:segment}",
-    operation_id="headGraph",
-    summary="Whether a graph is stored",
-    responses=_NOT_THERE,
+    "/v1/graphs/{digest:segment}", **describe(ProblemType.GRAPH_UNKNOWN, ProblemType.REQUEST)
 )
-async def head_graph(digest: GraphDigest, service: ServiceHere, _caller: Reader) -> GraphDocument:
-    """As GET, without the answer's body."""
-    return await _find(service, digest)
+async def head_graph(
+    digest: GraphDigest, service: ServiceParameter, caller: Reader
+) -> GraphDocument:
+    """The same as GET, without the answer's body."""
+    return await get_graph(digest, service, caller)
 
 
-async def _find(service: Service, digest: str) -> GraphDocument:
-    info = await anyio.to_thread.run_sync(service.stores.graphs.info, digest)
-    if info is None:
-        raise ServerError(
-            GRAPH_UNKNOWN, f"there is no graph {digest}; send it with PUT /v1/graphs/{digest}"
-        )
-    return graph_document(info)
+@router.post(
+    "/v1/searches",
+    response_model=MeshSearch,
+    **describe(
+        *PLANNING_PROBLEMS,
+        ProblemType.GRAPH,
+        ProblemType.GRAPH_UNKNOWN,
+        ProblemType.IDEMPOTENCY_KEY_REUSED,
+        headers=("Prefer", "Idempotency-Key"),
+        body=SEARCH_BODY,
+        answers={200: ("Every mesh of so many devices, best first.", "Autoshard-Cache", "ETag")},
+        job="The job that plans them.",
+    ),
+)
+async def search_meshes(request: Request, service: ServiceParameter, caller: Planner) -> Response:
+    """Plan a stored graph on every mesh of so many devices.
+
+    The plans are cached: GET /v1/plans/{id} returns each.
+    """
+    asked = await read_json(request, SearchRequest, service.settings)
+
+    async def run() -> Result | Job:
+        name = asked.topology if isinstance(asked.topology, str) else None
+        stored = await service.stored_topology(name)
+        make = partial(search_task, asked, service.settings, stored=stored)
+        return await service.run(await service.in_parser(make), caller=caller.name)
+
+    found = await run_once(request, service, caller, asked.model_dump_json().encode(), run)
+    return await result_response(request, service, found)
+
+
+@router.post(
+    "/v1/operators:coverage",
+    response_model=Coverage,
+    **describe(
+        *PLANNING_PROBLEMS,
+        ProblemType.GRAPH,
+        ProblemType.GRAPH_UNKNOWN,
+        headers=("Prefer",),
+        body=COVERAGE_BODY,
+        answers={
+            200: (
+                "The operators of the graph, and which of their calls are replicated.",
+                *("Autoshard-Cache", "ETag"),
+            )
+        },
+        job="The job that lists them.",
+    ),
+)
+async def operator_coverage(
+    request: Request, service: ServiceParameter, caller: Planner
+) -> Response:
+    """The operators of a stored graph that can be sharded, on a mesh or on any.
+
+    Waits 10 s by default.
+    """
+    asked = await read_json(request, CoverageRequest, service.settings)
+    topology = await service.stored_topology(topology_name(asked.mesh))
+    task = coverage_task(asked, service.settings, topology=topology)
+    found = await service.run(task, caller=caller.name)
+    return await result_response(request, service, found, default_wait=DEFAULT_WAIT)

@@ -1,35 +1,100 @@
-"""Whether the service lives, is ready, and what it is."""
+"""Health, version and Prometheus metrics of the service."""
 
-from fastapi import APIRouter
+from collections.abc import Iterable
+from functools import partial
 
-from autoshard_server import problems
-from autoshard_server.answering.service import versions
+import anyio.to_thread
+from fastapi import APIRouter, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from autoshard_server.http.auth import Scraper
 from autoshard_server.http.documents import Alive, Versions
-from autoshard_server.http.specification import problem_answers
-from autoshard_server.routes.parameters import ServiceHere
+from autoshard_server.http.parameters import ServiceParameter
+from autoshard_server.http.specification import describe, problem_answers
+from autoshard_server.problems import ProblemType
+from autoshard_server.service import Service, versions
+from autoshard_server.store import GRAPHS, JobKind
+from autoshard_server.telemetry import process_metrics
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_NAMESPACES = (*(kind.namespace for kind in JobKind), GRAPHS, "blocks", "rules")
 
 router = APIRouter(tags=["health"])
 
 
-@router.get("/livez", operation_id="livez", summary="Is the process alive?")
+@router.get("/livez")
 async def livez() -> Alive:
-    """Answers without touching anything."""
+    """Whether the process is alive: answers without touching anything."""
     return Alive()
 
 
-@router.get(
-    "/readyz",
-    operation_id="readyz",
-    summary="Can requests be served?",
-    responses=problem_answers(problems.UNAVAILABLE),
-)
-async def readyz(service: ServiceHere) -> Alive:
-    """Checks the workers, the store and its migrations; 503 while shutting down."""
+@router.get("/readyz", responses=problem_answers(ProblemType.UNAVAILABLE))
+async def readyz(service: ServiceParameter) -> Alive:
+    """Whether requests can be served: checks the workers, the database and its migrations."""
     await service.check()
     return Alive()
 
 
-@router.get("/version", operation_id="getVersion", summary="What runs here?")
+@router.get("/version")
 async def get_version() -> Versions:
     """Versions of the service and of what decides how a plan looks."""
     return Versions(versions=versions())
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    **describe(
+        answers={200: ("Metrics.",)}, content={"text/plain": {"schema": {"type": "string"}}}
+    ),
+)
+async def get_metrics(service: ServiceParameter, _caller: Scraper) -> Response:
+    """Prometheus metrics: requests, durations, jobs by state, contents of the cache."""
+    text = await anyio.to_thread.run_sync(partial(service_metrics, service))
+    return Response(text, media_type=METRICS_TYPE)
+
+
+def service_metrics(service: Service) -> bytes:
+    """All metrics of a service as text; reads the database."""
+    jobs = GaugeMetricFamily("autoshard_jobs", "Stored jobs.", labels=["state"])
+    for state, number in service.jobs.count().items():
+        jobs.add_metric([state.value], number)
+    entries = GaugeMetricFamily("autoshard_cache_entries", "Entries.", labels=["namespace"])
+    nbytes = GaugeMetricFamily(
+        "autoshard_cache_stored_bytes", "Stored bytes of entries.", labels=["namespace"]
+    )
+    for namespace in _NAMESPACES:
+        stats = service.cache.stats(namespace)
+        entries.add_metric([namespace], stats.num_entries)
+        nbytes.add_metric([namespace], stats.nbytes)
+    draining = GaugeMetricFamily(
+        "autoshard_draining", "1 while shutting down.", value=int(service.draining)
+    )
+    return metrics_text([jobs, entries, nbytes, draining])
+
+
+def metrics_text(families: list[GaugeMetricFamily]) -> bytes:
+    """The metrics that processes count, and these gauges, as text."""
+    found = versions()
+    build = GaugeMetricFamily("autoshard_build_info", "Always 1.", labels=list(found))
+    build.add_metric(list(found.values()), 1)
+    registry = CollectorRegistry()
+    registry.register(_Families([*families, build]))
+    return generate_latest(process_metrics()) + generate_latest(registry)
+
+
+class _Families(Collector):
+    """Gauges that are computed for each scrape.
+
+    Where processes share their metrics, gauges of the library would be shown once for each
+    process, and outlive it.
+    """
+
+    def __init__(self, families: Iterable[GaugeMetricFamily]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        return self._families

@@ -1,157 +1,141 @@
-"""Plans: asked for, looked up, listed."""
+"""Plans: created, looked up, listed, explained, compared, exported."""
 
 import hashlib
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import anyio.to_thread
-import structlog
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import TypeAdapter
 
-from autoshard.plan import Plan
-from autoshard_server import problems
-from autoshard_server.answering.questions import Question
-from autoshard_server.answering.requests import (
-    GraphPlanOrder,
-    PlanLookup,
-    PlanOrder,
-    topology_name,
-)
-from autoshard_server.answering.service import Answer, Service
+from autoshard import plan as plans
+from autoshard.client.results import Validation
+from autoshard.plan import Plan, PlanDifference
+from autoshard.planner import Explanation
 from autoshard_server.http.auth import Planner, Reader
-from autoshard_server.http.documents import JobDocument, KnownPlan, PlanPage, plan_entry
-from autoshard_server.http.pages import PageSize, PageToken, cursor_of, page_limit, token_of
-from autoshard_server.http.repetition import once
-from autoshard_server.http.specification import (
-    JOB_PROBLEMS,
-    LOOKUP_BODY,
-    PLAN_BODY,
-    answer_headers,
-    guarded_answers,
-    takes,
-)
-from autoshard_server.http.uploads import (
+from autoshard_server.http.documents import KnownPlan, PlanPage
+from autoshard_server.http.parameters import (
+    JSON,
     MULTIPART_FORM,
+    PageSize,
+    PageToken,
+    PlanId,
+    ServiceParameter,
+    cursor_of,
     media_type,
+    page_limit,
     parse,
     read_bytes,
     read_json,
     read_upload,
+    token_of,
 )
-from autoshard_server.jobs.job import Job
-from autoshard_server.jobs.kinds import JobKind
-from autoshard_server.problems import MEDIA_TYPE, NOT_FOUND, ServerError
-from autoshard_server.routes.answers import JSON, found_response, tagged_response
-from autoshard_server.routes.parameters import PlanId, ServiceHere
-from autoshard_server.solvers.results import Validation
-from autoshard_server.store import Cursor
+from autoshard_server.http.specification import (
+    BODY_PROBLEMS,
+    COMPARE_BODY,
+    LOOKUP_BODY,
+    PLAN_BODY,
+    PLANNING_PROBLEMS,
+    UPLOAD_PROBLEMS,
+    describe,
+)
+from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.requests import (
+    ComparePlansRequest,
+    CreatePlanOfGraphRequest,
+    CreatePlanRequest,
+    LookUpPlanRequest,
+    PlanQuery,
+    explanation_task,
+    topology_name,
+)
+from autoshard_server.routes.responses import (
+    DEFAULT_WAIT,
+    REVALIDATE,
+    result_response,
+    run_once,
+    tagged_response,
+)
+from autoshard_server.service import Service
+from autoshard_server.store import JobKind
 
 router = APIRouter(tags=["plans"])
 
-_PATIENCE = 10.0
-"""Seconds to wait for an answer about size where the caller does not say."""
+_MAX_EXPLANATION = 600.0
+
+_DIFFERENCE = TypeAdapter(PlanDifference)
+
+_MEDIA_TYPES = {"json": JSON, "csv": "text/csv", "torchtitan": "application/toml"}
+
+Target = Literal["parallelize-module", "fsdp2", "hf-tp-plan", "torchtitan", "json", "csv"]
 
 
 @router.post(
     "/v1/plans",
-    operation_id="createPlan",
-    summary="Ask for a plan",
     response_model=Plan | Validation,
-    openapi_extra=takes("Prefer", "Idempotency-Key", **PLAN_BODY),
-    responses={
-        200: {
-            "description": "The plan, or the document that says why there is none; with "
-            "`validate_only`, how large the problem is.",
-            "headers": answer_headers("Autoshard-Cache", "ETag", "Content-Location"),
+    **describe(
+        *UPLOAD_PROBLEMS,
+        *PLANNING_PROBLEMS,
+        ProblemType.MULTIPART,
+        ProblemType.GRAPH_UNKNOWN,
+        ProblemType.IDEMPOTENCY_KEY_REUSED,
+        headers=("Prefer", "Idempotency-Key"),
+        body=PLAN_BODY,
+        answers={
+            200: (
+                "The plan, or why there is none; with `validate_only`, how large the problem is.",
+                *("Autoshard-Cache", "ETag", "Content-Location"),
+            )
         },
-        202: {
-            "model": JobDocument,
-            "description": "The job that makes the plan.",
-            "headers": answer_headers("Location", "Retry-After", "Autoshard-Cache"),
-        },
-        **guarded_answers(
-            problems.ARCHIVE,
-            problems.MULTIPART,
-            problems.TOO_LARGE,
-            problems.MEDIA_TYPE,
-            problems.CODING,
-            problems.PROGRAM,
-            problems.UNSUPPORTED,
-            problems.GRAPH,
-            problems.GRAPH_UNKNOWN,
-            problems.MESH,
-            problems.OPTIONS,
-            problems.LIMIT,
-            problems.INPUT,
-            problems.REQUEST,
-            problems.KEY_REUSED,
-            *JOB_PROBLEMS,
-        ),
-    },
+        job="The job that makes the plan.",
+    ),
 )
-async def create_plan(request: Request, service: ServiceHere, caller: Planner) -> Response:
+async def create_plan(request: Request, service: ServiceParameter, caller: Planner) -> Response:
     """Plan a graph for a mesh.
 
-    The graph comes along as a file, or is one that PUT /v1/graphs/{digest} stored. Answers with
-    the plan at once where it is known or is done within `Prefer: wait=N` seconds; otherwise with
-    the job that makes it. Equal requests share one job.
+    The graph is sent as a file, or was stored by PUT /v1/graphs/{digest}. Answers with the plan
+    immediately if it is cached or finished within `Prefer: wait=N` seconds; otherwise with the
+    job that makes it. Equal requests share one job.
     """
-    order, sha256, graph, text = await _read_order(request, service)
-    topology = await service.named_topology(topology_name(order.mesh))
-    question = Question(order, sha256, service.settings, topology=topology)
-    act = service.validate if order.validate_only else service.ask
-    ask: Callable[[], Awaitable[Answer | Job]] = partial(act, question, graph, caller=caller.name)
-    found = await once(request, service, caller, sha256.encode() + text, ask)
-    if isinstance(found, Job):
-        structlog.contextvars.bind_contextvars(job_id=found.id)
-    patience = _PATIENCE if order.validate_only else 0.0
-    return await found_response(request, service, found, patience=patience)
+    asked, sha256, graph, text = await _read_request(request, service)
+    topology = await service.stored_topology(topology_name(asked.mesh))
+    query = PlanQuery(asked, sha256, service.settings, topology=topology)
+    validate_only = asked.validate_only
+    run = partial(service.plan, query, graph, caller=caller.name, validate_only=validate_only)
+    found = await run_once(request, service, caller, sha256.encode() + text, run)
+    wait = DEFAULT_WAIT if validate_only else 0.0
+    return await result_response(request, service, found, default_wait=wait)
 
 
 @router.post(
     "/v1/plans:lookup",
-    operation_id="lookUpPlan",
-    summary="Look up a plan",
-    openapi_extra=takes(**LOOKUP_BODY),
-    responses={
-        200: {
-            "description": "The id of the plan; GET /v1/plans/{id} has it, unless it was dropped.",
-            "headers": answer_headers("Content-Location"),
+    **describe(
+        ProblemType.NOT_FOUND,
+        *PLANNING_PROBLEMS,
+        body=LOOKUP_BODY,
+        answers={
+            200: (
+                "The id of the plan; GET /v1/plans/{id} returns it, unless it was evicted.",
+                "Content-Location",
+            )
         },
-        **guarded_answers(
-            problems.NOT_FOUND,
-            problems.TOO_LARGE,
-            problems.MEDIA_TYPE,
-            problems.CODING,
-            problems.MESH,
-            problems.OPTIONS,
-            problems.LIMIT,
-            problems.INPUT,
-            problems.REQUEST,
-        ),
-    },
+    ),
 )
 async def look_up_plan(
-    request: Request, service: ServiceHere, _caller: Reader, response: Response
+    request: Request, service: ServiceParameter, _caller: Reader, response: Response
 ) -> KnownPlan:
-    """Ask for a plan that was asked for before, without sending the graph again."""
-    asked = await read_json(request, PlanLookup, service.settings)
-    topology = await service.named_topology(topology_name(asked.mesh))
-    question = Question(asked, asked.graph_sha256, service.settings, topology=topology)
-    found = await service.look_up(question)
+    """Find the plan of an earlier request, without sending the graph again."""
+    asked = await read_json(request, LookUpPlanRequest, service.settings)
+    topology = await service.stored_topology(topology_name(asked.mesh))
+    query = PlanQuery(asked, asked.graph_sha256, service.settings, topology=topology)
+    found = await service.look_up(query)
     response.headers["Content-Location"] = f"/v1/plans/{found}"
     return KnownPlan(id=found)
 
 
-@router.get(
-    "/v1/plans",
-    operation_id="listPlans",
-    summary="List plans",
-    responses=guarded_answers(problems.REQUEST),
-)
+@router.get("/v1/plans", **describe(ProblemType.REQUEST))
 async def list_plans(
-    service: ServiceHere,
+    service: ServiceParameter,
     _caller: Reader,
     page_size: PageSize = 0,
     page_token: PageToken = "",
@@ -160,71 +144,160 @@ async def list_plans(
         Query(pattern="^[0-9a-f]{64}$", description="only plans of this canonical program"),
     ] = None,
 ) -> PlanPage:
-    """Plans that are kept, newest first."""
-    limit = page_limit(page_size)
+    """Plans of the cache, newest first."""
     read = partial(
         service.stores.plans.page,
         after=cursor_of(page_token),
         graph_digest=graph_digest,
-        limit=limit,
+        limit=page_limit(page_size),
     )
-    found = await anyio.to_thread.run_sync(read)
-    more = len(found) == limit
-    token = token_of(Cursor(found[-1].created_at, found[-1].id)) if more else ""
-    return PlanPage(plans=[plan_entry(summary) for summary in found], next_page_token=token)
+    found, cursor = await anyio.to_thread.run_sync(read)
+    return PlanPage(plans=found, next_page_token=token_of(cursor))
 
 
 @router.get(
     "/v1/plans/{plan_id:segment}",
-    operation_id="getPlan",
-    summary="Get a plan",
     response_model=Plan,
-    openapi_extra=takes("If-None-Match"),
-    responses={
-        200: {"description": "The plan.", "headers": answer_headers("ETag", "Cache-Control")},
-        304: {"description": "The plan is the one that the caller has; it never changes."},
-        **guarded_answers(problems.NOT_FOUND, problems.REQUEST),
-    },
+    **describe(
+        ProblemType.NOT_FOUND,
+        ProblemType.REQUEST,
+        headers=("If-None-Match",),
+        answers={
+            200: ("The plan.", "ETag", "Cache-Control"),
+            304: ("The caller has the plan; it never changes.",),
+        },
+    ),
 )
 async def get_plan(
-    plan_id: PlanId, request: Request, service: ServiceHere, _caller: Reader
+    plan_id: PlanId, request: Request, service: ServiceParameter, _caller: Reader
 ) -> Response:
-    """A plan that was made before; it is immutable."""
-    body = await kept_plan(service, plan_id)
-    return tagged_response(request, body, plan_id, JSON)
+    """A plan, which is immutable."""
+    return tagged_response(request, await _cached_plan(service, plan_id), plan_id)
 
 
-async def kept_plan(service: Service, plan_id: str) -> bytes:
-    """The document of a plan that was made before.
+@router.get(
+    "/v1/plans/{plan_id:segment}/explain",
+    response_model=Explanation,
+    **describe(
+        ProblemType.NOT_FOUND,
+        ProblemType.OPTIONS,
+        ProblemType.PLAN,
+        ProblemType.REQUEST,
+        headers=("Prefer",),
+        answers={200: ("Every alternative of the choice, with its price.", "Autoshard-Cache")},
+        job="The job that prices them.",
+    ),
+)
+async def explain_plan(
+    plan_id: PlanId,
+    request: Request,
+    service: ServiceParameter,
+    caller: Planner,
+    *,
+    name: Annotated[
+        str, Query(min_length=1, max_length=512, description="a node, input, value or output")
+    ],
+    value: Annotated[
+        bool, Query(description="the value, if a node and a value have the same name")
+    ] = False,
+    time_limit: Annotated[
+        float,
+        Query(gt=0, le=_MAX_EXPLANATION, description="seconds for planning the alternatives"),
+    ] = 60.0,
+) -> Response:
+    """Every alternative of one choice of a plan, with its price; waits 10 s by default."""
+    body = await _cached_plan(service, plan_id)
+    task = explanation_task(
+        plan_id, body, service.settings, name=name, value=value, time_limit=time_limit
+    )
+    found = await service.run(task, caller=caller.name)
+    return await result_response(request, service, found, default_wait=DEFAULT_WAIT)
 
-    Raises:
-        ServerError: NOT_FOUND.
-    """
+
+@router.post(
+    "/v1/plans:compare",
+    response_model=PlanDifference,
+    **describe(ProblemType.NOT_FOUND, ProblemType.PLAN, *BODY_PROBLEMS, body=COMPARE_BODY),
+)
+async def compare_plans(request: Request, service: ServiceParameter, _caller: Reader) -> Response:
+    """The differences of two plans of one graph; their meshes may differ."""
+    pair = await read_json(request, ComparePlansRequest, service.settings)
+    before = await _cached_plan(service, pair.before)
+    after = await _cached_plan(service, pair.after)
+    return Response(await service.in_parser(partial(_compare, before, after)), media_type=JSON)
+
+
+@router.get(
+    "/v1/plans/{plan_id:segment}/export",
+    response_class=Response,
+    **describe(
+        *(ProblemType.NOT_FOUND, ProblemType.PLAN, ProblemType.OPTIONS, ProblemType.REQUEST),
+        headers=("If-None-Match",),
+        answers={
+            200: (
+                "Code or settings; the first lines name what they cannot express.",
+                *("ETag", "Cache-Control"),
+            ),
+            304: ("The caller has this export.",),
+        },
+        content={
+            **{
+                kind: {"schema": {"type": "string"}}
+                for kind in ("application/toml", "text/csv", "text/x-python")
+            },
+            JSON: {"schema": {}},
+        },
+    ),
+)
+async def export_plan(
+    plan_id: PlanId,
+    request: Request,
+    service: ServiceParameter,
+    _caller: Reader,
+    to: Annotated[Target, Query(description="framework or format")],
+) -> Response:
+    """A plan as code or settings of another framework."""
+    body = await _cached_plan(service, plan_id)
+    text = await service.in_parser(partial(_export, body, to))
+    kind = _MEDIA_TYPES.get(to, "text/x-python")
+    # The plan never changes, but another release may export it differently.
+    tag = hashlib.sha256(text).hexdigest()
+    return tagged_response(request, text, tag, kind, cache=REVALIDATE)
+
+
+async def _cached_plan(service: Service, plan_id: str) -> bytes:
     body = await service.find_result(JobKind.PLAN, plan_id)
     if body is None:
-        raise ServerError(NOT_FOUND, f"there is no plan {plan_id}; ask for it with POST /v1/plans")
+        raise ServerError(
+            ProblemType.NOT_FOUND, f"there is no plan {plan_id}; create it with POST /v1/plans"
+        )
     return body
 
 
-async def _read_order(
+async def _read_request(
     request: Request, service: Service
-) -> tuple[PlanOrder, str, bytes | None, bytes]:
-    """What to plan for, the graph's digest, the graph if it came along, and the request's text."""
+) -> tuple[CreatePlanRequest, str, bytes | None, bytes]:
+    """The request, the graph's digest, the graph if it was uploaded, and the request's text."""
     kind = media_type(request)
     if kind == MULTIPART_FORM:
         uploaded, graph = await read_upload(request, service.settings)
-        digest = await anyio.to_thread.run_sync(_sha256, graph)
+        digest = await anyio.to_thread.run_sync(lambda: hashlib.sha256(graph).hexdigest())
         return uploaded, digest, graph, uploaded.model_dump_json().encode()
     if kind != JSON:
         raise ServerError(
-            MEDIA_TYPE,
+            ProblemType.MEDIA_TYPE,
             "send multipart/form-data with the parts 'graph' and 'request', or application/json "
-            "with the 'graph_sha256' of a graph that is stored",
+            "with the 'graph_sha256' of a stored graph",
         )
     text = await read_bytes(request, service.settings, "max_request_bytes")
-    stored = parse(GraphPlanOrder, text, "body")
+    stored = parse(CreatePlanOfGraphRequest, text, "body")
     return stored, stored.graph_sha256, None, text
 
 
-def _sha256(graph: bytes) -> str:
-    return hashlib.sha256(graph).hexdigest()
+def _compare(before: bytes, after: bytes) -> bytes:
+    found = plans.compare_plans(Plan.from_json(before), Plan.from_json(after))
+    return _DIFFERENCE.dump_json(found)
+
+
+def _export(plan: bytes, target: str) -> bytes:
+    return plans.export_plan(Plan.from_json(plan), target).encode()

@@ -1,1 +1,1 @@
-"""Where jobs are done: workers, and the processes that solve for them."""
+"""Running jobs: workers, executors, and the processes that solve."""

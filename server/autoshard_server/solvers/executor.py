@@ -1,6 +1,5 @@
-"""Where solves run: behind one seam, in processes that can be killed, or in a thread."""
+"""Executors: where solves run, in processes that can be killed or in threads."""
 
-import json
 import os
 import queue
 import signal
@@ -17,113 +16,91 @@ from typing import Any, Protocol
 import psutil
 import structlog
 
-from autoshard_server.problems import CRASHED, INTERNAL, MEMORY, problem_document, problem_of
-from autoshard_server.solvers.frames import FrameKind, read_frame, write_frame
+from autoshard_server.problems import ProblemType, problem_document, problem_of
+from autoshard_server.settings import Settings
+from autoshard_server.solvers.messages import (
+    Died,
+    Failed,
+    FrameKind,
+    Message,
+    Progressed,
+    Solved,
+    SolverInput,
+    decode,
+    read_frame,
+    write_frame,
+)
 
 _log = structlog.get_logger(__name__)
 
 _SOLVER = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solvers.solving")
 
-_MEMORY_TICK = 0.05
-"""Seconds between looks at a process's memory; what it can fill meanwhile is its overshoot."""
+_MEMORY_INTERVAL = 0.05
+"""Seconds between checks of a process's memory; what it can fill meanwhile is its overshoot."""
 
-_FAMILY_TICK = 1.0
-"""Seconds between looks for processes that it has started, which takes longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What to solve.
-
-    Attributes:
-        request: JSON text with plan id, mesh, options and limits.
-        graph: the uploaded bytes.
-    """
-
-    request: str
-    graph: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Advanced:
-    """The solver reports: phase, incumbent, bound and gap."""
-
-    progress: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Solved:
-    """The solver is done.
-
-    Attributes:
-        plan: the plan document.
-        keep: whether the same request may be answered with it again: not where a time limit
-            ended before anything was found, or before all operators without a rule were tried.
-    """
-
-    plan: bytes
-    keep: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """There is no plan document, but problem details."""
-
-    problem: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """The solver is gone without an answer, which may not be the fault of its work.
-
-    Attributes:
-        problem: details, for when it has been tried often enough.
-        was_ready: whether it had said that it is ready; where not, all of them may be so.
-    """
-
-    problem: Mapping[str, Any]
-    was_ready: bool
-
-
-Message = Advanced | Solved | Failed | Died
+_CHILDREN_INTERVAL = 1.0
+"""Seconds between checks for child processes, which take longer."""
 
 
 class Solver(Protocol):
-    """Something that is ready to solve once."""
+    """Solves one job."""
 
-    def start(self, work: Work) -> None:
-        """Begin; called once."""
+    def start(self, work: SolverInput) -> None:
+        """Start; called once."""
 
     def receive(self, timeout: float) -> Message | None:
         """The next message, or None after so many seconds without one.
 
-        Anything but `Advanced` is the last; it always comes, unless the solver is stopped
+        Any message but `Progressed` is the last; it always comes, unless the solver is stopped
         before.
         """
 
     def is_alive(self) -> bool:
-        """Whether it can still be given work, as far as is known; never waits."""
+        """Whether it can still be started, as far as is known; never waits."""
 
     def stop(self) -> None:
-        """Stop at once if it runs, and give everything back; may be called again."""
+        """Stop immediately and release all resources; may be called again."""
 
 
 class Executor(Protocol):
     """Makes solvers."""
 
     def prepare(self) -> Solver:
-        """A solver, warmed up while there is nothing to do."""
+        """A solver that warms up until it is started."""
+
+
+def make_executor(settings: Settings) -> Executor:
+    """The executor of a service or a worker.
+
+    Raises:
+        RuntimeError: the settings ask for Ray, which is not installed.
+        ConnectionError: there is no Ray cluster at the address.
+    """
+    options: dict[str, Any] = {
+        "environment": settings.environment,
+        "max_bytes": settings.max_job_bytes,
+    }
+    if settings.executor == "process":
+        return ProcessExecutor(**options)
+    try:
+        from autoshard_server.solvers.ray_executor import RayExecutor  # noqa: PLC0415  an extra
+    except ImportError as error:
+        raise RuntimeError(
+            "AUTOSHARD_EXECUTOR is 'ray', but Ray is not installed: pip install 'autoshard[ray]'"
+        ) from error
+    return RayExecutor(settings.ray_address, **options)
 
 
 @dataclass(frozen=True)
 class ProcessExecutor:
-    """One process per solve, started before it is needed and killed when it is not wanted.
+    """One process per solve, started before it is needed and killed to stop it.
 
     Attributes:
-        command: what to run; it speaks `autoshard_server.solvers.frames` on stdin and stdout.
-        environment: variables that it gets besides those of this process.
-        max_bytes: resident memory of the process and those that it starts; with more they are
-            killed. None watches nothing.
+        command: of the process; it exchanges frames of `autoshard_server.solvers.messages` on
+            stdin and stdout.
+        environment: additional environment variables.
+        max_bytes: limit of the resident memory of the process and its children, which are killed
+            beyond it; None for no limit.
     """
 
     command: Sequence[str] = _SOLVER
@@ -131,7 +108,7 @@ class ProcessExecutor:
     max_bytes: int | None = None
 
     def prepare(self) -> Solver:
-        """Start a process; it imports what it needs and then waits for its work."""
+        """Start a process, which imports what it needs and then waits for its job."""
         return _ProcessSolver(self.command, self.environment, self.max_bytes)
 
 
@@ -147,31 +124,28 @@ class _ProcessSolver:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._threads: list[Thread] = []
 
-    def start(self, work: Work) -> None:
+    def start(self, work: SolverInput) -> None:
         if self._process.poll() is not None:
-            # It was killed while it waited, which says nothing about this work.
+            # It was killed while it waited, which is not the fault of this job.
             self._close()
             self._process = self._spawn()
         _log.info("solver_process", pid=self._process.pid)
-        # Writing in a thread: a large graph fills the pipe until the process reads it.
-        targets = [lambda: self._send(work), self._listen]
+        # Written in a thread: a large graph fills the pipe until the process reads it.
+        targets: list[Callable[[], None]] = [partial(self._send, work), self._listen]
         if self._max_bytes is not None:
-            targets.append(partial(self._guard, self._max_bytes))
-        for target in targets:
-            thread = Thread(target=target, daemon=True)
+            targets.append(partial(self._limit_memory, self._max_bytes))
+        self._threads = [Thread(target=target, daemon=True) for target in targets]
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
 
     def receive(self, timeout: float) -> Message | None:
-        with suppress(queue.Empty):
-            return self._messages.get(timeout=timeout)
-        return None
+        return _next(self._messages, timeout)
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        # At once: a solver leaves nothing half done, and its processor is wanted.
+        # Immediately: a solver leaves nothing half done, and its processor is needed.
         self._kill()
         self._process.wait()
         for thread in self._threads:
@@ -179,7 +153,7 @@ class _ProcessSolver:
         self._close()
 
     def _kill(self) -> None:
-        # A session of its own: whatever it has started is in its group.
+        # It has a session of its own, so its children are in its process group.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -189,11 +163,11 @@ class _ProcessSolver:
                 with suppress(OSError):
                     stream.close()
 
-    def _send(self, work: Work) -> None:
+    def _send(self, work: SolverInput) -> None:
         assert self._process.stdin is not None
         # A process that is gone is noticed, and reported, by the listener.
         with suppress(OSError):
-            write_frame(self._process.stdin, FrameKind.WORK, work.request.encode())
+            write_frame(self._process.stdin, FrameKind.REQUEST, work.request.encode())
             write_frame(self._process.stdin, FrameKind.GRAPH, work.graph)
 
     def _listen(self) -> None:
@@ -203,45 +177,102 @@ class _ProcessSolver:
                 if frame[0] is FrameKind.READY:
                     self._was_ready = True
                     continue
-                message = _message(*frame)
+                message = decode(*frame)
                 self._messages.put(message)
-                if not isinstance(message, Advanced):
+                if not isinstance(message, Progressed):
                     return
         except ValueError as error:
             self._kill()
-            self._messages.put(Failed(problem_document(INTERNAL, f"bad solver output: {error}")))
+            detail = f"bad solver output: {error}"
+            self._messages.put(Failed(problem_document(ProblemType.INTERNAL, detail)))
             return
         code = self._process.wait()
         if self._excess:
-            self._messages.put(Failed(problem_document(MEMORY, self._too_much())))
+            problem = problem_document(ProblemType.OUT_OF_MEMORY, self._memory_detail())
+            self._messages.put(Failed(problem))
         else:
-            problem = problem_document(CRASHED, _last_words(code))
+            problem = problem_document(ProblemType.SOLVER_CRASHED, _exit_detail(code))
             self._messages.put(Died(problem, self._was_ready))
 
-    def _guard(self, max_bytes: int) -> None:
-        family: list[psutil.Process] = []
-        looked = float("-inf")
+    def _limit_memory(self, max_bytes: int) -> None:
+        processes: list[psutil.Process] = []
+        checked_at = float("-inf")
         while self._process.poll() is None:
             now = time.monotonic()
             with suppress(psutil.NoSuchProcess):
-                if now - looked > _FAMILY_TICK:
+                if now - checked_at > _CHILDREN_INTERVAL:
                     process = psutil.Process(self._process.pid)
-                    family = [process, *process.children(recursive=True)]
-                    looked = now
-            used = sum(map(_resident, family))
+                    processes = [process, *process.children(recursive=True)]
+                    checked_at = now
+            used = sum(map(_resident, processes))
             if used > max_bytes:
                 self._excess = used
                 self._kill()
                 return
-            time.sleep(_MEMORY_TICK)
+            time.sleep(_MEMORY_INTERVAL)
 
-    def _too_much(self) -> str:
+    def _memory_detail(self) -> str:
         limit = self._max_bytes or 0
         return (
-            f"the solver needed {self._excess / 2**20:,.0f} MiB of memory, and one job may have "
-            f"{limit / 2**20:,.0f} MiB here (AUTOSHARD_MAX_JOB_BYTES); plan a smaller graph or "
-            "mesh, give a memory budget that is less tight, or ask for more room"
+            f"the solver needed {self._excess / 2**20:,.0f} MiB of memory, and the limit of a job "
+            f"is {limit / 2**20:,.0f} MiB (AUTOSHARD_MAX_JOB_BYTES); plan a smaller graph or "
+            "mesh, use a larger memory budget, or raise the limit"
         )
+
+
+class _ThreadSolver:
+    def __init__(self, solve: "Solve") -> None:
+        self._solve = solve
+        self._cancel = Event()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def start(self, work: SolverInput) -> None:
+        Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def receive(self, timeout: float) -> Message | None:
+        return _next(self._messages, timeout)
+
+    def is_alive(self) -> bool:
+        return True
+
+    def stop(self) -> None:
+        self._cancel.set()
+
+    def _run(self, work: SolverInput) -> None:
+        def report(progress: Mapping[str, Any]) -> None:
+            self._messages.put(Progressed(progress))
+
+        try:
+            self._messages.put(self._solve(work, report, self._cancel))
+        except Exception as error:  # noqa: BLE001  whatever it is becomes the job's problem
+            self._messages.put(Failed(problem_of(error)))
+
+
+Solve = Callable[[SolverInput, Callable[[Mapping[str, Any]], None], Event], Solved]
+"""A function of a job, a callback for progress, and an event that cancels."""
+
+
+@dataclass(frozen=True)
+class ThreadExecutor:
+    """One thread per solve, for debugging and tests.
+
+    A thread cannot be killed: a solve that ignores its cancel event continues.
+
+    Attributes:
+        solve: the function to run.
+    """
+
+    solve: Solve
+
+    def prepare(self) -> Solver:
+        """A solver whose thread starts with its job."""
+        return _ThreadSolver(self.solve)
+
+
+def _next(messages: "queue.SimpleQueue[Message]", timeout: float) -> Message | None:
+    with suppress(queue.Empty):
+        return messages.get(timeout=timeout)
+    return None
 
 
 def _resident(process: psutil.Process) -> int:
@@ -251,7 +282,7 @@ def _resident(process: psutil.Process) -> int:
         return 0
 
 
-def _last_words(code: int) -> str:
+def _exit_detail(code: int) -> str:
     if code < 0:
         cause = f"was ended by {signal.Signals(-code).name}"
     else:
@@ -271,64 +302,3 @@ def _spawn(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
         # Ctrl-C in a terminal is for the service, which then decides about its solves.
         start_new_session=True,
     )
-
-
-def _message(kind: FrameKind, body: bytes) -> Message:
-    if kind is FrameKind.PROGRESS:
-        return Advanced(json.loads(body))
-    if kind is FrameKind.PROBLEM:
-        return Failed(json.loads(body))
-    if kind in {FrameKind.PLAN, FrameKind.UNFINISHED}:
-        return Solved(body, keep=kind is FrameKind.PLAN)
-    raise ValueError(f"a frame of kind {kind.name} comes from the wrong side")
-
-
-Solve = Callable[[Work, Callable[[Mapping[str, Any]], None], Event], Solved]
-"""Work, what to call with progress, and what is set to cancel."""
-
-
-@dataclass(frozen=True)
-class ThreadExecutor:
-    """The in-memory twin of `ProcessExecutor`: one thread per solve, for debugging.
-
-    A thread cannot be killed: a solve that ignores its cancel event runs on.
-
-    Attributes:
-        solve: what to run.
-    """
-
-    solve: Solve
-
-    def prepare(self) -> Solver:
-        """A solver that starts its thread when it gets its work."""
-        return _ThreadSolver(self.solve)
-
-
-class _ThreadSolver:
-    def __init__(self, solve: Solve) -> None:
-        self._solve = solve
-        self._cancel = Event()
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-
-    def start(self, work: Work) -> None:
-        Thread(target=self._run, args=(work,), daemon=True).start()
-
-    def receive(self, timeout: float) -> Message | None:
-        with suppress(queue.Empty):
-            return self._messages.get(timeout=timeout)
-        return None
-
-    def is_alive(self) -> bool:
-        return True
-
-    def stop(self) -> None:
-        self._cancel.set()
-
-    def _run(self, work: Work) -> None:
-        def advance(progress: Mapping[str, Any]) -> None:
-            self._messages.put(Advanced(progress))
-
-        try:
-            self._messages.put(self._solve(work, advance, self._cancel))
-        except Exception as error:  # noqa: BLE001  whatever it is becomes the job's problem
-            self._messages.put(Failed(problem_of(error)))

@@ -1,6 +1,6 @@
-"""The solver process: reads its work from stdin, answers on stdout, and solves once.
+"""The solver process: reads one job from stdin, and answers on stdout.
 
-It ends when the service does: whoever waits for its answer holds the other end of stdin.
+It ends when its worker does, which has the other end of its stdin.
 """
 
 import json
@@ -9,203 +9,268 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from importlib.metadata import version
-from math import isfinite
 from threading import Event, Thread
 from typing import IO, Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from autoshard.client import core
+from autoshard.client.results import JobProgress
 from autoshard.errors import InputError
-from autoshard.graph import Graph
-from autoshard.mesh import Mesh, mesh_from_json
-from autoshard.ops import has_rule
-from autoshard.plan import PlanOptions
-from autoshard.planner import make_plan, plan_id, torch_version
-from autoshard.solve import KeyValueStore, Progress
-from autoshard_server.jobs.kinds import JobKind
-from autoshard_server.problems import (
-    INTERNAL,
-    OTHER_RELEASE,
-    ServerError,
-    problem_of,
-    problem_type_of,
-)
+from autoshard.graph import ArchiveLimits, Graph
+from autoshard.mesh import Mesh, mesh_from_json, topology_from_json
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import Explanation, plan_id
+from autoshard.solve import KeyValueStore
+from autoshard_server.problems import ProblemType, ServerError, problem_of, problem_type_of
 from autoshard_server.settings import Settings
-from autoshard_server.solvers.executor import Solved, Work
-from autoshard_server.solvers.frames import FrameKind, read_frame, write_frame
-from autoshard_server.solvers.tasks import UNFINISHED, Assignment, requested_graph, run_task
-from autoshard_solver_cache import NamespacedCache, SolverCache, StoreUnavailableError, open_engine
+from autoshard_server.solvers.messages import (
+    Failed,
+    FrameKind,
+    Progressed,
+    Solved,
+    SolverInput,
+    encode,
+    read_frame,
+    write_frame,
+)
+from autoshard_server.store.jobs import JobKind
+from autoshard_solver_cache import (
+    NamespacedCache,
+    SolverCache,
+    StoreUnavailableError,
+    open_engine,
+)
 
 _log = logging.getLogger(__name__)
-
 
 BLOCKS = "blocks"
 """Namespace of solved blocks in the cache."""
 
 RULES = "rules"
-"""Namespace of rules that were found, in the cache."""
+"""Namespace of discovered rules in the cache."""
 
 _DISCOVERY_SECONDS = 20.0
-"""For all operators of a program."""
+"""Time limit of rule discovery, for all operators of a program."""
 
-_MOST_STRATEGIES: int = Settings.model_fields["max_strategies"].default
-"""For jobs whose release knew no limit."""
+_MAX_STRATEGIES: int = Settings.model_fields["max_strategies"].default
+"""For jobs of a release that had no such limit."""
 
 _BUSY_TIMEOUT = 1.0
-"""Seconds to wait for another writer: then solving without the cache is quicker."""
+"""Seconds to wait for another writer: beyond that, solving without the cache is quicker."""
+
+_EXPLANATION = TypeAdapter(Explanation)
+
+Report = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SolverCaches:
+    """The caches of a solver; it works without them.
+
+    Attributes:
+        blocks: solved blocks.
+        rules: discovered rules.
+        plans: plan documents under their ids, for the plans of a search.
+    """
+
+    blocks: KeyValueStore | None = None
+    rules: KeyValueStore | None = None
+    plans: KeyValueStore | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A job, as it was checked when it was submitted."""
+
+    request: Mapping[str, Any]
+    payload: bytes
+    report: Report
+    cancel: Event
+    caches: SolverCaches
+
+    @property
+    def resources(self) -> core.Resources:
+        return core.Resources(
+            blocks=self.caches.blocks,
+            rules=self.caches.rules,
+            discovery_seconds=_DISCOVERY_SECONDS,
+            max_strategies=self.request.get("max_strategies", _MAX_STRATEGIES),
+            num_workers=1,
+        )
+
+    def graph(self) -> Graph:
+        limits = ArchiveLimits(**self.request["limits"])
+        return core.load_request_graph(self.payload, self.request["rules"], limits)
+
+    def mesh_and_options(self) -> tuple[Mesh, PlanOptions]:
+        """What to plan for; it was valid for the release that accepted the job."""
+        try:
+            mesh = mesh_from_json(json.dumps(self.request["mesh"]))
+            return mesh, PlanOptions.model_validate(self.request["options"])
+        except (InputError, ValidationError) as error:
+            raise _other_release() from error
+
+    def report_progress(self, progress: JobProgress) -> None:
+        self.report(
+            {
+                "phase": progress.phase,
+                "incumbent": progress.incumbent,
+                "bound": progress.bound,
+                "gap": progress.gap,
+            }
+        )
 
 
 def solve(
-    work: Work,
-    on_progress: Callable[[Mapping[str, Any]], None],
+    work: SolverInput,
+    on_progress: Report,
     cancel: Event,
-    block_cache: KeyValueStore | None = None,
-    rules: KeyValueStore | None = None,
-    *,
-    plans: KeyValueStore | None = None,
+    caches: SolverCaches = SolverCaches(),
 ) -> Solved:
-    """Do a job: make its plan, or what else its request asks for.
+    """Run a job.
 
     Args:
-        work: the request and the graph, as they were checked when they arrived.
+        work: the job, as it was checked when it was submitted.
         on_progress: called with phase, incumbent, bound and gap; null where not yet known.
         cancel: set it to stop.
-        block_cache: keeps solved blocks for other jobs.
-        rules: keeps rules that were found for other jobs.
-        plans: keeps plans that a search makes.
+        caches: shared with other jobs.
 
     Raises:
         InputError: the graph cannot be planned as asked.
-        ServerError: OTHER_RELEASE, where this release would have asked something else.
+        ServerError: OTHER_RELEASE, if the job was submitted to a release that differs.
     """
     request = json.loads(work.request)
-    if _kind(request) is not JobKind.PLAN:
-        find_rules = partial(_with_found_rules, store=rules)
-        assigned = Assignment(
-            request, work.graph, on_progress, cancel, block_cache, plans, find_rules
-        )
-        return run_task(assigned)
-    graph = requested_graph(request, work.graph)
-    mesh, options = _mesh_and_options(request)
-    asked = plan_id(graph, mesh, options)
-    if asked != request["plan_id"]:
-        raise _other_release()
-    found, is_complete = _with_found_rules(graph, rules)
-    plan = make_plan(
-        found,
-        mesh,
-        options,
-        on_progress=lambda progress: on_progress(_report(progress)),
-        cancel=cancel,
-        block_cache=block_cache,
-        max_strategies=request.get("max_strategies", _MOST_STRATEGIES),
-    )
-    # What we find ourselves follows from the request, and so does not change its id.
-    plan = plan if plan.id == asked else plan.model_copy(update={"id": asked})
-    is_final = is_complete and plan.certificate.status not in UNFINISHED
-    return Solved(plan.to_json().encode(), keep=is_final)
-
-
-def _kind(request: Mapping[str, Any]) -> JobKind:
     try:
-        # The first release made plans only, and did not say so.
-        return JobKind(request.get("kind", JobKind.PLAN))
+        # The first release made only plans, and its jobs have no kind.
+        kind = JobKind(request.get("kind", JobKind.PLAN))
     except ValueError:
         raise _other_release() from None
+    document, is_final = _RUNNERS[kind](_Task(request, work.graph, on_progress, cancel, caches))
+    return Solved(document, cacheable=is_final)
 
 
-def _mesh_and_options(request: Mapping[str, Any]) -> tuple[Mesh, PlanOptions]:
-    """What to plan for: the service has checked it, so what cannot be read is not of ours."""
-    try:
-        mesh = mesh_from_json(json.dumps(request["mesh"]))
-        return mesh, PlanOptions.model_validate(request["options"])
-    except (InputError, ValidationError) as error:
-        raise _other_release() from error
+def _plan(task: _Task) -> tuple[bytes, bool]:
+    graph = task.graph()
+    mesh, options = task.mesh_and_options()
+    if plan_id(graph, mesh, options) != task.request["plan_id"]:
+        raise _other_release()
+    made, is_final = core.plan(
+        graph,
+        mesh,
+        options,
+        task.resources,
+        on_progress=task.report_progress,
+        cancel=task.cancel,
+    )
+    return made.to_json().encode(), is_final
+
+
+def _validate(task: _Task) -> tuple[bytes, bool]:
+    mesh, options = task.mesh_and_options()
+    task.report({"phase": "formulate"})
+    made, is_final = core.validate(task.graph(), mesh, options, task.resources)
+    return made.model_dump_json().encode(), is_final
+
+
+def _coverage(task: _Task) -> tuple[bytes, bool]:
+    made, is_final = core.coverage(task.graph(), task.request["axis_sizes"], task.resources)
+    return made.model_dump_json().encode(), is_final
+
+
+def _explain(task: _Task) -> tuple[bytes, bool]:
+    made = Plan.from_json(task.payload)
+    task.report({"phase": "explain"})
+    names = ("name", "value", "time_limit")
+    found, is_final = core.explain(made, **{name: task.request[name] for name in names})
+    return _EXPLANATION.dump_json(found), is_final
+
+
+def _search(task: _Task) -> tuple[bytes, bool]:
+    plans = task.caches.plans
+
+    def keep(made: Plan, is_final: bool) -> bool:  # noqa: FBT001  as the core calls it
+        if plans is None or not is_final:
+            return False
+        plans.put(made.id, made.to_json().encode())
+        # A cache that fails does not raise.
+        return plans.get(made.id) is not None
+
+    found, is_final = core.search(
+        task.graph(),
+        task.request["num_devices"],
+        topology=topology_from_json(json.dumps(task.request["topology"])),
+        max_axes=task.request["max_axes"],
+        options=PlanOptions.model_validate(task.request["options"]),
+        resources=task.resources,
+        on_progress=task.report_progress,
+        cancel=task.cancel,
+        keep=None if plans is None else keep,
+    )
+    return found.model_dump_json().encode(), is_final
+
+
+_RUNNERS: Mapping[JobKind, Callable[[_Task], tuple[bytes, bool]]] = {
+    JobKind.PLAN: _plan,
+    JobKind.VALIDATION: _validate,
+    JobKind.COVERAGE: _coverage,
+    JobKind.EXPLANATION: _explain,
+    JobKind.SEARCH: _search,
+}
 
 
 def _other_release() -> ServerError:
     return ServerError(
-        OTHER_RELEASE,
-        f"the job was asked of another release than {version('autoshard')}, which was to run it; "
-        "ask again",
+        ProblemType.OTHER_RELEASE,
+        f"the job was submitted to another release than {version('autoshard')}, which runs it; "
+        "repeat the request",
     )
 
 
-def _with_found_rules(graph: Graph, store: KeyValueStore | None) -> tuple[Graph, bool]:
-    """The program with rules for operators of ATen that have none; no others run here.
-
-    Without torch they stay as they are: their work is done whole, by every rank.
-
-    Returns:
-        it, and whether there was time to try all of them.
-    """
-    if all(has_rule(node.operator) for node in graph.nodes if node.operator.startswith("aten.")):
-        return graph, True
-    if torch_version() is None:
-        _log.warning("operators without a rule run whole: torch is not installed here")
-        return graph, True
-    from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
-
-    found = discover(graph, custom=False, store=store, time_limit=_DISCOVERY_SECONDS)
-    return found.graph, found.is_complete
-
-
-def _report(progress: Progress) -> dict[str, Any]:
-    figures = {
-        "incumbent": progress.incumbent,
-        "bound": progress.bound,
-        "gap": progress.gap,
-    }
-    known = {name: value if isfinite(value) else None for name, value in figures.items()}
-    return {"phase": progress.phase, **known}
-
-
 def main() -> None:
-    """Solve what arrives on stdin."""
+    """Run the job that arrives on stdin."""
     source = sys.stdin.buffer
     answers = _claim_stdout()
-    # Opened before there is work, as everything is imported before.
-    block_cache, rules, plans = _open_caches(Settings())
+    # Opened before there is a job, as everything is imported before.
+    caches = _open_caches(Settings())
     with suppress(OSError):
-        # Where nobody is there any more, the end of stdin says so.
+        # If the worker is gone, the end of stdin will tell.
         write_frame(answers, FrameKind.READY, b"")
-    request, graph = _expect(source, FrameKind.WORK), _expect(source, FrameKind.GRAPH)
-    Thread(target=_end_with_service, daemon=True).start()
+    request, graph = _expect(source, FrameKind.REQUEST), _expect(source, FrameKind.GRAPH)
+    Thread(target=_end_with_worker, daemon=True).start()
 
     def report(progress: Mapping[str, Any]) -> None:
-        write_frame(answers, FrameKind.PROGRESS, json.dumps(progress).encode())
+        write_frame(answers, *encode(Progressed(progress)))
 
     try:
-        solved = solve(
-            Work(request.decode(), graph), report, Event(), block_cache, rules, plans=plans
+        answer: Solved | Failed = solve(
+            SolverInput(request.decode(), graph), report, Event(), caches
         )
     except Exception as error:  # noqa: BLE001  whatever it is becomes the answer
-        if problem_type_of(error) is INTERNAL:
+        if problem_type_of(error) is ProblemType.INTERNAL:
             _log.exception("solving failed")
-        write_frame(answers, FrameKind.PROBLEM, json.dumps(problem_of(error)).encode())
-        return
-    kind = FrameKind.PLAN if solved.keep else FrameKind.UNFINISHED
-    write_frame(answers, kind, solved.plan)
+        answer = Failed(problem_of(error))
+    write_frame(answers, *encode(answer))
 
 
-def _open_caches(
-    settings: Settings,
-) -> tuple[NamespacedCache | None, NamespacedCache | None, NamespacedCache | None]:
-    """Solved blocks, found rules and plans in the service's cache; None where it is not there."""
+def _open_caches(settings: Settings) -> SolverCaches:
+    """The namespaces of the service's cache; none if it is unavailable."""
     try:
         engine = open_engine(settings.store_url, busy_timeout=_BUSY_TIMEOUT)
         cache = SolverCache(engine, max_bytes=settings.cache_max_bytes)
     except StoreUnavailableError as error:
         _log.warning("solving without the cache: %s", error)
-        return None, None, None
-    plans = None if settings.is_in_memory else NamespacedCache(cache, JobKind.PLAN.namespace)
-    return NamespacedCache(cache, BLOCKS), NamespacedCache(cache, RULES), plans
+        return SolverCaches()
+    # Plans in this process's memory could not be looked up.
+    namespace = JobKind.PLAN.namespace
+    plans = None if settings.is_in_memory else NamespacedCache(cache, namespace)
+    return SolverCaches(NamespacedCache(cache, BLOCKS), NamespacedCache(cache, RULES), plans)
 
 
 def _claim_stdout() -> IO[bytes]:
-    """Keep stdout for answers: whatever else is printed, by C libraries too, goes to stderr."""
+    """Reserve stdout for answers: all other output, also of C libraries, goes to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
@@ -214,14 +279,14 @@ def _claim_stdout() -> IO[bytes]:
 def _expect(source: IO[bytes], kind: FrameKind) -> bytes:
     frame = read_frame(source)
     if frame is None:
-        # The service had no work for us before it ended.
+        # The worker had no job for this process before it ended.
         sys.exit(0)
     if frame[0] is not kind:
         raise ValueError(f"expected a frame of kind {kind.name}, got {frame[0].name}")
     return frame[1]
 
 
-def _end_with_service() -> None:
+def _end_with_worker() -> None:
     # Not through sys.stdin: its lock, held by a daemon thread, would abort a normal exit.
     os.read(0, 1)
     os._exit(1)

@@ -1,59 +1,103 @@
-"""Workers: threads that claim jobs and watch over their solvers.
+"""Workers: threads that claim jobs and supervise their solvers.
 
-Where the database is gone for a while, solvers go on, and what they found is written when it
-is back: nobody else can take a job meanwhile.
+If the database is unavailable for a while, solvers continue, and their results are written when
+it is back: nobody else can claim a job meanwhile.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from threading import Event, Semaphore, Thread
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import structlog
 
-from autoshard_server.jobs.job import Claim
-from autoshard_server.jobs.job_store import JobStore
-from autoshard_server.jobs.kinds import JobKind, known_kind
-from autoshard_server.problems import DEADLINE, problem_document
+from autoshard_server.problems import ProblemType, problem_document
 from autoshard_server.settings import Settings
-from autoshard_server.solvers.executor import Advanced, Died, Executor, Failed, Solved, Solver, Work
-from autoshard_server.solvers.health import Health
-from autoshard_server.stores import Stores
-from autoshard_server.telemetry.figures import job_seconds
-from autoshard_server.telemetry.tracing import job_span
+from autoshard_server.solvers.executor import Executor, Solver
+from autoshard_server.solvers.messages import Died, Failed, Progressed, Solved, SolverInput
+from autoshard_server.store import Claim, JobKind, JobStore, known_kind
+from autoshard_server.store.database import Stores
+from autoshard_server.telemetry import job_seconds, job_span
 from autoshard_solver_cache import StoreUnavailableError
 
-_TICK = 0.2
-"""Seconds between looks at a running job's row, which may say that it was cancelled."""
+MAX_LOST = 3
+"""Solvers lost in a row, each before it was ready, after which a worker counts as unhealthy."""
+
+_READY_AFTER = 10.0
+"""Seconds after which a solver that waits for a job counts as ready."""
+
+_MAX_PREPARE_DELAY = 30.0
+"""Longest pause before another solver is prepared, in seconds."""
+
+_POLL = 0.2
+"""Seconds between checks of a running job's row, which may have been cancelled."""
 
 _IDLE = 1.0
-"""Seconds between looks at the queue without being woken."""
+"""Seconds between checks of the queue without a wake-up."""
 
-_LONGEST_PAUSE = 2.0
-"""Seconds between attempts to reach a database that is gone: much less than a lease."""
+_MAX_BACKOFF = 2.0
+"""Longest pause between attempts to reach an unavailable database: much less than a lease."""
 
 _PROGRESS_SHARE = 0.02
-"""Of the time that a job has run: the least time between two reports, so that they stay few."""
+"""Shortest time between two progress reports, as a fraction of the time that the job has run."""
 
 _HOUSEKEEPING = 60.0
-"""Seconds between looks for what can be forgotten."""
+"""Seconds between deletions of what has expired."""
 
 _OUTCOMES: Mapping[type, str] = {Solved: "succeeded", Failed: "failed", Died: "crashed"}
 
 _log = structlog.get_logger(__name__)
 
-T = TypeVar("T")
+
+class SolverHealth:
+    """Counts the solvers that one worker has lost in a row through no fault of their jobs.
+
+    Args:
+        clock: monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lost = 0
+        self._since = clock()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the worker can run jobs, as far as is known."""
+        return self._lost < MAX_LOST
+
+    @property
+    def delay(self) -> float:
+        """Seconds to wait before another solver is prepared: none after a single loss."""
+        return 0.0 if self._lost <= 1 else min(2.0 ** (self._lost - 2), _MAX_PREPARE_DELAY)
+
+    def prepared(self) -> None:
+        """Record that a solver waits from now on."""
+        self._since = self._clock()
+
+    def waited(self) -> None:
+        """Record that it still waits."""
+        if self._clock() - self._since >= _READY_AFTER:
+            self.ready()
+
+    def ready(self) -> None:
+        """Record that a solver was ready."""
+        self._lost = 0
+
+    def lost(self) -> None:
+        """Record that a solver could not be made, or ended before it was ready or started."""
+        self._lost += 1
 
 
 class Workers:
     """Threads that run jobs, each one at a time.
 
     Args:
-        stores: where jobs come from, and plans go.
+        stores: with the queue and the cache of results.
         executor: where solves run.
-        settings: how many, and for how long.
+        settings: number of workers, and limits.
     """
 
     def __init__(self, stores: Stores, executor: Executor, settings: Settings) -> None:
@@ -61,38 +105,38 @@ class Workers:
         self._jobs = stores.jobs
         self._executor = executor
         self._settings = settings
-        self._name = uuid4().hex
         self._submitted = Semaphore(0)
         self._stopping = Event()
         self._deadline = float("inf")
-        names = [f"{self._name}-{i}" for i in range(settings.num_workers)]
-        self._health = {name: Health() for name in names}
+        name = uuid4().hex
+        names = [f"{name}-{i}" for i in range(settings.num_workers)]
+        self._health = {name: SolverHealth() for name in names}
         self._threads = [Thread(target=self._work, args=(n,), name=n, daemon=True) for n in names]
-        self._housekeeper = Thread(target=self._keep_house, daemon=True)
+        self._threads.append(Thread(target=self._keep_house, daemon=True))
 
     def start(self) -> None:
-        """Start claiming."""
-        for thread in (*self._threads, self._housekeeper):
+        """Start claiming jobs."""
+        for thread in self._threads:
             thread.start()
 
     def wake(self) -> None:
-        """Say that a job was submitted."""
+        """Wake an idle worker: a job was submitted."""
         self._submitted.release()
 
     @property
     def alive(self) -> bool:
-        """Whether every worker runs, or was told to end, and has solvers that live."""
+        """Whether all workers are stopping, or run and can start solvers."""
         if self._stopping.is_set():
             return True
         return self.are_running and all(health.is_good for health in self._health.values())
 
     @property
     def are_running(self) -> bool:
-        """Whether every thread is there; none that is gone comes back."""
-        return all(t.is_alive() for t in (*self._threads, self._housekeeper))
+        """Whether all threads run; one that has ended is not started again."""
+        return all(thread.is_alive() for thread in self._threads)
 
     def drain(self) -> None:
-        """Claim no more; after the grace period, from now on, running jobs go back to the queue.
+        """Claim no more jobs; after the grace period, running ones go back to the queue.
 
         Waits for nothing and takes no lock that others hold for long, as it runs in a signal
         handler: idle workers notice within a second.
@@ -102,46 +146,43 @@ class Workers:
             self._stopping.set()
 
     def stop(self) -> None:
-        """Drain, and wait until it is done."""
+        """Drain, and wait until all threads have ended."""
         self.drain()
         for _ in self._threads:
             self._submitted.release()
-        for thread in (*self._threads, self._housekeeper):
+        for thread in self._threads:
             thread.join()
 
     def _work(self, owner: str) -> None:
         health = self._health[owner]
         solver: Solver | None = None
-        pause = _TICK
+        backoff = _Backoff()
         while not self._stopping.is_set():
             try:
-                solver = solver or self._prepared(health)
-                # Preparing takes a while, in which we may have been told to stop.
+                solver = solver or self._prepare(health)
+                # Preparing takes a while, in which the workers may have been drained.
                 claim = None if self._stopping.is_set() else self._jobs.claim(owner)
-                pause = _TICK
+                backoff.reset()
                 if claim is None:
                     self._submitted.acquire(timeout=_IDLE)
-                    solver = _kept(solver, health)
-                elif not self._answer_from_cache(claim):
+                    solver = _checked(solver, health)
+                elif not self._finish_from_cache(claim):
                     try:
                         self._run(claim, solver, health)
                     finally:
                         solver.stop()
                         solver = None
             except StoreUnavailableError as error:
-                _log.warning("store_unavailable", reason=str(error), again_in=pause)
-                self._stopping.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            except Exception:  # noqa: BLE001  a worker outlives any job
+                self._stopping.wait(backoff.next(error))
+            except Exception:  # noqa: BLE001  a worker survives any job
                 _log.exception("worker_failed")
                 self._stopping.wait(_IDLE)
         if solver is not None:
             solver.stop()
 
-    def _prepared(self, health: Health) -> Solver:
-        """A solver; after several that were lost, not at once."""
-        if health.pause:
-            self._stopping.wait(health.pause)
+    def _prepare(self, health: SolverHealth) -> Solver:
+        if health.delay:
+            self._stopping.wait(health.delay)
         try:
             solver = self._executor.prepare()
         except Exception:
@@ -150,59 +191,61 @@ class Workers:
         health.prepared()
         return solver
 
-    def _answer_from_cache(self, claim: Claim) -> bool:
-        """Finish a job whose document somebody has made since it was asked for."""
+    def _finish_from_cache(self, claim: Claim) -> bool:
+        """Finish a job whose result was cached since it was submitted; False if it was not."""
         started = time.monotonic()
-        known = self._known(claim)
-        if known is None:
-            return False
-        self._patiently(lambda: self._jobs.succeed(claim, known))
-        _log.info("job_known", job_id=claim.id, plan_id=claim.plan_id)
-        _observe(claim, "known", time.monotonic() - started)
-        return True
-
-    def _known(self, claim: Claim) -> bytes | None:
         kind = known_kind(claim.kind)
         if kind is None:
-            # Its solver says so.
-            return None
+            # Its solver will answer that it belongs to another release.
+            return False
         try:
-            return self._stores.cache.get(kind.namespace, claim.plan_id)
+            document = self._stores.cache.get(kind.namespace, claim.plan_id)
         except StoreUnavailableError as error:
-            # The job is ours, and nobody else would run it: better made again than left.
+            # The job is claimed, so nobody else would run it: rather solve it again.
             _log.warning("store_unavailable", reason=str(error))
-            return None
+            return False
+        if document is None:
+            return False
+        self._when_available(partial(self._jobs.succeed, claim, document))
+        _log.info("job_cached", job_id=claim.id, plan_id=claim.plan_id)
+        _observe(claim, "cached", time.monotonic() - started)
+        return True
 
-    def _run(self, claim: Claim, solver: Solver, health: Health) -> None:
-        about = {**claim.context, "job_id": claim.id, "plan_id": claim.plan_id}
-        name = f"job {claim.kind}"
-        with structlog.contextvars.bound_contextvars(**about), job_span(name, claim.context):
-            watch = _Watch(self._jobs, claim, self._settings.lease)
-            outcome = self._watch(claim, solver, watch, health)
-            _observe(claim, outcome, watch.elapsed)
+    def _run(self, claim: Claim, solver: Solver, health: SolverHealth) -> None:
+        context = {**claim.context, "job_id": claim.id, "plan_id": claim.plan_id}
+        span = job_span(f"job {claim.kind}", claim.context)
+        with structlog.contextvars.bound_contextvars(**context), span:
+            lease = _Lease(self._jobs, claim, self._settings.lease)
+            outcome = self._supervise(claim, solver, lease, health)
+            _observe(claim, outcome, lease.elapsed)
 
-    def _watch(self, claim: Claim, solver: Solver, watch: "_Watch", health: Health) -> str:
-        """Wait for what becomes of a job; a word for it."""
+    def _supervise(
+        self, claim: Claim, solver: Solver, lease: "_Lease", health: SolverHealth
+    ) -> str:
+        """Wait for the end of a job; returns its outcome."""
         _log.info("job_started")
-        solver.start(Work(claim.request, claim.graph))
+        solver.start(SolverInput(claim.request, claim.graph))
         while True:
-            message = solver.receive(_TICK)
-            if message is not None and not isinstance(message, Advanced):
+            message = solver.receive(_POLL)
+            if message is not None and not isinstance(message, Progressed):
                 solver.stop()
-                _note(message, health)
-                self._patiently(partial(self._finish, claim, message))
-                _log.info("job_finished", seconds=round(watch.elapsed, 3))
+                if isinstance(message, Died) and not message.was_ready:
+                    health.lost()
+                else:
+                    health.ready()
+                self._when_available(partial(self._finish, claim, message))
+                _log.info("job_finished", seconds=round(lease.elapsed, 3))
                 return _OUTCOMES[type(message)]
             if time.monotonic() > self._deadline:
                 self._jobs.release(claim)
                 _log.info("job_released")
                 return "released"
-            if watch.elapsed > self._settings.max_job_seconds:
+            if lease.elapsed > self._settings.max_job_seconds:
                 solver.stop()
-                self._patiently(lambda: self._jobs.fail(claim, self._too_long()))
+                self._when_available(partial(self._jobs.fail, claim, self._deadline_problem()))
                 _log.warning("job_too_long")
                 return "failed"
-            if not watch.keep(message):
+            if not lease.update(message):
                 _log.info("job_withdrawn")
                 return "withdrawn"
 
@@ -215,46 +258,46 @@ class Workers:
             self._jobs.retry(claim, message.problem)
             self.wake()
             return
-        document = message.plan
+        document = message.document
         kind = JobKind(claim.kind)
         cache = self._stores.cache
-        if message.keep and not cache.put(kind.namespace, claim.plan_id, document):
-            # Somebody else was faster: one id, one document.
+        if message.cacheable and not cache.put(kind.namespace, claim.plan_id, document):
+            # Another worker was faster: one id, one document.
             document = cache.get(kind.namespace, claim.plan_id) or document
-        if message.keep and kind is JobKind.PLAN:
+        if message.cacheable and kind is JobKind.PLAN:
             self._stores.plans.add(claim.plan_id, document)
         self._jobs.succeed(claim, document)
 
-    def _patiently(self, action: Callable[[], T]) -> T:
-        """Do it as soon as the database lets us; what was solved is not given up before."""
-        pause = _TICK
+    def _when_available(self, action: Callable[[], object]) -> None:
+        """Retry while the database is unavailable, so that a result is not lost."""
+        backoff = _Backoff()
         while True:
             try:
-                return action()
+                action()
             except StoreUnavailableError as error:
                 if time.monotonic() > self._deadline:
                     raise
-                _log.warning("store_unavailable", reason=str(error), again_in=pause)
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                time.sleep(backoff.next(error))
+            else:
+                return
 
-    def _too_long(self) -> dict[str, object]:
+    def _deadline_problem(self) -> dict[str, object]:
         limit = self._settings.max_job_seconds
         return problem_document(
-            DEADLINE,
+            ProblemType.DEADLINE,
             f"the job took more than {limit:g} seconds, the limit of this service; "
-            "give a smaller time_limit, a smaller mesh or a coarser relative_gap",
+            "use a smaller time_limit, a smaller mesh or a larger relative_gap",
         )
 
     def _keep_house(self) -> None:
-        cleaned = float("-inf")
+        cleaned_at = float("-inf")
         while True:
             try:
                 if self._jobs.recover():
                     self.wake()
-                if time.monotonic() - cleaned > _HOUSEKEEPING:
+                if time.monotonic() - cleaned_at > _HOUSEKEEPING:
                     self._clean()
-                    cleaned = time.monotonic()
+                    cleaned_at = time.monotonic()
             except StoreUnavailableError as error:
                 _log.warning("store_unavailable", reason=str(error))
             except Exception:  # noqa: BLE001  the next round may succeed
@@ -270,8 +313,8 @@ class Workers:
             pass
 
 
-def _kept(solver: Solver, health: Health) -> Solver | None:
-    """A solver that waits; None where it is gone, as when memory ran out."""
+def _checked(solver: Solver, health: SolverHealth) -> Solver | None:
+    """A solver that waits; None if it has ended, for example for lack of memory."""
     if solver.is_alive():
         health.waited()
         return solver
@@ -281,61 +324,69 @@ def _kept(solver: Solver, health: Health) -> Solver | None:
     return None
 
 
-def _note(message: Solved | Failed | Died, health: Health) -> None:
-    if isinstance(message, Died) and not message.was_ready:
-        health.lost()
-    else:
-        health.proved()
-
-
 def _observe(claim: Claim, outcome: str, seconds: float) -> None:
     kind = known_kind(claim.kind)
     job_seconds.labels("other" if kind is None else kind.value, outcome).observe(seconds)
 
 
-class _Watch:
+class _Backoff:
+    """Growing pauses between attempts to reach the database."""
+
+    def __init__(self) -> None:
+        self._pause = _POLL
+
+    def reset(self) -> None:
+        self._pause = _POLL
+
+    def next(self, error: StoreUnavailableError) -> float:
+        """Log a failed attempt; seconds to wait before the next one."""
+        pause, self._pause = self._pause, min(2 * self._pause, _MAX_BACKOFF)
+        _log.warning("store_unavailable", reason=str(error), again_in=pause)
+        return pause
+
+
+class _Lease:
     """Keeps the row of a running job up to date, without a write per message."""
 
-    def __init__(self, jobs: JobStore, claim: Claim, lease: float) -> None:
+    def __init__(self, jobs: JobStore, claim: Claim, seconds: float) -> None:
         self._jobs = jobs
         self._claim = claim
-        self._lease = lease
+        self._seconds = seconds
         self._started = self._renewed = time.monotonic()
-        self._next_look = self._started + _TICK
-        self._pause = _TICK
-        self._news: Mapping[str, Any] | None = None
+        self._next_check = self._started + _POLL
+        self._backoff = _Backoff()
+        self._progress: Mapping[str, Any] | None = None
 
     @property
     def elapsed(self) -> float:
         """Seconds since the job was claimed."""
         return time.monotonic() - self._started
 
-    def keep(self, message: Advanced | None) -> bool:
-        """Take note of progress; False where the job is no longer this worker's."""
+    def update(self, message: Progressed | None) -> bool:
+        """Take note of progress; False if the job is no longer this worker's."""
         if message is not None:
-            self._news = message.progress
+            self._progress = message.progress
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return True
         try:
-            held = self._look(now)
+            is_leased = self._renew(now)
         except StoreUnavailableError as error:
-            # Nobody can take the job from us either.
-            _log.warning("store_unavailable", reason=str(error), again_in=self._pause)
-            self._next_look = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            # Nobody can take the job away either.
+            self._next_check = time.monotonic() + self._backoff.next(error)
             return True
-        self._pause = _TICK
-        self._next_look = time.monotonic() + _TICK
-        return held
+        self._backoff.reset()
+        self._next_check = time.monotonic() + _POLL
+        return is_leased
 
-    def _look(self, now: float) -> bool:
+    def _renew(self, now: float) -> bool:
         since = now - self._renewed
-        is_told = self._news is not None and since >= max(_TICK, _PROGRESS_SHARE * self.elapsed)
-        if not is_told and since < self._lease / 4:
-            return self._jobs.holds(self._claim)
-        held = self._jobs.renew(self._claim, self._news if is_told else None)
+        interval = max(_POLL, _PROGRESS_SHARE * self.elapsed)
+        has_news = self._progress is not None and since >= interval
+        if not has_news and since < self._seconds / 4:
+            return self._jobs.is_leased(self._claim)
+        is_leased = self._jobs.renew(self._claim, self._progress if has_news else None)
         self._renewed = now
-        if is_told:
-            self._news = None
-        return held
+        if has_news:
+            self._progress = None
+        return is_leased

@@ -1,38 +1,46 @@
-"""The service's database: its tables, their migrations, and small classes over them."""
+"""The service's database: its tables and migrations, and a store for each kind of rows.
+
+`autoshard_server.store.database` opens and migrates it; solver processes do not import that.
+"""
 
 from autoshard_server.store.api_keys import ApiKey, ApiKeyStore
-from autoshard_server.store.cursor import Cursor
-from autoshard_server.store.events import Event, EventKind
-from autoshard_server.store.graphs import GRAPHS, GraphInfo, GraphStore
-from autoshard_server.store.idempotency import IdempotencyStore, Reply
-from autoshard_server.store.migrate import is_current, migrate, newest_revision
-from autoshard_server.store.plans import PLANS, PlanIndex, PlanSummary
-from autoshard_server.store.topologies import (
-    NAME_PATTERN,
-    StoredTopology,
-    TopologyInfo,
-    TopologyStore,
+from autoshard_server.store.artifacts import GRAPHS, PLANS, GraphStore, PlanEntry, PlanIndex
+from autoshard_server.store.idempotency import IdempotencyRecord, IdempotencyStore
+from autoshard_server.store.job_store import JobStore
+from autoshard_server.store.jobs import (
+    TRANSITIONS,
+    Claim,
+    EventKind,
+    Job,
+    JobEvent,
+    JobKind,
+    JobState,
+    known_kind,
 )
+from autoshard_server.store.tables import Cursor
+from autoshard_server.store.topologies import NAME_PATTERN, StoredTopologyEntry, TopologyStore
 
 __all__ = [
     "GRAPHS",
     "NAME_PATTERN",
     "PLANS",
+    "TRANSITIONS",
     "ApiKey",
     "ApiKeyStore",
+    "Claim",
     "Cursor",
-    "Event",
     "EventKind",
-    "GraphInfo",
     "GraphStore",
+    "IdempotencyRecord",
     "IdempotencyStore",
+    "Job",
+    "JobEvent",
+    "JobKind",
+    "JobState",
+    "JobStore",
+    "PlanEntry",
     "PlanIndex",
-    "PlanSummary",
-    "Reply",
-    "StoredTopology",
-    "TopologyInfo",
+    "StoredTopologyEntry",
     "TopologyStore",
-    "is_current",
-    "migrate",
-    "newest_revision",
+    "known_kind",
 ]

@@ -1,4 +1,4 @@
-"""Keys with which callers show who they are; of the secret only a digest is kept."""
+"""API keys; only a digest of each secret is stored."""
 
 import hashlib
 import hmac
@@ -7,9 +7,8 @@ import secrets
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, insert, select, update
+from sqlalchemy import Connection, Engine, RowMapping, insert, select, update
 
 from autoshard_server.store.tables import api_keys as keys
 from autoshard_solver_cache import reader
@@ -17,20 +16,20 @@ from autoshard_solver_cache import reader
 _PREFIX = "autoshard"
 _ID_BYTES = 8
 _SECRET_BYTES = 32
-_NOBODY = "0" * 64
+_NO_DIGEST = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What is known of a key.
+    """An API key, without its secret.
 
     Attributes:
         id: 16 hex digits; may be logged.
-        name: for people: whose it is.
-        scopes: what it allows.
+        name: of its owner.
+        scopes: permissions.
         created_at: seconds since 1970.
-        expires_at: from when on it counts no more.
-        revoked_at: since when it counts no more.
+        expires_at: when it becomes invalid, if ever.
+        revoked_at: when it was revoked, if it was.
     """
 
     id: str
@@ -40,8 +39,8 @@ class ApiKey:
     expires_at: float | None
     revoked_at: float | None
 
-    def is_live(self, now: float) -> bool:
-        """Whether the key counts at a time."""
+    def is_valid(self, now: float) -> bool:
+        """Whether the key is neither expired nor revoked at a time."""
         expired = self.expires_at is not None and now >= self.expires_at
         return self.revoked_at is None and not expired
 
@@ -63,53 +62,56 @@ class ApiKeyStore:
     def create(
         self, name: str, scopes: Collection[str], *, expires_at: float | None = None
     ) -> tuple[ApiKey, str]:
-        """A new key, and its token, which cannot be had again."""
+        """Create a key; returns it with its token, which cannot be read again."""
         with self._engine.begin() as connection:
             return _insert(connection, name, scopes, expires_at)
 
     def authenticate(self, token: str) -> ApiKey | None:
-        """The live key that a token shows, or None."""
+        """The valid key of a token, or None."""
         prefix, _, rest = token.partition("_")
         key_id, _, secret = rest.partition("_")
         with self._reader.begin() as connection:
             row = connection.execute(select(keys).where(keys.c.id == key_id)).mappings().first()
-        expected = _NOBODY if row is None else row["secret_sha256"]
-        # Compared where there is no such key, too: the time says nothing.
+        expected = _NO_DIGEST if row is None else row["secret_sha256"]
+        # Compared without such a key too, so that the time reveals nothing.
         if not hmac.compare_digest(_digest(secret), expected) or row is None or prefix != _PREFIX:
             return None
         found = _key(row)
-        return found if found.is_live(time.time()) else None
+        return found if found.is_valid(time.time()) else None
 
     def list(self) -> "list[ApiKey]":
-        """All keys, also those that count no more, oldest first."""
+        """All keys, also invalid ones, oldest first."""
         query = select(keys).order_by(keys.c.created_at, keys.c.id)
         with self._reader.begin() as connection:
             return [_key(row) for row in connection.execute(query).mappings()]
 
     def revoke(self, key_id: str) -> bool:
-        """Let a key count no more, at once; False where there is none that does."""
+        """Revoke a key; False if there is none, or it was revoked before."""
         where = (keys.c.id == key_id) & keys.c.revoked_at.is_(None)
-        return self._update(where, revoked_at=time.time())
+        statement = update(keys).where(where).values(revoked_at=time.time())
+        with self._engine.begin() as connection:
+            return connection.execute(statement).rowcount == 1
 
     def rotate(self, key_id: str, *, grace: float) -> tuple[ApiKey, str] | None:
-        """A new key like a live one, which counts for so many more seconds; None without one.
+        """Replace a valid key by a new one of the same name, scopes and expiry.
 
-        The new one expires when the old one would have.
+        Args:
+            key_id: of the old key.
+            grace: seconds for which the old key stays valid.
+
+        Returns:
+            the new key and its token; None if there is no such valid key.
         """
         now = time.time()
         same = keys.c.id == key_id
         with self._engine.begin() as connection:
             row = connection.execute(select(keys).where(same)).mappings().first()
-            if row is None or not _key(row).is_live(now):
+            if row is None or not _key(row).is_valid(now):
                 return None
             old = _key(row)
             last = now + grace if old.expires_at is None else min(now + grace, old.expires_at)
             connection.execute(update(keys).where(same).values(expires_at=last))
             return _insert(connection, old.name, old.scopes, old.expires_at)
-
-    def _update(self, where: ColumnElement[bool], **values: Any) -> bool:
-        with self._engine.begin() as connection:
-            return connection.execute(update(keys).where(where).values(values)).rowcount == 1
 
 
 def _insert(
@@ -119,27 +121,21 @@ def _insert(
     made = ApiKey(
         secrets.token_hex(_ID_BYTES), name, frozenset(scopes), time.time(), expires_at, None
     )
-    values = {
-        "id": made.id,
-        "name": name,
-        "secret_sha256": _digest(secret),
-        "scopes": json.dumps(sorted(made.scopes)),
-        "created_at": made.created_at,
-        "expires_at": expires_at,
-    }
-    connection.execute(insert(keys).values(values))
+    statement = insert(keys).values(
+        id=made.id,
+        name=name,
+        secret_sha256=_digest(secret),
+        scopes=json.dumps(sorted(made.scopes)),
+        created_at=made.created_at,
+        expires_at=expires_at,
+    )
+    connection.execute(statement)
     return made, f"{_PREFIX}_{made.id}_{secret}"
 
 
 def _key(row: RowMapping) -> ApiKey:
-    return ApiKey(
-        id=row["id"],
-        name=row["name"],
-        scopes=frozenset(json.loads(row["scopes"])),
-        created_at=row["created_at"],
-        expires_at=row["expires_at"],
-        revoked_at=row["revoked_at"],
-    )
+    columns = {name: row[name] for name in ApiKey.__slots__}
+    return ApiKey(**{**columns, "scopes": frozenset(json.loads(row["scopes"]))})
 
 
 def _digest(secret: str) -> str:

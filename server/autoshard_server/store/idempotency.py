@@ -1,11 +1,9 @@
-"""What was answered to requests that carried an Idempotency-Key."""
+"""Idempotency keys, and the jobs that their requests got."""
 
 import hashlib
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import ColumnElement, Engine, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
@@ -14,30 +12,30 @@ from autoshard_server.store.tables import idempotency_keys as keys
 from autoshard_solver_cache import reader
 
 LIFETIME = 24 * 3600.0
-"""Seconds for which a key is remembered."""
+"""Seconds for which a key is stored."""
 
-_NONE_YET = "{}"
+_NO_ANSWER = "{}"
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What a key stands for.
+class IdempotencyRecord:
+    """The request that a key identifies.
 
     Attributes:
         body_sha256: digest of the request's body; another one is a misuse of the key.
-        answer: what whoever answered first wrote down, such as the id of a job; empty before.
+        job_id: job that the request got; None before, and where it needed none.
     """
 
     body_sha256: str
-    answer: Mapping[str, Any]
+    job_id: str | None = None
 
 
 class IdempotencyStore:
-    """Keys of callers, each for so long.
+    """Idempotency keys of callers in the service's database.
 
     Args:
         engine: of a migrated database.
-        lifetime: seconds.
+        lifetime: seconds for which a key is stored.
     """
 
     def __init__(self, engine: Engine, *, lifetime: float = LIFETIME) -> None:
@@ -45,65 +43,60 @@ class IdempotencyStore:
         self._reader = reader(engine)
         self._lifetime = lifetime
 
-    def find(self, caller: str, key: str) -> Reply | None:
-        """What the key stands for, or None: new, or forgotten."""
-        fresh = keys.c.created_at >= time.time() - self._lifetime
-        query = select(keys.c.body_sha256, keys.c.answer).where(_is(caller, key), fresh)
+    def find(self, caller: str, key: str) -> IdempotencyRecord | None:
+        """The request of a key, or None for a new or expired key."""
+        query = select(keys.c.body_sha256, keys.c.answer).where(_is(caller, key), ~self._expired())
         with self._reader.begin() as connection:
             row = connection.execute(query).one_or_none()
-        return None if row is None else Reply(row.body_sha256, json.loads(row.answer))
+        if row is None:
+            return None
+        return IdempotencyRecord(row.body_sha256, json.loads(row.answer).get("job"))
 
-    def reserve(self, caller: str, key: str, body_sha256: str) -> Reply:
-        """What the key stands for from now on: of several that ask at once, the first counts.
+    def reserve(self, caller: str, key: str, body_sha256: str) -> IdempotencyRecord:
+        """Reserve a key for a request; of several concurrent ones the first gets it.
 
         Args:
-            caller: whose key it is; the empty string where callers are not told apart.
+            caller: whose key it is; the empty string without API keys.
             key: as it was sent.
-            body_sha256: of the request, 64 hex digits.
+            body_sha256: digest of the request, 64 hex digits.
 
         Returns:
-            with an empty answer until `answer` has given one.
+            the request that has the key now.
         """
-        values = {
-            "caller": caller,
-            "key_sha256": _digest(key),
-            "body_sha256": body_sha256,
-            "answer": _NONE_YET,
-            "created_at": time.time(),
-        }
-        stale = keys.c.created_at < time.time() - self._lifetime
+        statement = insert(keys).values(
+            caller=caller,
+            key_sha256=_digest(key),
+            body_sha256=body_sha256,
+            answer=_NO_ANSWER,
+            created_at=time.time(),
+        )
         while True:
             try:
                 with self._engine.begin() as connection:
-                    connection.execute(delete(keys).where(_is(caller, key), stale))
-                    connection.execute(insert(keys).values(values))
+                    connection.execute(delete(keys).where(_is(caller, key), self._expired()))
+                    connection.execute(statement)
             except IntegrityError:
                 found = self.find(caller, key)
                 if found is None:
-                    # It has come of age in this very moment.
+                    # It has expired at this very moment.
                     continue
                 return found
-            return Reply(body_sha256, {})
+            return IdempotencyRecord(body_sha256)
 
-    def answer(self, caller: str, key: str, body_sha256: str, answer: Mapping[str, Any]) -> None:
-        """Write down what the request of a reserved key was answered; the first answer counts.
-
-        Args:
-            caller: whose key it is.
-            key: as it was sent.
-            body_sha256: of the request that reserved it.
-            answer: JSON.
-        """
-        unanswered = (keys.c.body_sha256 == body_sha256) & (keys.c.answer == _NONE_YET)
+    def set_job(self, caller: str, key: str, body_sha256: str, job_id: str) -> None:
+        """Store the job of the request that reserved a key; the first one is kept."""
+        unanswered = (keys.c.body_sha256 == body_sha256) & (keys.c.answer == _NO_ANSWER)
         statement = update(keys).where(_is(caller, key), unanswered)
         with self._engine.begin() as connection:
-            connection.execute(statement.values(answer=json.dumps(answer)))
+            connection.execute(statement.values(answer=json.dumps({"job": job_id})))
 
     def purge(self) -> int:
-        """Forget keys that are too old; how many there were."""
-        old = keys.c.created_at < time.time() - self._lifetime
+        """Delete expired keys; returns how many."""
         with self._engine.begin() as connection:
-            return connection.execute(delete(keys).where(old)).rowcount
+            return connection.execute(delete(keys).where(self._expired())).rowcount
+
+    def _expired(self) -> ColumnElement[bool]:
+        return keys.c.created_at < time.time() - self._lifetime
 
 
 def _is(caller: str, key: str) -> ColumnElement[bool]:

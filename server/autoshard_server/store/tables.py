@@ -1,10 +1,12 @@
-"""The tables of the service, as the newest migration leaves them.
+"""The tables of the service after the newest migration, and cursors of lists.
 
-Entries of the cache are not here: their table is the cache's own. Times are seconds since
-1970 by the clock of whoever wrote them; they are for people and for forgetting what is old.
-Nothing that must not go wrong when a clock jumps depends on them: jobs are taken in the
-order of `number`, and leases are counted (see `autoshard_server.jobs.job_store`).
+The entries of the cache have a table of their own. Times are seconds since 1970 by the writer's
+clock; they are for people and for deleting what is old. Nothing that must survive a clock that
+jumps depends on them: jobs are claimed in the order of `number`, and leases are measured by
+heartbeats (see `autoshard_server.store.job_store`).
 """
+
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     BigInteger,
@@ -14,15 +16,17 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    Select,
     String,
     Table,
     Text,
+    tuple_,
 )
 
 metadata = MetaData()
 
 ACTIVE_STATES = ("queued", "running")
-"""States of jobs that are not done."""
+"""States of jobs that are not finished."""
 
 jobs = Table(
     "jobs",
@@ -36,7 +40,7 @@ jobs = Table(
     Column("state", String(16), nullable=False),
     Column("attempts", Integer, nullable=False),
     Column("owner", String(64)),
-    # Raised by every sign of life.
+    # Incremented by every heartbeat.
     Column("beat", BigInteger, nullable=False, server_default="0"),
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
@@ -122,3 +126,23 @@ api_keys = Table(
     Column("expires_at", Float),
     Column("revoked_at", Float),
 )
+
+
+class Cursor(NamedTuple):
+    """The last row of a page of a list that is ordered from new to old.
+
+    Attributes:
+        created_at: of the row, seconds since 1970.
+        id: of the row, for rows of the same age.
+    """
+
+    created_at: float
+    id: str
+
+
+def newest_first(query: Select[Any], table: Table, after: Cursor | None) -> Select[Any]:
+    """Order a query from new to old, and start behind a cursor if there is one."""
+    place = tuple_(table.c.created_at, table.c.id)
+    if after is not None:
+        query = query.where(place < tuple_(*after))
+    return query.order_by(table.c.created_at.desc(), table.c.id.desc())

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from autoshard_server.solvers.frames import read_frame
+from autoshard_server.solvers.messages import read_frame
 
 read_frame(sys.stdin.buffer)
 os.kill(os.getpid(), signal.SIGKILL)

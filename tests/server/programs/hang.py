@@ -4,7 +4,7 @@ import json
 import sys
 import time
 
-from autoshard_server.solvers.frames import FrameKind, read_frame, write_frame
+from autoshard_server.solvers.messages import FrameKind, read_frame, write_frame
 
 read_frame(sys.stdin.buffer)
 progress = {"phase": "branching", "incumbent": 2.0, "bound": 1.0, "gap": 0.5}

@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 
-from autoshard_server.solvers.frames import FrameKind, read_frame, write_frame
+from autoshard_server.solvers.messages import FrameKind, read_frame, write_frame
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 read_frame(sys.stdin.buffer)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from autoshard_server.solvers.frames import FrameKind, read_frame, write_frame
+from autoshard_server.solvers.messages import FrameKind, read_frame, write_frame
 
 
 def spin() -> None:
@@ -40,4 +40,4 @@ for i in range(told.get("reports", 0)):
     report(phase=str(i))
     time.sleep(0.01)
 time.sleep(told.get("seconds", 0))
-write_frame(sys.stdout.buffer, FrameKind.PLAN, told["answer"].encode())
+write_frame(sys.stdout.buffer, FrameKind.RESULT, told["answer"].encode())

@@ -1,1 +1,0 @@
-"""What is asked, and the service that answers it or makes a job of it."""

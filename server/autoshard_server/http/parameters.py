@@ -1,0 +1,246 @@
+"""What routes read from requests: paths, pages, bodies and headers."""
+
+import json
+import math
+import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable
+from typing import Annotated, TypeVar, cast
+
+from fastapi import Depends, Path, Query
+from pydantic import BaseModel, ValidationError
+from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from autoshard_server.problems import ProblemType, ServerError, limit_error
+from autoshard_server.requests import CreatePlanRequest
+from autoshard_server.service import Service
+from autoshard_server.settings import Settings
+from autoshard_server.store import Cursor
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+MULTIPART_FORM = "multipart/form-data"
+JSON = "application/json"
+
+_PARTS = ("graph", "request")
+_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
+
+_MAX_PAGE = 1000
+_DEFAULT_PAGE = 50
+
+_ID = re.compile(r"[0-9a-f]{1,64}")
+"""Ids of jobs and plans."""
+
+
+class _Segment(StringConvertor):
+    """One segment of a path, without the verb of a custom method (AIP-136) behind it."""
+
+    regex = "[^/:]+"
+
+
+register_url_convertor("segment", _Segment())
+
+
+def _service(request: Request) -> Service:
+    return cast("Service", request.app.state.service)
+
+
+ServiceParameter = Annotated[Service, Depends(_service)]
+PlanId = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="id of a plan")]
+GraphDigest = Annotated[
+    str, Path(pattern="^[0-9a-f]{64}$", description="sha256 of the graph's bytes, in hex")
+]
+JobId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="id of a job")]
+PageSize = Annotated[
+    int,
+    Query(
+        ge=0,
+        le=2**31 - 1,
+        description=f"largest number of entries; 0 means {_DEFAULT_PAGE}, at most {_MAX_PAGE}",
+    ),
+]
+PageToken = Annotated[
+    str,
+    Query(max_length=512, description="next_page_token of the page before; empty for the first"),
+]
+
+
+def page_limit(page_size: int) -> int:
+    """Entries of a page (AIP-158): a page size that is too large is reduced."""
+    return min(page_size or _DEFAULT_PAGE, _MAX_PAGE)
+
+
+def token_of(cursor: Cursor | None) -> str:
+    """The opaque token of a cursor; empty at the end of the list."""
+    return "" if cursor is None else urlsafe_b64encode(json.dumps(cursor).encode()).decode()
+
+
+def cursor_of(token: str) -> Cursor | None:
+    """The cursor of a token; None for the first page.
+
+    Raises:
+        ServerError: REQUEST, if the token is invalid.
+    """
+    if not token:
+        return None
+    try:
+        created_at, key = json.loads(urlsafe_b64decode(token.encode()))
+        is_time = isinstance(created_at, float) and math.isfinite(created_at)
+        if is_time and isinstance(key, str) and _ID.fullmatch(key):
+            return Cursor(created_at, key)
+    except (ValueError, TypeError):
+        pass
+    found = [{"pointer": "/query/page_token", "detail": "not a page token"}]
+    raise ServerError(
+        ProblemType.REQUEST,
+        "page_token is invalid; send next_page_token of the page before unchanged",
+        extensions={"errors": found},
+    )
+
+
+async def read_upload(request: Request, settings: Settings) -> tuple[CreatePlanRequest, bytes]:
+    """The two parts of the form: what to plan for, and the graph.
+
+    Raises:
+        ServerError: the form cannot be read, or a part is missing, too large or not valid.
+    """
+    count, limit = len(_PARTS), settings.max_request_bytes
+    try:
+        async with request.form(max_files=count, max_fields=count, max_part_size=limit) as form:
+            text, graph = await _read_parts(form, limit)
+    except HTTPException as error:
+        detail = f"the form cannot be read: {error.detail}"
+        raise ServerError(ProblemType.MULTIPART, detail) from None
+    return parse(CreatePlanRequest, text, "part 'request'"), graph
+
+
+async def read_json(request: Request, model: type[_Model], settings: Settings) -> _Model:
+    """The JSON body of a request.
+
+    Raises:
+        ServerError: the body is not such JSON, or too large.
+    """
+    return parse(model, await read_text(request, settings, "max_request_bytes"), "body")
+
+
+async def read_text(request: Request, settings: Settings, limit_name: str) -> bytes:
+    """The body of a request with Content-Type application/json, unparsed.
+
+    Raises:
+        ServerError: it has another type, or is larger than the limit of the name.
+    """
+    if media_type(request) != JSON:
+        raise ServerError(ProblemType.MEDIA_TYPE, f"send {JSON}")
+    return await read_bytes(request, settings, limit_name)
+
+
+async def read_bytes(request: Request, settings: Settings, limit_name: str) -> bytes:
+    """The whole body.
+
+    Args:
+        request: with the body.
+        settings: of the service.
+        limit_name: the setting that limits its bytes.
+
+    Raises:
+        ServerError: TOO_LARGE.
+    """
+    limit = getattr(settings, limit_name)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _too_large("body", limit, limit_name)
+    return bytes(body)
+
+
+def media_type(request: Request) -> str:
+    """The Content-Type, in lower case and without parameters."""
+    value: str = request.headers.get("content-type", "")
+    return value.partition(";")[0].strip().lower()
+
+
+def parse(model: type[_Model], text: bytes, where: str) -> _Model:
+    """Parse and validate JSON text.
+
+    Raises:
+        ServerError: REQUEST, which points at everything that is wrong.
+    """
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        found = [
+            {"pointer": _pointer(e["loc"]), "detail": e["msg"]}
+            for e in error.errors(include_url=False, include_context=False, include_input=False)
+        ]
+        first = found[0]
+        raise ServerError(
+            ProblemType.REQUEST,
+            f"the {where} is not valid at {first['pointer'] or 'its root'}: {first['detail']}",
+            extensions={"errors": found},
+        ) from None
+
+
+def preferred_wait(request: Request, *, cap: float) -> float | None:
+    """Seconds of `Prefer: wait=N` (RFC 7240), at most the cap; None without it."""
+    found = _WAIT.search(",".join(request.headers.getlist("prefer")))
+    return None if found is None else min(float(found[1]), cap)
+
+
+def is_not_modified(request: Request, tag: str) -> bool:
+    """Whether If-None-Match has the tag (RFC 9110, section 13); a weak tag matches too."""
+    tags = _tags(request, "if-none-match") or frozenset()
+    return not {"*", f'"{tag}"', f'W/"{tag}"'}.isdisjoint(tags)
+
+
+def precondition(request: Request) -> Callable[[str | None], bool]:
+    """If-Match and If-None-Match of a request that changes its target (RFC 9110, section 13).
+
+    Returns:
+        a function that says whether the change is allowed, given the target's tag without quotes,
+        or None if there is no target.
+    """
+    match, none_match = _tags(request, "if-match"), _tags(request, "if-none-match")
+
+    def is_allowed(tag: str | None) -> bool:
+        current = set() if tag is None else {"*", f'"{tag}"'}
+        if match is not None and current.isdisjoint(match):
+            return False
+        return none_match is None or current.isdisjoint(none_match)
+
+    return is_allowed
+
+
+def _tags(request: Request, header: str) -> frozenset[str] | None:
+    values = request.headers.getlist(header)
+    return frozenset(tag.strip() for tag in ",".join(values).split(",")) if values else None
+
+
+async def _read_parts(form: FormData, limit: int) -> tuple[bytes, bytes]:
+    names = sorted(name for name, _ in form.multi_items())
+    if names != sorted(_PARTS):
+        raise ServerError(
+            ProblemType.MULTIPART, f"the form has the parts {names}; it needs {list(_PARTS)}"
+        )
+    graph, request = form["graph"], form["request"]
+    if not isinstance(graph, UploadFile):
+        raise ServerError(ProblemType.MULTIPART, "send the part 'graph' as a file, with a filename")
+    text = await request.read() if isinstance(request, UploadFile) else request.encode()
+    if len(text) > limit:
+        raise _too_large("part 'request'", limit, "max_request_bytes")
+    return text, await graph.read()
+
+
+def _too_large(what: str, limit: int, limit_name: str) -> ServerError:
+    detail = f"the {what} exceeds {limit:,} bytes"
+    return limit_error(ProblemType.TOO_LARGE, detail, limit_name, limit)
+
+
+def _pointer(location: tuple[int | str, ...]) -> str:
+    """RFC 6901 pointer into the JSON of the part, without the tags of our unions."""
+    tags = {("mesh", "shorthand"), ("mesh", "document")}
+    steps = [s for i, s in enumerate(location) if i != 1 or location[:2] not in tags]
+    return "".join("/" + str(s).replace("~", "~0").replace("/", "~1") for s in steps)

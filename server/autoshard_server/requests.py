@@ -1,0 +1,384 @@
+"""Requests: their JSON, their limits, and the ids of their results."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import version
+from math import prod
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag, field_validator
+
+from autoshard.errors import OptionError
+from autoshard.graph import MAX_RULES, RULES_VERSION, rules_from_json, rules_to_json
+from autoshard.mesh import (
+    Mesh,
+    Topology,
+    make_mesh,
+    mesh_from_json,
+    mesh_to_json,
+    topology_from_json,
+    topology_to_json,
+)
+from autoshard.plan import PLAN_VERSION, PlanOptions
+from autoshard.planner import candidate_meshes, torch_version
+from autoshard_server.problems import ProblemType, limit_error
+from autoshard_server.settings import Settings
+from autoshard_server.store import JobKind
+
+Bandwidth = Annotated[float, Field(description="bytes per second per device and direction")]
+Latency = Annotated[float, Field(description="seconds per step")]
+TopologyName = Annotated[str, Field(max_length=255, description="a name of GET /v1/topologies")]
+PlanIdField = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="id of a plan")]
+GraphField = Annotated[
+    str,
+    Field(
+        pattern="^[0-9a-f]{64}$",
+        description="sha256 of the graph's bytes: of a graph that PUT /v1/graphs/{digest} stored, "
+        "or of the part 'graph' of POST /v1/plans",
+        examples=["0" * 64],
+    ),
+]
+
+
+class MeshShorthand(BaseModel):
+    """A mesh by its shape and optional link figures, as `make_mesh` takes it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    shape: tuple[int, ...] = Field(
+        description="size of each axis, outermost first", examples=[[2, 4]]
+    )
+    axes: tuple[str, ...] | None = Field(default=None, description="name of each axis")
+    topology: TopologyName | None = None
+    intra_bandwidth: Bandwidth | None = None
+    inter_bandwidth: Bandwidth | None = None
+    intra_latency: Latency | None = None
+    inter_latency: Latency | None = None
+    backend: str | None = Field(default=None, description="nccl or gloo")
+
+    def build(self, stored: Topology | None = None) -> Mesh:
+        """Make the mesh.
+
+        Args:
+            stored: the topology of the name, if it is not a preset.
+
+        Raises:
+            MeshError: it is invalid.
+        """
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return make_mesh(fields.pop("shape"), **{**fields, "topology": stored or self.topology})
+
+
+class MeshDocument(RootModel[dict[str, Any]]):
+    """A complete mesh, as `mesh_to_json` writes it."""
+
+    def build(self, _stored: Topology | None = None) -> Mesh:
+        """Make the mesh, whose topology is part of the document.
+
+        Raises:
+            MeshError: it is invalid.
+        """
+        return mesh_from_json(json.dumps(self.root))
+
+
+def _mesh_tag(value: object) -> str:
+    """A document contains its topology; the shorthand at most names one."""
+    is_whole = isinstance(value, dict) and isinstance(value.get("topology"), dict)
+    return "document" if is_whole or isinstance(value, MeshDocument) else "shorthand"
+
+
+MeshInput = MeshShorthand | MeshDocument
+
+MeshField = Annotated[
+    Annotated[MeshShorthand, Tag("shorthand")] | Annotated[MeshDocument, Tag("document")],
+    Discriminator(_mesh_tag),
+]
+
+
+def topology_name(mesh: MeshInput | None) -> str | None:
+    """The topology that a mesh names; None if it names none, or contains its own."""
+    return mesh.topology if isinstance(mesh, MeshShorthand) else None
+
+
+class GraphRequest(BaseModel):
+    """The fields of every request about a graph."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rules: tuple[dict[str, Any], ...] = Field(
+        default=(),
+        max_length=MAX_RULES,
+        description=(
+            "sharding rules of the model's own operators, as `autoshard.discovery` finds them; "
+            "used where this service has no rule of its own."
+        ),
+    )
+
+    @field_validator("rules")
+    @classmethod
+    def _check_rules(cls, rules: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        rules_from_json(list(rules))
+        return rules
+
+
+class PlanRequest(GraphRequest):
+    """A mesh and options to plan for."""
+
+    mesh: MeshField
+    options: PlanOptions = PlanOptions()
+
+
+class CreatePlanRequest(PlanRequest):
+    """The part 'request' of an upload: a mesh and options to plan for."""
+
+    validate_only: bool = Field(
+        default=False,
+        description="whether to answer how large the problem is, and solve nothing",
+    )
+
+
+class CreatePlanOfGraphRequest(CreatePlanRequest):
+    """A mesh and options to plan for, and a stored graph."""
+
+    graph_sha256: GraphField
+
+
+class LookUpPlanRequest(PlanRequest):
+    """A mesh and options of an earlier request, and its graph."""
+
+    graph_sha256: GraphField
+
+
+class SearchRequest(GraphRequest):
+    """A number of devices to find the best mesh of, and a stored graph."""
+
+    graph_sha256: GraphField
+    num_devices: int = Field(ge=1, description="devices of each mesh", examples=[8])
+    topology: TopologyName | dict[str, Any] | None = Field(
+        default=None,
+        description="a name of GET /v1/topologies, or a whole topology as `topology_to_json` "
+        "writes it; the default one if null.",
+    )
+    max_axes: int = Field(default=3, ge=1, le=6, description="largest number of axes")
+    options: PlanOptions = Field(
+        default=PlanOptions(), description="the same for all meshes; time_limit is for each."
+    )
+
+
+class CoverageRequest(GraphRequest):
+    """A stored graph, and optionally the mesh whose axes must be able to shard."""
+
+    graph_sha256: GraphField
+    mesh: MeshField | None = Field(
+        default=None, description="whose axes must be able to shard; any axis if null."
+    )
+
+
+class ComparePlansRequest(BaseModel):
+    """Two plans of one graph."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    before: PlanIdField
+    after: PlanIdField
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The job of a request.
+
+    Attributes:
+        kind: of the result.
+        result_id: key of the result in the cache, 64 hex digits.
+        request: what the solver process needs besides the payload, as JSON text.
+        payload: a graph as uploaded, or a plan document; None for a stored graph.
+        graph_sha256: digest of the graph; empty for a plan document.
+    """
+
+    kind: JobKind
+    result_id: str
+    request: str
+    payload: bytes | None
+    graph_sha256: str = ""
+
+
+class PlanQuery:
+    """A request to plan a graph, checked as far as that is possible without the graph.
+
+    Args:
+        request: the mesh and options.
+        graph_sha256: digest of the uploaded bytes, 64 hex digits.
+        settings: limits of this service.
+        topology: the stored topology that the request names, if it is not a preset. Keys depend
+            on its contents, not on its name.
+
+    Raises:
+        MeshError: the mesh is invalid.
+        OptionError: an option exceeds a limit of this service.
+        ServerError: LIMIT, if the mesh exceeds one.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        graph_sha256: str,
+        settings: Settings,
+        *,
+        topology: Topology | None = None,
+    ) -> None:
+        _check_time_limit(request.options.time_limit, settings)
+        self.graph_sha256 = graph_sha256
+        self.options = request.options
+        self.rules = rules_from_json(list(request.rules))
+        self.mesh = _checked_mesh(request.mesh, settings, topology)
+        self._settings = settings
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the request as it arrived: computed without reading the graph.
+
+        The same program exported twice can differ here and still have the same plan id.
+        """
+        return _digest(*_versions(), self.graph_sha256, *self._fields.values())
+
+    def task(self, plan_id: str, graph: bytes | None, *, validate_only: bool = False) -> Task:
+        """The job that makes the plan, or only measures its problem."""
+        kind = JobKind.VALIDATION if validate_only else JobKind.PLAN
+        request = {
+            "plan_id": plan_id,
+            "kind": kind,
+            "max_strategies": self._settings.max_strategies,
+            **self._fields,
+            "limits": self._settings.archive_limits,
+        }
+        result_id = _digest(kind, plan_id) if validate_only else plan_id
+        return Task(kind, result_id, json.dumps(request), graph, self.graph_sha256)
+
+    @cached_property
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "mesh": json.loads(mesh_to_json(self.mesh)),
+            "options": self.options.model_dump(mode="json"),
+            "rules": rules_to_json(self.rules),
+        }
+
+
+def search_task(
+    request: SearchRequest, settings: Settings, *, stored: Topology | None = None
+) -> Task:
+    """The job that plans a stored graph on every mesh of so many devices.
+
+    Args:
+        request: with the number of devices.
+        settings: limits of this service.
+        stored: the topology that the request names, if it is not a preset.
+
+    Raises:
+        MeshError: the topology is unknown, or has fewer devices.
+        OptionError: a number is out of its range.
+        ServerError: LIMIT, if there are more devices or meshes than this service allows.
+    """
+    _check_time_limit(request.options.time_limit, settings)
+    check_limit("max_devices", request.num_devices, "devices of a mesh", settings)
+    given = request.topology
+    whole = topology_from_json(json.dumps(given)) if isinstance(given, dict) else None
+    # One more than allowed is enough: large numbers have very many factorisations.
+    meshes = candidate_meshes(
+        request.num_devices,
+        topology=whole or stored or (given if isinstance(given, str) else None),
+        max_axes=request.max_axes,
+        most=settings.max_search_meshes + 1,
+    )
+    check_limit("max_search_meshes", len(meshes), "or more meshes of a search", settings)
+    fields = {
+        "num_devices": request.num_devices,
+        "max_axes": request.max_axes,
+        "topology": json.loads(topology_to_json(meshes[0].topology)),
+        "options": request.options.model_dump(mode="json"),
+        "rules": list(request.rules),
+        # In the digest too: a mesh that was too large may not stay so.
+        "max_strategies": settings.max_strategies,
+    }
+    return _graph_task(JobKind.SEARCH, request.graph_sha256, fields, settings)
+
+
+def coverage_task(
+    request: CoverageRequest, settings: Settings, *, topology: Topology | None = None
+) -> Task:
+    """The job that lists which operators of a stored graph can be sharded.
+
+    Raises:
+        MeshError: the mesh is invalid.
+        ServerError: LIMIT, if the mesh exceeds one.
+    """
+    mesh = None if request.mesh is None else _checked_mesh(request.mesh, settings, topology)
+    sizes = [] if mesh is None else sorted({size for size in mesh.axis_sizes if size > 1})
+    fields = {"axis_sizes": sizes, "rules": list(request.rules)}
+    return _graph_task(JobKind.COVERAGE, request.graph_sha256, fields, settings)
+
+
+def explanation_task(plan_id: str, plan: bytes, settings: Settings, **fields: Any) -> Task:
+    """The job that prices every alternative of one choice of a plan.
+
+    Args:
+        plan_id: of the plan.
+        plan: its document.
+        settings: limits of this service.
+        **fields: name, value and time_limit.
+
+    Raises:
+        OptionError: the time limit exceeds this service's.
+    """
+    _check_time_limit(fields["time_limit"], settings)
+    kind = JobKind.EXPLANATION
+    request = json.dumps({"kind": kind, **fields})
+    return Task(kind, _digest(kind, *_versions(), plan_id, fields), request, plan)
+
+
+def check_limit(setting: str, number: int, what: str, settings: Settings) -> None:
+    """Refuse what is larger than this service allows.
+
+    Raises:
+        ServerError: LIMIT.
+    """
+    limit: int = getattr(settings, setting)
+    if number > limit:
+        detail = f"{number:,} {what} exceed this service's limit of {limit:,}"
+        raise limit_error(ProblemType.LIMIT, detail, setting, limit)
+
+
+def _checked_mesh(mesh: MeshInput, settings: Settings, topology: Topology | None) -> Mesh:
+    made = mesh.build(topology)
+    check_limit("max_mesh_axes", len(made.axes), "axes of a mesh", settings)
+    check_limit("max_devices", prod(made.axis_sizes), "devices of a mesh", settings)
+    return made
+
+
+def _check_time_limit(seconds: float, settings: Settings) -> None:
+    limit = settings.max_time_limit
+    if seconds > limit:
+        raise OptionError(
+            f"time_limit is {seconds:g} seconds, but this service allows "
+            f"{limit:g}; use a smaller one, or raise AUTOSHARD_MAX_TIME_LIMIT"
+        )
+
+
+def _graph_task(kind: JobKind, sha256: str, fields: dict[str, Any], settings: Settings) -> Task:
+    request = json.dumps({"kind": kind, **fields, "limits": settings.archive_limits})
+    return Task(kind, _digest(kind, *_versions(), sha256, fields), request, None, sha256)
+
+
+def _versions() -> tuple[Any, ...]:
+    return *_installed_versions(), PLAN_VERSION, RULES_VERSION
+
+
+@cache
+def _installed_versions() -> tuple[str, str | None]:
+    # Looking them up takes longer than the rest of a request whose result is cached.
+    return version("autoshard"), torch_version()
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,392 @@
+"""The service behind the routes: it answers from the cache, or submits a job."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from threading import Lock
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+import structlog
+from cachetools import TTLCache
+
+from autoshard.errors import MeshError
+from autoshard.graph import ArchiveLimits, Graph, load_graph
+from autoshard.mesh import Topology, list_topologies, topology_from_json
+from autoshard.ops import with_rules
+from autoshard.plan import PLAN_VERSION
+from autoshard.planner import plan_id
+from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.requests import PlanQuery, Task, check_limit
+from autoshard_server.settings import Settings
+from autoshard_server.solvers.executor import Executor
+from autoshard_server.solvers.workers import Workers
+from autoshard_server.store import Job, JobKind, known_kind
+from autoshard_server.store.database import open_stores
+from autoshard_server.telemetry import trace_context
+
+T = TypeVar("T")
+
+_QUERIES = "questions"
+"""Namespace of plan ids in the cache, by the digest of the query."""
+
+_MAX_PARSERS = 2
+"""Graphs parsed at once: parsing holds the interpreter lock, and other routes must answer."""
+
+_LRU_SECONDS = 1800.0
+"""How long an entry stays in memory: the cache must learn now and then that it is used."""
+
+_LRU_OVERHEAD = 200
+"""Approximate bytes of an entry besides its body."""
+
+_MIN_POLL = 0.02
+_MAX_POLL = 0.25
+"""Seconds between checks of a job that a request waits for: at first, and later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a job.
+
+    Attributes:
+        kind: of the result.
+        id: of the result.
+        body: the document.
+        is_cached: whether this document is in the cache, under its id.
+        is_hit: whether it was there before this request.
+    """
+
+    kind: JobKind
+    id: str
+    body: bytes
+    is_cached: bool
+    is_hit: bool
+
+
+class Service:
+    """Everything that the routes need.
+
+    Args:
+        settings: of the service.
+        executor: where solves run.
+
+    Raises:
+        StoreUnavailableError: the database cannot be opened or written.
+    """
+
+    def __init__(self, settings: Settings, executor: Executor) -> None:
+        self.settings = settings
+        self.draining = False
+        self.stores = open_stores(settings)
+        self.cache = self.stores.cache
+        self.jobs = self.stores.jobs
+        self._lru = _LruCache(settings.hot_bytes)
+        self._workers = Workers(self.stores, executor, settings)
+        self._poller = _JobPoller(self.find, lambda: self.draining)
+        self._parsers = anyio.CapacityLimiter(_MAX_PARSERS)
+
+    def start(self) -> None:
+        """Start the workers."""
+        self._workers.start()
+
+    def drain(self) -> None:
+        """Claim no more jobs, stop waiting for them, and report not ready."""
+        self.draining = True
+        self._workers.drain()
+
+    def close(self) -> None:
+        """Stop the workers, and close the database."""
+        self.drain()
+        self._workers.stop()
+        self.stores.close()
+
+    async def look_up(self, query: PlanQuery) -> str:
+        """The id of the plan of an earlier request.
+
+        Raises:
+            ServerError: NOT_FOUND.
+        """
+        known = await self._known_id(query)
+        if known is None:
+            raise ServerError(
+                ProblemType.NOT_FOUND,
+                "there was no such request before; send the graph with POST /v1/plans",
+            )
+        return known
+
+    async def plan(
+        self,
+        query: PlanQuery,
+        graph: bytes | None,
+        *,
+        caller: str | None = None,
+        validate_only: bool = False,
+    ) -> Result | Job:
+        """The plan, or only the size of its problem, from the cache; or the job that makes it.
+
+        Args:
+            query: the request.
+            graph: the uploaded bytes; None for a stored graph.
+            caller: name of the key.
+            validate_only: whether only the size of the problem is wanted.
+
+        Raises:
+            GraphError: the graph cannot be read.
+            ServerError: the graph is not stored or too large, or the queue is full.
+        """
+        known = await self._known_id(query)
+        if known is None:
+            graph = graph if graph is not None else await self.stored_graph(query.graph_sha256)
+            program = await self.parse_graph(graph)
+            known = await self.in_parser(partial(self._remember_id, query, program))
+        return await self.run(query.task(known, graph, validate_only=validate_only), caller=caller)
+
+    async def run(self, task: Task, *, caller: str | None = None) -> Result | Job:
+        """The result of a task from the cache, or the job that makes it.
+
+        Raises:
+            ServerError: the graph is not stored, or the queue is full.
+        """
+        body = await self.find_result(task.kind, task.result_id)
+        if body is not None:
+            return Result(task.kind, task.result_id, body, is_cached=True, is_hit=True)
+        payload = task.payload
+        if payload is None:
+            payload = await self.stored_graph(task.graph_sha256)
+        return await anyio.to_thread.run_sync(self._submit, task, payload, caller, _context())
+
+    async def find_result(self, kind: JobKind, result_id: str) -> bytes | None:
+        """A document of the cache, or None."""
+        return await self._read(kind.namespace, result_id)
+
+    async def stored_topology(self, name: str | None) -> Topology | None:
+        """The stored topology of a name; None for a preset or without a name.
+
+        Raises:
+            MeshError: there is no such topology.
+        """
+        if name is None or name in list_topologies():
+            return None
+        document = await anyio.to_thread.run_sync(self.stores.topologies.get, name)
+        if document is None:
+            raise MeshError(
+                f"unknown topology {name!r}; use one of {', '.join(list_topologies())}, or "
+                "store it with PUT /v1/topologies/{name}"
+            )
+        return topology_from_json(document)
+
+    async def stored_graph(self, sha256: str) -> bytes:
+        """The bytes of an uploaded graph.
+
+        Raises:
+            ServerError: GRAPH_UNKNOWN.
+        """
+        graph = await anyio.to_thread.run_sync(self.stores.graphs.get, sha256)
+        if graph is None:
+            raise graph_unknown(sha256)
+        return graph
+
+    async def parse_graph(self, graph: bytes) -> Graph:
+        """The program of an upload, parsed in a thread.
+
+        Raises:
+            GraphError: it cannot be read.
+            ServerError: it is too large.
+        """
+        return await self.in_parser(partial(self._parse, graph))
+
+    async def in_parser(self, work: Callable[[], T]) -> T:
+        """Run work that takes a while in one of the few threads for it."""
+        return await anyio.to_thread.run_sync(work, limiter=self._parsers)
+
+    async def wait(self, job: Job, seconds: float) -> Job:
+        """Wait until a job is finished, for so many seconds, or until shutdown."""
+        return await self._poller.wait(job, seconds)
+
+    async def find(self, job_id: str) -> Job:
+        """A job.
+
+        Raises:
+            ServerError: NOT_FOUND.
+        """
+        job = await anyio.to_thread.run_sync(self.jobs.get, job_id)
+        if job is None:
+            raise ServerError(
+                ProblemType.NOT_FOUND,
+                f"there is no job {job_id!r}; jobs are deleted "
+                f"{self.settings.job_retention:g} seconds after they finish: repeat the request",
+            )
+        return job
+
+    async def result(self, job: Job) -> Result:
+        """The result of a job that succeeded.
+
+        Raises:
+            ServerError: OTHER_RELEASE, if only a newer release can read it; NOT_FOUND, if it
+                has just been deleted.
+        """
+        kind = known_kind(job.kind)
+        if kind is None:
+            raise ServerError(
+                ProblemType.OTHER_RELEASE,
+                f"the job {job.id!r} has made a {job.kind!r}, which this release, "
+                f"{version('autoshard')}, does not know; ask a server of the newer one",
+            )
+        cached = await self.find_result(kind, job.plan_id)
+        body = await anyio.to_thread.run_sync(self.jobs.result, job.id)
+        if body is None:
+            raise ServerError(
+                ProblemType.NOT_FOUND, f"the job {job.id!r} has just been deleted: retry"
+            )
+        # A later job of the same request may have had more time than this one.
+        return Result(kind, job.plan_id, body, is_cached=cached == body, is_hit=False)
+
+    async def check(self) -> None:
+        """Check whether requests can be served.
+
+        Raises:
+            ServerError: UNAVAILABLE, with the reason.
+        """
+        if self.draining:
+            raise _unavailable("the service is shutting down")
+        if not self._workers.alive:
+            raise _unavailable("a worker has died, or cannot start solvers; the log says why")
+        try:
+            is_current = await anyio.to_thread.run_sync(self.stores.is_current)
+        except Exception as error:
+            raise _unavailable("the database does not answer; see the service's log") from error
+        if not is_current:
+            raise _unavailable(
+                "another release has migrated the database; restart with that release"
+            )
+
+    async def _known_id(self, query: PlanQuery) -> str | None:
+        known = await self._read(_QUERIES, query.digest)
+        return None if known is None else known.decode()
+
+    async def _read(self, namespace: str, key: str) -> bytes | None:
+        """An entry of the cache, from memory if it was read recently."""
+        body = self._lru.get(namespace, key)
+        if body is None:
+            body = await anyio.to_thread.run_sync(self.cache.get, namespace, key)
+            if body is not None:
+                self._lru.put(namespace, key, body)
+        return body
+
+    def _parse(self, graph: bytes) -> Graph:
+        program = load_graph(graph, limits=ArchiveLimits(**self.settings.archive_limits))
+        num_edges = sum(len(node.inputs) for node in program.nodes)
+        check_limit("max_nodes", len(program.nodes), "nodes of a graph", self.settings)
+        check_limit("max_edges", num_edges, "edges of a graph", self.settings)
+        return program
+
+    def _remember_id(self, query: PlanQuery, program: Graph) -> str:
+        known = plan_id(with_rules(program, query.rules), query.mesh, query.options)
+        self.cache.put(_QUERIES, query.digest, known.encode())
+        return known
+
+    def _submit(
+        self, task: Task, payload: bytes, caller: str | None, context: Mapping[str, str]
+    ) -> Job:
+        job = self.jobs.submit(
+            task.result_id,
+            task.request,
+            payload,
+            max_queued=self.settings.max_queued_jobs,
+            kind=task.kind,
+            caller=caller,
+            max_active=self.settings.max_caller_jobs,
+            context=context,
+        )
+        self._workers.wake()
+        return job
+
+
+class _LruCache:
+    """Recently read entries in this process's memory; safe to share between threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_entry = max_bytes // 4
+        self._entries: TTLCache[tuple[str, str], bytes] = TTLCache(
+            max_bytes, _LRU_SECONDS, getsizeof=lambda body: len(body) + _LRU_OVERHEAD
+        )
+        self._lock = Lock()
+
+    def get(self, namespace: str, key: str) -> bytes | None:
+        with self._lock:
+            return self._entries.get((namespace, key))
+
+    def put(self, namespace: str, key: str, body: bytes) -> None:
+        """Add an entry, unless it would evict most of the others."""
+        if len(body) + _LRU_OVERHEAD <= self._max_entry:
+            with self._lock:
+                self._entries[namespace, key] = body
+
+
+class _JobPoller:
+    """Polls jobs for all requests that wait: the database is asked once for each job.
+
+    Args:
+        find: reads a job.
+        is_over: whether nobody should wait any longer.
+    """
+
+    def __init__(self, find: Callable[[str], Awaitable[Job]], is_over: Callable[[], bool]) -> None:
+        self._find = find
+        self._is_over = is_over
+        self._polls: dict[str, asyncio.Task[Job]] = {}
+        self._waiting: Counter[str] = Counter()
+
+    async def wait(self, job: Job, seconds: float) -> Job:
+        if job.state.done or self._is_over():
+            return job
+        poll = self._polls.get(job.id)
+        if poll is None:
+            poll = self._polls[job.id] = asyncio.create_task(self._poll(job))
+        self._waiting[job.id] += 1
+        try:
+            await asyncio.wait({poll}, timeout=seconds)
+        finally:
+            self._waiting[job.id] -= 1
+            if not self._waiting[job.id]:
+                del self._waiting[job.id], self._polls[job.id]
+                if not poll.done():
+                    poll.cancel()
+        return await poll if poll.done() else await self._find(job.id)
+
+    async def _poll(self, job: Job) -> Job:
+        pause = _MIN_POLL
+        while not job.state.done and not self._is_over():
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _MAX_POLL)
+            job = await self._find(job.id)
+        return job
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide what a plan looks like, by name."""
+    installed = {name: version(name) for name in ("autoshard", "highspy", "numpy")}
+    return {**installed, "plan": str(PLAN_VERSION), "api": "v1"}
+
+
+def graph_unknown(sha256: str) -> ServerError:
+    """The error of a request for a graph that is not stored."""
+    return ServerError(
+        ProblemType.GRAPH_UNKNOWN,
+        f"there is no graph {sha256}; send it with PUT /v1/graphs/{sha256}, then retry",
+    )
+
+
+def _context() -> dict[str, str]:
+    """What the logs and traces of a job carry of the request that submitted it."""
+    bound = structlog.contextvars.get_contextvars()
+    named = {"request_id": str(bound["request_id"])} if "request_id" in bound else {}
+    return {**named, **trace_context()}
+
+
+def _unavailable(detail: str) -> ServerError:
+    return ServerError(ProblemType.UNAVAILABLE, detail, headers={"Retry-After": "5"})

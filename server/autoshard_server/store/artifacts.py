@@ -1,0 +1,189 @@
+"""Artifacts in the cache: uploaded graphs, and an index of the plans."""
+
+import hashlib
+import json
+import logging
+import time
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel, Field
+from sqlalchemy import Engine, RowMapping, delete, insert, select
+from sqlalchemy.exc import IntegrityError
+
+from autoshard_server.store.tables import Cursor, newest_first, plans
+from autoshard_solver_cache import Cache, EntryInfo, StoreUnavailableError, reader
+
+_log = logging.getLogger(__name__)
+
+GRAPHS = "graphs"
+"""Namespace of uploaded graphs in the cache, by the digest of their bytes."""
+
+PLANS = "plans"
+"""Namespace of plan documents in the cache, by plan id."""
+
+_BATCH = 100
+"""Plans that are indexed by one call, so that nobody else waits for long."""
+
+_MAX_INTEGER = (1 << 63) - 1
+"""Largest integer of a database column; larger numbers are shown as this one."""
+
+
+class GraphStore:
+    """Graphs in the cache: they share its budget, and the least recently used are evicted.
+
+    Args:
+        cache: with the graphs.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def put(self, body: bytes) -> tuple[EntryInfo, bool]:
+        """Store a graph; returns its metadata, and whether it is new."""
+        digest = hashlib.sha256(body).hexdigest()
+        is_new = self._cache.put(GRAPHS, digest, body)
+        if not is_new and self._cache.get(GRAPHS, digest) is None:
+            # The entry was damaged, and has just been dropped.
+            is_new = self._cache.put(GRAPHS, digest, body)
+        found = self.info(digest)
+        return found or EntryInfo(GRAPHS, digest, len(body), len(body), 0.0, 0.0), is_new
+
+    def get(self, digest: str) -> bytes | None:
+        """The bytes of a graph, checked against their digest, or None."""
+        body = self._cache.get(GRAPHS, digest)
+        if body is None or hashlib.sha256(body).hexdigest() == digest:
+            return body
+        # An intact entry under the wrong key.
+        self._cache.delete(GRAPHS, digest)
+        return None
+
+    def info(self, digest: str) -> EntryInfo | None:
+        """Metadata of a graph, or None."""
+        return self._cache.info(GRAPHS, digest)
+
+
+class PlanEntry(BaseModel):
+    """A plan in a list."""
+
+    id: str
+    created_at: datetime
+    size: int = Field(ge=0, description="bytes of the document")
+    status: str = Field(description="of the certificate")
+    objective: float | None = Field(description="price of a step, seconds")
+    bound: float | None = Field(description="proven lower bound of it, seconds")
+    gap: float | None
+    peak_memory: int | None = Field(description="bytes per device")
+    mode: str
+    mesh: list[tuple[str, int]] = Field(description="name and size of each axis")
+    topology: str
+    graph_digest: str = Field(description="of the canonical program")
+    num_nodes: int
+    num_parameters: int
+
+
+class PlanIndex:
+    """An index of the plans in a cache, so that they can be listed without reading them.
+
+    The cache decides: plans that it has evicted are not listed, and plans that it got from
+    elsewhere (an older release, or an import) are added by `refresh`.
+
+    Args:
+        engine: of a migrated database.
+        cache: with the plans.
+    """
+
+    def __init__(self, engine: Engine, cache: Cache) -> None:
+        self._engine = engine
+        self._reader = reader(engine)
+        self._cache = cache
+        self._invalid: frozenset[str] = frozenset()
+
+    def add(self, plan_id: str, document: bytes) -> None:
+        """Add a plan, unless it exists; one that cannot be indexed is logged and left out.
+
+        Raises:
+            StoreUnavailableError: the database cannot be used now.
+        """
+        try:
+            values = _columns(plan_id, document)
+            with self._engine.begin() as connection:
+                connection.execute(insert(plans).values(values))
+        except IntegrityError:
+            return
+        except StoreUnavailableError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it is, other plans are still listed
+            self._invalid |= {plan_id}
+            _log.warning("the plan %r cannot be listed: %s", plan_id, type(error).__name__)
+
+    def page(
+        self, *, after: Cursor | None = None, graph_digest: str | None = None, limit: int = 50
+    ) -> tuple[list[PlanEntry], Cursor | None]:
+        """Plans of the cache, newest first, and the cursor of the next page.
+
+        Args:
+            after: cursor of the page before.
+            graph_digest: only plans of this program.
+            limit: largest number to return; fewer are returned only at the end.
+        """
+        found: list[PlanEntry] = []
+        while len(found) < limit:
+            rows = self._rows(after, graph_digest, limit - len(found))
+            existing = self._cache.existing(PLANS, [row["id"] for row in rows])
+            found += [_entry(row) for row in rows if row["id"] in existing]
+            if not rows:
+                return found, None
+            after = Cursor(rows[-1]["created_at"], rows[-1]["id"])
+        return found, after
+
+    def refresh(self) -> int:
+        """Add missing plans, and delete those that were evicted; returns how many in all."""
+        with self._reader.begin() as connection:
+            known = set(connection.execute(select(plans.c.id)).scalars())
+        cached = {entry.key for entry in self._cache.entries(PLANS)}
+        # Plans that cannot be indexed are tried again by the next process, or when put anew.
+        self._invalid &= cached
+        missing = sorted(cached - known - self._invalid)[:_BATCH]
+        evicted = sorted(known - cached)[:_BATCH]
+        for plan_id in missing:
+            document = self._cache.get(PLANS, plan_id)
+            if document is not None:
+                self.add(plan_id, document)
+        if evicted:
+            with self._engine.begin() as connection:
+                connection.execute(delete(plans).where(plans.c.id.in_(evicted)))
+        return len(missing) + len(evicted)
+
+    def _rows(self, after: Cursor | None, digest: str | None, limit: int) -> list[RowMapping]:
+        query = newest_first(select(plans), plans, after).limit(limit)
+        if digest is not None:
+            query = query.where(plans.c.graph_digest == digest)
+        with self._reader.begin() as connection:
+            return list(connection.execute(query).mappings())
+
+
+def _columns(plan_id: str, document: bytes) -> dict[str, Any]:
+    plan = json.loads(document)
+    certificate, graph, memory = plan["certificate"], plan["graph"], plan["memory"]
+    axes = [[axis["name"], axis["size"]] for axis in plan["mesh"]["axes"]]
+    return {
+        "id": plan_id,
+        "created_at": time.time(),
+        "size": len(document),
+        "status": certificate["status"],
+        "objective": certificate["objective"],
+        "bound": certificate["bound"],
+        "gap": certificate["gap"],
+        "peak_memory": None if memory is None else min(memory["peak"], _MAX_INTEGER),
+        "mode": plan["options"]["mode"],
+        "mesh": json.dumps(axes),
+        "topology": plan["mesh"]["topology"]["name"],
+        "graph_digest": graph["digest"],
+        "num_nodes": graph["num_nodes"],
+        "num_parameters": min(graph["num_parameters"], _MAX_INTEGER),
+    }
+
+
+def _entry(row: RowMapping) -> PlanEntry:
+    return PlanEntry.model_validate({**row, "mesh": json.loads(row["mesh"])})

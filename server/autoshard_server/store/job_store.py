@@ -1,0 +1,442 @@
+"""The queue of jobs: rows in a database, with a state machine.
+
+    queued ──> running ──> succeeded
+      │  ^       │  │ └──> failed
+      │  └───────┘  └────> cancelled
+      └──> cancelled
+
+A running job is leased to the worker that claimed it, which sends heartbeats: each increments
+the row's `beat`. Another process that sees the same number for the length of a lease, measured
+with its own monotonic clock and only while it could read the database, considers the worker dead
+and puts the job back into the queue, or fails it after too many attempts. No clock is compared
+with another one, so neither a clock that jumps nor hosts that disagree can take a job from a
+worker that lives.
+
+A worker that shuts down releases its job. Every transition is one UPDATE that names the states
+it may start from, so two processes can never both make it, and inserts an event in the same
+transaction. A worker stops when the row says that the job is no longer its own.
+"""
+
+import json
+import logging
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    RowMapping,
+    ScalarSelect,
+    Update,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
+from sqlalchemy.exc import IntegrityError
+
+from autoshard_server.problems import ProblemType, limit_error, problem_document
+from autoshard_server.store.jobs import (
+    TRANSITIONS,
+    Claim,
+    EventKind,
+    Job,
+    JobEvent,
+    JobKind,
+    JobState,
+)
+from autoshard_server.store.tables import ACTIVE_STATES, Cursor, job_events, newest_first
+from autoshard_server.store.tables import jobs as _jobs
+from autoshard_solver_cache import reader
+
+_log = logging.getLogger(__name__)
+
+_SUMMARY = tuple(_jobs.c[name] for name in Job.__slots__)
+
+_CLAIMED = ("id", "kind", "plan_id", "attempts", "request", "graph", "context")
+
+
+class JobStore:
+    """Jobs in a database; safe to share between threads, processes and hosts.
+
+    Args:
+        engine: of a migrated database.
+        lease: seconds without a heartbeat after which a worker is considered dead.
+        max_attempts: how often a job is started before it fails.
+        clock: monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        lease: float,
+        max_attempts: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._reader = reader(engine)
+        self._leases = _Leases(lease)
+        self._clock = clock
+        self._max_attempts = max_attempts
+
+    def submit(
+        self,
+        plan_id: str,
+        request: str,
+        graph: bytes,
+        *,
+        max_queued: int,
+        kind: str = JobKind.PLAN,
+        caller: str | None = None,
+        max_active: int | None = None,
+        context: Mapping[str, str] | None = None,
+    ) -> Job:
+        """Return the active job for this result, or insert one.
+
+        Args:
+            plan_id: id of the result.
+            request: JSON text for the solver.
+            graph: the uploaded bytes.
+            max_queued: largest number of queued jobs.
+            kind: of the result.
+            caller: name of the key.
+            max_active: largest number of queued and running jobs of this caller.
+            context: what logs and traces of the work should carry.
+
+        Raises:
+            ServerError: TOO_MANY_JOBS, if a limit is reached.
+        """
+        row: dict[str, Any] = {
+            "id": uuid4().hex,
+            "kind": kind,
+            "plan_id": plan_id,
+            "caller": caller,
+            "state": JobState.QUEUED,
+            "attempts": 0,
+            "created_at": time.time(),
+            "context": json.dumps(dict(context or {})),
+            "request": request,
+            "graph": zlib.compress(graph, 1),
+        }
+        last = select(func.coalesce(func.max(_jobs.c.number), 0) + 1).scalar_subquery()
+        active = (_jobs.c.plan_id == plan_id) & _jobs.c.state.in_(ACTIVE_STATES)
+        while True:
+            try:
+                with self._engine.begin() as connection:
+                    found = _find(connection, active)
+                    if found is not None:
+                        return found
+                    queued = _jobs.c.state == JobState.QUEUED
+                    _check_limit(connection, queued, "queued", "max_queued_jobs", max_queued)
+                    if caller is not None and max_active is not None:
+                        theirs = (_jobs.c.caller == caller) & _jobs.c.state.in_(ACTIVE_STATES)
+                        what = "queued or running for your key"
+                        _check_limit(connection, theirs, what, "max_caller_jobs", max_active)
+                    connection.execute(insert(_jobs).values(row | {"number": last}))
+                    _add_event(connection, row["id"], JobState.QUEUED)
+                    inserted = _find(connection, _jobs.c.id == row["id"])
+                    assert inserted is not None
+                    return inserted
+            except IntegrityError:
+                # With concurrent writers, another one inserted it first.
+                continue
+
+    def get(self, job_id: str) -> Job | None:
+        """A job, or None if it never existed or was purged."""
+        with self._reader.begin() as connection:
+            return _find(connection, _jobs.c.id == job_id)
+
+    def page(
+        self,
+        *,
+        after: Cursor | None = None,
+        caller: str | None = None,
+        states: tuple[JobState, ...] = (),
+        limit: int = 50,
+    ) -> tuple[list[Job], Cursor | None]:
+        """Jobs, newest first, and the cursor of the next page.
+
+        Args:
+            after: cursor of the page before.
+            caller: only jobs that this caller asked for first.
+            states: only jobs in one of these; in any if left out.
+            limit: largest number to return.
+        """
+        query = newest_first(select(*_SUMMARY), _jobs, after).limit(limit)
+        if caller is not None:
+            query = query.where(_jobs.c.caller == caller)
+        if states:
+            query = query.where(_jobs.c.state.in_(states))
+        with self._reader.begin() as connection:
+            found = [_job(row) for row in connection.execute(query).mappings()]
+        more = len(found) == limit
+        return found, Cursor(found[-1].created_at, found[-1].id) if more else None
+
+    def count(self) -> dict[JobState, int]:
+        """The number of jobs in each state."""
+        query = select(_jobs.c.state, func.count()).group_by(_jobs.c.state)
+        with self._reader.begin() as connection:
+            found = {JobState(state): int(n) for state, n in connection.execute(query)}
+        return {state: found.get(state, 0) for state in JobState}
+
+    def events(self, job_id: str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        """Events of a job with numbers larger than `after`, in order.
+
+        The last event of a finished job has kind STATE and a final state.
+        """
+        query = (
+            select(job_events)
+            .where(job_events.c.job_id == job_id, job_events.c.number > after)
+            .order_by(job_events.c.number)
+            .limit(limit)
+        )
+        with self._reader.begin() as connection:
+            rows = connection.execute(query).mappings().all()
+        return [JobEvent.model_validate({**row, "data": json.loads(row["data"])}) for row in rows]
+
+    def result(self, job_id: str) -> bytes | None:
+        """The document of a job that succeeded; None if it is damaged or was purged."""
+        with self._reader.begin() as connection:
+            query = select(_jobs.c.result).where(_jobs.c.id == job_id)
+            packed = connection.execute(query).scalar_one_or_none()
+        try:
+            return None if packed is None else zlib.decompress(packed)
+        except zlib.error:
+            _log.warning("the result of job %s is damaged", job_id)
+            return None
+
+    def claim(self, owner: str) -> Claim | None:
+        """Claim the job that has been queued longest, or None."""
+        oldest = (
+            select(_jobs.c.id)
+            .where(_jobs.c.state == JobState.QUEUED)
+            .order_by(_jobs.c.number, _jobs.c.id)
+            .limit(1)
+            # Concurrent claims get different jobs, and do not wait for each other (PostgreSQL).
+            .with_for_update(skip_locked=True)
+            .scalar_subquery()
+        )
+        statement = (
+            _transition(JobState.RUNNING, JobState.QUEUED, where=_jobs.c.id == oldest)
+            .values(
+                owner=owner,
+                beat=_jobs.c.beat + 1,
+                started_at=time.time(),
+                attempts=_jobs.c.attempts + 1,
+            )
+            .returning(*(_jobs.c[name] for name in _CLAIMED))
+        )
+        with self._engine.begin() as connection:
+            row = connection.execute(statement).mappings().one_or_none()
+            if row is None:
+                return None
+            _add_event(connection, row["id"], JobState.RUNNING, attempt=row["attempts"])
+        graph = zlib.decompress(row["graph"])
+        context = json.loads(row["context"] or "{}")
+        return Claim(row["id"], row["kind"], row["plan_id"], owner, row["request"], graph, context)
+
+    def renew(self, claim: Claim, progress: Mapping[str, Any] | None = None) -> bool:
+        """Send a heartbeat, and progress if any; False if the job is no longer the worker's."""
+        values: dict[str, Any] = {"beat": _jobs.c.beat + 1}
+        if progress is not None:
+            values["progress"] = json.dumps(progress)
+        with self._engine.begin() as connection:
+            statement = update(_jobs).where(_is_leased(claim)).values(values)
+            renewed = connection.execute(statement).rowcount == 1
+            if renewed and progress is not None:
+                _insert_event(connection, claim.id, EventKind.PROGRESS, progress)
+            return renewed
+
+    def is_leased(self, claim: Claim) -> bool:
+        """Whether the job is still the worker's."""
+        with self._reader.begin() as connection:
+            return bool(connection.execute(select(_jobs.c.id).where(_is_leased(claim))).all())
+
+    def succeed(self, claim: Claim, result: bytes) -> bool:
+        """Finish a job with its document; False if it is no longer the worker's."""
+        packed = zlib.compress(result)
+        return self._finish(claim.id, JobState.SUCCEEDED, _is_leased(claim), result=packed)
+
+    def fail(self, claim: Claim, problem: Mapping[str, Any]) -> bool:
+        """Finish a job with problem details; False if it is no longer the worker's."""
+        return self._finish(claim.id, JobState.FAILED, _is_leased(claim), problem)
+
+    def retry(self, claim: Claim, problem: Mapping[str, Any]) -> bool:
+        """Requeue a job whose solver died, or fail it after too many attempts.
+
+        Returns:
+            whether it was still the worker's.
+        """
+        again = _jobs.c.attempts < self._max_attempts
+        return self._requeue(claim.id, _is_leased(claim) & again) or self.fail(claim, problem)
+
+    def cancel(self, job_id: str) -> bool:
+        """Cancel a queued or running job; False if it is finished or unknown."""
+        problem = problem_document(
+            ProblemType.CANCELLED, "the job was cancelled before it was finished"
+        )
+        return self._finish(job_id, JobState.CANCELLED, _jobs.c.id == job_id, problem)
+
+    def release(self, claim: Claim) -> bool:
+        """Put a job back into the queue, as if it had never been started."""
+        return self._requeue(claim.id, _is_leased(claim), attempts=_jobs.c.attempts - 1)
+
+    def recover(self) -> int:
+        """Requeue or fail the jobs of dead workers; returns how many there were.
+
+        Has to be called several times per lease to notice them.
+        """
+        query = select(_jobs.c.id, _jobs.c.beat).where(_jobs.c.state == JobState.RUNNING)
+        with self._reader.begin() as connection:
+            beats = {row.id: row.beat for row in connection.execute(query)}
+        expired = self._leases.expired(beats, self._clock())
+        return sum(self._recover(job_id, beat) for job_id, beat in expired.items())
+
+    def purge(self, older_than: float) -> int:
+        """Delete jobs that finished more than so many seconds ago; returns how many."""
+        old = _jobs.c.finished_at < time.time() - older_than
+        ids = select(_jobs.c.id).where(old)
+        with self._engine.begin() as connection:
+            connection.execute(delete(job_events).where(job_events.c.job_id.in_(ids)))
+            return connection.execute(delete(_jobs).where(old)).rowcount
+
+    def _recover(self, job_id: str, beat: int) -> bool:
+        lost = (_jobs.c.id == job_id) & (_jobs.c.beat == beat)
+        if self._requeue(job_id, lost & (_jobs.c.attempts < self._max_attempts)):
+            return True
+        problem = problem_document(
+            ProblemType.SOLVER_CRASHED,
+            f"the worker of the job died {self._max_attempts} times; see the service's log",
+        )
+        running = lost & (_jobs.c.state == JobState.RUNNING)
+        return self._finish(job_id, JobState.FAILED, running, problem)
+
+    def _requeue(self, job_id: str, where: ColumnElement[bool], **values: Any) -> bool:
+        statement = _transition(JobState.QUEUED, JobState.RUNNING, where=where)
+        with self._engine.begin() as connection:
+            requeued = connection.execute(statement.values(owner=None, **values)).rowcount == 1
+            if requeued:
+                _add_event(connection, job_id, JobState.QUEUED)
+            return requeued
+
+    def _finish(
+        self,
+        job_id: str,
+        target: JobState,
+        where: ColumnElement[bool],
+        error: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> bool:
+        """The transition to a final state, which also deletes what only the solver needed."""
+        sources = [s for s in JobState if target in TRANSITIONS[s]]
+        values |= {"finished_at": time.time(), "owner": None, "graph": None}
+        if error is not None:
+            values["error"] = json.dumps(error)
+        statement = _transition(target, *sources, where=where).values(values)
+        with self._engine.begin() as connection:
+            finished = connection.execute(statement).rowcount == 1
+            if finished:
+                _add_event(
+                    connection, job_id, target, **({} if error is None else {"error": error})
+                )
+            return finished
+
+
+class _Leases:
+    """Measures for how long each running job's heartbeat number has not changed.
+
+    Time is measured by the observer's own monotonic clock, and between two observations at most
+    half a lease counts: if the observer or the database was away, workers get the time to send a
+    heartbeat before anything is taken from them.
+    """
+
+    def __init__(self, lease: float) -> None:
+        self._lease = lease
+        self._idle: dict[str, tuple[int, float]] = {}
+        self._observed_at: float | None = None
+
+    def expired(self, beats: Mapping[str, int], now: float) -> dict[str, int]:
+        """Jobs whose worker is considered dead, with their heartbeat numbers.
+
+        Args:
+            beats: the heartbeat number of each running job.
+            now: seconds by a monotonic clock.
+        """
+        passed = 0.0
+        if self._observed_at is not None:
+            passed = min(now - self._observed_at, self._lease / 2)
+        self._observed_at = now
+        idle: dict[str, tuple[int, float]] = {}
+        for job_id, beat in beats.items():
+            before, seconds = self._idle.get(job_id, (None, 0.0))
+            idle[job_id] = beat, seconds + passed if beat == before else 0.0
+        self._idle = idle
+        return {job_id: beat for job_id, (beat, s) in idle.items() if s >= self._lease}
+
+
+def _check_limit(
+    connection: Connection, where: ColumnElement[bool], what: str, setting: str, limit: int
+) -> None:
+    """Refuse another job if there are too many already; in the transaction that inserts it."""
+    count = connection.execute(select(func.count()).where(where)).scalar_one()
+    if count >= limit:
+        raise limit_error(
+            ProblemType.TOO_MANY_JOBS,
+            f"{count} jobs are {what}, and the limit is {limit}; retry later, or cancel one",
+            setting,
+            limit,
+            headers={"Retry-After": "10"},
+        )
+
+
+def _add_event(connection: Connection, job_id: str, state: JobState, **more: Any) -> None:
+    _insert_event(connection, job_id, EventKind.STATE, {"state": state, **more})
+
+
+def _insert_event(
+    connection: Connection, job_id: str, kind: EventKind, data: Mapping[str, Any]
+) -> None:
+    """Insert the next event of a job, in the transaction that has just updated its row.
+
+    The row is locked by that update, so no two events can get the same number.
+    """
+    number: ScalarSelect[int] = (
+        select(func.coalesce(func.max(job_events.c.number), 0) + 1)
+        .where(job_events.c.job_id == job_id)
+        .scalar_subquery()
+    )
+    values = {"kind": kind, "created_at": time.time(), "data": json.dumps(data)}
+    connection.execute(insert(job_events).values(job_id=job_id, number=number, **values))
+
+
+def _transition(target: JobState, *sources: JobState, where: ColumnElement[bool]) -> Update:
+    """An UPDATE from any of the sources to the target."""
+    if not all(target in TRANSITIONS[source] for source in sources):
+        raise AssertionError(f"there is no transition from {sources} to {target}")
+    return update(_jobs).where(where, _jobs.c.state.in_(sources)).values(state=target)
+
+
+def _is_leased(claim: Claim) -> ColumnElement[bool]:
+    """The job is still the worker's: it may have been cancelled, or given to another."""
+    leased = (_jobs.c.owner == claim.owner) & (_jobs.c.state == JobState.RUNNING)
+    return (_jobs.c.id == claim.id) & leased
+
+
+def _find(connection: Connection, where: ColumnElement[bool]) -> Job | None:
+    row = connection.execute(select(*_SUMMARY).where(where)).mappings().one_or_none()
+    return None if row is None else _job(row)
+
+
+def _job(row: RowMapping) -> Job:
+    parsed = {
+        "state": JobState(row["state"]),
+        "progress": json.loads(row["progress"] or "{}"),
+        "error": json.loads(row["error"] or "null"),
+    }
+    return Job(**{**row, **parsed})

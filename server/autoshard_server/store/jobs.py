@@ -1,0 +1,142 @@
+"""Jobs as values: kinds, states, rows, claims and events."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+
+class JobKind(StrEnum):
+    """Kinds of results."""
+
+    PLAN = "plan"
+    VALIDATION = "validation"
+    SEARCH = "search"
+    EXPLANATION = "explanation"
+    COVERAGE = "coverage"
+
+    @property
+    def namespace(self) -> str:
+        """Namespace of the results in the cache, by their id."""
+        return "searches" if self is JobKind.SEARCH else f"{self.value}s"
+
+
+def known_kind(name: str) -> JobKind | None:
+    """The kind of a job; None for one of a newer release that shares the database."""
+    return JobKind(name) if name in JobKind.__members__.values() else None
+
+
+class JobState(StrEnum):
+    """States of a job."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def done(self) -> bool:
+        """Whether the state is final."""
+        return not TRANSITIONS[self]
+
+
+TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.CANCELLED}),
+    JobState.RUNNING: frozenset(
+        {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.QUEUED}
+    ),
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset(),
+    JobState.CANCELLED: frozenset(),
+}
+"""The states that may follow each state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A row of the table of jobs, without its large columns.
+
+    Attributes:
+        id: 32 hex digits.
+        kind: of the result, as text: it may be one of a newer release.
+        plan_id: id of the plan that the job makes, or of its other result.
+        caller: name of the key that asked first; None without keys.
+        state: of the job.
+        attempts: how often it was started.
+        created_at: seconds since 1970.
+        started_at: the same, of the last start.
+        finished_at: the same.
+        progress: phase, incumbent, bound and gap, as the solver last reported them.
+        error: problem details of a failed or cancelled job.
+    """
+
+    id: str
+    kind: str
+    plan_id: str
+    caller: str | None
+    state: JobState
+    attempts: int
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    progress: Mapping[str, Any]
+    error: Mapping[str, Any] | None
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the last start; 0 before the first."""
+        if self.started_at is None:
+            return 0.0
+        end = time.time() if self.finished_at is None else self.finished_at
+        return max(0.0, end - self.started_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job that a worker has claimed.
+
+    Attributes:
+        id: of the job.
+        kind: of the result.
+        plan_id: id of the result.
+        owner: the worker.
+        request: JSON text with mesh, options and limits.
+        graph: the uploaded bytes.
+        context: what logs and traces of the work carry, such as `request_id`.
+    """
+
+    id: str
+    kind: str
+    plan_id: str
+    owner: str
+    request: str
+    graph: bytes
+    context: Mapping[str, str]
+
+
+class EventKind(StrEnum):
+    """Kinds of events of a job."""
+
+    STATE = "state"
+    """The job entered a state: `state`, and `attempt` or `error` if there is one."""
+    PROGRESS = "progress"
+    """The solver reported: phase, incumbent, bound and gap."""
+
+
+class JobEvent(BaseModel):
+    """Something that happened to a job: the data of a server-sent event."""
+
+    number: int = Field(ge=1, description="1, 2, 3, ... within the job; the event's id")
+    kind: EventKind = Field(description="state or progress; the event's name")
+    created_at: datetime
+    data: dict[str, Any] = Field(description="state, or phase, incumbent, bound and gap")
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the job entered a final state."""
+        return self.kind is EventKind.STATE and JobState(str(self.data["state"])).done

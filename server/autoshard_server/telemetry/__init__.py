@@ -1,1 +1,0 @@
-"""What can be seen of the service from outside: figures, traces, logs."""
