@@ -22,7 +22,7 @@ from autoshard.plan import (
     fold_parameters,
     mesh_text,
 )
-from autoshard.plan.memory.timeline import KINDS
+from autoshard.plan.timeline import KINDS
 from autoshard.planner import Explanation
 
 if TYPE_CHECKING:  # they need torch

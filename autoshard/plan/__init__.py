@@ -1,6 +1,6 @@
 """Plans: the document, and everything that only reads one. Never imports solver or planner."""
 
-from autoshard.plan.checking.checker import check_plan
+from autoshard.plan.checker import check_plan
 from autoshard.plan.compare import (
     Change,
     CollectiveChange,

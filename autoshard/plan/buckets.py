@@ -1,16 +1,12 @@
-"""Which reshardings of parameters run their collectives together, and when these begin.
+"""Buckets: reshardings of parameters that share one collective per step.
 
 A collective of a few bytes takes as long as its latency, and a model has many small parameters.
-ReshardingTable of parameters that take the same steps are therefore put into *buckets*: one
-collective moves what all of them need. What a parameter is resharded from is there from the
-start, so a bucket can begin ahead of its first reader, and the reduction of its gradients can
-trail behind it.
-
-All follows from the stage: the runtime, the count of collectives and the memory timeline ask
-here.
+Reshardings of parameters that take the same steps are therefore put into *buckets*, as DDP and
+FSDP do. The source of such a resharding exists from the start, so a bucket can begin before its
+first reader (prefetch), and the reduction of its gradients can overlap with backward.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,27 +14,26 @@ from autoshard.graph import Graph, find_blocks
 from autoshard.layouts import Action, is_padded, makes_whole, parse_type
 from autoshard.mesh import Mesh
 from autoshard.plan.document import PlannedStep, Resharding, Stage, Use
-from autoshard.plan.memory.recompute import recomputed
-from autoshard.plan.memory.spans import checkpoint_spans, readers_inside
+from autoshard.plan.recompute import Recomputed, recomputed
 
 SMALL = 2 * 2**20
-"""Bytes of a whole parameter up to which a copy of it costs less than a collective's latency."""
+"""Largest parameter that shares a bucket, in bytes: copying it costs less than a latency."""
 
 LARGEST = 8 * 2**20
-"""Bytes of the whole parameters of a bucket. The first reader waits for all of it, and in
-backward nothing of it moves before the last gradient is there."""
+"""Bytes of the full parameters of a bucket. The first reader waits for all of it, and in
+backward no byte of it moves before its last gradient is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """ReshardingTable whose collectives run together, step by step.
+    """Reshardings whose collectives run together, step by step.
 
     Attributes:
         reshardings: in the order in which they are first read; their steps are on the same axes,
             with the same actions.
         begins: number of the node before which it begins.
-        reader: number of the node that reads it first; as many as there are nodes if that is
-            the program's end.
+        reader: number of the node that reads it first; the number of nodes if only the end of
+            the program does.
         checkpoint: number of the checkpoint inside of which it runs; -1 for none.
     """
 
@@ -49,27 +44,27 @@ class Bucket:
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """What the reshardings are for."""
+        """The uses that the reshardings are for."""
         return tuple(resharding.use for resharding in self.reshardings)
 
     @property
     def regather(self) -> bool:
-        """Whether backward runs its forward steps once more, apart from a checkpoint."""
+        """Whether backward runs its forward steps again, apart from a checkpoint."""
         return self.reshardings[0].regather
 
     @property
     def steps(self) -> Iterator[tuple[PlannedStep, int]]:
-        """A step of the first resharding, and the bytes of this step in all of them."""
+        """Each step of the first resharding with the bytes of this step in all of them."""
         for steps in zip(*(resharding.steps for resharding in self.reshardings), strict=True):
             yield steps[0], sum(step.nbytes for step in steps)
 
 
-def carried_beside(graph: Graph, mesh: Mesh) -> Mapping[str, float]:
-    """How many times its own bytes a full bucket moves, by parameter that shares one.
+def bucket_fill_factors(graph: Graph, mesh: Mesh) -> Mapping[str, float]:
+    """Bytes of a full bucket relative to a parameter's own, by name of each small parameter.
 
-    What a parameter's resharding is priced by: what it shares a collective with is not known
-    before there is a plan, and the price of a layer should not depend on the layers around it.
-    Published prices are those of one collective per tensor.
+    Prices of a parameter's reshardings use it: the members of its bucket are only known once
+    there is a plan, and the price of a layer should not depend on the layers around it. A mesh
+    with published prices counts one collective per tensor, so nothing is in it then.
     """
     if mesh.collectives is not None:
         return {}
@@ -77,56 +72,59 @@ def carried_beside(graph: Graph, mesh: Mesh) -> Mapping[str, float]:
     return {name: LARGEST / t.nbytes for name, t in tensors.items() if 0 < t.nbytes <= SMALL}
 
 
-def buckets_of(stage: Stage, graph: Graph) -> tuple[Bucket, ...]:
+def buckets_of(stage: Stage, graph: Graph, again: Recomputed | None = None) -> tuple[Bucket, ...]:
     """The buckets of a stage, in the order in which they are first read.
 
-    A resharding is in one if it makes a parameter whole, and no other one of the parameter
-    comes before it.
+    A resharding is in one if it makes a parameter whole and no other resharding of the parameter
+    comes before it. Reshardings with `regather` share a bucket with those of the same instance
+    of a repeated block; those that a checkpoint runs again, with others of that checkpoint.
 
-    What runs again is together with what the same repetition of a block reads, and what runs
-    again with a checkpoint with what else of the checkpoint does. Whatever gathers begins when
-    the gather before it is read, so that one bucket is gathered ahead; inside a checkpoint the
-    first begins with it. What only reduces gradients begins with the program, and is read before
-    a checkpoint, since running it once more would do nothing.
+    A bucket that gathers begins when the one before it is first read, so that one bucket is
+    prefetched; the first one inside a checkpoint begins with the checkpoint. A bucket that only
+    reduces gradients begins with the program and stays outside of checkpoints, where running it
+    again would do nothing.
+
+    Args:
+        stage: of a plan.
+        graph: the stage's program.
+        again: `recomputed(graph, stage)`, if it is known already.
 
     Raises:
         PlanError: the stage's checkpoints do not fit its program.
     """
-    spans = checkpoint_spans(graph, stage)
-    insides = readers_inside(graph, stage, spans)
-    number_of = {node: number for number, span in enumerate(spans) for node in span}
+    again = recomputed(graph, stage) if again is None else again
+    number_of = {node: number for number, span in enumerate(again.spans) for node in span}
     shared = {c.value for c in stage.reshardings if c.consumer is None}
-    blocks = _blocks(graph) if any(c.regather for c in stage.reshardings) else {}
-    once_more = recomputed(graph, stage).reshardings if spans else frozenset()
-    found: list[_Member] = []
     parameters = {placed.name for placed in stage.parameters}
-    for resharding, inside in zip(stage.reshardings, insides, strict=True):
-        own = resharding.consumer is None or resharding.value not in shared
-        steps = _key(resharding, stage, graph)
-        if resharding.value not in parameters or not own or steps is None:
+    blocks = _blocks(graph) if any(c.regather for c in stage.reshardings) else {}
+    members: list[_Member] = []
+    for resharding, inside in zip(stage.reshardings, again.readers, strict=True):
+        first = resharding.consumer is None or resharding.value not in shared
+        steps = _shared_steps(resharding, stage, graph)
+        if resharding.value not in parameters or not first or steps is None:
             continue
         reader = _first_reader(resharding, graph)
         if inside is None or not _gathers(resharding):
-            # What runs again does so for memory: only what a block needs is made at one time.
+            # A re-gather saves memory: what one block needs is gathered at one time.
             block = blocks.get(reader, -1) if resharding.regather else None
             if reader in number_of:
-                reader = spans[number_of[reader]].start
-            found.append(_Member(reader, resharding, -1, (steps, block)))
+                reader = again.spans[number_of[reader]].start
+            members.append(_Member(reader, resharding, -1, (steps, block)))
         else:
-            key = steps, number_of[reader], resharding.use in once_more
-            found.append(_Member(reader, resharding, number_of[reader], key))
-    found.sort(key=lambda member: member.reader)
-    return tuple(_beginning(_packed(found, graph), spans, once_more))
+            key = steps, number_of[reader], resharding.use in again.reshardings
+            members.append(_Member(reader, resharding, number_of[reader], key))
+    members.sort(key=lambda member: member.reader)
+    return tuple(_scheduled(_packed(members, graph), again))
 
 
 class _Member(NamedTuple):
     """A resharding that is in a bucket.
 
     Attributes:
-        reader: number of the node before which it must have come.
-        resharding: which one.
+        reader: number of the node before which its result is needed.
+        resharding: the resharding.
         checkpoint: number of the checkpoint inside of which it runs; -1 for none.
-        key: what it has in common with the others of its bucket.
+        key: equal for those that may share a bucket.
     """
 
     reader: int
@@ -139,26 +137,25 @@ def _gathers(resharding: Resharding) -> bool:
     return any(step.forward != Action.NOTHING for step in resharding.steps)
 
 
-def _key(resharding: Resharding, stage: Stage, graph: Graph) -> Hashable | None:
-    """What reshardings of a bucket have in common; None of one that is in none."""
+def _shared_steps(resharding: Resharding, stage: Stage, graph: Graph) -> Hashable | None:
+    """A key that is equal where reshardings can share collectives; None where one cannot."""
     sizes = dict(stage.axes)
-    shape = graph.values[resharding.value].shape
+    tensor = graph.values[resharding.value]
     chain = []
     for step in resharding.steps:
         source, target = parse_type(step.source), parse_type(step.target)
         size = sizes.get(step.axis, 1)
-        is_even = not is_padded(source, target, shape, size)
+        is_even = not is_padded(source, target, tensor.shape, size)
         if not (makes_whole(source, target) and is_even and size > 1):
             return None
         chain.append((step.axis, source.kind, step.forward, step.backward))
-    tensor = graph.values[resharding.value]
     return (*chain, resharding.regather, tensor.dtype, tensor.requires_grad) if chain else None
 
 
 def _blocks(graph: Graph) -> dict[int, int]:
-    """The repetition of a block that each node is in."""
-    repetitions = (nodes for block in find_blocks(graph) for nodes in block.instances())
-    return {node: number for number, nodes in enumerate(repetitions) for node in nodes}
+    """Number of the block instance that each node is in."""
+    instances = (nodes for block in find_blocks(graph) for nodes in block.instances())
+    return {node: number for number, nodes in enumerate(instances) for node in nodes}
 
 
 def _first_reader(resharding: Resharding, graph: Graph) -> int:
@@ -174,26 +171,25 @@ def _packed(found: Sequence[_Member], graph: Graph) -> list[list[_Member]]:
     open_buckets: dict[Hashable, tuple[list[_Member], int]] = {}
     for member in found:
         nbytes = graph.values[member.resharding.value].nbytes
-        members, held = open_buckets.get(member.key, ([], LARGEST))
+        members, filled = open_buckets.get(member.key, ([], LARGEST))
         if nbytes > SMALL:
             packed.append([member])
-        elif held + nbytes > LARGEST:
+        elif filled + nbytes > LARGEST:
             packed.append([member])
             open_buckets[member.key] = packed[-1], nbytes
         else:
             members.append(member)
-            open_buckets[member.key] = members, held + nbytes
+            open_buckets[member.key] = members, filled + nbytes
     return packed
 
 
-def _beginning(
-    packed: Sequence[Sequence[_Member]], spans: Sequence[range], once_more: Collection[Use]
-) -> Iterator[Bucket]:
-    before = {-1: 0} | {number: span.start for number, span in enumerate(spans)}
+def _scheduled(packed: Sequence[Sequence[_Member]], again: Recomputed) -> Iterator[Bucket]:
+    """The buckets with the node before which each begins."""
+    before = {-1: 0} | {number: span.start for number, span in enumerate(again.spans)}
     for members in packed:
         reader, first, checkpoint, _ = members[0]
         begins = 0
-        if checkpoint >= 0 and first.use not in once_more:
+        if checkpoint >= 0 and first.use not in again.reshardings:
             # Backward runs the checkpoint up to where this is read: it must not have begun.
             begins = reader
         elif _gathers(first):

@@ -7,7 +7,7 @@ from typing import TypeVar
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.plan.document import CollectiveCount, Plan
-from autoshard.plan.memory.timeline import KINDS
+from autoshard.plan.timeline import KINDS
 
 _COSTS = ("compute", "communication", "optimizer", "recompute", "overlapped", "total")
 _MEMORY = (*KINDS, "peak")

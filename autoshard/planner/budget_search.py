@@ -22,8 +22,8 @@ from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.collection import collection_paused
 from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Costs, Memory, Stage
-from autoshard.plan.memory.timeline import timeline
 from autoshard.plan.options import PlanOptions, Recomputing
+from autoshard.plan.timeline import timeline
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.memory_problem import MemoryProblem
 from autoshard.planner.saved_tensors import SavedTensors
@@ -256,13 +256,13 @@ class BudgetSearch:
             training=formulation.prices.training,
             optimizer=formulation.prices.optimizer,
         )
-        if memory.idle:
+        if memory.unneeded:
             # Whether a view is a copy depends on layouts, which the problem does not model: a
             # copy does not keep the tensor that it is made of.
             idle = {
                 i
                 for i in decisions.regathered
-                if formulation.use_key(formulation.uses[i]) in memory.idle
+                if formulation.use_key(formulation.uses[i]) in memory.unneeded
             }
             return self.build(replace(decisions, regathered=decisions.regathered - idle))
         return StagePlan(stage, builder.costs(stage), builder.memory(memory))

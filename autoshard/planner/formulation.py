@@ -22,13 +22,12 @@ from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_b
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import I, Layout, R, ReshardingTable, has_placements, legal_layouts
 from autoshard.mesh import Mesh
-from autoshard.ops import Strategy
-from autoshard.plan.buckets import carried_beside
+from autoshard.ops import Strategy, is_view
+from autoshard.plan.buckets import bucket_fill_factors
 from autoshard.plan.constraints import PlanConstraints, plan_constraints
 from autoshard.plan.document import Use as UseKey
 from autoshard.plan.gradients import Gradient
 from autoshard.plan.legality import without_invariant
-from autoshard.plan.memory.lifetimes import input_interval, output_interval
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices, Usage
@@ -199,7 +198,7 @@ class Formulation:
         self.blocks = find_blocks(graph)
         self.variables: list[Variable] = []
         self.uses: list[Use] = []
-        self.fill_factors = carried_beside(graph, mesh)
+        self.fill_factors = bucket_fill_factors(graph, mesh)
         self._pricer = constraints.pricer(self.axes)
         self._overlap = Overlap(graph, mesh) if prices.overlaps else None
         self._ragged = ragged_values(graph)
@@ -419,7 +418,9 @@ class Formulation:
             shapes = [layout.local_shape(tensor.shape, self.axes.sizes) for layout in layouts]
             strategies = tuple(Strategy((), (layout,), {}) for layout in layouts)
             self._inputs[key] = strategies, *self.prices.input(graph_input, shapes)
-        variable = Variable(Role.INPUT, name, *self._inputs[key], input_interval(self.graph))
+        variable = Variable(
+            Role.INPUT, name, *self._inputs[key], (0, max(len(self.graph.nodes), 1))
+        )
         self._add_maker(name, self._add(variable), 0)
 
     def _input_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
@@ -444,7 +445,7 @@ class Formulation:
     def _add_operator(self, time: int, node: Node) -> None:
         partial = frozenset(i for i, v in enumerate(node.inputs) if v in self._partial)
         prices = self.prices.operator(time, partial)
-        interval = output_interval(self.graph, time)
+        interval = (time, _last_use(self.graph, time) + 1)
         target = self._add(
             Variable(
                 Role.OPERATOR, node.name, prices.strategies, prices.time, prices.usage, interval
@@ -529,3 +530,15 @@ def _problem_node(variable: Variable, totals: dict[int, FloatArray]) -> ProblemN
         totals[key] = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
     name = f"{variable.role}:{variable.name}"
     return ProblemNode(variable.time, totals[key], variable.interval, name)
+
+
+def _last_use(graph: Graph, number: int) -> int:
+    """Number of the last node that reads what a node makes, also through views."""
+    node = graph.nodes[number]
+    if any(output.name in node.outputs for output in graph.outputs):
+        return len(graph.nodes) - 1
+    last = number
+    for reader in (i for value in node.outputs for i, _ in graph.consumers[value]):
+        views = is_view(graph.nodes[reader].operator)
+        last = max(last, _last_use(graph, reader) if views else reader)
+    return last

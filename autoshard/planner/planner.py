@@ -30,7 +30,7 @@ from autoshard.plan.document import (
     Stage,
 )
 from autoshard.plan.gradients import Gradients
-from autoshard.plan.memory.counting import count_collectives
+from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.conflicts import conflict_text, find_conflict

@@ -9,7 +9,7 @@ import numpy as np
 from autoshard.arrays import FloatArray
 from autoshard.graph import Graph
 from autoshard.ops import Saved, Strides, call_of, made_strides, saved_by, view_strides
-from autoshard.plan.memory.recompute import Keeps, taken_again
+from autoshard.plan.recompute import Keeps, recomputed_part
 from autoshard.planner.formulation import Formulation, Role, local_bytes
 
 
@@ -60,7 +60,7 @@ class SavedTensors:
         self.spans: list[CheckpointSpan | None] = [None] * len(graph.nodes)
         instances = (nodes for block in formulation.blocks for nodes in block.instances())
         for nodes in instances if checkpoints else ():
-            reading, recomputed = taken_again(nodes, lambda i: Keeps.of(saves[i]))
+            reading, recomputed = recomputed_part(nodes, lambda i: Keeps.of(saves[i]))
             if reading:
                 span = CheckpointSpan(nodes, reading, recomputed)
                 self.spans[nodes.start : nodes.stop] = [span] * len(nodes)

@@ -24,10 +24,9 @@ from autoshard.plan.document import (
     Stage,
 )
 from autoshard.plan.gradients import Gradient
-from autoshard.plan.memory.recompute import recomputed
-from autoshard.plan.memory.spans import checkpoint_spans
-from autoshard.plan.memory.timeline import Timeline
 from autoshard.plan.pricing import inner_time
+from autoshard.plan.recompute import checkpoint_spans, recomputed
+from autoshard.plan.timeline import Timeline
 from autoshard.planner.formulation import Formulation, Role, Use, Variable
 
 _Path = tuple[str, str, tuple[PlannedStep, ...], Passes[float]]

@@ -18,7 +18,7 @@ from autoshard.costs import border_bytes, saved_bytes
 from autoshard.layouts import Action, Layout, Step
 from autoshard.ops import Saved, backward_working, call_of, passes_gradient, rule_for
 from autoshard.plan.gradients import Gradient
-from autoshard.plan.memory.moves import step_working
+from autoshard.plan.memory import step_working
 from autoshard.planner.formulation import EdgeCosts, Formulation, Role, Use, local_bytes
 
 Interval = tuple[int, int]

@@ -1,11 +1,11 @@
-"""Running the reshardings of a bucket: one collective for all of them, beside other work.
+"""Running the reshardings of a bucket: one collective for all of them, overlapping other work.
 
 Autograd runs backward in the reverse of the order in which forward made its nodes, as far as
-gradients are there. A bucket makes two: one where it begins, and one where it is first read.
-What gathers is in flight between the two in forward. In backward the later node starts the
-reduction of the gradients, and the earlier one waits for it, which autograd runs only when
-everything is done that forward did in between. Hooks, accumulation and a second pass over the
-same graph see whole gradients, as without buckets.
+gradients are there. A bucket makes two nodes: one where it begins, and one where it is first
+read. In forward its gather is pending between the two. In backward the later node starts the
+reduction of the gradients and the earlier one waits for it, after the backward of everything
+that forward ran in between. Hooks, accumulation and a second pass over the same graph see full
+gradients, as without buckets.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +24,20 @@ from autoshard.runtime.shards import by_chunk, by_rank
 Tensors = Sequence[torch.Tensor]
 Shapes = Sequence[torch.Size]
 Start = Callable[[Tensors], torch.Tensor | None]
-"""Starts a collective of some tensors; None where nothing moves."""
+"""Starts a collective of tensors; None where nothing moves."""
 
 Finish = Callable[[Shapes, torch.Tensor], list[torch.Tensor]]
-"""Takes what has arrived apart, given the shapes of what was sent."""
+"""Splits what has arrived, given the shapes of the tensors that were sent."""
 
 _OPS: Any = torch.ops._c10d_functional  # noqa: SLF001  as torch.distributed's functions call them
 
 
-class Flight:
-    """Collectives one after the other, of which the first is under way.
+class PendingCollective:
+    """Collectives one after the other, of which the first is running.
 
     Args:
-        parts: of each collective.
-        tensors: what the first one takes; held only where nothing moves.
+        parts: the start and the finish of each collective.
+        tensors: inputs of the first one; kept only where nothing moves.
     """
 
     def __init__(self, parts: Sequence[tuple[Start, Finish]], tensors: Tensors) -> None:
@@ -56,8 +56,8 @@ class Flight:
             self._shapes = [tensor.shape for tensor in self._tensors]
             self._tensors = []
 
-    def land(self) -> list[torch.Tensor]:
-        """Wait for the first collective, run the others, and give what comes out."""
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the first collective, run the others, and return the results."""
         while self._moved is not None:
             assert self._finish is not None
             self._tensors = self._finish(self._shapes, _OPS.wait_tensor(self._moved))
@@ -71,7 +71,7 @@ class BucketSteps:
 
     Args:
         bucket: of a stage.
-        mesh: carries the process group of each axis by name.
+        mesh: has the process group of each axis by name.
         shapes: global shape of each tensor.
 
     Attributes:
@@ -90,14 +90,14 @@ class BucketSteps:
             is_cut = sources[0].is_shard
             self._steps.append(_Gather(sources, group) if is_cut else _Reduce(group))
 
-    def forward(self, tensors: Tensors) -> Flight:
-        """Start to make tensors whole, outside of autograd."""
-        return Flight([(step.start, step.finish) for step in self._steps], tensors)
+    def forward(self, tensors: Tensors) -> PendingCollective:
+        """Start to gather full tensors, outside of autograd."""
+        return PendingCollective([(step.start, step.finish) for step in self._steps], tensors)
 
-    def backward(self, gradients: Tensors) -> Flight:
+    def backward(self, gradients: Tensors) -> PendingCollective:
         """Start to reduce gradients."""
         back = [(step.start_backward, step.finish_backward) for step in reversed(self._steps)]
-        return Flight(back, gradients)
+        return PendingCollective(back, gradients)
 
 
 class _Reduce:
@@ -113,7 +113,7 @@ class _Reduce:
         raise AssertionError("nothing moves forward")
 
     def start_backward(self, gradients: Tensors) -> torch.Tensor:
-        # A gradient by itself is copied too: others may look at the one that autograd hands over.
+        # A single gradient is copied too: others may read the one that autograd passes.
         if len(gradients) == 1:
             moved = _OPS.all_reduce(gradients[0].contiguous(), "sum", self._group.group_name)
         else:
@@ -182,11 +182,11 @@ class _Gather:
 
 
 def _joined(tensors: Tensors) -> torch.Tensor:
-    """Behind one another along the last dim; a single tensor as it is."""
+    """Concatenated along the last dim; a single tensor as it is."""
     return torch.cat(list(tensors), -1) if len(tensors) > 1 else tensors[0].contiguous()
 
 
-class Crossing:
+class BucketOp:
     """A bucket in one run of a program, and in the backward passes through it.
 
     Args:
@@ -195,37 +195,37 @@ class Crossing:
 
     def __init__(self, steps: BucketSteps) -> None:
         self._steps = steps
-        self._forward: Flight | None = None
-        self._backward: Flight | None = None
+        self._forward: PendingCollective | None = None
+        self._backward: PendingCollective | None = None
         self._token: torch.Tensor | None = None
         self._shapes: Shapes = ()
         self._reached: list[bool] = []
         self.sources: tuple[torch.Tensor, ...] = ()
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Start what moves forward."""
+        """Start the collectives of forward."""
         self.sources = tuple(tensors)
         self._token = _Begin.apply(self, *tensors)  # type: ignore[no-untyped-call]  # torch
 
     def end(self) -> tuple[torch.Tensor, ...]:
-        """Wait for it, and give the whole tensors."""
+        """Wait for them, and return the full tensors."""
         token, self._token = self._token, None
         whole: tuple[torch.Tensor, ...] = _End.apply(self, token)  # type: ignore[no-untyped-call]
         return whole
 
     def reshard(self, tensors: Tensors) -> list[torch.Tensor]:
         """Run all of forward at once, outside of autograd."""
-        return self._steps.forward(tensors).land()
+        return self._steps.forward(tensors).wait()
 
-    def start(self, tensors: Tensors) -> None:
+    def start_forward(self, tensors: Tensors) -> None:
         """Start the collectives of forward."""
         self._forward = self._steps.forward(tensors)
 
-    def land(self) -> list[torch.Tensor]:
+    def wait_forward(self) -> list[torch.Tensor]:
         """Wait for the collectives of forward."""
         assert self._forward is not None
-        flight, self._forward = self._forward, None
-        whole = flight.land()
+        pending, self._forward = self._forward, None
+        whole = pending.wait()
         self._shapes = [tensor.shape for tensor in whole]
         return whole
 
@@ -233,8 +233,8 @@ class Crossing:
         """Start the collectives of backward.
 
         Args:
-            gradients: of the whole tensors; None for those that have no part in what is
-                differentiated. Zeros travel in their place, so that the bytes are as planned.
+            gradients: of the full tensors; None for those that the differentiated outputs do
+                not depend on. Zeros are sent in their place, so that the bytes are as planned.
             like: of their type and device.
         """
         self._reached = [gradient is not None for gradient in gradients]
@@ -245,13 +245,13 @@ class Crossing:
             ]
         )
 
-    def land_backward(self) -> list[torch.Tensor | None]:
+    def wait_backward(self) -> list[torch.Tensor | None]:
         """Wait for the collectives of backward."""
         assert self._backward is not None
-        flight, self._backward = self._backward, None
+        pending, self._backward = self._backward, None
         return [
             gradient if reached else None
-            for gradient, reached in zip(flight.land(), self._reached, strict=True)
+            for gradient, reached in zip(pending.wait(), self._reached, strict=True)
         ]
 
 
@@ -259,31 +259,31 @@ class _Begin(torch.autograd.Function):
     """Begins forward, and ends backward."""
 
     @staticmethod
-    def forward(ctx: Any, crossing: Crossing, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.crossing = crossing
-        crossing.start(tensors)
+    def forward(ctx: Any, bucket: BucketOp, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.bucket = bucket
+        bucket.start_forward(tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.crossing.land_backward()
+        return None, *ctx.bucket.wait_backward()
 
 
 class _End(torch.autograd.Function):
     """Ends forward, and begins backward."""
 
     @staticmethod
-    def forward(ctx: Any, crossing: Crossing, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.crossing = crossing
+    def forward(ctx: Any, bucket: BucketOp, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.bucket = bucket
         ctx.like = token
         # A parameter that a loss does not reach has no gradient, as in any module.
         ctx.set_materialize_grads(False)
         # Where nothing moves these are the parameters themselves, which have other nodes.
-        return tuple(tensor.detach() for tensor in crossing.land())
+        return tuple(tensor.detach() for tensor in bucket.wait_forward())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.crossing.start_backward(gradients, ctx.like)
+        ctx.bucket.start_backward(gradients, ctx.like)
         return None, ctx.like.new_empty(0)

@@ -1,4 +1,4 @@
-"""What a rank does for a stage, one thing after the other."""
+"""Executable instructions of one rank: lowered instructions with their kernels and collectives."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,25 +10,25 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.plan.document import Use
-from autoshard.runtime.buckets import BucketSteps, Crossing
+from autoshard.runtime.buckets import BucketOp, BucketSteps
 from autoshard.runtime.local_node import LocalKernel
 from autoshard.runtime.regather import Regathers
-from autoshard.runtime.resharding import LocalFunction
+from autoshard.runtime.resharding import LocalFunction, run_steps
 
 Registers = dict[int, Any]
-"""The tensors that are alive, and the buckets that are under way, by slot."""
+"""The tensors that are alive, and the buckets that are pending, by slot."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Instruction(ABC):
-    """One thing that a rank does.
+    """One instruction of a rank.
 
     Attributes:
-        reads: slots of what it takes.
-        targets: slots of what it makes.
+        reads: slots of its inputs.
+        targets: slots of its outputs.
         last_reads: the slots among `reads` that nothing reads afterwards.
         unread: the slots among `targets` that nothing reads.
-        writes: places in `reads` of what running it changes.
+        writes: positions in `reads` of the tensors that it changes in place.
     """
 
     reads: tuple[int, ...]
@@ -38,13 +38,13 @@ class Instruction(ABC):
     writes: tuple[int, ...] = ()
 
     @abstractmethod
-    def run(self, tensors: list[Any], step: int, again: Regathers) -> Sequence[Any]:
+    def run(self, tensors: list[Any], step: int, regathers: Regathers) -> Sequence[Any]:
         """Make `targets` of `reads`.
 
         Args:
-            tensors: what it takes. Nobody else needs the list, so it may let go of them early.
+            tensors: the inputs. Nothing else references the list, so it may be emptied early.
             step: number of the training step.
-            again: what backward reshards once more.
+            regathers: collects what backward reshards again.
         """
 
 
@@ -53,34 +53,30 @@ class Reshard(Instruction):
     """Bring a tensor into another layout.
 
     Attributes:
-        use: what it is for.
+        use: the use of a value that it is for.
         steps: of the resharding; at least one.
-        again: whether backward reshards once more.
+        regather: whether backward reshards again.
     """
 
     use: Use
     steps: tuple[LocalFunction, ...]
-    again: bool
+    regather: bool
 
     def run(
         self,
         tensors: list[torch.Tensor],
         step: int,  # noqa: ARG002  the base's signature
-        again: Regathers,
+        regathers: Regathers,
     ) -> Sequence[torch.Tensor]:
         """Run the steps."""
         tensor = tensors.pop()
-        sources = (tensor,) if self.again else ()
+        sources = (tensor,) if self.regather else ()
         for reshard in self.steps:
             tensor = reshard(tensor)
         if sources and not torch.compiler.is_compiling():
-            again.add(sources, (tensor,), self._reshard)
-        return (tensor,)
-
-    def _reshard(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        (tensor,) = tensors
-        for reshard in self.steps:
-            tensor = reshard(tensor)
+            regathers.add(
+                sources, (tensor,), lambda tensors: [run_steps(self.steps, t) for t in tensors]
+            )
         return (tensor,)
 
 
@@ -89,7 +85,7 @@ class Begin(Instruction):
     """Begin the reshardings of a bucket.
 
     Attributes:
-        steps: that all of them run.
+        steps: the collectives of the bucket.
     """
 
     steps: BucketSteps
@@ -98,14 +94,14 @@ class Begin(Instruction):
         self,
         tensors: list[Any],
         step: int,  # noqa: ARG002  the base's signature
-        again: Regathers,  # noqa: ARG002  likewise
+        regathers: Regathers,  # noqa: ARG002  likewise
     ) -> Sequence[Any]:
         """Start the first collective."""
         if torch.compiler.is_compiling():
             return (tuple(tensors),)
-        crossing = Crossing(self.steps)
-        crossing.begin(tensors)
-        return (crossing,)
+        bucket = BucketOp(self.steps)
+        bucket.begin(tensors)
+        return (bucket,)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,37 +109,29 @@ class End(Instruction):
     """Wait for the reshardings of a bucket.
 
     Attributes:
-        steps: that all of them run.
-        again: whether backward reshards once more.
+        steps: the collectives of the bucket.
+        regather: whether backward reshards again.
     """
 
     steps: BucketSteps
-    again: bool
+    regather: bool
 
     def run(
         self,
         tensors: list[Any],
         step: int,  # noqa: ARG002  the base's signature
-        again: Regathers,
+        regathers: Regathers,
     ) -> Sequence[Any]:
         """Wait for the first collective, and run the others."""
-        (crossing,) = tensors
+        (bucket,) = tensors
         if torch.compiler.is_compiling():
-            return self._separately(crossing)
-        assert isinstance(crossing, Crossing)
-        resharded = crossing.end()
-        if self.again:
-            again.add(crossing.sources, resharded, crossing.reshard)
-        return resharded
-
-    def _separately(self, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Each resharding by itself; a compiler puts collectives together as it sees fit."""
-        resharded = []
-        for source, steps in zip(sources, self.steps.separate, strict=True):
-            tensor = source
-            for reshard in steps:
-                tensor = reshard(tensor)
-            resharded.append(tensor)
+            # Each by itself; a compiler fuses collectives as it sees fit.
+            pairs = zip(bucket, self.steps.separate, strict=True)
+            return [run_steps(steps, source) for source, steps in pairs]
+        assert isinstance(bucket, BucketOp)
+        resharded = bucket.end()
+        if self.regather:
+            regathers.add(bucket.sources, resharded, bucket.reshard)
         return resharded
 
 
@@ -153,8 +141,8 @@ class Call(Instruction):
 
     Attributes:
         node: name of the node.
-        shapes: a rank's shape of each output; None for a size that is data.
-        kernel: what runs.
+        shapes: local shape of each output; None for a size that depends on data.
+        kernel: the local kernel.
     """
 
     node: str
@@ -162,10 +150,10 @@ class Call(Instruction):
     kernel: LocalKernel
 
     def run(
-        self, tensors: list[torch.Tensor], step: int, again: Regathers
+        self, tensors: list[torch.Tensor], step: int, regathers: Regathers
     ) -> Sequence[torch.Tensor]:
         """Run the kernel."""
-        with again.saving(tensors):
+        with regathers.saving(tensors):
             outputs = self.kernel(tensors, step)
         for output, shape in zip(outputs, self.shapes, strict=True):
             if output.shape != shape:
@@ -173,27 +161,27 @@ class Call(Instruction):
         return outputs
 
     def _check(self, shape: torch.Size, wanted: tuple[int | None, ...]) -> None:
-        """Sizes that are data may be any."""
+        """Sizes that depend on data may be any."""
         known = (s if w is not None else None for s, w in zip(shape, wanted, strict=False))
         assert tuple(known) == wanted, f"{self.node} made {tuple(shape)}, not {wanted}"
 
 
 @dataclass(slots=True, kw_only=True)
 class Recompute(Instruction):
-    """Run instructions of which backward holds only what they take.
+    """A checkpoint: instructions of which only the inputs are saved for backward.
 
-    Backward runs them once more, in order, until all that they had saved is there. What they
-    write into is then left as it is: the step has changed it already.
+    Backward runs them again, in order, until every tensor that autograd saved is there. Tensors
+    that they change in place are left as they are then: the step has changed them already.
 
     Attributes:
-        instructions: what runs; none of them is `again`.
+        instructions: in order; none of them is `regather`.
     """
 
     instructions: tuple[Instruction, ...]
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> Self:
-        """Reads what the instructions read from outside, and makes all that they make."""
+        """A checkpoint that reads what its instructions read from outside, and makes all."""
         made: set[int] = set()
         enters: set[int] = set()
         for instruction in instructions:
@@ -206,13 +194,13 @@ class Recompute(Instruction):
         )
 
     def run(
-        self, tensors: list[torch.Tensor], step: int, again: Regathers
+        self, tensors: list[torch.Tensor], step: int, regathers: Regathers
     ) -> Sequence[torch.Tensor]:
         """Run the instructions."""
         if torch.compiler.is_compiling():
             return self._run(count(), step, *tensors)
-        # What enters is saved like the inputs of an operator: it may be resharded again.
-        with again.saving(tensors):
+        # What enters is saved like the inputs of an operator: it may be gathered again.
+        with regathers.saving(tensors):
             # Random numbers follow from the step, not from the state of a generator.
             outputs: Sequence[torch.Tensor] = checkpoint(
                 self._run,
@@ -229,54 +217,54 @@ class Recompute(Instruction):
         self, runs: Iterator[int], step: int, *tensors: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         registers = dict(zip(self.reads, tensors, strict=True))
-        execute(self.instructions, registers, step, anew=next(runs) > 0)
+        execute(self.instructions, registers, step, recomputing=next(runs) > 0)
         return tuple(registers[slot] for slot in self.targets)
 
 
 def execute(
-    instructions: Iterable[Instruction], registers: Registers, step: int, *, anew: bool = False
+    instructions: Iterable[Instruction],
+    registers: Registers,
+    step: int,
+    *,
+    recomputing: bool = False,
 ) -> None:
-    """Run instructions; a register is free after its last reader.
+    """Run instructions; a register is freed after its last reader.
 
     Args:
         instructions: in order, with their last reads marked.
-        registers: what they read from outside; afterwards what is read behind them.
+        registers: inputs of the instructions; afterwards what is read behind them.
         step: number of the training step.
-        anew: whether the step has run them before, so that what they write into stays.
+        recomputing: whether the step has run them before, so that they change copies in place.
     """
-    again = Regathers()
+    regathers = Regathers()
     for instruction in instructions:
-        if anew:
-            _spare(instruction, registers)
-        _advance(instruction, registers, step, again)
-    again.forget()
+        if recomputing:
+            for position in instruction.writes:
+                slot = instruction.reads[position]
+                registers[slot] = registers[slot].clone()
+        _run_one(instruction, registers, step, regathers)
+    regathers.forget()
 
 
-def _spare(instruction: Instruction, registers: Registers) -> None:
-    """Let an instruction write into copies."""
-    for position in instruction.writes:
-        slot = instruction.reads[position]
-        registers[slot] = registers[slot].clone()
-
-
-def _advance(instruction: Instruction, registers: Registers, step: int, again: Regathers) -> None:
-    """Run one instruction; what it makes is held by no local variable afterwards."""
+def _run_one(
+    instruction: Instruction, registers: Registers, step: int, regathers: Regathers
+) -> None:
+    """Run one instruction; no local variable references its outputs afterwards."""
     tensors = [registers[slot] for slot in instruction.reads]
     for slot in instruction.last_reads:
         del registers[slot]
-    made = instruction.run(tensors, step, again)
+    made = instruction.run(tensors, step, regathers)
     registers.update(zip(instruction.targets, made, strict=True))
     for slot in instruction.unread:
         del registers[slot]
 
 
 def mark_last_reads(instructions: Sequence[Instruction], kept: Iterable[int]) -> frozenset[int]:
-    """Say of each instruction which slots nothing reads behind it.
+    """Set `last_reads` and `unread` of instructions by liveness analysis.
 
     Args:
-        instructions: in order; their `last_reads` and `unread` are set, and one that
-            recomputes makes only what is read behind it.
-        kept: slots that are read behind all of them.
+        instructions: in order; a checkpoint among them makes only what is read after it.
+        kept: slots that are read after all of them.
 
     Returns:
         The slots that must be there before them.

@@ -1,22 +1,36 @@
 """A planned stage as a program on local tensors: no DTensor, nothing decided while it runs."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import PlanError
+from autoshard.errors import LayoutError, PlanError
 from autoshard.graph import graph_from_json
-from autoshard.plan import Stage
-from autoshard.runtime.compiler import Compiler
-from autoshard.runtime.instructions import execute, mark_last_reads
-from autoshard.runtime.kernels import draws_random_numbers
-from autoshard.runtime.local_node import MeshRanks, Place
+from autoshard.graph.experts import ragged_values
+from autoshard.layouts import Layout
+from autoshard.plan import Stage, lowering
+from autoshard.runtime.buckets import BucketSteps
+from autoshard.runtime.instructions import (
+    Begin,
+    Call,
+    End,
+    Instruction,
+    Recompute,
+    Reshard,
+    execute,
+    mark_last_reads,
+)
+from autoshard.runtime.kernels import bind_kernel, draws_random_numbers
+from autoshard.runtime.local_node import LocalNode, MeshRanks, Place
+from autoshard.runtime.resharding import bind_steps
+from autoshard.runtime.shards import local_shape
 
 
 class LocalProgram:
-    """What one rank runs for a stage.
+    """The instructions of one rank for a stage, with kernels and process groups bound.
 
     Args:
         stage: of a plan; carries its program.
@@ -33,9 +47,9 @@ class LocalProgram:
 
     Attributes:
         graph: the program that is run.
-        instructions: what runs, in order.
+        instructions: in the order in which they run.
         is_random: whether it draws random numbers.
-        place: where on the mesh this rank is.
+        place: coordinate of this rank on the mesh.
     """
 
     def __init__(
@@ -53,10 +67,9 @@ class LocalProgram:
         custom = frozenset(
             node.operator for node in self.graph.nodes if _may_call(node.operator, custom_operators)
         )
-        compiler = Compiler(stage, self.graph, mesh, self.place, custom=custom, bucketed=bucketed)
-        compiler.compile()
-        self.instructions = tuple(compiler.instructions)
-        self._outputs = tuple(compiler.output_slots)
+        lowered = lowering.lower(stage, self.graph, bucketed=bucketed)
+        self.instructions = tuple(_Binder(lowered, mesh, self.place, custom).bind())
+        self._outputs = lowered.outputs
         outputs = {slot for slot in self._outputs if slot is not None}
         self._entering = mark_last_reads(self.instructions, outputs)
 
@@ -64,8 +77,8 @@ class LocalProgram:
         """Run on this rank's tensors.
 
         Args:
-            inputs: this rank's slices of `stage.inputs`, in order. What an iterator gives and
-                nobody else holds is freed after its last use.
+            inputs: this rank's slices of `stage.inputs`, in order. Tensors of an iterator that
+                nothing else references are freed after their last use.
             step: number of the training step. Random numbers follow from it and the seed,
                 so that recomputing a step draws the same ones.
 
@@ -78,6 +91,124 @@ class LocalProgram:
             registers[slot] if slot is not None else output.literal
             for slot, output in zip(self._outputs, self.graph.outputs, strict=True)
         )
+
+
+class _Binder:
+    """Binds kernels and process groups to lowered instructions.
+
+    Args:
+        lowered: of a stage.
+        mesh: the stage's devices.
+        place: coordinate of this rank on the mesh.
+        custom: names of operators that may be called though they are not of ATen.
+    """
+
+    def __init__(
+        self,
+        lowered: lowering.Lowering,
+        mesh: DeviceMesh,
+        place: Place,
+        custom: frozenset[str],
+    ) -> None:
+        self._lowered = lowered
+        self._graph = lowered.graph
+        self._mesh = mesh
+        self._place = place
+        self._custom = custom
+        self._ragged = ragged_values(lowered.graph)
+        self._buckets: dict[int, BucketSteps] = {}  # by the slot of the pending bucket
+
+    def bind(self) -> Iterator[Instruction]:
+        """The instructions; those of a checkpoint are one.
+
+        Raises:
+            PlanError: the stage contradicts itself, or calls an operator that may not be called.
+        """
+        self._check_inputs()
+        groups = groupby(self._lowered.instructions, key=lambda lowered: lowered.checkpoint)
+        for checkpoint, group in groups:
+            bound = [self._bind(instruction) for instruction in group]
+            if checkpoint < 0:
+                yield from bound
+            else:
+                yield Recompute.of(bound)
+
+    def _check_inputs(self) -> None:
+        for placed in self._lowered.stage.inputs:
+            layout, shape = Layout.parse(placed.layout), self._graph.values[placed.name].shape
+            self._local_shapes([placed.name], [layout])  # raises where the layout is illegal
+            local_shape = layout.local_shape(shape, self._place.axis_sizes)
+            if local_shape != placed.local_shape:
+                raise PlanError(
+                    f"input {placed.name!r} has the local shape {placed.local_shape} in the plan, "
+                    f"but {placed.layout} gives {local_shape}"
+                )
+
+    def _bind(self, lowered: lowering.Instruction) -> Instruction:
+        reads, targets = lowered.reads, lowered.targets
+        match lowered:
+            case lowering.Call():
+                return self._call(lowered)
+            case lowering.Reshard():
+                use = lowered.resharding.use
+                shape = self._graph.values[use[0]].shape
+                steps = bind_steps(lowered.steps, self._mesh, shape)
+                regather = lowered.resharding.regather
+                return Reshard(
+                    reads=reads, targets=targets, use=use, steps=steps, regather=regather
+                )
+            case lowering.BeginBucket():
+                shapes = [self._graph.values[value].shape for value, _, _ in lowered.bucket.uses]
+                collectives = BucketSteps(lowered.bucket, self._mesh, shapes)
+                self._buckets[targets[0]] = collectives
+                return Begin(reads=reads, targets=targets, steps=collectives)
+            case lowering.EndBucket():
+                regather = lowered.bucket.regather
+                collectives = self._buckets[reads[0]]
+                return End(reads=reads, targets=targets, steps=collectives, regather=regather)
+
+    def _call(self, lowered: lowering.Call) -> Call:
+        node, placed = self._graph.nodes[lowered.number], lowered.placed
+        inputs = tuple(Layout.parse(text) for text in placed.inputs)
+        outputs = tuple(Layout.parse(text) for text in placed.outputs)
+        local = LocalNode(
+            node=node,
+            inputs=inputs,
+            outputs=outputs,
+            shapes=tuple(self._graph.values[value].shape for value in node.inputs),
+            input_shapes=self._local_shapes(node.inputs, inputs),
+            output_shapes=self._local_shapes(node.outputs, outputs),
+            place=self._place,
+            custom=self._custom,
+        )
+        # How many rows an expert gets depends on data.
+        known: list[tuple[int | None, ...]] = [
+            (None, None, *shape[2:]) if value in self._ragged else shape
+            for value, shape in zip(node.outputs, local.output_shapes, strict=True)
+        ]
+        return Call(
+            node=node.name,
+            reads=lowered.reads,
+            targets=lowered.targets,
+            writes=local.tracked(),
+            shapes=tuple(known),
+            kernel=bind_kernel(local),
+        )
+
+    def _local_shapes(
+        self, values: Sequence[str], layouts: Sequence[Layout]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Shapes on this rank, whose share may be smaller than the largest."""
+        if len(values) != len(layouts):
+            raise PlanError(f"there are {len(layouts)} layouts for the values {list(values)}")
+        place, shapes = self._place, []
+        for value, layout in zip(values, layouts, strict=True):
+            try:
+                shape = self._graph.values[value].shape
+                shapes.append(local_shape(shape, layout, place.axis_sizes, place.coordinate))
+            except LayoutError as error:
+                raise PlanError(f"value {value!r}: {error}") from None
+        return tuple(shapes)
 
 
 def _may_call(operator: str, allowed: Collection[str]) -> bool:

@@ -13,7 +13,7 @@ from support.models import Planner, gpt2, small_graph
 
 from autoshard.errors import PlanError
 from autoshard.plan import Event, Plan, Simulation, chrome_trace, simulate
-from autoshard.plan.memory.schedule import Phase
+from autoshard.plan.timeline import Phase
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard.costs import OptimizerSpec
 from autoshard.graph import Graph, graph_from_json
 from autoshard.plan import Plan
-from autoshard.plan.memory.timeline import KINDS, Phase, Timeline, timeline
+from autoshard.plan.timeline import KINDS, Phase, Timeline, timeline
 from autoshard.runtime.constants import prepared_inputs
 from autoshard.runtime.program import LocalProgram
 

@@ -16,7 +16,7 @@ from autoshard.errors import PlanError
 from autoshard.layouts import Action
 from autoshard.mesh import Mesh
 from autoshard.plan import PlanOptions
-from autoshard.plan.memory.timeline import timeline
+from autoshard.plan.timeline import timeline
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.memory_problem import MemoryProblem
 from autoshard.planner.saved_tensors import SavedTensors

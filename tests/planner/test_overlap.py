@@ -243,10 +243,10 @@ def flatters(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("tamper", "finding"),
     [
-        (lambda d: hides_more(d, 1.0), "beside compute, not"),
+        (lambda d: hides_more(d, 1.0), "with compute, not"),
         (lambda d: d["costs"].update(overlapped=0.0), "overlapped adds up to"),
-        (flatters, "beside compute, not"),
-        (lambda d: d["options"].update(overlap=False), "has 0.0 s beside compute"),
+        (flatters, "with compute, not"),
+        (lambda d: d["options"].update(overlap=False), "overlaps 0.0 s with compute"),
     ],
 )
 def test_tampering_is_found_out(

@@ -14,8 +14,8 @@ from autoshard.layouts import Action
 from autoshard.ops import Saved, call_of, saved_by
 from autoshard.plan import Checkpoint, Stage
 from autoshard.plan.document import Use
-from autoshard.plan.memory.counting import count_collectives
-from autoshard.plan.memory.recompute import recomputed
+from autoshard.plan.lowering import count_collectives
+from autoshard.plan.recompute import recomputed
 
 Made = tuple[Graph, Stage]
 

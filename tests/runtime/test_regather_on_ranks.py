@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoshard.errors import PlanError
 from autoshard.graph import graph_from_json
 from autoshard.plan import Checkpoint, Plan
-from autoshard.plan.memory.recompute import recomputed
+from autoshard.plan.recompute import recomputed
 from autoshard.runtime import parallelize, record_collectives, summarize
 from autoshard.runtime.instructions import Call, Recompute
 

@@ -30,7 +30,7 @@ from autoshard.plan import (
     Resharding,
     Stage,
 )
-from autoshard.plan.memory.counting import count_collectives
+from autoshard.plan.lowering import count_collectives
 
 Layouts = tuple[Sequence[str], Sequence[str]]
 """Of the inputs and of the outputs of one node."""

@@ -14,7 +14,7 @@ from autoshard.layouts import Action
 from autoshard.ops import Kernel, call_of, is_view, kernel_for, saved_by
 from autoshard.plan import Checkpoint, CollectiveCount, Plan, Resharding
 from autoshard.plan.document import Use
-from autoshard.plan.memory.counting import count_collectives
+from autoshard.plan.lowering import count_collectives
 from autoshard.runtime import parallelize, record_collectives, summarize
 
 COLLECTIVES = {action.value for action in Action if action.is_collective}

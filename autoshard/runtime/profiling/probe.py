@@ -16,8 +16,8 @@ import torch
 from torch.autograd.graph import Node
 
 from autoshard.plan import Resharding, Stage
-from autoshard.plan.memory.schedule import Phase
 from autoshard.plan.simulation import resharding_label
+from autoshard.plan.timeline import Phase
 from autoshard.runtime.instructions import Call, Instruction, Recompute, Reshard
 from autoshard.runtime.launch import synchronize
 from autoshard.runtime.program import LocalProgram

@@ -22,8 +22,8 @@ from autoshard.costs.optimizer import Optimizer
 from autoshard.graph import Graph
 from autoshard.layouts import Action, Layout
 from autoshard.plan import Event, PlacedInput, Plan, Simulation, simulate
-from autoshard.plan.memory.schedule import Phase
-from autoshard.plan.simulation.events import COMPUTE, Category
+from autoshard.plan.simulation import COMPUTE, Category
+from autoshard.plan.timeline import Phase
 from autoshard.runtime.launch import LaunchContext, StepTimer
 from autoshard.runtime.profiling.probe import Part, Probe, instrument
 from autoshard.runtime.program import LocalProgram

@@ -1,0 +1,588 @@
+"""The independent checker: verifies that a plan is valid and costs what it says.
+
+It shares with the planner the operator rules, the table of resharding steps and the prices of
+single operators and steps, and nothing else: no optimization problem, no solver, no enumeration of
+strategies. It walks the program from layout to layout, as a runtime would.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from math import isclose, prod
+from types import MappingProxyType
+
+from autoshard.collection import collection_paused
+from autoshard.costs import Overlap, Passes, hidden_seconds
+from autoshard.errors import InputError
+from autoshard.graph import Graph, Node, Tensor, find_blocks, graph_digest, graph_from_json
+from autoshard.graph.experts import RAGGED_DIMS, ragged_values
+from autoshard.layouts import (
+    STEPS,
+    Action,
+    Kind,
+    Layout,
+    Step,
+    again_price,
+    has_placements,
+    is_padded,
+    parse_type,
+    placement_texts,
+    step_price,
+)
+from autoshard.mesh import Mesh
+from autoshard.ops import InnerCollective, Saved, Strategy, call_of, rule_for, saved_by
+from autoshard.outcome import SolveStatus, relative_gap
+from autoshard.plan.buckets import bucket_fill_factors
+from autoshard.plan.constraints import PlanConstraints, plan_constraints
+from autoshard.plan.document import (
+    Costs,
+    InnerStep,
+    Memory,
+    PlacedInput,
+    PlacedNode,
+    Plan,
+    PlannedStep,
+    Resharding,
+    Stage,
+    Use,
+)
+from autoshard.plan.gradients import Gradient
+from autoshard.plan.legality import share_of, without_invariant
+from autoshard.plan.lowering import count_collectives
+from autoshard.plan.nontrivial_axes import NontrivialAxes
+from autoshard.plan.pricing import Prices, inner_time
+from autoshard.plan.recompute import checkpoint_spans, recomputed
+from autoshard.plan.timeline import timeline
+
+_TOLERANCE = 1e-6
+"""Relative difference that stated seconds may have from those found."""
+
+_NOTHING = 1e-15
+"""Seconds by which sums near zero may differ."""
+
+_NO_COMPUTE = Passes(0.0, 0.0)
+
+
+@collection_paused()
+def check_plan(plan: Plan, graph: Graph | None = None) -> tuple[str, ...]:
+    """Everything that is wrong with a plan; empty if it is valid.
+
+    Args:
+        plan: the plan.
+        graph: the program that it should be a plan of; the one inside the plan if None.
+    """
+    if not plan.found:
+        return (f"there is no plan to check: {plan.reason}",)
+    return tuple(_findings_or_error(plan, graph))
+
+
+def _findings_or_error(plan: Plan, graph: Graph | None) -> Iterator[str]:
+    try:
+        yield from _findings(plan, graph)
+    except InputError as error:
+        yield str(error)
+
+
+def _findings(plan: Plan, graph: Graph | None) -> Iterator[str]:
+    programs = [graph_from_json(stage.program, known=graph) for stage in plan.stages]
+    for stage, program in zip(plan.stages, programs, strict=True):
+        if graph_digest(program) != plan.graph.digest:
+            yield f"{stage.name}: the program inside is not the one the plan names"
+        if graph is not None and graph_digest(graph) != plan.graph.digest:
+            yield "the plan was made for another graph"
+        yield from _StageCheck(plan, stage, program).findings()
+    yield from _certificate_findings(plan)
+    if plan.collectives != count_collectives(plan.stages, programs):
+        yield "the table of collectives does not add up to the reshardings"
+
+
+def _certificate_findings(plan: Plan) -> Iterator[str]:
+    assert plan.costs is not None
+    certificate, costs = plan.certificate, plan.costs
+    spent = costs.compute + costs.communication + costs.optimizer + costs.recompute
+    parts = spent - costs.overlapped
+    if not isclose(costs.total, parts, rel_tol=_TOLERANCE):
+        yield f"total cost {costs.total} is not the sum of its parts {parts}"
+    if certificate.objective is None:
+        yield "a plan needs a certificate with an objective"
+        return
+    if not isclose(certificate.objective, costs.total, rel_tol=_TOLERANCE):
+        yield f"objective {certificate.objective} is not the total cost {costs.total}"
+    if certificate.bound is None or certificate.gap is None:
+        if certificate.bound is not certificate.gap or certificate.status is SolveStatus.OPTIMAL:
+            yield "a gap needs a bound, a bound has a gap, and an optimum has both"
+        return
+    if certificate.bound > certificate.objective * (1 + _TOLERANCE):
+        yield f"bound {certificate.bound} is above the objective {certificate.objective}"
+    gap = relative_gap(certificate.objective, certificate.bound)
+    if abs(gap - certificate.gap) > _TOLERANCE:
+        yield f"gap {certificate.gap} does not follow from objective and bound ({gap})"
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalWork:
+    """The work of a rank for a node.
+
+    Attributes:
+        inputs: layout of each input.
+        outputs: layout of each output.
+        uses: relation of backward to the use of each input.
+        fault: why the layouts are invalid; empty if they are not.
+        sizes: letter sizes on the rank.
+        compute: seconds without the collectives inside.
+        inside: the collectives inside.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    uses: tuple[Gradient, ...]
+    fault: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    compute: Passes[float] = _NO_COMPUTE
+    inside: tuple[InnerStep, ...] = ()
+
+    @property
+    def recompute(self) -> float:
+        """Seconds of running forward again."""
+        inside = sum(step.time for step in self.inside if step.direction == "forward")
+        return self.compute.forward + inside
+
+
+class _StageCheck:
+    """Walks one stage from layout to layout.
+
+    Args:
+        plan: the plan.
+        stage: one of its stages.
+        graph: the program of that stage.
+
+    Raises:
+        PlanError: the stage's checkpoints do not fit the program.
+    """
+
+    def __init__(self, plan: Plan, stage: Stage, graph: Graph) -> None:
+        self._plan = plan
+        self._stage = stage
+        self._graph = graph
+        self._mesh = plan.mesh
+        self._sizes = plan.mesh.axis_sizes
+        self._prices = Prices(graph, plan.mesh, plan.options)
+        self._gradients = self._prices.gradients
+        self._axes = NontrivialAxes.of(plan.mesh)
+        self._constraints = plan_constraints(graph, plan.mesh, plan.options)
+        self._inputs = {i.name: i for i in graph.inputs if i.name in graph.values}
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._work: dict[Hashable, _LocalWork] = {}
+        self._reshardings = _ReshardingCheck(plan.mesh, self._constraints)
+        self._ragged = ragged_values(graph)
+        self._fill_factors = bucket_fill_factors(graph, plan.mesh)
+        self._made: dict[str, Layout] = {}
+        self._by_use = {c.use: c for c in stage.reshardings}
+        self._used: set[Use] = set()
+        self._again = recomputed(graph, stage)
+        self._is_sound = True  # enough to follow its memory
+        self._optimizer_time = self._loading_time = self._recompute_time = 0.0
+        self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
+
+    def findings(self) -> Iterator[str]:
+        """Everything that is wrong with the stage."""
+        stage = self._stage
+        if tuple(stage.axes) != tuple(zip(self._mesh.axis_names, self._sizes, strict=True)):
+            yield f"{stage.name}: its axes are not the mesh's"
+            return
+        if {i.name for i in stage.inputs} != self._inputs.keys():
+            yield f"{stage.name}: its inputs are not the program's"
+            return
+        for placed_input in stage.inputs:
+            yield from self._check_input(placed_input)
+        if [n.name for n in stage.nodes] != [n.name for n in self._graph.nodes]:
+            yield f"{stage.name}: its nodes are not the program's"
+            return
+        for number, placed in enumerate(stage.nodes):
+            yield from self._check_node(number, self._graph.nodes[number], placed)
+        yield from self._check_outputs()
+        yield from self._check_recompute()
+        for value, consumer, position in self._by_use.keys() - self._used:
+            self._is_sound = False
+            yield f"resharding of {value} for {consumer} at {position} serves no use"
+        assert self._plan.costs is not None
+        assert self._plan.memory is not None
+        yield from self._check_costs(self._plan.costs)
+        if self._is_sound:
+            yield from self._check_memory(self._plan.memory)
+
+    def _check_recompute(self) -> Iterator[str]:
+        options, stage = self._plan.options, self._stage
+        if options.activation_checkpointing == "never" and stage.checkpoints:
+            yield f"{stage.name}: it has checkpoints, which the options rule out"
+        if options.reshard_after_forward == "never" and any(c.regather for c in stage.reshardings):
+            yield f"{stage.name}: it re-gathers in backward, which the options rule out"
+        if options.activation_checkpointing == "always" and self._prices.training:
+            spans = checkpoint_spans(self._graph, stage)
+            blocks = find_blocks(self._graph)
+            for nodes in (nodes for block in blocks for nodes in block.instances()):
+                saves = any(self._saves(self._graph.nodes[i]) for i in nodes)
+                if saves and nodes not in spans:
+                    first, last = (self._graph.nodes[i].name for i in (nodes[0], nodes[-1]))
+                    yield f"the block from {first!r} to {last!r} is not checkpointed as asked for"
+
+    def _saves(self, node: Node) -> bool:
+        """Whether autograd saves a tensor for a node."""
+        flags = [self._gradients.exists(value) for value in node.inputs]
+        return saved_by(call_of(self._graph, node), flags) != Saved()
+
+    def _check_input(self, placed: PlacedInput) -> Iterator[str]:
+        tensor = self._graph.values[placed.name]
+        layout = Layout.parse(placed.layout)
+        local_shape = layout.local_shape(tensor.shape, self._sizes)
+        has_gradient = self._gradients.exists(placed.name)
+        if placed.shape != tensor.shape or placed.dtype != tensor.dtype:
+            yield f"input {placed.name} is {placed.dtype}{placed.shape}, not {tensor}"
+        if placed.local_shape != local_shape:
+            yield f"input {placed.name}: local shape {placed.local_shape} does not follow"
+        if placed.placements != placement_texts(layout, self._sizes):
+            yield f"input {placed.name}: placements {placed.placements} do not follow"
+        seen = layout if has_gradient else without_invariant(layout)
+        at_rest = Kind.INVARIANT if has_gradient else Kind.REPLICATE
+        if not {t.kind for t in seen.types} <= {at_rest, Kind.SHARD}:
+            yield f"input {placed.name} cannot be stored as {layout}: its gradient is incomplete"
+        seconds, _ = self._prices.input(self._inputs[placed.name], [local_shape])
+        if placed.kind == "parameter" and has_gradient:
+            self._optimizer_time += float(seconds[0])
+        else:
+            self._loading_time += float(seconds[0])
+        yield from self._check_constraints("input", placed.name, (), (layout,))
+        self._made[placed.name] = layout
+        yield from self._check_shared(placed.name)
+
+    def _check_shared(self, value: str) -> Iterator[str]:
+        resharding = self._by_use.get((value, None, 0))
+        if resharding is not None:
+            yield from self._check_resharding(resharding, self._made[value], _NO_COMPUTE)
+            self._made[value] = Layout.parse(resharding.target)
+
+    def _check_node(self, number: int, node: Node, placed: PlacedNode) -> Iterator[str]:
+        if (len(placed.inputs), len(placed.outputs)) != (len(node.inputs), len(node.outputs)):
+            yield f"node {node.name}: wrong number of layouts"
+            self._is_sound = False
+            return
+        work = self._local_work(number, node, placed)
+        uses = zip(node.inputs, work.inputs, work.uses, strict=True)
+        for position, (value, wanted, gradient) in enumerate(uses):
+            compute = self._compute_beside(node, position, work)
+            yield from self._check_use((value, node.name, position), wanted, gradient, compute)
+        if work.fault:
+            yield f"node {node.name}: {work.fault}"
+            return
+        yield from self._check_constraints(
+            "operator", node.name, work.inputs, work.outputs, work.sizes
+        )
+        if node.name in self._again.nodes:
+            self._recompute_time += work.recompute
+        if placed.inside != work.inside:
+            yield f"node {node.name} runs {work.inside} inside, not {placed.inside}"
+        for step in work.inside:
+            axis = self._mesh.axis_names.index(step.axis)
+            for label in self._constraints.forbidding(step.action, self._axes, axis):
+                yield f"node {node.name} runs {step.action} on {step.axis} against the {label}"
+        seconds = work.compute.forward + work.compute.backward
+        if not isclose(seconds, placed.time, rel_tol=_TOLERANCE):
+            yield f"node {node.name} takes {seconds} s, not {placed.time}"
+        for value, layout in zip(node.outputs, work.outputs, strict=True):
+            self._made[value] = layout
+            yield from self._check_shared(value)
+
+    def _compute_beside(self, node: Node, position: int, work: _LocalWork) -> Passes[float]:
+        """Compute that the resharding of an input can overlap with."""
+        share = None if self._overlap is None else self._overlap.share(node, position)
+        if share is None:
+            return _NO_COMPUTE
+        return Passes(share * work.compute.forward, share * work.compute.backward)
+
+    def _local_work(self, number: int, node: Node, placed: PlacedNode) -> _LocalWork:
+        """The work of a rank for a node; equal nodes are derived once."""
+        flows = self._gradients.flows(node)
+        key = (self._graph.kinds[number], placed.inputs, placed.outputs, flows)
+        if key not in self._work:
+            self._work[key] = self._new_work(node, placed, backward=flows)
+        return self._work[key]
+
+    def _new_work(self, node: Node, placed: PlacedNode, *, backward: bool) -> _LocalWork:
+        inputs = tuple(Layout.parse(text) for text in placed.inputs)
+        outputs = tuple(Layout.parse(text) for text in placed.outputs)
+        uses = tuple(self._gradients.of_use(value, node) for value in node.inputs)
+        layouts = (*inputs, *outputs)
+        for value, layout in zip((*node.inputs, *node.outputs), layouts, strict=True):
+            if not layout.is_legal(self._graph.values[value].shape, self._sizes):
+                self._is_sound = False
+                fault = f"{layout} is illegal for {self._graph.values[value]}"
+                return _LocalWork(inputs, outputs, uses, fault)
+        gradients = (
+            *(gradient is not Gradient.NONE for gradient in uses),
+            *(self._gradients.exists(value) for value in node.outputs),
+        )
+        rule = rule_for(call_of(self._graph, node))
+        share = share_of(rule, layouts, gradients, self._sizes)
+        if share is None:
+            fault = f"no rule of {node.operator} allows {', '.join(map(str, layouts))}"
+            return _LocalWork(inputs, outputs, uses, fault)
+        compute = self._prices.rank_compute(node, share.sizes)
+        wanted = backward and gradients[0]
+        inside = tuple(self._inner_step(c) for c in share.collectives if wanted or not c.backward)
+        return _LocalWork(inputs, outputs, uses, "", share.sizes, compute, inside)
+
+    def _inner_step(self, collective: InnerCollective) -> InnerStep:
+        return InnerStep(
+            axis=self._mesh.axis_names[collective.axis],
+            action=collective.operation.action.value,
+            operation=collective.operation.value,
+            direction="backward" if collective.backward else "forward",
+            nbytes=collective.nbytes,
+            time=inner_time(collective, self._mesh),
+        )
+
+    def _check_use(
+        self, use: Use, wanted: Layout, gradient: Gradient, compute: Passes[float]
+    ) -> Iterator[str]:
+        value, consumer, _ = use
+        if value not in self._made:
+            yield f"{consumer} uses {value} before it is made"
+            return
+        arrived, resharding = self._made[value], self._by_use.get(use)
+        if resharding is not None:
+            yield from self._check_resharding(resharding, arrived, compute)
+            arrived = Layout.parse(resharding.target)
+        if _as_seen(arrived, gradient) != _as_seen(wanted, gradient):
+            yield f"{consumer} wants {value} as {wanted}, but it arrives as {arrived}"
+
+    def _gradient(self, value: str, consumer: str | None, position: int) -> Gradient:
+        if consumer is None:
+            return self._gradients.of_value(value)
+        if consumer in self._nodes:
+            return self._gradients.of_use(value, self._nodes[consumer])
+        return self._gradients.of_output(position)
+
+    def _check_resharding(
+        self, resharding: Resharding, source: Layout, compute: Passes[float]
+    ) -> Iterator[str]:
+        self._used.add(resharding.use)
+        where = f"resharding of {resharding.value} for {resharding.consumer or 'all'}"
+        gradient = self._gradient(*resharding.use)
+        found = self._reshardings.check(
+            resharding,
+            self._graph.values[resharding.value],
+            gradient,
+            fixed_dims=RAGGED_DIMS if resharding.value in self._ragged else frozenset(),
+            fill_factor=self._fill_factors.get(resharding.value, 1.0),
+        )
+        if _as_seen(found.source, gradient) != _as_seen(source, gradient):
+            yield f"{where} starts from {found.source}, but the value is made as {source}"
+        yield from (f"{where}: {finding}" for finding in found.findings)
+        self._is_sound &= found.is_sound
+        again = resharding.use in self._again.reshardings
+        if again:
+            self._recompute_time += found.passes.forward
+        overlapped = float(hidden_seconds(found.passes, compute, again=again))
+        if not isclose(overlapped, resharding.overlapped, rel_tol=_TOLERANCE, abs_tol=_NOTHING):
+            yield f"{where} overlaps {overlapped} s with compute, not {resharding.overlapped}"
+
+    def _check_outputs(self) -> Iterator[str]:
+        for placed in self._stage.outputs:
+            layout = Layout.parse(placed.layout)
+            gradient = self._gradients.of_output(placed.position)
+            use = placed.name, "output", placed.position
+            yield from self._check_use(use, layout, gradient, _NO_COMPUTE)
+            if layout.is_partial:
+                yield f"output {placed.name} leaves as {layout}: it is not summed"
+            if not has_placements(layout):
+                yield f"output {placed.name} leaves as {layout}: DTensor has no placement for it"
+            yield from self._check_constraints("output", str(placed.position), (layout,), ())
+
+    def _check_constraints(
+        self,
+        role: str,
+        name: str,
+        inputs: Sequence[Layout],
+        outputs: Sequence[Layout],
+        sizes: Mapping[str, int] = MappingProxyType({}),
+    ) -> Iterator[str]:
+        if not self._constraints.constraints:
+            return
+        taken, made = (tuple(self._axes.narrow(x) for x in side) for side in (inputs, outputs))
+        for label in self._constraints.violated((role, name), Strategy(taken, made, sizes)):
+            yield f"{role} {name} does not obey the {label}"
+
+    def _check_costs(self, stated: Costs) -> Iterator[str]:
+        nodes, reshardings = self._stage.nodes, self._stage.reshardings
+        inside = sum(node.communication for node in nodes)
+        sums = {
+            "compute": self._loading_time + sum(node.time for node in nodes),
+            "communication": sum(resharding.time for resharding in reshardings) + inside,
+            "optimizer": self._optimizer_time,
+            "recompute": self._recompute_time,
+            "overlapped": sum(resharding.overlapped for resharding in reshardings),
+        }
+        for name, found in sums.items():
+            seconds = getattr(stated, name)
+            if not isclose(found, seconds, rel_tol=_TOLERANCE, abs_tol=_NOTHING):
+                yield f"{name} adds up to {found} s, not {seconds}"
+
+    def _check_memory(self, stated: Memory) -> Iterator[str]:
+        found = timeline(
+            self._stage,
+            self._graph,
+            training=self._prices.training,
+            optimizer=self._prices.optimizer,
+        )
+        for value, consumer, _ in sorted(found.unneeded, key=str):
+            where = f"resharding of {value} for {consumer or 'all'}"
+            yield f"{where}: it is re-gathered, but backward does not need it"
+        if found.peak != stated.peak:
+            yield f"memory peaks at {found.peak} bytes, not {stated.peak}"
+        for kind, nbytes in found.at_peak.items():
+            if nbytes != getattr(stated, kind):
+                yield f"{kind} take {nbytes} bytes at the peak, not {getattr(stated, kind)}"
+        moment, turn = found.moments[found.peak_moment], found.turn
+        if (stated.phase, stated.at) != moment:
+            yield f"the peak is in {moment[0]} at {moment[1]!r}, not as stated"
+        if stated.turn != (None if turn is None else found.total[turn]):
+            yield f"{stated.turn} bytes at the turn from forward to backward do not follow"
+        budget = self._prices.memory_budget
+        if stated.budget != budget:
+            yield f"the budget is {budget} bytes, not {stated.budget}"
+        budget = min(budget, stated.budget or budget)
+        if found.peak > budget:
+            yield f"peak memory {found.peak} is over the budget {budget}"
+
+
+def _as_seen(layout: Layout, gradient: Gradient) -> Layout:
+    return without_invariant(layout) if gradient is Gradient.NONE else layout
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedResharding:
+    """A resharding checked by itself.
+
+    Attributes:
+        source: layout that it starts from.
+        findings: errors in its steps.
+        is_sound: whether its steps can be followed at all.
+        passes: seconds that it takes forward and backward.
+    """
+
+    source: Layout
+    findings: tuple[str, ...]
+    is_sound: bool
+    passes: Passes[float]
+
+
+class _ReshardingCheck:
+    """Checks that the steps of reshardings are valid and cost what they say; equal ones once.
+
+    Args:
+        mesh: the devices.
+        constraints: forbid collectives.
+    """
+
+    def __init__(self, mesh: Mesh, constraints: PlanConstraints) -> None:
+        self._mesh = mesh
+        self._axes = NontrivialAxes.of(mesh)
+        self._constraints = constraints
+        self._checked: dict[Hashable, _CheckedResharding] = {}
+
+    def check(
+        self,
+        resharding: Resharding,
+        tensor: Tensor,
+        gradient: Gradient,
+        *,
+        fixed_dims: AbstractSet[int],
+        fill_factor: float,
+    ) -> _CheckedResharding:
+        """Check one resharding of a tensor.
+
+        Args:
+            resharding: as the plan has it.
+            tensor: the value.
+            gradient: relation of backward to it.
+            fixed_dims: dims whose slices have to stay on their ranks.
+            fill_factor: bytes of a full bucket relative to the tensor's; 1 where it shares none.
+        """
+        what = tensor, gradient, fixed_dims, fill_factor
+        key = (*what, resharding.source, resharding.target, resharding.steps)
+        if key not in self._checked:
+            self._checked[key] = self._check(resharding, *what)
+        return self._checked[key]
+
+    def _check(
+        self,
+        resharding: Resharding,
+        tensor: Tensor,
+        gradient: Gradient,
+        fixed_dims: AbstractSet[int],
+        fill_factor: float,
+    ) -> _CheckedResharding:
+        source = Layout.parse(resharding.source)
+        findings, end, forward, both = [], source, 0.0, 0.0
+        for stated in resharding.steps:
+            try:
+                step, after = self._follow(stated, end, tensor)
+            except ValueError as error:
+                findings.append(str(error))
+                return _CheckedResharding(source, tuple(findings), False, _NO_COMPUTE)
+            findings += self._step_findings(stated, step, end, gradient)
+            seconds = step_price(step, self._mesh, fill_factor)
+            if not isclose(seconds, stated.time, rel_tol=_TOLERANCE):
+                findings.append(f"a step takes {seconds} s, not {stated.time}")
+            if {step.source.dim, step.target.dim} & fixed_dims:
+                findings.append(f"{stated.source} -> {stated.target} moves rows of experts")
+            forward += again_price(step, self._mesh, fill_factor)
+            both += seconds
+            end = after
+        if str(end) != resharding.target:
+            findings.append(f"it ends in {end}, not {resharding.target}")
+        passes = Passes(forward, max(both - forward, 0.0))
+        return _CheckedResharding(source, tuple(findings), True, passes)
+
+    def _follow(self, stated: PlannedStep, layout: Layout, tensor: Tensor) -> tuple[Step, Layout]:
+        """A step on a layout, with the bytes that it really moves, and the layout after it.
+
+        Raises:
+            ValueError: it names no axis, type or action, or makes no layout of this tensor.
+        """
+        axis = self._mesh.axis_names.index(stated.axis)
+        source, target = parse_type(stated.source), parse_type(stated.target)
+        after = layout.replace(axis, target)
+        sizes = self._mesh.axis_sizes
+        before, behind = (x.local_shape(tensor.shape, sizes) for x in (layout, after))
+        elements = prod(before)
+        # Each rank sends or receives as many slices as there are, all as long as the largest.
+        if target.is_shard and source.is_shard:
+            elements = elements // before[target.dim] * behind[target.dim] * sizes[axis]
+        elif target.is_shard or source.is_shard:
+            elements = prod(behind if target.is_shard else before) * sizes[axis]
+        actions = Action(stated.forward), Action(stated.backward)
+        padded = is_padded(source, target, tensor.shape, sizes[axis])
+        nbytes = elements * tensor.dtype.itemsize
+        return Step(axis, source, target, nbytes, *actions, padded), after
+
+    def _step_findings(
+        self, stated: PlannedStep, step: Step, before: Layout, gradient: Gradient
+    ) -> Iterator[str]:
+        found = before.types[step.axis]
+        if step.source != found:
+            yield f"a step on {stated.axis} starts from {step.source}, not {found}"
+        actions = STEPS.get((step.source.kind, step.target.kind))
+        if actions is None:
+            yield f"there is no step from {step.source} to {step.target}"
+            return
+        backward = actions[1] if gradient is Gradient.FLOWS else Action.NOTHING
+        if (step.forward, step.backward) != (actions[0], backward):
+            yield (
+                f"{step.source} -> {step.target} runs {actions[0]} and {backward}, not as stated"
+            )
+        if stated.nbytes != step.nbytes:
+            yield f"a step moves {step.nbytes} bytes, not {stated.nbytes}"
+        for action in (step.forward, step.backward):
+            for label in self._constraints.forbidding(action, self._axes, step.axis):
+                yield f"a step runs {action} on {stated.axis} against the {label}"

@@ -1,0 +1,385 @@
+"""Lowering a stage of a plan to the instructions that one rank runs, as plain data.
+
+The runtime binds kernels and process groups to these instructions. The memory timeline, the
+counts of collectives and the simulation read the same list, so what is priced is what runs.
+
+* A resharding runs right before its first reader. One that nodes inside a checkpoint share with
+  nodes outside runs before the checkpoint.
+* A bucket begins where `autoshard.plan.buckets` says. It ends before the first reader of any of
+  its members, or before the checkpoint of that reader if the bucket is outside of it.
+* Steps on axes of one rank are left out.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autoshard.errors import LayoutError, PlanError
+from autoshard.graph import Graph, Node
+from autoshard.layouts import Action, Layout
+from autoshard.plan.buckets import Bucket, buckets_of
+from autoshard.plan.document import (
+    CollectiveCount,
+    Direction,
+    PlacedNode,
+    PlannedStep,
+    Resharding,
+    Stage,
+    Use,
+)
+from autoshard.plan.recompute import recomputed
+
+Shape = tuple[int, ...]
+Slots = tuple[int, ...]
+"""Numbers of tensors. The inputs of the stage have the first ones; each is written once."""
+
+
+class Collective(NamedTuple):
+    """A collective of a step, or several that are alike.
+
+    Attributes:
+        kind: such as all_gather.
+        axis: name of the mesh axis.
+        direction: forward or backward.
+        nbytes: size of the larger of a rank's tensor before and after.
+    """
+
+    kind: str
+    axis: str
+    direction: Direction
+    nbytes: int
+
+
+class Call(NamedTuple):
+    """Run an operator on local tensors.
+
+    Attributes:
+        reads: slots of the node's inputs.
+        targets: slots of the node's outputs.
+        number: of the node in the program.
+        placed: the node's layouts, and the collectives inside it.
+        shapes: local shape of each output, on ranks with the largest share.
+        checkpoint: number of the checkpoint that it belongs to; -1 for none.
+        recomputed: whether backward runs it again.
+    """
+
+    reads: Slots
+    targets: Slots
+    number: int
+    placed: PlacedNode
+    shapes: tuple[Shape, ...]
+    checkpoint: int
+    recomputed: bool
+
+    def collectives(self) -> Iterator[Collective]:
+        """The collectives inside the operator."""
+        for inner in self.placed.inside:
+            yield Collective(inner.action, inner.axis, inner.direction, inner.nbytes)
+            if inner.direction == "forward" and self.recomputed:
+                yield Collective(inner.action, inner.axis, "backward", inner.nbytes)
+
+
+class Reshard(NamedTuple):
+    """Run a resharding by itself.
+
+    Attributes:
+        reads: slot of the source.
+        targets: slot of the result.
+        resharding: as the plan has it.
+        steps: those of its steps that are on axes of several ranks; at least one.
+        checkpoint: number of the checkpoint that it belongs to; -1 for none.
+        recomputed: whether backward runs its forward steps again.
+    """
+
+    reads: Slots
+    targets: Slots
+    resharding: Resharding
+    steps: tuple[PlannedStep, ...]
+    checkpoint: int
+    recomputed: bool
+
+    def collectives(self) -> Iterator[Collective]:
+        """The collectives of the steps."""
+        for step in self.steps:
+            yield from _step_collectives(step, step.nbytes, recomputed=self.recomputed)
+
+
+class BeginBucket(NamedTuple):
+    """Start the first collective of a bucket.
+
+    Attributes:
+        reads: slots of the sources.
+        targets: one slot, of the pending bucket.
+        bucket: its reshardings.
+        checkpoint: number of the checkpoint that it belongs to; -1 for none.
+        recomputed: whether backward runs its forward steps again.
+    """
+
+    reads: Slots
+    targets: Slots
+    bucket: Bucket
+    checkpoint: int
+    recomputed: bool
+
+    def collectives(self) -> Iterator[Collective]:
+        """All collectives of the bucket, also those that run where it ends."""
+        for step, nbytes in self.bucket.steps:
+            yield from _step_collectives(step, nbytes, recomputed=self.recomputed)
+
+
+class EndBucket(NamedTuple):
+    """Wait for a bucket, and split it.
+
+    Attributes:
+        reads: slot of the pending bucket.
+        targets: slots of the results, one for each resharding.
+        bucket: its reshardings.
+        checkpoint: number of the checkpoint that it belongs to; -1 for none.
+    """
+
+    reads: Slots
+    targets: Slots
+    bucket: Bucket
+    checkpoint: int
+
+    def collectives(self) -> Iterator[Collective]:
+        """None: they count where the bucket begins."""
+        return iter(())
+
+
+Instruction = Call | Reshard | BeginBucket | EndBucket
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """The instructions of a stage.
+
+    Attributes:
+        stage: of a plan.
+        graph: the stage's program.
+        instructions: in the order in which they run; those of a checkpoint are consecutive.
+        outputs: slot of each output of the program; None for a literal.
+    """
+
+    stage: Stage
+    graph: Graph
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[int | None, ...]
+
+    def collectives(self) -> Iterator[Collective]:
+        """Every collective of one step, forward and backward."""
+        for instruction in self.instructions:
+            yield from instruction.collectives()
+
+
+def lower(stage: Stage, graph: Graph, *, bucketed: bool = True) -> Lowering:
+    """Lower a stage to instructions.
+
+    Args:
+        stage: of a plan.
+        graph: the stage's program.
+        bucketed: whether reshardings of parameters share collectives, as the plan counts them;
+            if not, each runs by itself.
+
+    Raises:
+        PlanError: the stage contradicts itself or its program.
+    """
+    return _Lowerer(stage, graph, bucketed=bucketed).lower()
+
+
+def count_collectives(
+    stages: Sequence[Stage], graphs: Sequence[Graph]
+) -> tuple[CollectiveCount, ...]:
+    """The collectives of one step of a program, summed by kind, axis and direction.
+
+    Args:
+        stages: of a plan.
+        graphs: the program of each stage.
+
+    Raises:
+        PlanError: a stage contradicts itself or its program.
+    """
+    count: Counter[tuple[str, str, Direction]] = Counter()
+    nbytes: Counter[tuple[str, str, Direction]] = Counter()
+    for stage, graph in zip(stages, graphs, strict=True):
+        for kind, axis, direction, size in lower(stage, graph).collectives():
+            count[kind, axis, direction] += 1
+            nbytes[kind, axis, direction] += size
+    return tuple(
+        CollectiveCount(
+            kind=kind, axis=axis, direction=direction, count=n, nbytes=nbytes[kind, axis, direction]
+        )
+        for (kind, axis, direction), n in sorted(count.items())
+    )
+
+
+_COLLECTIVES = frozenset(action.value for action in Action if action.is_collective)
+
+
+def _step_collectives(step: PlannedStep, nbytes: int, *, recomputed: bool) -> Iterator[Collective]:
+    if step.forward in _COLLECTIVES:
+        yield Collective(step.forward, step.axis, "forward", nbytes)
+        if recomputed:
+            yield Collective(step.forward, step.axis, "backward", nbytes)
+    if step.backward in _COLLECTIVES:
+        yield Collective(step.backward, step.axis, "backward", nbytes)
+
+
+class _Lowerer:
+    def __init__(self, stage: Stage, graph: Graph, *, bucketed: bool) -> None:
+        self._stage = stage
+        self._graph = graph
+        self._sizes = dict(stage.axes)
+        self._again = recomputed(graph, stage)
+        self._placed = {placed.name: placed for placed in stage.nodes}
+        self._shapes: dict[tuple[int, tuple[str, ...]], tuple[Shape, ...]] = {}
+        self._reshardings = {c.use: c for c in stage.reshardings}  # those that have not run yet
+        self._resharded = {c.value for c in stage.reshardings}
+        self._waiting = list(buckets_of(stage, graph, self._again)) if bucketed else []
+        self._pending: dict[Use, tuple[Bucket, int]] = {}  # begun buckets, and their slots
+        self._ended: dict[Use, int] = {}  # slots of what has come out of buckets
+        self._instructions: list[Instruction] = []
+        self._current = {placed.name: slot for slot, placed in enumerate(stage.inputs)}
+        self._num_slots = len(stage.inputs)
+        self._checkpoint = -1
+
+    def lower(self) -> Lowering:
+        if len(self._reshardings) < len(self._stage.reshardings):
+            raise PlanError(f"stage {self._stage.name!r} reshards one use of a value twice")
+        self._check_inputs()
+        spans = {span.start: (number, span) for number, span in enumerate(self._again.spans)}
+        stops = {span.stop for span in self._again.spans}
+        for number, node in enumerate(self._graph.nodes):
+            if number in stops:
+                self._checkpoint = -1
+            if number in spans:
+                self._begin_buckets(number)
+                self._enter_checkpoint(*spans[number])
+            self._begin_buckets(number)
+            self._call(number, node)
+        self._checkpoint = -1
+        self._begin_buckets(len(self._graph.nodes))
+        outputs = tuple(
+            None if output.name is None else self._read(output.name, "output", position)
+            for position, output in enumerate(self._graph.outputs)
+        )
+        if self._reshardings:
+            value, consumer, _ = next(iter(self._reshardings))
+            raise PlanError(f"the plan reshards {value!r} for {consumer!r}, which does not use it")
+        return Lowering(self._stage, self._graph, tuple(self._instructions), outputs)
+
+    def _check_inputs(self) -> None:
+        for name in self._current.keys() - self._graph.values.keys():
+            raise PlanError(
+                f"stage {self._stage.name!r} places {name!r}, which its program does not have"
+            )
+        for entering in self._graph.inputs:
+            if entering.name in self._graph.values and entering.name not in self._current:
+                raise PlanError(
+                    f"stage {self._stage.name!r} has no layout for input {entering.name!r}"
+                )
+
+    def _new_slot(self) -> int:
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _enter_checkpoint(self, number: int, span: range) -> None:
+        """Run what nodes of a checkpoint share with others, or take from buckets outside."""
+        for node in self._graph.nodes[span.start : span.stop]:
+            for position, value in enumerate(node.inputs):
+                if value in self._current:
+                    self._share(value)
+                self._end_bucket((value, node.name, position))
+        self._checkpoint = number
+
+    def _call(self, number: int, node: Node) -> None:
+        placed = self._placed.get(node.name)
+        if placed is None:
+            raise PlanError(f"stage {self._stage.name!r} has no layouts for node {node.name!r}")
+        reads = tuple(
+            [self._read(value, node.name, position) for position, value in enumerate(node.inputs)]
+        )
+        targets = tuple([self._new_slot() for _ in node.outputs])
+        self._current.update(zip(node.outputs, targets, strict=True))
+        shapes = self._local_shapes(number, placed)
+        again = node.name in self._again.nodes
+        self._instructions.append(
+            Call(reads, targets, number, placed, shapes, self._checkpoint, again)
+        )
+
+    def _local_shapes(self, number: int, placed: PlacedNode) -> tuple[Shape, ...]:
+        key = self._graph.kinds[number], placed.outputs
+        if key not in self._shapes:
+            values = self._graph.nodes[number].outputs
+            if len(values) != len(placed.outputs):
+                raise PlanError(
+                    f"there are {len(placed.outputs)} layouts for the values {list(values)}"
+                )
+            sizes = tuple(self._sizes.values())
+            try:
+                self._shapes[key] = tuple(
+                    Layout.parse(text).local_shape(self._graph.values[value].shape, sizes)
+                    for value, text in zip(values, placed.outputs, strict=True)
+                )
+            except LayoutError as error:
+                raise PlanError(f"node {placed.name!r}: {error}") from None
+        return self._shapes[key]
+
+    def _read(self, value: str, consumer: str, position: int) -> int:
+        """The slot from which a use of a value reads, resharded as the plan says."""
+        if value not in self._resharded:
+            return self._current[value]
+        self._share(value)
+        own = self._reshardings.pop((value, consumer, position), None)
+        return self._current[value] if own is None else self._reshard(own)
+
+    def _share(self, value: str) -> None:
+        """Reshard a value for all its readers, if the plan says so and none has read it yet."""
+        shared = self._reshardings.pop((value, None, 0), None)
+        if shared is not None:
+            self._current[value] = self._reshard(shared)
+
+    def _reshard(self, resharding: Resharding) -> int:
+        use = resharding.use
+        self._end_bucket(use)
+        if use in self._ended:
+            return self._ended[use]
+        for step in resharding.steps:
+            if step.axis not in self._sizes:
+                raise PlanError(
+                    f"a step is on the axis {step.axis!r}; the mesh has {list(self._sizes)}"
+                )
+        source = self._current[resharding.value]
+        steps = tuple([step for step in resharding.steps if self._sizes[step.axis] > 1])
+        if not steps:
+            return source
+        target = self._new_slot()
+        again = use in self._again.reshardings
+        self._instructions.append(
+            Reshard((source,), (target,), resharding, steps, self._checkpoint, again)
+        )
+        return target
+
+    def _begin_buckets(self, number: int) -> None:
+        """Begin the buckets that begin before a node, inside a checkpoint or outside of all."""
+        waiting, self._waiting = self._waiting, []
+        for bucket in waiting:
+            if bucket.begins > number or bucket.checkpoint != self._checkpoint:
+                self._waiting.append(bucket)
+                continue
+            pending = self._new_slot()
+            sources = tuple(self._current[value] for value, _, _ in bucket.uses)
+            again = bucket.uses[0] in self._again.reshardings
+            self._instructions.append(
+                BeginBucket(sources, (pending,), bucket, self._checkpoint, again)
+            )
+            self._pending.update(dict.fromkeys(bucket.uses, (bucket, pending)))
+
+    def _end_bucket(self, use: Use) -> None:
+        """End the bucket of a use, if it has begun and not ended."""
+        if use in self._pending and use not in self._ended:
+            bucket, pending = self._pending[use]
+            self._ended.update((use, self._new_slot()) for use in bucket.uses)
+            targets = tuple(self._ended[use] for use in bucket.uses)
+            self._instructions.append(EndBucket((pending,), targets, bucket, self._checkpoint))

@@ -1,0 +1,440 @@
+"""Memory that each instruction of a lowered stage takes on one rank.
+
+Tensors here are those of the lowering with their local shapes and strides. Views share the
+storage of the tensor that they view. Only sizes are known, so what depends on data is a mean.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from autoshard.graph import Graph, Tensor
+from autoshard.layouts import Action, S, parse_type
+from autoshard.ops import (
+    Strides,
+    backward_working,
+    call_of,
+    made_strides,
+    passes_gradient,
+    rule_for,
+    saved_by,
+    view_strides,
+)
+from autoshard.ops.halo import NO_BORDERS
+from autoshard.plan.document import PlannedStep, Use
+from autoshard.plan.gradients import Gradients
+from autoshard.plan.lowering import BeginBucket, Call, EndBucket, Lowering, Reshard, Shape
+from autoshard.plan.recompute import Keeps
+
+
+class LocalTensor(NamedTuple):
+    """A tensor on one rank.
+
+    Attributes:
+        nbytes: bytes of its elements.
+        requires_grad: whether it needs a gradient.
+        shape: local shape.
+        strides: in elements; None where contiguous.
+    """
+
+    nbytes: int
+    requires_grad: bool
+    shape: Shape
+    strides: Strides
+
+
+class MemoryOp(NamedTuple):
+    """Memory of an operator, a resharding, or one member's start or the end of a bucket.
+
+    Attributes:
+        name: of the node, or of the value that is resharded.
+        instruction: number of the lowered instruction that it is a part of.
+        reads: tensors that it takes.
+        targets: tensors that it makes.
+        saved: the tensors among them that autograd saves.
+        saved_bytes: bytes that autograd saves beside them.
+        working: bytes beside what it reads and makes while it runs forward.
+        working_backward: bytes beside gradients while its backward runs.
+        passes_gradient: for each read whether its gradient is that of the target.
+        uses: uses that its first targets are resharded for; empty for an operator.
+        regather: whether backward makes the targets again instead of finding them in memory.
+        checkpoint: number of the checkpoint that it belongs to; -1 for none.
+    """
+
+    name: str
+    instruction: int
+    reads: tuple[int, ...]
+    targets: tuple[int, ...]
+    saved: tuple[int, ...]
+    saved_bytes: int
+    working: int
+    working_backward: int
+    passes_gradient: tuple[bool, ...]
+    uses: tuple[Use, ...]
+    regather: bool
+    checkpoint: int
+
+    @property
+    def keeps(self) -> Keeps:
+        """The kind of tensors that autograd saves."""
+        if self.saved_bytes or not set(self.saved).isdisjoint(self.targets):
+            return Keeps.MADE
+        return Keeps.READ if self.saved else Keeps.NOTHING
+
+
+class ReshardingMemory(NamedTuple):
+    """Memory of the steps of a resharding on one rank.
+
+    Attributes:
+        result: what it makes.
+        in_place: whether the result is in the memory of the source.
+        working: bytes beside what it reads and makes, forward.
+        working_backward: bytes beside gradients, backward.
+        passes_gradient: whether the gradient of the source is that of the result.
+        pending_backward: bytes of what the first reduction of backward makes.
+        has_one_step: whether there is one step.
+        arrives_in_order: whether what arrives from all ranks is the result as it is.
+    """
+
+    result: LocalTensor
+    in_place: bool
+    working: int
+    working_backward: int
+    passes_gradient: bool
+    pending_backward: int
+    has_one_step: bool
+    arrives_in_order: bool
+
+    @classmethod
+    def of(
+        cls,
+        before: LocalTensor,
+        itemsize: int,
+        steps: Sequence[PlannedStep],
+        axis_sizes: Mapping[str, int],
+    ) -> "ReshardingMemory":
+        """Memory of steps on axes of several ranks.
+
+        Args:
+            before: the source.
+            itemsize: bytes of an element.
+            steps: at least one.
+            axis_sizes: ranks by the name of an axis.
+        """
+        shape = list(before.shape)
+        sizes = [before.nbytes]
+        for step in steps:
+            source, target = parse_type(step.source), parse_type(step.target)
+            if source.is_shard:
+                shape[source.dim] *= axis_sizes[step.axis]
+            if target.is_shard:
+                shape[target.dim] //= axis_sizes[step.axis]
+            sizes.append(prod(shape) * itemsize)
+        forward, backward = [], []
+        for step, old, new in zip(steps, sizes, sizes[1:], strict=False):
+            forward.append(step_working(step.forward, step.source, step.target, old, new))
+            backward.append(step_working(step.backward, step.target, step.source, new, old))
+        moves = any(step.forward != Action.NOTHING for step in steps)
+        if before.strides is not None and moves:
+            # Steps take contiguous memory, so a strided tensor is copied first.
+            forward[0] += before.nbytes
+        between = [0, *sizes[1:-1], 0]
+        around = [between[i] + between[i + 1] for i in range(len(steps))]
+        return cls(
+            LocalTensor(sizes[-1], before.requires_grad, tuple(shape), None),
+            before.strides is None and not moves,
+            max(map(sum, zip(forward, around, strict=True))),
+            max(map(sum, zip(backward, around, strict=True))),
+            all(step.backward == Action.NOTHING for step in steps),
+            sizes[-2],
+            len(steps) == 1,
+            len(steps) == 1 and parse_type(steps[0].source) == S(0),
+        )
+
+
+def step_working(action: str, source: str, target: str, before: int, after: int) -> int:
+    """Bytes that a step takes beside what it reads and makes.
+
+    Collectives gather and scatter along the first dim, so along others a copy is laid out
+    anew; an all-to-all receives slices and joins them. Interleaved sub-shards are put in order.
+    """
+    old, new = parse_type(source), parse_type(target)
+    if action == Action.NOTHING:
+        return 0
+    ordered = (after if old.chunks else 0) + (before if new.chunks else 0)
+    if action == Action.ALL_GATHER:
+        return ordered + (after if old.dim else 0)
+    if action == Action.REDUCE_SCATTER:
+        return ordered + (before if new.dim else 0)
+    if action == Action.ALL_TO_ALL:
+        return ordered + after + (before if new.dim else 0)
+    return ordered
+
+
+class _CallMemory(NamedTuple):
+    """Memory that calls of one kind in the same layouts have in common."""
+
+    outputs: tuple[LocalTensor, ...]
+    is_view: bool
+    saved_inputs: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    saved_bytes: int
+    working: int
+    working_backward: int
+    passes_gradient: tuple[bool, ...]
+
+
+class _Pending(NamedTuple):
+    """A resharding of a bucket that has begun.
+
+    Attributes:
+        moved: tensor that the collective fills; None where nothing moves forward.
+        gradient: tensor through which the gradient comes.
+        memory: of the steps.
+        is_view: whether the result is in the memory that the collective fills.
+    """
+
+    moved: int | None
+    gradient: int
+    memory: ReshardingMemory
+    is_view: bool
+
+
+class StageMemory:
+    """The tensors and the memory operations of a lowered stage.
+
+    Args:
+        lowering: of a stage.
+        gradients: of its program.
+
+    Attributes:
+        tensors: every tensor on one rank; the stage's inputs come first.
+        storages: number of the storage of each tensor; views share it.
+        made_by: for each storage the operation that makes it; -1 for inputs.
+        ops: operations in the order in which they run.
+        outputs: tensors that leave the program.
+    """
+
+    def __init__(self, lowering: Lowering, gradients: Gradients) -> None:
+        self.lowering = lowering
+        self.tensors: list[LocalTensor] = []
+        self.storages: list[int] = []
+        self.made_by: list[int] = []
+        self.ops: list[MemoryOp] = []
+        self._graph: Graph = lowering.graph
+        self._gradients = gradients
+        self._sizes = dict(lowering.stage.axes)
+        self._interned: dict[LocalTensor, LocalTensor] = {}
+        self._calls: dict[object, _CallMemory] = {}
+        self._reshardings: dict[object, ReshardingMemory] = {}
+        self._pending: dict[int, list[_Pending]] = {}  # by slot of the bucket
+        self._of_slot: dict[int, int] = {}
+        for slot, placed in enumerate(lowering.stage.inputs):
+            nbytes = prod(placed.local_shape) * self._graph.values[placed.name].dtype.itemsize
+            tensor = LocalTensor(nbytes, gradients.exists(placed.name), placed.local_shape, None)
+            self._of_slot[slot] = self._add(self._intern(tensor), self._new_storage(-1))
+        for number, instruction in enumerate(lowering.instructions):
+            match instruction:
+                case Call():
+                    self._call(instruction, number)
+                case Reshard():
+                    self._reshard(instruction, number)
+                case BeginBucket():
+                    self._begin(instruction, number)
+                case EndBucket():
+                    self._end(instruction, number)
+        self.outputs = tuple(self._of_slot[slot] for slot in lowering.outputs if slot is not None)
+
+    def _add(self, tensor: LocalTensor, storage: int) -> int:
+        self.tensors.append(tensor)
+        self.storages.append(storage)
+        return len(self.tensors) - 1
+
+    def _intern(self, tensor: LocalTensor) -> LocalTensor:
+        """One object for equal tensors, so that calls that are alike are found by identity."""
+        return self._interned.setdefault(tensor, tensor)
+
+    def _new_storage(self, maker: int | None = None) -> int:
+        """A storage that the next operation makes, or the given one."""
+        self.made_by.append(len(self.ops) if maker is None else maker)
+        return len(self.made_by) - 1
+
+    def _call(self, instruction: Call, number: int) -> None:
+        node = self._graph.nodes[instruction.number]
+        reads = tuple([self._of_slot[slot] for slot in instruction.reads])
+        flows = self._gradients.flows(node)
+        kind, layouts = self._graph.kinds[instruction.number], instruction.placed.outputs
+        key = (kind, layouts, flows, *[id(self.tensors[tensor]) for tensor in reads])
+        call = self._calls.get(key)
+        if call is None:
+            inputs = [self.tensors[tensor] for tensor in reads]
+            call = self._calls[key] = self._call_memory(instruction, inputs, flows=flows)
+        targets = tuple(
+            [
+                self._add(t, self.storages[reads[0]] if call.is_view else self._new_storage())
+                for t in call.outputs
+            ]
+        )
+        self._of_slot.update(zip(instruction.targets, targets, strict=True))
+        saved = [reads[i] for i in call.saved_inputs] + [targets[i] for i in call.saved_outputs]
+        self.ops.append(
+            MemoryOp(
+                node.name,
+                number,
+                reads,
+                targets,
+                tuple(saved),
+                call.saved_bytes,
+                call.working,
+                call.working_backward,
+                call.passes_gradient,
+                (),
+                regather=False,
+                checkpoint=instruction.checkpoint,
+            )
+        )
+
+    def _call_memory(
+        self, instruction: Call, inputs: Sequence[LocalTensor], *, flows: bool
+    ) -> _CallMemory:
+        node = self._graph.nodes[instruction.number]
+        call, shapes = call_of(self._graph, node), instruction.shapes
+        views = view_strides(call, inputs[0].shape, inputs[0].strides, shapes) if inputs else None
+        strides = views or [
+            made_strides(call, [i.shape for i in inputs], [i.strides for i in inputs], shape)
+            for shape in shapes
+        ]
+        # Where no gradient flows, what autograd would save is made all the same, and freed.
+        needed = [tensor.requires_grad or not flows for tensor in inputs]
+        saved = saved_by(call, needed)
+        local = [*(tensor.shape for tensor in inputs), *shapes]
+        halo = rule_for(call).halo
+        borders = halo.borders(call.inputs[0].shape, local[0]) if halo.edges else NO_BORDERS
+        saved_bytes = sum(extra.nbytes(local) for extra in saved.extras) + borders.kept
+        backward = sum(extra.nbytes(local) for extra in backward_working(call, needed))
+        outputs = [
+            LocalTensor(_nbytes(shape, tensor), self._gradients.exists(value), shape, stride)
+            for value, tensor, shape, stride in zip(
+                node.outputs, call.outputs, shapes, strides, strict=True
+            )
+        ]
+        return _CallMemory(
+            tuple(self._intern(tensor) for tensor in outputs),
+            views is not None,
+            tuple(sorted(saved.inputs)) if flows else (),
+            tuple(sorted(saved.outputs)) if flows else (),
+            saved_bytes if flows else 0,
+            borders.extended + (0 if flows else saved_bytes),
+            backward + borders.working_backward if flows else 0,
+            tuple(passes_gradient(call, i) for i in range(len(inputs))),
+        )
+
+    def _reshard(self, instruction: Reshard, number: int) -> None:
+        (source,) = (self._of_slot[slot] for slot in instruction.reads)
+        resharding = instruction.resharding
+        memory = self._resharding_memory(resharding.value, instruction.steps, source)
+        storage = self.storages[source] if memory.in_place else self._new_storage()
+        target = self._add(memory.result, storage)
+        self._of_slot[instruction.targets[0]] = target
+        self.ops.append(
+            MemoryOp(
+                resharding.value,
+                number,
+                (source,),
+                (target,),
+                (),
+                0,
+                memory.working,
+                memory.working_backward,
+                (memory.passes_gradient,),
+                (resharding.use,),
+                regather=resharding.regather and not memory.in_place,
+                checkpoint=instruction.checkpoint,
+            )
+        )
+
+    def _begin(self, instruction: BeginBucket, number: int) -> None:
+        """One operation for each member."""
+        several = len(instruction.reads) > 1
+        members = self._pending[instruction.targets[0]] = []
+        for slot, resharding in zip(instruction.reads, instruction.bucket.reshardings, strict=True):
+            source = self._of_slot[slot]
+            before = self.tensors[source]
+            memory = self._resharding_memory(resharding.value, resharding.steps, source)
+            is_view = memory.arrives_in_order and not several
+            moved = None
+            if not memory.in_place:
+                nbytes = memory.result.nbytes + (before.nbytes if several else 0)
+                flat = LocalTensor(nbytes, False, memory.result.shape, None)
+                moved = self._add(flat, self._new_storage())
+            reduced = LocalTensor(memory.pending_backward, before.requires_grad, before.shape, None)
+            gradient = self._add(reduced, self.storages[source])
+            members.append(_Pending(moved, gradient, memory, is_view))
+            self.ops.append(
+                MemoryOp(
+                    resharding.value,
+                    number,
+                    (source,),
+                    (gradient,) if moved is None else (moved, gradient),
+                    (),
+                    0,
+                    0,
+                    0,
+                    (memory.has_one_step,),
+                    (resharding.use,),
+                    regather=resharding.regather and is_view,
+                    checkpoint=instruction.checkpoint,
+                )
+            )
+
+    def _end(self, instruction: EndBucket, number: int) -> None:
+        members = self._pending.pop(instruction.reads[0])
+        bucket = instruction.bucket
+        several = len(members) > 1
+        working = backward = 0
+        targets = []
+        for member in members:
+            memory = member.memory
+            if member.moved is None:
+                storage = self.storages[member.gradient]
+            else:
+                storage = self.storages[member.moved] if member.is_view else self._new_storage()
+            targets.append(self._add(memory.result, storage))
+            working = max(working, 0 if memory.has_one_step else memory.working)
+            # Gradients are laid out rank by rank, or one after the other.
+            laid_out = several and member.moved is not None
+            backward += memory.result.nbytes if laid_out else memory.working_backward
+        self._of_slot.update(zip(instruction.targets, targets, strict=True))
+        moved = [member.moved for member in members if member.moved is not None]
+        reads = (*(member.gradient for member in members), *moved)
+        self.ops.append(
+            MemoryOp(
+                bucket.reshardings[0].value,
+                number,
+                reads,
+                tuple(targets),
+                (),
+                0,
+                working,
+                backward,
+                (False,) * len(reads),
+                bucket.uses,
+                regather=bucket.regather and not members[0].is_view and bool(moved),
+                checkpoint=instruction.checkpoint,
+            )
+        )
+
+    def _resharding_memory(
+        self, value: str, steps: Sequence[PlannedStep], source: int
+    ) -> ReshardingMemory:
+        before, dtype = self.tensors[source], self._graph.values[value].dtype
+        chain = [(s.axis, s.source, s.target, s.forward, s.backward) for s in steps]
+        key = (id(before), dtype, *chain)
+        if key not in self._reshardings:
+            found = ReshardingMemory.of(before, dtype.itemsize, steps, self._sizes)
+            self._reshardings[key] = found._replace(result=self._intern(found.result))
+        return self._reshardings[key]
+
+
+def _nbytes(shape: Shape, tensor: Tensor) -> int:
+    return prod(shape) * tensor.dtype.itemsize

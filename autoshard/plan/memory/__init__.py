@@ -1,1 +1,0 @@
-"""What one rank holds at every moment of a step, and what backward needs, keeps or runs again."""

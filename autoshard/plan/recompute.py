@@ -1,0 +1,148 @@
+"""Forward work that the backward pass repeats to save memory: checkpoints and re-gathers.
+
+A stage says so in two ways: activation checkpoints over consecutive nodes, and reshardings that
+are `regather`. The runtime repeats exactly what is derived here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from autoshard.errors import PlanError
+from autoshard.graph import Graph, Node
+from autoshard.ops import Saved, call_of, saved_by
+from autoshard.plan.document import Stage, Use
+
+
+class Keeps(Enum):
+    """The kind of tensors that autograd saves for the backward of something that runs."""
+
+    NOTHING = 0
+    READ = 1
+    """Some of its inputs, and nothing else."""
+    MADE = 2
+    """Some of its outputs or internal tensors."""
+
+    @classmethod
+    def of(cls, saved: Saved) -> "Keeps":
+        """The kind for an operator, from the tensors that autograd saves."""
+        if saved.outputs or saved.extras:
+            return cls.MADE
+        return cls.READ if saved.inputs else cls.NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """Forward work that backward runs a second time.
+
+    Attributes:
+        spans: indices of the nodes of each checkpoint, in program order.
+        readers: for each resharding inside a checkpoint the first node that reads its result;
+            None for a resharding outside.
+        nodes: names of the nodes that run again.
+        reshardings: uses of the reshardings that run again.
+    """
+
+    spans: tuple[range, ...]
+    readers: tuple[int | None, ...]
+    nodes: frozenset[str]
+    reshardings: frozenset[Use]
+
+
+def recomputed(graph: Graph, stage: Stage) -> Recomputed:
+    """The nodes and reshardings that backward runs a second time.
+
+    Raises:
+        PlanError: the checkpoints do not fit the program, or a resharding inside one is
+            `regather`.
+    """
+    spans = checkpoint_spans(graph, stage)
+    readers = tuple(_readers_inside(graph, stage, spans))
+    nodes: set[str] = set()
+    entered: set[int] = set()
+    for span in spans:
+        entering, running = recomputed_part(span, lambda i: Keeps.of(_saved(graph, graph.nodes[i])))
+        entered.update(entering)
+        nodes.update(graph.nodes[i].name for i in running)
+    reshardings = frozenset(
+        resharding.use
+        for resharding, reader in zip(stage.reshardings, readers, strict=True)
+        if resharding.regather or reader in entered
+    )
+    return Recomputed(spans, readers, frozenset(nodes), reshardings)
+
+
+def recomputed_part(span: range, keeps: Callable[[int], Keeps]) -> tuple[range, range]:
+    """The part of a checkpoint that backward has to run again.
+
+    Everything up to the last member whose tensors autograd saves runs again. That last member
+    itself runs only if a saved tensor is one that it makes: its inputs are saved before it runs.
+
+    Args:
+        span: numbers of the members of the checkpoint, in program order.
+        keeps: the kind of tensors that autograd saves for a member.
+
+    Returns:
+        the members whose inputs are made again, and those of them that also run.
+    """
+    for last in reversed(span):
+        kept = keeps(last)
+        if kept is not Keeps.NOTHING:
+            stop = last + 1 if kept is Keeps.MADE else last
+            return range(span.start, last + 1), range(span.start, stop)
+    return range(0), range(0)
+
+
+def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
+    """Indices of the nodes of each checkpoint of a stage, in program order.
+
+    Raises:
+        PlanError: a checkpoint names no node, is empty or overlaps another one, or a
+            resharding inside one is `regather`.
+    """
+    index = graph.numbers
+    spans: list[range] = []
+    free = 0
+    for checkpoint in stage.checkpoints:
+        where = f"the checkpoint from {checkpoint.first!r} to {checkpoint.last!r}"
+        if checkpoint.first not in index or checkpoint.last not in index:
+            raise PlanError(f"{where} is not between nodes of stage {stage.name!r}")
+        span = range(index[checkpoint.first], index[checkpoint.last] + 1)
+        if not span:
+            raise PlanError(f"{where} ends before it begins")
+        if span.start < free:
+            raise PlanError(
+                f"{where} overlaps the one before it; list checkpoints in program order and "
+                f"share no node"
+            )
+        spans.append(span)
+        free = span.stop
+    readers = _readers_inside(graph, stage, spans)
+    for resharding, reader in zip(stage.reshardings, readers, strict=True):
+        if resharding.regather and reader is not None:
+            raise PlanError(
+                f"the resharding of {resharding.value!r} for {resharding.consumer or 'all'} is "
+                f"`regather` inside a checkpoint, whose reshardings run again anyway"
+            )
+    return tuple(spans)
+
+
+def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Iterator[int | None]:
+    """For each resharding inside a checkpoint the first node that reads its result, else None."""
+    if not spans:
+        yield from (None for _ in stage.reshardings)
+        return
+    span_of = {i: span for span in spans for i in span}
+    for resharding in stage.reshardings:
+        if resharding.consumer is not None:
+            reader = graph.numbers.get(resharding.consumer, -1)
+            yield reader if reader in span_of else None
+            continue
+        # Readers come after the maker, so if any of them is in its checkpoint, the first is.
+        reader = min((i for i, _ in graph.consumers.get(resharding.value, ())), default=-1)
+        inside = reader in span_of and graph.makers.get(resharding.value) in span_of[reader]
+        yield reader if inside else None
+
+
+def _saved(graph: Graph, node: Node) -> Saved:
+    return saved_by(call_of(graph, node), [graph.values[v].requires_grad for v in node.inputs])

@@ -1,0 +1,441 @@
+"""Memory of one rank over one step of a stage, from the plan document alone.
+
+Time is counted in moments: every memory operation forward, the turn, the same backward, and the
+optimizer's step. A checkpoint runs forward again right before its own backward.
+
+| kind        | alive                                                                          |
+|-------------|--------------------------------------------------------------------------------|
+| parameters, buffers, inputs, optimizer | always                                              |
+| gradients   | of parameters: from the last backward that adds to one until the optimizer's   |
+|             | step, which frees them                                                         |
+| activations | what autograd saves (`autoshard.ops.saved_by`), from forward until the         |
+|             | backward of the first operator that saves it; outputs of the program, until    |
+|             | the end; in inference all that operators make, until its last use              |
+| temporaries | all else: outputs until their last use, resharded tensors, full parameters     |
+|             | and full gradients, gradients of activations, what backward recomputes         |
+
+Views count as the storage that they view, once. Working memory of reshardings is counted, of
+operators only what `autoshard.ops.backward_working` names. The optimizer is taken to be a fused
+one, which needs none.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.collection import collection_paused
+from autoshard.costs import OptimizerSpec, parameter_bytes
+from autoshard.graph import DType, Graph
+from autoshard.plan.document import Stage, Use
+from autoshard.plan.gradients import Gradient, Gradients
+from autoshard.plan.lowering import Lowering, lower
+from autoshard.plan.memory import MemoryOp, StageMemory
+from autoshard.plan.recompute import recomputed_part
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "inputs",
+    "activations",
+    "temporaries",
+)
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_KIND_OF_INPUT = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "constant": "buffers",
+    "prepared": "buffers",
+    "user": "inputs",
+}
+
+
+class Phase(StrEnum):
+    """Part of a step."""
+
+    FORWARD = "forward"
+    TURN = "turn"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+Moment = tuple[Phase, str]
+"""One memory operation at one time: the part of the step, and the name of the node or of the
+value that is resharded; empty where it is neither."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes that are alive at each of M moments.
+
+    Attributes:
+        lowering: the instructions that run.
+        moments: in order.
+        instructions: number of the lowered instruction of each moment; -1 where there is none.
+        nbytes: bytes by kind, each of shape [M].
+        unneeded: reshardings that are `regather` though backward needs nothing that they make,
+            so none of them would run again.
+        regathered: the moment at which each of the others runs again.
+    """
+
+    lowering: Lowering
+    moments: tuple[Moment, ...]
+    instructions: tuple[int, ...]
+    nbytes: Mapping[str, NDArray[np.int64]]
+    unneeded: frozenset[Use] = frozenset()
+    regathered: Mapping[Use, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> NDArray[np.int64]:
+        """Bytes of all kinds together, shape [M]."""
+        total: NDArray[np.int64] = np.add.reduce(list(self.nbytes.values()))
+        return total
+
+    @property
+    def peak_moment(self) -> int:
+        """The first moment at which most is alive."""
+        return int(np.argmax(self.total))
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak."""
+        return int(self.total[self.peak_moment])
+
+    @property
+    def at_peak(self) -> Mapping[str, int]:
+        """Bytes at the peak by kind."""
+        return {kind: int(nbytes[self.peak_moment]) for kind, nbytes in self.nbytes.items()}
+
+    @property
+    def turn(self) -> int | None:
+        """The moment between forward and backward; None in inference."""
+        turn = (i for i, moment in enumerate(self.moments) if moment[0] is Phase.TURN)
+        return next(turn, None)
+
+
+@collection_paused()
+def timeline(
+    stage: Stage, graph: Graph, *, training: bool, optimizer: OptimizerSpec | None = None
+) -> Timeline:
+    """Memory of one rank over one step.
+
+    Args:
+        stage: of a plan.
+        graph: the stage's program, `graph_from_json(stage.program)`.
+        training: whether there is a backward pass.
+        optimizer: trains the parameters; None for AdamW.
+
+    Raises:
+        PlanError: the stage contradicts itself or its program.
+    """
+    gradients = Gradients(graph, training=training)
+    memory = StageMemory(lower(stage, graph), gradients)
+    lifetimes = _Lifetimes(memory, _Schedule(memory, training=training))
+    lifetimes.add_inputs(stage, (optimizer or OptimizerSpec()) if training else None)
+    if training:
+        lifetimes.add_gradients(_entries(memory, graph, gradients))
+        lifetimes.add_saved()
+    lifetimes.add_forward()
+    return lifetimes.timeline()
+
+
+def _entries(memory: StageMemory, graph: Graph, gradients: Gradients) -> list[int]:
+    """The tensors at which gradients enter."""
+    positions = [i for i, output in enumerate(graph.outputs) if output.name is not None]
+    return [
+        tensor
+        for position, tensor in zip(positions, memory.outputs, strict=True)
+        if gradients.of_output(position) is Gradient.FLOWS
+    ]
+
+
+class _Schedule:
+    """The moments of a step.
+
+    Args:
+        memory: the operations.
+        training: whether there is a backward pass.
+
+    Attributes:
+        moments: in order.
+        instructions: number of the lowered instruction of each moment; -1 where there is none.
+        recompute: the moment at which an operation runs again, by its number.
+        backward: the moment of each operation's backward; empty in inference.
+    """
+
+    def __init__(self, memory: StageMemory, *, training: bool) -> None:
+        self.recompute: dict[int, int] = {}
+        self.backward: list[int] = []
+        self._ops = memory.ops
+        self.moments = [(Phase.FORWARD, op.name) for op in memory.ops]
+        self.instructions = [op.instruction for op in memory.ops]
+        if not training:
+            # What the caller passes is there even if nothing is done with it.
+            if not self.moments:
+                self._add(Phase.FORWARD)
+            return
+        self._add(Phase.TURN)
+        self.backward = [0] * len(self._ops)
+        for region in reversed(self._regions()):
+            for i in self._recomputed(region):
+                self.recompute[i] = self._add(Phase.RECOMPUTE, self._ops[i])
+            for i in reversed(region):
+                self.backward[i] = self._add(Phase.BACKWARD, self._ops[i])
+        self._add(Phase.OPTIMIZER)
+
+    def _add(self, phase: Phase, op: MemoryOp | None = None) -> int:
+        self.moments.append((phase, "" if op is None else op.name))
+        self.instructions.append(-1 if op is None else op.instruction)
+        return len(self.moments) - 1
+
+    def _regions(self) -> list[range]:
+        """Checkpoints, and single operations outside of all."""
+        regions: list[range] = []
+        previous = -1
+        for i, op in enumerate(self._ops):
+            joins = op.checkpoint == previous >= 0
+            regions.append(range(regions.pop().start if joins else i, i + 1))
+            previous = op.checkpoint
+        return regions
+
+    def _recomputed(self, region: range) -> range:
+        if self._ops[region.start].checkpoint < 0:
+            return range(0)
+        return recomputed_part(region, lambda i: self._ops[i].keeps)[1]
+
+
+class _Lifetimes:
+    """Collects from when to when tensors are alive."""
+
+    def __init__(self, memory: StageMemory, schedule: _Schedule) -> None:
+        self._memory = memory
+        self._schedule = schedule
+        self._end = len(schedule.moments) - 1
+        self._lives = array("q")  # kind, first and last moment, bytes; kind, ...
+        self._nbytes = [0] * len(memory.made_by)  # of each storage: its first tensor's
+        for storage, tensor in zip(
+            reversed(memory.storages), reversed(memory.tensors), strict=True
+        ):
+            self._nbytes[storage] = tensor.nbytes
+        self._saved: dict[int, int] = {}  # last moment of each storage that backward needs
+        self._regathered: dict[int, tuple[int, int]] = {}  # first and last one of a re-gathered one
+        self._copies: dict[int, int] = {}  # last moment of what a checkpoint makes again
+
+    def timeline(self) -> Timeline:
+        """All lives added up."""
+        lives = np.frombuffer(self._lives, dtype=np.int64).reshape(-1, 4)
+        changes = np.zeros((len(KINDS), self._end + 2), dtype=np.int64)
+        np.add.at(changes, (lives[:, 0], lives[:, 1]), lives[:, 3])
+        np.subtract.at(changes, (lives[:, 0], lives[:, 2] + 1), lives[:, 3])
+        alive = changes.cumsum(axis=1)[:, :-1]
+        regathered = {use: self._regathered.get(storage) for use, storage in self._regathers()}
+        return Timeline(
+            self._memory.lowering,
+            tuple(self._schedule.moments),
+            tuple(self._schedule.instructions),
+            dict(zip(KINDS, alive, strict=True)),
+            frozenset(use for use, life in regathered.items() if life is None),
+            {use: life[0] for use, life in regathered.items() if life is not None},
+        )
+
+    def _regathers(self) -> Iterator[tuple[Use, int]]:
+        """Uses of the reshardings that are `regather`, and the storage of what they make."""
+        for op in self._memory.ops:
+            if op.regather:
+                for use, tensor in zip(op.uses, op.targets, strict=False):
+                    yield use, self._memory.storages[tensor]
+
+    def _add(self, kind: str, first: int, last: int, nbytes: int) -> None:
+        if nbytes:
+            self._lives.extend((_NUMBER[kind], first, last, nbytes))
+
+    def add_inputs(self, stage: Stage, optimizer: OptimizerSpec | None) -> None:
+        """Inputs of the stage, and the optimizer's state."""
+        for placed, tensor in zip(stage.inputs, self._memory.tensors, strict=False):
+            self._add(_KIND_OF_INPUT[placed.kind], 0, self._end, tensor.nbytes)
+            if optimizer and placed.kind == "parameter" and tensor.requires_grad:
+                nbytes = parameter_bytes(tensor.shape, DType(placed.dtype), optimizer)
+                self._add("optimizer", 0, self._end, nbytes.optimizer)
+
+    def add_forward(self) -> None:
+        """Results of operations, until their last use or as long as autograd saves them."""
+        ops, made_by, storages = self._memory.ops, self._memory.made_by, self._memory.storages
+        last = list(made_by)
+        for i, op in enumerate(ops):
+            for tensor in op.reads:
+                last[storages[tensor]] = i
+            self._add("temporaries", i, i, op.working)
+        returned = {storages[tensor] for tensor in self._memory.outputs}
+        inference = not self._schedule.backward
+        for storage, maker in enumerate(made_by):
+            if maker < 0:
+                continue
+            saved = self._saved.get(storage)
+            if storage in returned:
+                self._add("activations", maker, self._end, self._nbytes[storage])
+            elif saved is not None or (inference and not ops[maker].uses):
+                until = max(last[storage], saved or 0)
+                self._add("activations", maker, until, self._nbytes[storage])
+            else:
+                self._add("temporaries", maker, last[storage], self._nbytes[storage])
+
+    def add_saved(self) -> None:
+        """Tensors that autograd saves, and those that are made again in their place."""
+        storages = self._memory.storages
+        for i, op in enumerate(self._memory.ops):
+            until, again = self._schedule.backward[i], self._schedule.recompute.get(i)
+            for tensor in op.saved:
+                self._save(storages[tensor], until, op.checkpoint)
+            if again is None:
+                self._add("activations", i, until, op.saved_bytes)
+                continue
+            for tensor in op.reads:
+                self._save(storages[tensor], again, op.checkpoint)
+            self._add("temporaries", again, again, op.working)
+            self._add("temporaries", again, until, op.saved_bytes)
+        self._regather_buckets()
+        self._add_regathered()
+        self._add_recomputed()
+
+    def _save(self, storage: int, until: int, checkpoint: int) -> None:
+        """Keep a storage for a reader in backward, or the source that it is made of again."""
+        maker = self._memory.made_by[storage]
+        if maker < 0:
+            return
+        made = self._memory.ops[maker]
+        if checkpoint >= 0 and made.checkpoint == checkpoint:
+            self._copies[storage] = max(self._copies.get(storage, 0), until)
+        elif made.regather:
+            first, last = self._regathered.get(storage, (until, until))
+            self._regathered[storage] = (min(first, until), max(last, until))
+            self._save(self._memory.storages[made.reads[0]], until, checkpoint)
+        else:
+            self._saved[storage] = max(self._saved.get(storage, 0), until)
+
+    def _regather_buckets(self) -> None:
+        """The reshardings of a bucket run again when the first of them is needed."""
+        for op in self._memory.ops:
+            if op.regather:
+                storages = {self._memory.storages[tensor] for tensor in op.targets}
+                needed = [storage for storage in storages if storage in self._regathered]
+                first = min((self._regathered[storage][0] for storage in needed), default=0)
+                for storage in needed:
+                    self._regathered[storage] = first, self._regathered[storage][1]
+
+    def _add_regathered(self) -> None:
+        running: dict[int, int] = {}  # when each resharding runs; those of a bucket run once
+        for storage, (first, last) in self._regathered.items():
+            self._add("temporaries", first, last, self._nbytes[storage])
+            running[self._memory.made_by[storage]] = first
+        for maker, first in running.items():
+            self._add("temporaries", first, first, self._memory.ops[maker].working)
+
+    def _add_recomputed(self) -> None:
+        """Tensors that checkpoints make again."""
+        if not self._schedule.recompute:
+            return
+        last_reads = {
+            self._memory.storages[tensor]: again
+            for i, again in self._schedule.recompute.items()
+            for tensor in self._memory.ops[i].reads
+        }
+        for storage, maker in enumerate(self._memory.made_by):
+            start = self._schedule.recompute.get(maker)
+            if start is not None:
+                ends = (start, last_reads.get(storage, 0), self._copies.get(storage, 0))
+                self._add("temporaries", start, max(ends), self._nbytes[storage])
+
+    def add_gradients(self, entries: Iterable[int]) -> None:
+        """Gradients on their way, and those of parameters when they are complete."""
+        gradients = _GradientLiveness(self._memory, self._schedule.backward)
+        gradients.run(entries)
+        for first, last, nbytes in gradients.lives:
+            self._add("temporaries", first, last, nbytes)
+        for tensor, complete in gradients.complete.items():
+            self._add("gradients", complete + 1, self._end, self._memory.tensors[tensor].nbytes)
+
+
+class _GradientLiveness:
+    """Follows gradients through backward.
+
+    The gradient of a tensor is accumulated in place where no other tensor shares it.
+
+    Args:
+        memory: the operations.
+        backward: the moment of each operation's backward.
+
+    Attributes:
+        lives: first moment, last moment and bytes of each gradient.
+        complete: for each input of the program, the moment when its gradient is complete.
+    """
+
+    def __init__(self, memory: StageMemory, backward: list[int]) -> None:
+        self.lives: list[list[int]] = []
+        self.complete: dict[int, int] = {}
+        self._memory = memory
+        self._backward = backward
+        self._num_inputs = len(memory.lowering.stage.inputs)
+        self._of: dict[int, int] = {}  # number of each tensor's gradient
+        self._num_tensors: list[int] = []  # how many tensors share each gradient
+
+    def run(self, entries: Iterable[int]) -> None:
+        """Let gradients enter, and go through all operations backward."""
+        first, last = min(self._backward, default=0), max(self._backward, default=0)
+        for tensor in entries:
+            if tensor not in self._of:
+                # Whoever calls backward holds it.
+                self._assign(tensor, self._new(tensor, first, last))
+        for i in range(len(self._memory.ops) - 1, -1, -1):
+            op = self._memory.ops[i]
+            present = [tensor for tensor in op.targets if tensor in self._of]
+            if present:
+                self._step(op, present, self._backward[i])
+
+    def _step(self, op: MemoryOp, present: list[int], moment: int) -> None:
+        source = self._of[present[0]]
+        for tensor in present:
+            self._extend(self._of[tensor], moment)
+        if op.working_backward:
+            self._allocate(moment, moment, op.working_backward)
+        for tensor, passes in zip(op.reads, op.passes_gradient, strict=True):
+            if not self._memory.tensors[tensor].requires_grad:
+                continue
+            made = source if passes else self._new(tensor, moment, moment)
+            known = self._of.get(tensor)
+            if known is None:
+                self._assign(tensor, made)
+            else:
+                self._accumulate(tensor, known, moment)
+            if tensor < self._num_inputs:
+                self.complete[tensor] = moment
+        for tensor in present:
+            self._num_tensors[self._of.pop(tensor)] -= 1
+
+    def _accumulate(self, tensor: int, known: int, moment: int) -> None:
+        """Add to the gradient of a tensor, in place unless others share it."""
+        self._extend(known, moment)
+        if self._num_tensors[known] > 1:
+            self._num_tensors[known] -= 1
+            self._assign(tensor, self._new(tensor, moment, moment))
+
+    def _extend(self, gradient: int, moment: int) -> None:
+        life = self.lives[gradient]
+        life[1] = max(life[1], moment)
+
+    def _new(self, tensor: int, first: int, last: int) -> int:
+        return self._allocate(first, last, self._memory.tensors[tensor].nbytes)
+
+    def _allocate(self, first: int, last: int, nbytes: int) -> int:
+        self.lives.append([first, last, nbytes])
+        self._num_tensors.append(0)
+        return len(self.lives) - 1
+
+    def _assign(self, tensor: int, gradient: int) -> None:
+        self._of[tensor] = gradient
+        self._num_tensors[gradient] += 1
