@@ -20,9 +20,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,12 +31,10 @@ from autoshard.solve import (
     Node,
     Problem,
     Solution,
+    SolverSettings,
     brute_force,
-    elimination,
-    large,
     solve_problem,
 )
-from autoshard.solve.reductions import neighbours
 
 ROUTES = ("everything", "no products", "no tables", "no rounding", "messages")
 FAMILIES = ("mixed", "contested", "layered", "followers")
@@ -49,7 +45,7 @@ _NEWS_EVERY = 5000
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What one seed showed.
 
     Attributes:
@@ -116,16 +112,16 @@ def _contested(rng: np.random.Generator) -> Problem:
 
 
 def _layered(rng: np.random.Generator) -> Problem:
-    """Equal layers around a hub under one limit: symmetric, with many equal optima."""
+    """Equal layers around a shared node under one limit: symmetric, with many equal optima."""
     num_layers, size = int(rng.integers(2, 7)), int(rng.integers(2, 4))
     step, spoke = rng.random((size, size)), rng.random((size, size))
     usage = rng.integers(1, 9, size).astype(np.float64)
     layer = Node(4.0 / usage, usage, (0, 1))
-    hub = Node(rng.random(size), np.zeros(size))
+    shared_node = Node(rng.random(size), np.zeros(size))
     index = np.arange(size)
     edges = [Edge(0, i, spoke, index, index) for i in range(1, num_layers + 1)]
     edges += [Edge(i, i + 1, step, index, index) for i in range(1, num_layers)]
-    return _limited(rng, Problem((hub, *[layer] * num_layers), tuple(edges)), always=True)
+    return _limited(rng, Problem((shared_node, *[layer] * num_layers), tuple(edges)), always=True)
 
 
 def _followers(rng: np.random.Generator) -> Problem:
@@ -199,35 +195,35 @@ def _prices(
     return priced
 
 
-@contextmanager
-def _route(name: str) -> Iterator[float]:
-    """Turn steps off while the context lasts; give the gap to ask for."""
-    sums, entries, sizes = neighbours.MOST_SUMS, elimination.MOST_ENTRIES, large.LARGE
-    try:
-        if name != "everything":
-            neighbours.MOST_SUMS = 0
-        if name in {"no tables", "messages"}:
-            elimination.MOST_ENTRIES = 0
-        if name == "messages":
-            large.LARGE = 0
-        yield 0.0 if name == "no rounding" else _GAP
-    finally:
-        neighbours.MOST_SUMS, elimination.MOST_ENTRIES, large.LARGE = sums, entries, sizes
+def _route(name: str) -> tuple[SolverSettings, float]:
+    """Settings that turn steps off, and the gap to ask for."""
+    limits: dict[str, float] = {}
+    if name != "everything":
+        limits["max_product_work"] = 0.0
+    if name in {"no tables", "messages"}:
+        limits["max_table_entries"] = 0.0
+    settings = SolverSettings(**limits)
+    if name == "messages":
+        settings = replace(settings, large_entries=0)
+    return settings, 0.0 if name == "no rounding" else _GAP
 
 
-def examine(seed: int) -> Outcome:
+def examine(seed: int) -> RunOutcome:
     """Solve the problem of a seed on the seed's route and compare with brute force."""
     family, problem = draw(seed)
     route = ROUTES[seed % len(ROUTES)]
     phases: set[str] = set()
     truth = brute_force(problem)
-    with _route(route) as gap:
-        found = solve_problem(
-            problem, relative_gap=gap, on_progress=lambda p: phases.add(f"phase: {p.phase}")
-        )
+    settings, gap = _route(route)
+    found = solve_problem(
+        problem,
+        relative_gap=gap,
+        on_progress=lambda p: phases.add(f"phase: {p.phase}"),
+        settings=settings,
+    )
     steps = {f"step: {name.split('.')[0]}" for name in found.statistics}
     labels = (f"family: {family}", f"route: {route}", f"status: {truth.status}", *phases, *steps)
-    return Outcome(seed, labels, _failure(problem, found, truth, gap))
+    return RunOutcome(seed, labels, _failure(problem, found, truth, gap))
 
 
 def _failure(problem: Problem, found: Solution, truth: Solution, gap: float) -> str:

@@ -1,17 +1,14 @@
-"""The optimization core: numpy only, knows neither tensors nor meshes."""
+"""The optimization restricted problem: numpy only, knows neither tensors nor meshes."""
 
-from autoshard.solve.brute import brute_force
-from autoshard.solve.closure import ShortestPathCost
-from autoshard.solve.engine import solve_problem
+from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
+from autoshard.solve.elimination import MinMarginals
 from autoshard.solve.iopddl import read_iopddl
-from autoshard.solve.marginals import MinMarginals
-from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem, Repeat
-from autoshard.solve.reference import solve_reference
-from autoshard.solve.search import CancelToken, Progress
-from autoshard.solve.solution import Solution
-from autoshard.solve.tables import KeyValueStore, SolvedBlock
-from autoshard.solve.usage import minimum_usage
-from autoshard.solve.warm_start import WarmStart
+from autoshard.solve.minimum_usage import minimum_usage
+from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem, Repeat, ShortestPathCost
+from autoshard.solve.reference import brute_force, solve_reference
+from autoshard.solve.settings import SolverSettings
+from autoshard.solve.solver import solve_problem
+from autoshard.solve.state import CancelToken, Progress, Solution, WarmStart
 
 __all__ = [
     "USAGE_TOLERANCE",
@@ -26,6 +23,7 @@ __all__ = [
     "ShortestPathCost",
     "Solution",
     "SolvedBlock",
+    "SolverSettings",
     "WarmStart",
     "brute_force",
     "minimum_usage",

@@ -1,30 +1,149 @@
-"""Exact minimisation of networks of small width, by eliminating variables.
+"""What one bucket of an elimination tells its neighbours, and what it is told.
+
+Exact minimisation of networks of small width, by eliminating variables.
 
 Bucket elimination (Dechter, Artif. Intell. 113:41, 1999): a variable is minimised out
 into a table over its neighbours, of any number. A table is indexed not by strategies but
 by what the neighbours show the eliminated variables, so it stays small where many
 strategies share a layout. The structure is compiled once and then evaluated for as many
 cost vectors as needed; a second pass gives the min-marginals.
+
+What every single choice costs, with everything else at its best.
 """
 
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.messages import Bucket, Input, beliefs, message, told
 from autoshard.solve.network import Network, fingerprint, joint_classes
+from autoshard.solve.problem import Problem
+from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
-MOST_WORK = 1.5e10
-"""Largest number of additions of one evaluation: about 20 seconds."""
-MOST_ENTRIES = 1 << 23
-"""Largest number of entries of one table."""
-MOST_MEMORY = 1 << 26
-"""Largest number of entries of all tables together."""
-_MOST_AXES = 24
+_BLOCK = 1 << 18
+"""Entries of sums that are held at once, where a table has no more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketInput:
+    """A factor seen from a bucket: for each axis, the entry that each bucket class selects."""
+
+    factor: int
+    order: tuple[int, ...]
+    picks: tuple[IntArray, ...]
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """The elimination of one variable into the table `output` over its neighbours."""
+
+    variable: int
+    classes: IntArray
+    shape: tuple[int, ...]
+    inputs: tuple[BucketInput, ...]
+    output: int
+    key: bytes
+
+
+def bucket_message(bucket: Bucket, cost: FloatArray, tables: Sequence[FloatArray]) -> FloatArray:
+    """The least price of a bucket's variable and inputs, by the classes of its neighbours.
+
+    Args:
+        bucket: the elimination of the variable.
+        cost: of each strategy of the variable, shape [S].
+        tables: of all factors, by their numbers.
+    """
+    least = np.full(bucket.shape[0], np.inf)
+    np.minimum.at(least, bucket.classes, cost)
+    batch = [_arm(bucket, seen, tables) for seen in bucket.inputs]
+    out = np.full(bucket.shape[1:], np.inf)
+    flat = (1,) * (len(bucket.shape) - 1)
+    step = max(1, _BLOCK // max(out.size, 1))
+    for start in range(0, len(least), step):
+        part = slice(start, start + step)
+        total = least[part].reshape(-1, *flat)
+        for arm in batch:
+            total = total + arm[part]
+        np.minimum(out, total.min(axis=0), out=out)
+    return out
+
+
+def bucket_marginals(
+    bucket: Bucket,
+    cost: FloatArray,
+    tables: Sequence[FloatArray],
+    outside: FloatArray,
+    *,
+    num_given: int,
+) -> tuple[FloatArray, FloatArray, list[tuple[BucketInput, FloatArray]]]:
+    """Least price of everything, by what a bucket and its inputs see.
+
+    Args:
+        bucket: the elimination of a variable.
+        cost: of each strategy of the variable, shape [S].
+        tables: of all factors, by their numbers.
+        outside: what lies outside of the bucket's subtree, by the classes of its neighbours.
+        num_given: factors with lower numbers are no messages of other buckets.
+
+    Returns:
+        the least cost in each class of the variable, shape [K]; the least price of all
+        choices with each class, shape [K]; and for each message that came in, the
+        least price by the bucket's classes of the message's variables.
+    """
+    base = np.full(bucket.shape[0], np.inf)
+    np.minimum.at(base, bucket.classes, cost)
+    batch = [_arm(bucket, seen, tables) for seen in bucket.inputs]
+    messages = [seen for seen in bucket.inputs if seen.factor >= num_given]
+    least = np.empty(bucket.shape[0])
+    tops = [(seen, np.empty([bucket.shape[i] for i in seen.axes])) for seen in messages]
+    step = max(1, _BLOCK // prod(bucket.shape[1:]))
+    flat = (1,) * (len(bucket.shape) - 1)
+    for start in range(0, len(base), step):
+        part = slice(start, start + step)
+        belief = base[part].reshape(-1, *flat) + outside[None]
+        for arm in batch:
+            belief = belief + arm[part]
+        least[part] = belief.reshape(len(belief), -1).min(axis=1)
+        for seen, top in tops:
+            others = tuple(i for i in range(belief.ndim) if i not in seen.axes)
+            top[part] = belief.min(axis=others)
+    return base, least, tops
+
+
+def outgoing_message(
+    table: FloatArray, seen: BucketInput, bucket_message: FloatArray
+) -> FloatArray:
+    """What a bucket tells one of its inputs: its belief without the input's own message."""
+    for axis, pick in enumerate(seen.picks):
+        table = _grouped_min(table, axis, pick)
+    # Back from the order of the bucket to the order of the message.
+    table = table.transpose(np.argsort(seen.order))
+    with np.errstate(invalid="ignore"):
+        without = table - bucket_message
+    return np.where(np.isfinite(bucket_message), without, np.inf)
+
+
+def _arm(bucket: Bucket, seen: BucketInput, tables: Sequence[FloatArray]) -> FloatArray:
+    """A table by the classes of the bucket, with an axis for each of its variables."""
+    table = tables[seen.factor].transpose(seen.order)
+    table = table[np.ix_(*seen.picks)]
+    shape = [1] * len(bucket.shape)
+    for axis, size in zip(seen.axes, table.shape, strict=True):
+        shape[axis] = size
+    return table.reshape(shape)
+
+
+def _grouped_min(table: FloatArray, axis: int, classes: IntArray) -> FloatArray:
+    """Least entry of each class along an axis."""
+    if (classes == np.arange(len(classes))).all():
+        return table
+    order = np.argsort(classes, kind="stable")
+    starts = np.searchsorted(classes[order], np.arange(int(classes.max()) + 1))
+    return np.minimum.reduceat(table.take(order, axis=axis), starts, axis=axis)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +185,11 @@ class Elimination:
         work: additions of one evaluation.
     """
 
-    def __init__(self, network: Network, extra: Sequence[Table] = ()) -> None:
+    def __init__(
+        self, network: Network, extra: Sequence[Table], effort: Effort = DEFAULT_EFFORT
+    ) -> None:
         self._constant = network.constant
+        self._effort = effort
         self._sizes = {v: len(x.cost) for v, x in network.variables.items()}
         self._factors: list[_Factor] = []
         self._given: list[FloatArray] = []
@@ -94,31 +216,32 @@ class Elimination:
         cls,
         network: Network,
         *,
-        most_work: float = MOST_WORK,
+        most_work: float | None = None,
         keep: Collection[int] = (),
         extra: Sequence[Table] = (),
         order: Sequence[int] | None = None,
-        check: Callable[[], None],
+        effort: Effort = DEFAULT_EFFORT,
     ) -> "Elimination | None":
         """Find an order and its tables; None where they would be too large.
 
         Args:
             network: its usage terms are ignored.
-            most_work: largest number of additions of one evaluation.
+            most_work: largest number of additions of one evaluation; that of the settings if None.
             keep: variables that are not eliminated; `joint_table` is over them.
             extra: prices beside the network's own.
             order: of elimination; by default what is cheapest to eliminate comes next.
-            check: called now and then; raises to stop.
+            effort: limits of work, and when to stop.
         """
-        plan = cls(network, extra)
-        return plan if plan._order(most_work, frozenset(keep), order, check) else None
+        plan = cls(network, extra, effort)
+        if most_work is None:
+            most_work = effort.settings.max_elimination_work
+        return plan if plan._order(most_work, frozenset(keep), order) else None
 
     def _order(
         self,
         most_work: float,
         keep: frozenset[int],
         order: Sequence[int] | None,
-        check: Callable[[], None],
     ) -> bool:
         member: dict[int, set[int]] = {v: set() for v in self._sizes if v not in keep}
         for f, factor in enumerate(self._factors):
@@ -126,12 +249,10 @@ class Elimination:
                 if v not in keep:
                     member[v].add(f)
         if order is None:
-            return self._order_by_estimate(member, most_work, check)
-        return all(self._remove(v, member, most_work, check) is not None for v in order)
+            return self._order_by_estimate(member, most_work)
+        return all(self._remove(v, member, most_work) is not None for v in order)
 
-    def _order_by_estimate(
-        self, member: dict[int, set[int]], most_work: float, check: Callable[[], None]
-    ) -> bool:
+    def _order_by_estimate(self, member: dict[int, set[int]], most_work: float) -> bool:
         """Eliminate the variables that cost least first; whether it is not too much."""
         heap = [(self._estimate(v, member[v]), v) for v in member]
         heapq.heapify(heap)
@@ -139,26 +260,28 @@ class Elimination:
             estimate, v = heapq.heappop(heap)
             if v not in member or estimate != self._estimate(v, member[v]):
                 continue
-            around = self._remove(v, member, most_work, check)
+            around = self._remove(v, member, most_work)
             if around is None:
                 return False
             for w in around:
                 heapq.heappush(heap, (self._estimate(w, member[w]), w))
         return True
 
-    def _remove(
-        self, v: int, member: dict[int, set[int]], most_work: float, check: Callable[[], None]
-    ) -> list[int] | None:
+    def _remove(self, v: int, member: dict[int, set[int]], most_work: float) -> list[int] | None:
         """Eliminate a variable; give those whose factors change, or None if it is too much."""
-        check()
-        inputs = member.pop(v)
-        if len({w for f in inputs for w in self._factors[f].scope}) > _MOST_AXES:
+        self._effort.check()
+        settings, inputs = self._effort.settings, member.pop(v)
+        if len({w for f in inputs for w in self._factors[f].scope}) > settings.max_table_axes:
             return None
         bucket = self._bucket(v, sorted(inputs))
         size = prod(bucket.shape[1:])
         self.work += size * bucket.shape[0] * len(inputs)
         self.entries += size
-        if size > MOST_ENTRIES or self.entries > MOST_MEMORY or self.work > most_work:
+        if (
+            size > settings.max_table_entries
+            or self.entries > settings.max_total_entries
+            or self.work > most_work
+        ):
             return None
         self._buckets.append(bucket)
         around = [w for w in self._factors[bucket.output].scope if w in member]
@@ -200,7 +323,7 @@ class Elimination:
         scope: tuple[int, ...],
         joint: Mapping[int, IntArray],
         sizes: Mapping[int, int],
-    ) -> Input:
+    ) -> BucketInput:
         factor = self._factors[f]
         order = tuple(sorted(range(len(factor.scope)), key=lambda i: scope.index(factor.scope[i])))
         picks = []
@@ -210,9 +333,9 @@ class Elimination:
             pick[joint[w]] = factor.classes[i]
             picks.append(pick)
         axes = tuple(scope.index(factor.scope[i]) for i in order)
-        return Input(f, order, tuple(picks), axes)
+        return BucketInput(f, order, tuple(picks), axes)
 
-    def evaluate(self, costs: Mapping[int, FloatArray], *, check: Callable[[], None]) -> Evaluation:
+    def evaluate(self, costs: Mapping[int, FloatArray]) -> Evaluation:
         """Minimise for given costs per strategy of each variable.
 
         Returns:
@@ -223,13 +346,13 @@ class Elimination:
         known: dict[bytes, FloatArray] = {}
         value = self._constant
         for bucket in self._buckets:
-            check()
+            self._effort.check()
             cost = costs[bucket.variable]
             below = (keys[seen.factor] for seen in bucket.inputs)
             keys.append(fingerprint(bucket.key, cost.tobytes(), *below))
             table = known.get(keys[-1])
             if table is None:
-                table = known[keys[-1]] = message(bucket, cost, tables)
+                table = known[keys[-1]] = bucket_message(bucket, cost, tables)
             tables.append(table)
             if table.ndim == 0:
                 value += float(table)
@@ -284,9 +407,7 @@ class Elimination:
         column: FloatArray = tables[f][index]
         return column
 
-    def min_marginals(
-        self, result: Evaluation, *, check: Callable[[], None]
-    ) -> dict[int, FloatArray]:
+    def min_marginals(self, result: Evaluation) -> dict[int, FloatArray]:
         """Least price of all choices that pick each strategy of each variable, shape [S].
 
         The second pass of message passing on the tree of buckets: what lies outside of a
@@ -295,12 +416,12 @@ class Elimination:
         outside: dict[int, FloatArray] = {}
         marginals: dict[int, FloatArray] = {}
         for bucket in reversed(self._buckets):
-            check()
+            self._effort.check()
             v = bucket.variable
             if len(bucket.shape) == 1:
                 outside[bucket.output] = result.value - result.tables[bucket.output]
             cost, around = result.costs[v], outside.pop(bucket.output)
-            base, least, tops = beliefs(
+            base, least, tops = bucket_marginals(
                 bucket, cost, result.tables, around, num_given=len(self._given)
             )
             with np.errstate(invalid="ignore"):
@@ -308,5 +429,50 @@ class Elimination:
                 total = least[bucket.classes] + extra
             marginals[v] = np.where(np.isnan(total), np.inf, total)
             for seen, top in tops:
-                outside[seen.factor] = told(top, seen, result.tables[seen.factor])
+                outside[seen.factor] = outgoing_message(top, seen, result.tables[seen.factor])
         return marginals
+
+
+class MinMarginals:
+    """The best choices that pick a given strategy of a given node; usage limits are ignored.
+
+    Exact, by message passing over an elimination order (see `Elimination`).
+
+    Attributes:
+        least: for each node the least objective of all choices that pick each of its
+            strategies, shape [S]; inf where a strategy is impossible.
+    """
+
+    def __init__(self, network: Network, plan: Elimination) -> None:
+        self._plan = plan
+        self._costs: Mapping[int, FloatArray] = {v: x.cost for v, x in network.variables.items()}
+        result = plan.evaluate(self._costs)
+        if np.isfinite(result.value):
+            found = plan.min_marginals(result)
+            self.least = tuple(found[v] for v in sorted(found))
+        else:
+            every = (self._costs[v] for v in sorted(self._costs))
+            self.least = tuple(np.full(len(cost), np.inf) for cost in every)
+
+    @classmethod
+    def of(cls, problem: Problem, *, effort: Effort = DEFAULT_EFFORT) -> "MinMarginals | None":
+        """The marginals of a problem; None where it has ties, or tables would be too large.
+
+        Closures stand for matrices that are too large.
+
+        Args:
+            problem: what to look at.
+            effort: limits of work, and when to stop.
+        """
+        if problem.ties or problem.has_path_costs:
+            return None
+        network = Network.from_problem(problem, limited=False)
+        plan = Elimination.compile(network, effort=effort)
+        return None if plan is None else cls(network, plan)
+
+    def choice(self, node: int, strategy: int) -> IntArray:
+        """A choice that attains `least[node][strategy]`, which must be finite."""
+        cost = np.full(len(self._costs[node]), np.inf)
+        cost[strategy] = self._costs[node][strategy]
+        picks = self._plan.evaluate({**self._costs, node: cost}).picks
+        return np.array([picks[v] for v in sorted(picks)], dtype=np.intp)

@@ -104,7 +104,7 @@ class Network:
         variables: open choices, by index of the original node.
         links: links[u][v] is the link of u and v seen from u; links[v][u] its flip.
         ties: groups of variables that must pick the same label.
-        capacity: room at each checkpoint, shape [T].
+        capacity: slack at each checkpoint, shape [T].
         constant: price of everything that is already decided.
         infeasible: a reduction has proven that no choice is left.
         changes: count of edits per variable, to skip what has not changed.
@@ -124,15 +124,15 @@ class Network:
         """Load a problem; `limited=False` forgets its usage limit."""
         network = cls()
         limited = limited and bool(np.isfinite(problem.usage_limit))
-        room = problem.usage_limit + abs(problem.usage_limit) * USAGE_TOLERANCE
+        slack = problem.usage_limit + abs(problem.usage_limit) * USAGE_TOLERANCE
         if limited:
-            network.capacity = np.full(len(problem.peak_times), room)
+            network.capacity = np.full(len(problem.peak_times), slack)
         spans = problem.peak_spans
         for v, node in enumerate(problem.nodes):
             first, last = spans[v].tolist()
             variable = Variable(np.arange(node.num_strategies), node.cost)
             if limited and first < last:
-                fits = node.usage <= room
+                fits = node.usage <= slack
                 term = Term(first, last, np.where(fits, node.usage, 0.0))
                 variable = Variable(variable.labels, np.where(fits, node.cost, np.inf), (term,))
             network.variables[v] = variable
@@ -171,8 +171,8 @@ class Network:
             for u, v, link in self.pairs()
         ]
         limit = float(self.capacity.max(initial=0.0)) if len(self.capacity) else np.inf
-        for time, room in enumerate(self.capacity):
-            nodes.append(Node(np.zeros(1), np.array([limit - room]), (time, time + 1)))
+        for time, slack in enumerate(self.capacity):
+            nodes.append(Node(np.zeros(1), np.array([limit - slack]), (time, time + 1)))
             owners.append(-1)
         return Problem(tuple(nodes), tuple(edges), tuple(ties), limit), np.array(owners, np.intp)
 

@@ -5,6 +5,8 @@ cost and, while it is alive, uses the strategy's share of a limited resource. Ev
 edge pays an entry of its cost matrix, picked by the strategies at its two ends. Nodes
 in a tie pick the same strategy index. The public contest format IOPDDL is a special
 case of this.
+
+Prices of pairs as shortest ways over steps, without a matrix of all pairs.
 """
 
 from collections.abc import Sequence
@@ -14,13 +16,115 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import dijkstra
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
-from autoshard.solve.closure import ShortestPathCost
 
 USAGE_TOLERANCE = 1e-9
 """Relative excess over a usage limit that counts as rounding."""
+
+
+class ShortestPathCost:
+    """A matrix of prices, shape [N, N]: the cheapest ways over steps from state to state.
+
+    Where states are few thousands with a dozen steps each, a product with a vector is a
+    hundred times cheaper than with the matrix. Staying is free.
+
+    Args:
+        num_states: N.
+        sources: state before each step, shape [A].
+        targets: state after it, shape [A].
+        prices: its price, not negative; inf forbids a step; shape [A].
+    """
+
+    def __init__(
+        self, num_states: int, sources: IntArray, targets: IntArray, prices: FloatArray
+    ) -> None:
+        self.num_states = num_states
+        self.steps = sources, targets, prices
+        self._rows: dict[int, FloatArray] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return self.num_states, self.num_states
+
+    @cached_property
+    def dense(self) -> FloatArray:
+        """The matrix, inf where there is no way."""
+        return self.switched_choices(np.arange(self.num_states), np.arange(self.num_states))
+
+    @cached_property
+    def most(self) -> float:
+        """A price that no finite entry exceeds."""
+        end = np.full(self.num_states, np.inf)
+        end[0] = 0.0
+        # Going through one state is at least as expensive as the cheapest way.
+        through = float(self.backwards(end).max() + self.forwards(end).max())
+        if np.isfinite(through):
+            return through
+        return float(self.dense[np.isfinite(self.dense)].max())
+
+    def switched_choices(self, rows: IntArray, cols: IntArray) -> FloatArray:
+        """The entries of some rows and columns, shape [R, C]."""
+        missing = np.array([r for r in rows.tolist() if r not in self._rows], dtype=np.intp)
+        if len(missing):
+            found = dijkstra(self._graph, indices=missing)
+            self._rows.update(zip(missing.tolist(), found, strict=True))
+        return np.stack([self._rows[r][cols] for r in rows.tolist()])
+
+    def price(self, row: int, col: int) -> float:
+        """One entry."""
+        if row not in self._rows:
+            self._rows[row] = dijkstra(self._graph, indices=np.array([row]))[0]
+        return float(self._rows[row][col])
+
+    def forwards(self, start: FloatArray) -> FloatArray:
+        """Least price of being in each state, given that of starting in each, shape [N]."""
+        return _relaxed(start, *self._into)
+
+    def backwards(self, end: FloatArray) -> FloatArray:
+        """Least price from each state on, given that of ending in each, shape [N]."""
+        return _relaxed(end, *self._out_of)
+
+    @cached_property
+    def _graph(self) -> csr_array:
+        sources, targets, prices = self.steps
+        return csr_array((prices, (sources, targets)), shape=self.shape)
+
+    @cached_property
+    def _into(self) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
+        sources, targets, prices = self.steps
+        return _grouped(targets, sources, prices)
+
+    @cached_property
+    def _out_of(self) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
+        return _grouped(*self.steps)
+
+
+def _grouped(
+    here: IntArray, there: IntArray, prices: FloatArray
+) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
+    """Steps by the state at one end: the states, where the steps of each start, the steps."""
+    order = np.argsort(here, kind="stable")
+    states, starts = np.unique(here[order], return_index=True)
+    return states, starts, there[order], prices[order]
+
+
+def _relaxed(
+    price: FloatArray, states: IntArray, starts: IntArray, there: IntArray, steps: FloatArray
+) -> FloatArray:
+    """Bellman-Ford, all states at once; ways are short, so a few rounds suffice."""
+    price = price.copy()
+    while len(states):
+        before = price[states]
+        after = np.minimum(before, np.minimum.reduceat(price[there] + steps, starts))
+        if (after == before).all():
+            break
+        price[states] = after
+    return price
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +155,7 @@ class Edge:
 
     Many strategies share a row because they produce the same layout. The matrix is kept
     at the size of the distinct rows and columns, and may be shared between edges. One that
-    is too large to be written down is given by the steps that it is the closure of.
+    is too large to be written down is given by the steps that it is the path cost of.
 
     Attributes:
         source: index of the first node.
@@ -69,7 +173,7 @@ class Edge:
 
     @property
     def cost(self) -> FloatArray:
-        """The prices as a matrix; slow and large for a closure."""
+        """The prices as a matrix; slow and large for a path cost."""
         return self.prices.dense if isinstance(self.prices, ShortestPathCost) else self.prices
 
     def dense(self) -> FloatArray:
@@ -134,7 +238,7 @@ class Problem:
             nodes: indices of the nodes to look at; all of them by default.
             edges: the same for edges.
         """
-        listed, picks = self._listed, np.asarray(choice, dtype=np.intp)
+        listed, picks = self._flat_arrays, np.asarray(choice, dtype=np.intp)
         assert picks.shape == listed.starts.shape, "one strategy per node"
         rows = listed.labels[listed.rows[edges] + picks[listed.sources[edges]]]
         cols = listed.labels[listed.cols[edges] + picks[listed.targets[edges]]]
@@ -142,8 +246,8 @@ class Problem:
         places = np.where(widths > 0, listed.matrices[edges] + rows * widths + cols, -1)
         paid = listed.prices[places]
         for i in np.flatnonzero(widths == 0).tolist():
-            closure = listed.closures[int(listed.numbers[edges][i])]
-            paid[i] = closure.price(int(rows[i]), int(cols[i]))
+            path_cost = listed.path_costs[int(listed.numbers[edges][i])]
+            paid[i] = path_cost.price(int(rows[i]), int(cols[i]))
         return np.concatenate((listed.costs[listed.starts[nodes] + picks[nodes]], paid))
 
     @cached_property
@@ -160,16 +264,16 @@ class Problem:
         return sum(known[id(array)] for array in arrays)
 
     @cached_property
-    def _listed(self) -> "_Listed":
+    def _flat_arrays(self) -> "_FlatArrays":
         costs, starts = _laid_out([node.cost for node in self.nodes])
         labels, places = _laid_out([x for edge in self.edges for x in (edge.rows, edge.cols)])
-        closures = {
+        path_costs = {
             i: e.prices for i, e in enumerate(self.edges) if isinstance(e.prices, ShortestPathCost)
         }
         empty = np.zeros((0, 0))
-        given = [empty if i in closures else e.cost for i, e in enumerate(self.edges)]
+        given = [empty if i in path_costs else e.cost for i, e in enumerate(self.edges)]
         prices, matrices = _laid_out(given)
-        return _Listed(
+        return _FlatArrays(
             costs,
             starts,
             labels.astype(np.intp),
@@ -182,7 +286,7 @@ class Problem:
             np.array([edge.source for edge in self.edges], dtype=np.intp),
             np.array([edge.target for edge in self.edges], dtype=np.intp),
             np.arange(len(self.edges)),
-            closures,
+            path_costs,
         )
 
     @cached_property
@@ -253,8 +357,8 @@ class Problem:
         tied = all(len({int(choice[i]) for i in group}) == 1 for group in self.ties)
         if not tied or not np.isfinite(self.objective(choice)):
             return False
-        room = self.usage_limit + abs(self.usage_limit) * rtol
-        return self.peak_usage(choice) <= room
+        slack = self.usage_limit + abs(self.usage_limit) * rtol
+        return self.peak_usage(choice) <= slack
 
 
 def _largest(prices: FloatArray) -> float:
@@ -263,7 +367,7 @@ def _largest(prices: FloatArray) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Listed:
+class _FlatArrays:
     """A problem as flat arrays, to price a choice with few calls of numpy.
 
     Attributes:
@@ -278,7 +382,7 @@ class _Listed:
         sources: first node of each edge, shape [E].
         targets: second node of each edge, shape [E].
         numbers: number of each edge, shape [E].
-        closures: prices of each edge that has no matrix, by its number.
+        path_costs: prices of each edge that has no matrix, by its number.
     """
 
     costs: FloatArray
@@ -292,7 +396,7 @@ class _Listed:
     sources: IntArray
     targets: IntArray
     numbers: IntArray
-    closures: dict[int, ShortestPathCost]
+    path_costs: dict[int, ShortestPathCost]
 
 
 def _laid_out(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArray]:
@@ -358,7 +462,7 @@ def _validate_prices(edge: Edge, where: str) -> None:
     for index, size in zip((edge.rows, edge.cols), edge.prices.shape, strict=True):
         if len(index) and not (index.min() >= 0 and index.max() < size):
             raise ProblemError(f"{where} indexes outside its cost matrix")
-    given = edge.prices.arcs[2] if isinstance(edge.prices, ShortestPathCost) else edge.prices
+    given = edge.prices.steps[2] if isinstance(edge.prices, ShortestPathCost) else edge.prices
     # The least entry is NaN if any entry is; these matrices can be large.
     if not given.min(initial=np.inf) > -np.inf:
         raise ProblemError(f"{where} has a NaN or -inf cost; costs are numbers or +inf")

@@ -6,22 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.arrays import FloatArray
-from autoshard.solve import Edge, Node, Problem, brute_force, elimination
+from autoshard.solve import Edge, Node, Problem, SolverSettings, brute_force
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.network import Network
-from autoshard.solve.reductions import MergeTies
+from autoshard.solve.presolve import MergeTies
+from autoshard.solve.settings import Effort
 
 RandomProblem = Callable[[int], Problem]
-
-
-def unchecked() -> None:
-    """Nothing asks these passes to stop."""
 
 
 def compiled(problem: Problem) -> tuple[Network, Elimination, dict[int, FloatArray]]:
     network = Network.from_problem(problem, limited=False)
     MergeTies().apply(network)
-    plan = Elimination.compile(network, check=unchecked)
+    plan = Elimination.compile(network)
     assert plan is not None
     return network, plan, {v: x.cost for v, x in network.variables.items()}
 
@@ -32,7 +29,7 @@ def test_elimination_finds_what_brute_force_finds(random_problem: RandomProblem,
     base = random_problem(seed)
     problem = Problem(base.nodes, base.edges, base.ties)
     network, plan, costs = compiled(problem)
-    result = plan.evaluate(costs, check=unchecked)
+    result = plan.evaluate(costs)
     truth = brute_force(problem)
     assert result.value == pytest.approx(truth.objective, rel=1e-9, abs=1e-9)
     if truth.choice is not None:
@@ -47,7 +44,7 @@ def test_min_marginals_are_the_best_prices_with_a_strategy_fixed(
     base = contested_problem(seed)
     problem = Problem(base.nodes, base.edges)
     _, plan, costs = compiled(problem)
-    marginals = plan.min_marginals(plan.evaluate(costs, check=unchecked), check=unchecked)
+    marginals = plan.min_marginals(plan.evaluate(costs))
     for v, node in enumerate(problem.nodes):
         for s in range(node.num_strategies):
             only = np.where(np.arange(node.num_strategies) == s, node.cost, np.inf)
@@ -61,7 +58,7 @@ def test_forbidden_strategies_have_infinite_min_marginals() -> None:
     index = np.arange(3)
     nodes = (Node(np.array([np.inf, 1.0, 2.0]), np.zeros(3)), Node(np.zeros(3), np.zeros(3)))
     _, plan, costs = compiled(Problem(nodes, (Edge(0, 1, same, index, index),)))
-    marginals = plan.min_marginals(plan.evaluate(costs, check=unchecked), check=unchecked)
+    marginals = plan.min_marginals(plan.evaluate(costs))
     assert marginals[0].tolist() == [np.inf, 1.0, 2.0]
     assert marginals[1].tolist() == [np.inf, 1.0, 2.0]
 
@@ -84,7 +81,6 @@ def test_a_wide_network_is_refused() -> None:
     index = np.arange(9)
     edges = tuple(Edge(u, v, rng.random((9, 9)), index, index) for v in range(6) for u in range(v))
     network = Network.from_problem(Problem(nodes, edges))
-    assert Elimination.compile(network, most_work=1000, check=unchecked) is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elimination, "MOST_ENTRIES", 100)
-        assert Elimination.compile(network, check=unchecked) is None
+    assert Elimination.compile(network, most_work=1000) is None
+    small = Effort(SolverSettings(max_table_entries=100))
+    assert Elimination.compile(network, effort=small) is None

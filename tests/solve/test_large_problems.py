@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.outcome import SolveStatus
-from autoshard.solve import Edge, Node, Problem, brute_force, large, solve_problem
-from autoshard.solve.ascent import Ascent
-from autoshard.solve.flat import Flat
+from autoshard.solve import Edge, Node, Problem, SolverSettings, brute_force, solve_problem
 from autoshard.solve.network import Network
-from autoshard.solve.reductions import Chain, DropForbidden, MergeFollowers, MergeTies
-from autoshard.solve.search import Search
-from autoshard.solve.stage import Stage
+from autoshard.solve.presolve import EnforceArcConsistency, MergeTies, Presolve, SubstituteVariables
+from autoshard.solve.reduced_problem import ReducedProblem
+from autoshard.solve.state import SolveState
+from autoshard.solve.trws import TRWS, FlatNetwork
 
 RandomProblem = Callable[[int], Problem]
 seeds = st.integers(0, 2**32 - 1)
@@ -24,7 +23,7 @@ thorough = settings(max_examples=100, derandomize=True, deadline=None)
 def cleared(problem: Problem) -> Network:
     """A network as the messages want it: no ties, no forbidden strategies."""
     network = Network.from_problem(problem)
-    Chain((MergeTies(), DropForbidden())).apply(network)
+    Presolve((MergeTies(), EnforceArcConsistency())).apply(network)
     return network
 
 
@@ -34,7 +33,7 @@ def test_flat_arrays_price_like_the_network(random_problem: RandomProblem, seed:
     network = cleared(random_problem(seed))
     if network.infeasible:
         return
-    flat = Flat(network)
+    flat = FlatNetwork(network)
     rng = np.random.default_rng(seed)
     picks = rng.integers(0, np.diff(flat.starts))
     by_variable = dict(zip(flat.variables, picks.tolist(), strict=True))
@@ -51,17 +50,17 @@ def test_flat_arrays_price_like_the_network(random_problem: RandomProblem, seed:
 def test_messages_bound_every_choice_from_below(random_problem: RandomProblem, seed: int) -> None:
     problem = random_problem(seed)
     truth = brute_force(problem)
-    search = Search(problem)
-    stage = Stage(cleared(problem), search)
-    if stage.network.infeasible or truth.choice is None:
+    state = SolveState(problem)
+    reduced = ReducedProblem(cleared(problem), state)
+    if reduced.network.infeasible or truth.choice is None:
         return
-    least = Ascent(stage).run()
+    least = TRWS(reduced).run()
     scale = sum(float(np.abs(x.cost[np.isfinite(x.cost)]).sum()) for x in problem.nodes)
     scale += sum(float(np.abs(e.cost[np.isfinite(e.cost)]).sum()) for e in problem.edges)
-    assert search.bound <= truth.objective + 1e-12 * scale
+    assert state.bound <= truth.objective + 1e-12 * scale
     for v, bounds in least.items():
         # The optimum itself pays at least the bound of each strategy that it picks.
-        place = stage.network.variables[v].labels.tolist().index(int(truth.choice[v]))
+        place = reduced.network.variables[v].labels.tolist().index(int(truth.choice[v]))
         assert bounds[place] <= truth.objective + 1e-12 * scale
 
 
@@ -73,11 +72,11 @@ def test_messages_are_exact_on_a_tree() -> None:
         Edge(int(rng.integers(0, v)), v, rng.random((4, 4)), index, index) for v in range(1, 8)
     )
     problem = Problem(nodes, edges)
-    search = Search(problem)
-    Ascent(Stage(Network.from_problem(problem), search)).run()
+    state = SolveState(problem)
+    TRWS(ReducedProblem(Network.from_problem(problem), state)).run()
     optimum = brute_force(problem).objective
-    assert search.bound == pytest.approx(optimum, rel=1e-9)
-    assert search.objective == pytest.approx(optimum, rel=1e-12)
+    assert state.bound == pytest.approx(optimum, rel=1e-9)
+    assert state.objective == pytest.approx(optimum, rel=1e-12)
 
 
 @thorough
@@ -86,25 +85,21 @@ def test_large_problems_find_what_brute_force_finds(
     contested_problem: RandomProblem, seed: int
 ) -> None:
     problem = contested_problem(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large, "LARGE", 0)
-        found = solve_problem(problem)
+    found = solve_problem(problem, settings=SolverSettings(large_entries=0))
     truth = brute_force(problem)
     assert found.status is truth.status
     assert found.objective == pytest.approx(truth.objective, rel=1e-6)
     assert found.bound <= truth.objective * (1 + 1e-12)
 
 
-def test_windows_improve_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large, "LARGE", 0)
-    monkeypatch.setattr(large, "HUGE", 0)
-    monkeypatch.setattr(large, "_FIRST_WINDOW", 6)
+def test_windows_improve_until_the_time_is_over() -> None:
+    settings = SolverSettings(large_entries=0, huge_entries=0, window_size=6)
     rng = np.random.default_rng(0)
     index = np.arange(6)
     nodes = tuple(Node(rng.random(6), rng.random(6), (v // 4, v // 4 + 2)) for v in range(24))
     edges = tuple(Edge(u, v, rng.random((6, 6)), index, index) for v in range(24) for u in range(v))
     problem = Problem(nodes, edges, usage_limit=2.5)
-    found = solve_problem(problem, time_limit=6.0)
+    found = solve_problem(problem, time_limit=6.0, settings=settings)
     assert found.statistics["windows"] > 0
     assert found.status is SolveStatus.FEASIBLE
     assert problem.is_feasible(found.choice)
@@ -123,7 +118,7 @@ def test_aliases_merge_into_one_variable_with_all_their_usage() -> None:
     nodes = tuple(Node(rng.random(4), rng.random(4), (v, v + 2)) for v in range(5))
     edges = tuple(permuted(rng, v, v + 1, 4) for v in range(4))
     network = Network.from_problem(Problem(nodes, edges, usage_limit=1.5))
-    MergeFollowers().apply(network)
+    SubstituteVariables().apply(network)
     (variable,) = network.variables.values()
     assert len(variable.terms) == 5
     assert not any(network.links.values())
@@ -145,7 +140,7 @@ def test_a_free_choice_on_one_side_only_merges_the_other() -> None:
     edge = Edge(0, 1, cost, np.arange(3), np.arange(2))
     nodes = (Node(np.array([5.0, 1.0, 2.0]), np.zeros(3)), Node(np.array([1.0, 2.0]), np.zeros(2)))
     network = Network.from_problem(Problem(nodes, (edge,)))
-    inverse = MergeFollowers().apply(network)
+    inverse = SubstituteVariables().apply(network)
     assert list(network.variables) == [0]
     assert network.variables[0].cost.tolist() == [7.0, 4.0, 7.0]
     choice = np.array([2, -1])

@@ -1,4 +1,4 @@
-"""Wide problems: bounds that hold, cores that are parts, and the optimum in the end."""
+"""Wide problems: valid bounds, restricted problems, and the optimum in the end."""
 
 from dataclasses import replace
 
@@ -16,37 +16,35 @@ from autoshard.solve import (
     Problem,
     Repeat,
     ShortestPathCost,
+    SolverSettings,
     WarmStart,
     brute_force,
     solve_problem,
 )
-from autoshard.solve.narrowing import limited, minimising
-from autoshard.solve.narrowing import search as narrowing
-from autoshard.solve.narrowing.core import Core, one_per_run
-from autoshard.solve.narrowing.folded import Folded
-from autoshard.solve.narrowing.messages import Messages
-from autoshard.solve.narrowing.spanning import strategy_bounds
-from autoshard.solve.repeats import find_runs, independent_runs
+from autoshard.solve.quotient_bounds import QuotientMessages, strategy_bounds
+from autoshard.solve.quotient_graph import QuotientGraph
+from autoshard.solve.restricted_problem import one_per_run, restrict
+from autoshard.solve.runs import find_runs, independent_runs
 
 SIZES = st.sampled_from([(2, 1, 1), (3, 2, 0), (4, 1, 0), (5, 1, 1), (6, 1, 0)])
-"""Layers, nodes inside a layer, hubs."""
+"""Layers, nodes inside a layer, shared nodes."""
 
 
-def link(rng: np.random.Generator, source: int, target: int, *, closure: bool) -> Edge:
-    """A link of prices on three states, as a matrix or as the closure of some steps."""
+def link(rng: np.random.Generator, source: int, target: int, *, path_cost: bool) -> Edge:
+    """A link of prices on three states, as a matrix or as the path cost of some steps."""
     states = np.arange(3)
-    if not closure:
+    if not path_cost:
         prices = rng.integers(-2, 9, (3, 3)) / 2
         prices[rng.random((3, 3)) < 0.1] = np.inf
         return Edge(source, target, prices, states, states)
-    arcs = [(a, b) for a in range(3) for b in range(3) if a != b and rng.random() < 0.8]
-    ends = np.array(arcs, dtype=np.intp).reshape(-1, 2)
-    steps = ShortestPathCost(3, ends[:, 0], ends[:, 1], rng.integers(0, 9, len(arcs)) / 2)
+    steps = [(a, b) for a in range(3) for b in range(3) if a != b and rng.random() < 0.8]
+    ends = np.array(steps, dtype=np.intp).reshape(-1, 2)
+    steps = ShortestPathCost(3, ends[:, 0], ends[:, 1], rng.integers(0, 9, len(steps)) / 2)
     return Edge(source, target, steps, states, states)
 
 
 def layered(seed: int, num_layers: int, num_inner: int, num_hubs: int) -> Problem:
-    """A head, equal layers in a row, a tail; hubs are linked to every layer."""
+    """A head, equal layers in a row, a tail; shared nodes are linked to every layer."""
     rng = np.random.default_rng(seed)
 
     def node() -> Node:
@@ -57,9 +55,9 @@ def layered(seed: int, num_layers: int, num_inner: int, num_hubs: int) -> Proble
 
     nodes = [node() for _ in range(1 + num_hubs)]
     layer = [node() for _ in range(num_inner + 1)]
-    inside = [link(rng, i, num_inner, closure=i % 2 == 0) for i in range(num_inner)]
-    entry, skip = (link(rng, 0, 0, closure=closure) for closure in (True, False))
-    spokes = [link(rng, 0, 0, closure=False) for _ in range(num_hubs)]
+    inside = [link(rng, i, num_inner, path_cost=i % 2 == 0) for i in range(num_inner)]
+    entry, skip = (link(rng, 0, 0, path_cost=path_cost) for path_cost in (True, False))
+    spokes = [link(rng, 0, 0, path_cost=False) for _ in range(num_hubs)]
     edges: list[Edge] = []
     instances, before = [], 0
     for _ in range(num_layers):
@@ -71,7 +69,7 @@ def layered(seed: int, num_layers: int, num_inner: int, num_hubs: int) -> Proble
         instances.append(tuple(range(first, len(nodes))))
         before = len(nodes) - 1
     nodes.append(node())
-    edges.append(link(rng, before, len(nodes) - 1, closure=True))
+    edges.append(link(rng, before, len(nodes) - 1, path_cost=True))
     return Problem(tuple(nodes), tuple(edges), repeats=(Repeat(tuple(instances)),))
 
 
@@ -81,21 +79,21 @@ def written_down(problem: Problem) -> Problem:
     return replace(problem, edges=tuple(edges))
 
 
-def folded_messages(problem: Problem) -> Messages:
-    folded = Folded(problem, independent_runs(problem))
-    costs = [problem.nodes[place.nodes[0]].cost for place in folded.places]
-    return Messages(folded, costs, check=lambda: None)
+def folded_messages(problem: Problem) -> QuotientMessages:
+    graph = QuotientGraph(problem, independent_runs(problem))
+    costs = [problem.nodes[node_class.nodes[0]].cost for node_class in graph.node_classes]
+    return QuotientMessages(graph, costs)
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every problem counts as wide, and cores start with one strategy per place."""
-    monkeypatch.setattr(narrowing, "_WIDE", 0.0)
-    monkeypatch.setattr(minimising, "_FIRST_WIDTH", 1)
-    monkeypatch.setattr(minimising, "_LAST_WIDTH", 2)
-    monkeypatch.setattr(minimising, "_NEARBY", 1)
-    monkeypatch.setattr(minimising, "_FULL", 0.0)
-    monkeypatch.setattr(limited, "_WIDTH", 1)
+NARROW = SolverSettings(
+    wide_strategies=0.0,
+    first_width=1,
+    last_width=2,
+    nearby_strategies=1,
+    full_width_ratio=0.0,
+    limited_width=1,
+)
+"""Every problem counts as wide, and restricted problems start with one strategy per class."""
 
 
 @settings(max_examples=60)
@@ -104,18 +102,18 @@ def test_closure_is_the_matrix_of_cheapest_ways(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
     steps = np.where(rng.random((size, size)) < 0.4, rng.integers(0, 9, (size, size)), np.inf)
     sources, targets = np.nonzero(np.isfinite(steps))
-    closure = ShortestPathCost(size, sources, targets, steps[sources, targets])
+    path_cost = ShortestPathCost(size, sources, targets, steps[sources, targets])
     ways = np.where(np.eye(size, dtype=bool), 0.0, steps)
     for middle in range(size):
         ways = np.minimum(ways, ways[:, [middle]] + ways[[middle]])
     vector = np.where(rng.random(size) < 0.7, rng.integers(-9, 9, size), np.inf)
     some = rng.integers(0, size, 3)
 
-    np.testing.assert_array_equal(closure.forwards(vector), (vector[:, None] + ways).min(axis=0))
-    np.testing.assert_array_equal(closure.backwards(vector), (ways + vector).min(axis=1))
-    np.testing.assert_array_equal(closure.between(some, some), ways[np.ix_(some, some)])
-    np.testing.assert_array_equal(closure.dense, ways)
-    assert closure.price(int(some[0]), int(some[1])) == ways[some[0], some[1]]
+    np.testing.assert_array_equal(path_cost.forwards(vector), (vector[:, None] + ways).min(axis=0))
+    np.testing.assert_array_equal(path_cost.backwards(vector), (ways + vector).min(axis=1))
+    np.testing.assert_array_equal(path_cost.between(some, some), ways[np.ix_(some, some)])
+    np.testing.assert_array_equal(path_cost.dense, ways)
+    assert path_cost.price(int(some[0]), int(some[1])) == ways[some[0], some[1]]
 
 
 def test_closure_prices_choices_as_its_matrix_does() -> None:
@@ -152,8 +150,8 @@ def test_bounds_of_messages_hold_and_never_fall(seed: int, sizes: tuple[int, int
         slack = 1e-9 * max(1.0, abs(optimum))
         assert before - slack <= messages.bound <= optimum + slack
         assert messages.bound - slack <= bound <= optimum + slack
-        for place, bounds in zip(messages.folded.places, least, strict=True):
-            for v in place.nodes:
+        for node_class, bounds in zip(messages.graph.node_classes, least, strict=True):
+            for v in node_class.nodes:
                 assert (bounds <= exact.least[v] + slack).all()
         before = messages.bound
 
@@ -161,10 +159,12 @@ def test_bounds_of_messages_hold_and_never_fall(seed: int, sizes: tuple[int, int
 def test_a_run_is_folded_to_the_same_size_at_any_depth() -> None:
     shapes = set()
     for num_layers in (5, 7, 40):
-        folded = Folded(problem := layered(5, num_layers, 2, 1), independent_runs(problem))
-        shapes.add((len(folded.places), len(folded.slots), len(folded.bonds)))
-        assert sorted(v for p in folded.places for v in p.nodes) == list(range(len(problem.nodes)))
-        ends = sum(slot.num_edges for slot in folded.slots)
+        graph = QuotientGraph(problem := layered(5, num_layers, 2, 1), independent_runs(problem))
+        shapes.add((len(graph.node_classes), len(graph.ports), len(graph.edge_classes)))
+        assert sorted(v for p in graph.node_classes for v in p.nodes) == list(
+            range(len(problem.nodes))
+        )
+        ends = sum(port.num_edges for port in graph.ports)
         assert ends == 2 * len(problem.edges)
     assert len(shapes) == 1
 
@@ -173,30 +173,29 @@ def test_a_run_is_folded_to_the_same_size_at_any_depth() -> None:
 @given(seed=st.integers(0, 10**6), sizes=SIZES)
 def test_core_is_the_problem_with_fewer_strategies(seed: int, sizes: tuple[int, int, int]) -> None:
     problem = layered(seed, *sizes)
-    folded = Folded(problem, independent_runs(problem))
+    graph = QuotientGraph(problem, independent_runs(problem))
     rng = np.random.default_rng(seed)
-    masks = [rng.random(3) < 0.5 for _ in folded.places]
-    masks = one_per_run(folded, [mask | (np.arange(3) == 1) for mask in masks])
-    costs = [problem.nodes[place.nodes[0]].cost for place in folded.places]
-    core = Core.of(problem, folded, masks, costs=costs, usage_limit=np.inf)
-    picks = np.array([int(rng.integers(0, len(kept))) for kept in core.kept])
-    whole = np.array([kept[s] for kept, s in zip(core.kept, picks, strict=True)])
+    masks = [rng.random(3) < 0.5 for _ in graph.node_classes]
+    masks = one_per_run(graph, [mask | (np.arange(3) == 1) for mask in masks])
+    costs = [problem.nodes[node_class.nodes[0]].cost for node_class in graph.node_classes]
+    restricted = restrict(problem, graph, masks, costs=costs, usage_limit=np.inf)
+    picks = np.array([int(rng.integers(0, len(kept))) for kept in restricted.kept])
+    whole = np.array([kept[s] for kept, s in zip(restricted.kept, picks, strict=True)])
 
-    assert all(masks[folded.place_of[v]][s] for v, s in enumerate(whole))
-    np.testing.assert_array_equal(core.problem.prices(picks), problem.prices(whole))
-    assert [run.instances for run in find_runs(core.problem)] == [
+    assert all(masks[graph.class_of[v]][s] for v, s in enumerate(whole))
+    np.testing.assert_array_equal(restricted.problem.prices(picks), problem.prices(whole))
+    assert [run.instances for run in find_runs(restricted.problem)] == [
         run.instances for run in find_runs(problem)
     ]
 
 
-@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("seed", range(30))
 def test_narrowing_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> None:
     problem = layered(seed, *[(3, 2, 0), (4, 1, 0), (5, 1, 1), (6, 1, 0)][seed % 4])
     exact = MinMarginals.of(written_down(problem))
     assert exact is not None
     optimum = float(exact.least[0].min())
-    solution = solve_problem(problem, relative_gap=0.0)
+    solution = solve_problem(problem, relative_gap=0.0, settings=NARROW)
     assert solution.statistics["narrowing.sweeps"] > 0
     if not np.isfinite(optimum):
         assert solution.status in (SolveStatus.INFEASIBLE, SolveStatus.TIMED_OUT)
@@ -207,17 +206,15 @@ def test_narrowing_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> N
     assert solution.objective >= optimum - 1e-9
 
 
-@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("seed", range(20))
 def test_narrowing_without_closures_ends_at_the_optimum(seed: int) -> None:
     problem = written_down(layered(seed, 4, 1, 1))
     expected = brute_force(problem)
-    solution = solve_problem(problem, relative_gap=0.0)
+    solution = solve_problem(problem, relative_gap=0.0, settings=NARROW)
     assert solution.status is expected.status
     assert solution.objective == pytest.approx(expected.objective)
 
 
-@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, -0.1])
 @pytest.mark.parametrize("seed", range(6))
 def test_narrowing_keeps_a_limit(seed: int, share: float) -> None:
@@ -228,7 +225,7 @@ def test_narrowing_keeps_a_limit(seed: int, share: float) -> None:
     ]
     problem = replace(free, usage_limit=peaks[0] + share * (peaks[1] - peaks[0]))
     expected = brute_force(problem)
-    solution = solve_problem(problem, relative_gap=0.0)
+    solution = solve_problem(problem, relative_gap=0.0, settings=NARROW)
     if solution.status is SolveStatus.INFEASIBLE:
         assert expected.status is SolveStatus.INFEASIBLE
         return
@@ -238,7 +235,6 @@ def test_narrowing_keeps_a_limit(seed: int, share: float) -> None:
         assert solution.objective >= expected.objective - 1e-9
 
 
-@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("seed", range(8))
 def test_narrowing_keeps_one_limit_after_another(seed: int) -> None:
     """Whatever a warm_start says is likely, bounds hold and choices keep the limit."""
@@ -257,7 +253,7 @@ def test_narrowing_keeps_one_limit_after_another(seed: int) -> None:
     for share in (0.8, 0.5, 0.3, 0.9):
         problem = replace(free, usage_limit=least + share * (most - least))
         expected = brute_force(problem)
-        solution = solve_problem(problem, relative_gap=0.0, warm_start=warm_start)
+        solution = solve_problem(problem, relative_gap=0.0, warm_start=warm_start, settings=NARROW)
         if solution.status is SolveStatus.INFEASIBLE:
             assert expected.status is SolveStatus.INFEASIBLE
             continue

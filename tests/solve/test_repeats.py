@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from support.layered import free_node, layered
 
 from autoshard.outcome import SolveStatus
-from autoshard.solve import Node, Problem, Repeat, brute_force, solve_problem
-from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
-from autoshard.solve.repeats.walks import batched_min_plus, cheapest_path, min_plus_power
-from autoshard.solve.search import Search
+from autoshard.solve import Node, Problem, Repeat, SolverSettings, brute_force, solve_problem
+from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
+from autoshard.solve.runs.contraction import batched_min_plus, cheapest_path, min_plus_power
+from autoshard.solve.state import SolveState
 
 
-def through_runs(problem: Problem) -> Search:
-    search = Search(problem, time_limit=None, gap=1e-9, seed=0, on_progress=None, cancel=None)
-    assert solve_repeats(search) is Outcome.TOLD
-    return search
+def through_runs(problem: Problem, settings: SolverSettings | None = None) -> SolveState:
+    state = SolveState(problem, gap=1e-9, settings=settings)
+    assert solve_runs(state) is RunOutcome.UPDATED
+    return state
 
 
 @settings(max_examples=60)
@@ -34,11 +34,11 @@ def test_runs_give_the_optimum(seed: int, num_layers: int, num_inner: int, num_h
     problem = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
     plain = replace(problem, repeats=())
     expected = solve_problem(plain).objective
-    search = through_runs(problem)
-    assert search.closed
-    assert search.choice is not None
-    assert plain.objective(search.choice) == pytest.approx(expected)
-    assert search.bound <= expected + 1e-9
+    state = through_runs(problem)
+    assert state.closed
+    assert state.choice is not None
+    assert plain.objective(state.choice) == pytest.approx(expected)
+    assert state.bound <= expected + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -50,16 +50,13 @@ def test_runs_agree_with_trying_everything(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_hubs_that_make_tables_too_large_are_narrowed(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hubs_that_make_tables_too_large_are_narrowed(seed: int) -> None:
     """With no work allowed up front the optimum must come from relaxing and narrowing."""
-    monkeypatch.setattr("autoshard.solve.repeats.solver._EAGER_WORK", 0.0)
     problem = layered(seed, num_layers=4, num_inner=3, num_hubs=2, num_strategies=4)
     expected = solve_problem(replace(problem, repeats=())).objective
-    search = through_runs(problem)
-    assert search.closed
-    assert search.objective == pytest.approx(expected)
+    state = through_runs(problem, settings=SolverSettings(eager_run_work=0.0))
+    assert state.closed
+    assert state.objective == pytest.approx(expected)
 
 
 def with_usage(problem: Problem, seed: int, share: float) -> Problem:
@@ -109,18 +106,18 @@ def test_a_limit_that_nothing_keeps_is_infeasible(seed: int) -> None:
 
 def test_many_layers_end_close_to_the_limit() -> None:
     problem = with_usage(layered(4, num_layers=40, num_inner=2, num_hubs=1), 4, 0.35)
-    search = Search(problem, time_limit=None, gap=1e-9, seed=0, on_progress=None, cancel=None)
-    assert solve_repeats(search) is Outcome.TOLD
-    assert search.choice is not None
-    assert problem.is_feasible(search.choice)
-    assert search.objective - search.bound <= 0.02 * search.objective
+    state = SolveState(problem, gap=1e-9)
+    assert solve_runs(state) is RunOutcome.UPDATED
+    assert state.choice is not None
+    assert problem.is_feasible(state.choice)
+    assert state.objective - state.bound <= 0.02 * state.objective
 
 
 def test_depth_costs_little() -> None:
     """The tables of 300 layers are those of 3."""
     few, many = (layered(1, num_layers=n, num_inner=2, num_hubs=1) for n in (3, 300))
     assert len(find_runs(many)[0].instances) == 300
-    assert find_runs(many)[0].hubs == find_runs(few)[0].hubs
+    assert find_runs(many)[0].shared_nodes == find_runs(few)[0].shared_nodes
     plain = solve_problem(replace(many, repeats=()))
     assert solve_problem(many).objective == pytest.approx(plain.objective)
 

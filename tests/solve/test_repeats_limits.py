@@ -9,27 +9,30 @@ from hypothesis import strategies as st
 from support.layered import edge, free_node, layered, with_times
 
 from autoshard.outcome import SolveStatus
-from autoshard.solve import Node, Problem, Repeat, Solution, WarmStart, minimum_usage, solve_problem
-from autoshard.solve.cuts import best_mixture, best_prices, cheapest_mixture
-from autoshard.solve.repeats import Outcome, find_runs, limited, solve_repeats
-from autoshard.solve.repeats.condensed import Condensed
-from autoshard.solve.repeats.filling import Filling
-from autoshard.solve.repeats.runs import Run
-from autoshard.solve.repeats.switching import between
-from autoshard.solve.repeats.watch import Watch
-from autoshard.solve.search import Search
+from autoshard.solve import (
+    Node,
+    Problem,
+    Repeat,
+    Solution,
+    WarmStart,
+    minimum_usage,
+    solve_problem,
+)
+from autoshard.solve.lagrangian import best_mixture, best_prices
+from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
+from autoshard.solve.runs.contraction import ContractedProblem
+from autoshard.solve.runs.find import Run
+from autoshard.solve.runs.limited import switched_choices
+from autoshard.solve.runs.usage_prices import UsageWeights
+from autoshard.solve.state import SolveState
 
 SHARES = st.sampled_from([0.0, 0.05, 0.2, 0.4, 0.7])
 
 
-def told(
-    problem: Problem, *, gap: float = 1e-9, few: int = limited.FEW_STRATEGIES
-) -> tuple[Outcome, Search]:
-    """What runs tell a search; branches over counts too if there are at least so few strategies."""
-    search = Search(problem, gap=gap)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limited, "FEW_STRATEGIES", few)
-        return solve_repeats(search), search
+def told(problem: Problem, *, gap: float = 1e-9) -> tuple[RunOutcome, SolveState]:
+    """What runs tell a search."""
+    state = SolveState(problem, gap=gap)
+    return solve_runs(state), state
 
 
 @settings(max_examples=40)
@@ -45,29 +48,22 @@ def test_bounds_and_choices_under_a_limit_at_many_times(
 ) -> None:
     plain = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
     problem = with_times(plain, seed, share)
-    expected = check_told(problem, few=limited.FEW_STRATEGIES)
+    expected = check_told(problem)
     solution = solve_problem(problem)
     assert solution.status is expected.status
     assert solution.objective == pytest.approx(expected.objective)
 
 
-@settings(max_examples=12)
-@given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 5), share=SHARES)
-def test_bounds_and_choices_of_branches(seed: int, num_layers: int, share: float) -> None:
-    plain = layered(seed, num_layers=num_layers, num_inner=1, num_hubs=0)
-    check_told(with_times(plain, seed, share), few=0)
-
-
-def check_told(problem: Problem, few: int) -> Solution:
+def check_told(problem: Problem) -> Solution:
     """Bounds are true and choices are possible; gives what is right."""
     expected = solve_problem(replace(problem, repeats=()))
-    outcome, search = told(problem, few=few)
-    if outcome is Outcome.INFEASIBLE:
+    outcome, state = told(problem)
+    if outcome is RunOutcome.INFEASIBLE:
         assert expected.status is SolveStatus.INFEASIBLE
         return expected
-    assert search.bound <= expected.objective * (1 + 1e-12)
-    assert (search.choice is None) or problem.is_feasible(search.choice)
-    assert search.objective >= expected.objective - 1e-9
+    assert state.bound <= expected.objective * (1 + 1e-12)
+    assert (state.choice is None) or problem.is_feasible(state.choice)
+    assert state.objective >= expected.objective - 1e-9
     return expected
 
 
@@ -78,13 +74,13 @@ def test_a_trail_says_where_to_look_and_nothing_else(seed: int, num_layers: int)
     for share in (0.4, 0.2, 0.0, 0.7):
         problem = with_times(plain, seed, share)
         expected = solve_problem(replace(problem, repeats=()))
-        search = Search(problem, gap=1e-9, warm_start=warm_start)
-        if solve_repeats(search) is Outcome.INFEASIBLE:
+        state = SolveState(problem, gap=1e-9, warm_start=warm_start)
+        if solve_runs(state) is RunOutcome.INFEASIBLE:
             assert expected.status is SolveStatus.INFEASIBLE
             continue
-        assert search.bound <= expected.objective * (1 + 1e-12)
-        assert (search.choice is None) or problem.is_feasible(search.choice)
-        assert search.objective >= expected.objective - 1e-9
+        assert state.bound <= expected.objective * (1 + 1e-12)
+        assert (state.choice is None) or problem.is_feasible(state.choice)
+        assert state.objective >= expected.objective - 1e-9
         solution = solve_problem(problem, warm_start=warm_start)
         assert solution.status is expected.status
         assert solution.objective == pytest.approx(expected.objective)
@@ -94,11 +90,11 @@ def test_a_trail_says_where_to_look_and_nothing_else(seed: int, num_layers: int)
 @pytest.mark.parametrize("share", [0.15, 0.4])
 def test_many_layers_end_near_the_bound(seed: int, share: float) -> None:
     problem = with_times(layered(seed, num_layers=60, num_inner=2, num_hubs=0), seed, share)
-    outcome, search = told(problem, gap=1e-3)
-    assert outcome is Outcome.TOLD
-    assert search.choice is not None
-    assert problem.is_feasible(search.choice)
-    assert search.objective - search.bound <= 0.02 * search.objective
+    outcome, state = told(problem, gap=1e-3)
+    assert outcome is RunOutcome.UPDATED
+    assert state.choice is not None
+    assert problem.is_feasible(state.choice)
+    assert state.objective - state.bound <= 0.02 * state.objective
 
 
 @settings(max_examples=30)
@@ -109,61 +105,41 @@ def test_the_least_limit_of_layers(seed: int, num_layers: int) -> None:
     least = minimum_usage(problem)
     assert expected * (1 - 1e-9) <= least <= expected * (1 + 1e-5)
     below = replace(problem, usage_limit=least * (1 - 1e-4) - 1e-9)
-    outcome, search = told(below)
-    assert outcome is Outcome.INFEASIBLE or search.choice is None
+    outcome, state = told(below)
+    assert outcome is RunOutcome.INFEASIBLE or state.choice is None
 
 
 @given(seed=st.integers(0, 10**6), share=SHARES)
 def test_weighted_usage_is_at_most_the_peak(seed: int, share: float) -> None:
     problem = with_times(layered(seed, num_layers=3, num_inner=2, num_hubs=1), seed, share)
     rng = np.random.default_rng(seed)
-    watch = Watch(problem, find_runs(problem))
+    usage_weights = UsageWeights(problem, find_runs(problem))
     choices = [
         np.array([int(rng.integers(node.num_strategies)) for node in problem.nodes])
         for _ in range(6)
     ]
     for choice in choices:
-        assert watch.over_time(watch.uses(choice)).max() == problem.peak_usage(choice)
-        watch.add(watch.uses(choice))
-    for weights in (*watch.weights, watch.everywhere):
+        assert usage_weights.over_time(usage_weights.uses(choice)).max() == problem.peak_usage(
+            choice
+        )
+        usage_weights.add(usage_weights.uses(choice))
+    for weights in (*usage_weights.weights, usage_weights.everywhere):
         for group, other in zip(*find_runs(problem)[0].instances[:2], strict=True):
             assert weights[group] == weights[other]
         for choice in choices:
-            assert weights @ watch.uses(choice) <= problem.peak_usage(choice) * (1 + 1e-12)
-
-
-@settings(max_examples=30)
-@given(seed=st.integers(0, 10**6))
-def test_filling_only_improves_and_keeps_the_limit(seed: int) -> None:
-    problem = with_times(layered(seed, num_layers=4, num_inner=2, num_hubs=1), seed, 0.5)
-    rng = np.random.default_rng(seed)
-    least = np.array([int(node.usage.argmin()) for node in problem.nodes])
-    options = [
-        np.array([int(rng.integers(node.num_strategies)) for node in problem.nodes])
-        for _ in range(4)
-    ]
-    runs = find_runs(problem)
-    filling = Filling(problem, runs, Watch(problem, runs), check=lambda: None)
-    filled = filling.improve(least, options)
-    assert problem.is_feasible(filled)
-    assert problem.objective(filled) <= problem.objective(least)
-    for groups in runs[0].instances:
-        members = list(groups)
-        single = filled.copy()
-        for option in options:
-            single[members] = option[members]
-            better = problem.objective(single) < problem.objective(filled) - 1e-9
-            assert not (better and problem.is_feasible(single))
+            assert weights @ usage_weights.uses(choice) <= problem.peak_usage(choice) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("limit", [5.0, 7.0, 10.0])
 def test_as_many_groups_as_fit_are_switched(limit: float) -> None:
-    """Groups of one node: the cheap strategy takes 2, the dear one takes 1."""
+    """Groups of one node: the cheap strategy takes 2, the expensive one takes 1."""
     node = Node(np.array([1.0, 2.0]), np.array([2.0, 1.0]), (0, 1))
     problem = Problem((node,) * 5, usage_limit=limit)
     run = Run(tuple((v,) for v in range(5)), (), (), ())
     above, below = np.zeros(5, dtype=np.intp), np.ones(5, dtype=np.intp)
-    peaks = [problem.peak_usage(choice) for choice in between(problem, [run], above, below)]
+    peaks = [
+        problem.peak_usage(choice) for choice in switched_choices(problem, [run], above, below)
+    ]
     assert max(peaks) == limit
 
 
@@ -178,14 +154,8 @@ def test_the_best_mixture_evens_out() -> None:
     assert best_mixture(np.array([[3.0, 0.0], [0.0, 1.0]])) == pytest.approx([0.25, 0.75])
 
 
-def test_a_mixture_keeps_limits_on_average() -> None:
-    """Half of what is dear and fits, half of what is cheap and does not."""
-    prices, excess = np.array([4.0, 1.0, 9.0]), np.array([[-1.0], [1.0], [-2.0]])
-    assert cheapest_mixture(prices, excess) == pytest.approx([0.5, 0.5, 0.0])
-
-
 def chain(num_groups: int, limit: float) -> Problem:
-    """Groups of one node: of two strategies, the cheap one takes 2 and the dear one 1."""
+    """Groups of one node: of two strategies, the cheap one takes 2 and the expensive one 1."""
     head, node = free_node(np.zeros(2)), Node(np.array([0.0, 1.0]), np.array([2.0, 1.0]), (0, 1))
     edges = [edge(v, v + 1, np.zeros((2, 2))) for v in range(num_groups + 1)]
     groups = tuple((v,) for v in range(1, num_groups + 1))
@@ -195,12 +165,10 @@ def chain(num_groups: int, limit: float) -> Problem:
 
 @pytest.mark.parametrize("limit", [7.5, 8.25])
 def test_a_group_cannot_be_switched_in_part(limit: float) -> None:
-    """Prices alone prove no more than that groups that are switched in part fill the room."""
-    problem = chain(6, limit)
-    _, search = told(problem, few=0)
-    assert search.objective == 12 - int(limit)
-    assert search.closed
-    assert search.statistics["repeats.branches"] > 0
+    """Prices alone prove no more than that groups that are switched in part fill the slack."""
+    solution = solve_problem(chain(6, limit))
+    assert solution.status is SolveStatus.OPTIMAL
+    assert solution.objective == 12 - int(limit)
 
 
 @settings(max_examples=30)
@@ -218,10 +186,10 @@ def test_the_last_group_may_be_priced_otherwise(
     for v in problem.repeats[0].instances[-1]:
         costs[v] = rng.integers(0, 12, len(costs[v])) / 2
     priced = tuple(replace(node, cost=c) for node, c in zip(problem.nodes, costs, strict=True))
-    condensed = Condensed(problem, find_runs(problem), check=lambda: None)
-    if not condensed.worthwhile:
+    contracted = ContractedProblem(problem, find_runs(problem))
+    if not contracted.worthwhile:
         return
-    answer = condensed.minimise(costs, {})
+    answer = contracted.minimise(costs, {})
     other = replace(problem, nodes=priced, repeats=())
     assert answer is not None
     assert answer.value == pytest.approx(solve_problem(other).objective)

@@ -10,10 +10,9 @@ from support.layered import free_node, layered, with_modes
 
 from autoshard.outcome import SolveStatus
 from autoshard.solve import Edge, Problem, brute_force, solve_problem
-from autoshard.solve.repeats import Outcome, find_runs, solve_repeats
-from autoshard.solve.repeats.block import Block
-from autoshard.solve.repeats.modes import find_modes
-from autoshard.solve.search import Search
+from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
+from autoshard.solve.runs.block_table import RunBlock, find_modes
+from autoshard.solve.state import SolveState
 
 
 def moded(seed: int, *, num_layers: int, num_modes: int = 2, num_hubs: int = 1) -> Problem:
@@ -31,10 +30,10 @@ def moded(seed: int, *, num_layers: int, num_modes: int = 2, num_hubs: int = 1) 
 def test_modes_give_the_optimum(seed: int, num_layers: int, num_modes: int, num_hubs: int) -> None:
     problem = moded(seed, num_layers=num_layers, num_modes=num_modes, num_hubs=num_hubs)
     expected = solve_problem(replace(problem, repeats=()))
-    search = Search(problem, gap=1e-9)
-    assert solve_repeats(search) is Outcome.TOLD
-    assert search.closed
-    assert search.objective == pytest.approx(expected.objective)
+    state = SolveState(problem, gap=1e-9)
+    assert solve_runs(state) is RunOutcome.UPDATED
+    assert state.closed
+    assert state.objective == pytest.approx(expected.objective)
 
 
 def test_modes_agree_with_trying_everything() -> None:
@@ -47,7 +46,7 @@ def test_modes_agree_with_trying_everything() -> None:
 def test_modes_are_found(num_modes: int) -> None:
     problem = moded(3, num_layers=3, num_modes=num_modes)
     (run,) = find_runs(problem)
-    modes = Block(problem, run, None).modes
+    modes = RunBlock(problem, run, None).modes
     assert len(modes) == num_modes
     group = run.instances[1]
     assert len(modes[0]) >= 2
@@ -79,7 +78,7 @@ def test_every_allowed_choice_keeps_to_one_mode(seed: int, forbidden: float) -> 
 def test_free_links_have_no_modes() -> None:
     problem = layered(1, num_layers=3, num_inner=3, num_hubs=1)
     (run,) = find_runs(problem)
-    assert Block(problem, run, None).modes == ({},)
+    assert RunBlock(problem, run, None).modes == ({},)
 
 
 @pytest.mark.parametrize("seed", range(8))

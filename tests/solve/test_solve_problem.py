@@ -13,12 +13,11 @@ from autoshard.solve import (
     Node,
     Problem,
     Solution,
+    SolverSettings,
     brute_force,
-    elimination,
     solve_problem,
     solve_reference,
 )
-from autoshard.solve.reductions import neighbours
 
 RandomProblem = Callable[[int], Problem]
 seeds = st.integers(0, 2**32 - 1)
@@ -60,9 +59,8 @@ def test_prices_on_usage_and_min_marginals_find_what_brute_force_finds(
     random_problem: RandomProblem, seed: int
 ) -> None:
     problem = random_problem(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "MOST_SUMS", 0)
-        found = solve_problem(problem, relative_gap=0)
+    settings = SolverSettings(max_product_work=0)
+    found = solve_problem(problem, relative_gap=0, settings=settings)
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-9)
 
 
@@ -70,10 +68,8 @@ def test_prices_on_usage_and_min_marginals_find_what_brute_force_finds(
 @given(seed=seeds)
 def test_highs_alone_finds_what_brute_force_finds(random_problem: RandomProblem, seed: int) -> None:
     problem = random_problem(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "MOST_SUMS", 0)
-        patch.setattr(elimination, "MOST_ENTRIES", 0)
-        found = solve_problem(problem)
+    settings = SolverSettings(max_product_work=0, max_table_entries=0)
+    found = solve_problem(problem, settings=settings)
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
 
 
@@ -84,9 +80,8 @@ def test_a_binding_limit_is_solved_to_optimality(
     contested_problem: RandomProblem, most_entries: int, seed: int
 ) -> None:
     problem = contested_problem(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elimination, "MOST_ENTRIES", most_entries)
-        found = solve_problem(problem)
+    settings = SolverSettings(max_table_entries=most_entries)
+    found = solve_problem(problem, settings=settings)
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
 
 
@@ -112,9 +107,8 @@ def test_another_solver_gets_what_the_reductions_leave(
 ) -> None:
     problem = random_problem(seed)
     truth = brute_force(problem)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elimination, "MOST_ENTRIES", 0)
-        found = solve_problem(problem, solver="HIGHS", relative_gap=1e-4)
+    settings = SolverSettings(max_table_entries=0)
+    found = solve_problem(problem, solver="HIGHS", relative_gap=1e-4, settings=settings)
     assert (found.choice is None) == (truth.choice is None)
     if truth.choice is not None:
         assert abs(found.objective - truth.objective) <= 1e-6 * paid(problem, truth.choice)
@@ -153,7 +147,7 @@ def test_long_chain_is_solved_by_reductions_alone() -> None:
 
 
 def test_repeated_layers_under_one_limit_are_mixed() -> None:
-    """All layers alike and room for half of them: the optimum treats equal layers differently."""
+    """All layers alike and slack for half of them: the optimum treats equal layers differently."""
     layers = 10
     nodes = tuple(Node(np.array([1.0, 2.0]), np.array([3.0, 1.0]), (0, 1)) for _ in range(layers))
     solution = solve_problem(Problem(nodes, usage_limit=20.0))
@@ -169,9 +163,8 @@ def test_a_dense_graph_under_a_limit_goes_through_branch_and_bound() -> None:
     nodes = tuple(Node(rng.random(6), rng.random(6), (0, 1)) for _ in range(7))
     edges = tuple(Edge(i, j, rng.random((6, 6)), index, index) for i in range(7) for j in range(i))
     problem = Problem(nodes, edges, usage_limit=2.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elimination, "MOST_ENTRIES", 10)
-        found = solve_problem(problem)
+    settings = SolverSettings(max_table_entries=10)
+    found = solve_problem(problem, settings=settings)
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
 
 

@@ -7,36 +7,32 @@ from hypothesis import strategies as st
 
 from autoshard.solve import Edge, Node, Problem, brute_force
 from autoshard.solve.network import Network
-from autoshard.solve.reductions import (
-    Chain,
+from autoshard.solve.presolve import (
     DropDominated,
-    DropForbidden,
     EliminateNeighbours,
-    FoldSingles,
+    EnforceArcConsistency,
+    FixVariables,
     MergeTies,
+    NormalizeLinks,
+    Presolve,
     Reduction,
     SimplifyLimits,
-    SimplifyLinks,
-    SolveNarrow,
-    all_reductions,
+    SolveLowTreewidth,
+    default_reductions,
     sequence,
 )
-
-
-def unchecked() -> None:
-    """Nothing asks these reductions to stop."""
-
+from autoshard.solve.settings import Effort
 
 RandomProblem = Callable[[int], Problem]
 REDUCTIONS: dict[str, Callable[[], Reduction]] = {
     "merge_ties": MergeTies,
-    "drop_forbidden": DropForbidden,
+    "drop_forbidden": EnforceArcConsistency,
     "simplify_limits": SimplifyLimits,
-    "fold_singles": FoldSingles,
-    "simplify_links": SimplifyLinks,
-    "eliminate_neighbours": lambda: EliminateNeighbours(SimplifyLinks()),
+    "fold_singles": FixVariables,
+    "simplify_links": NormalizeLinks,
+    "eliminate_neighbours": lambda: EliminateNeighbours(NormalizeLinks()),
     "drop_dominated": DropDominated,
-    "solve_narrow": lambda: SolveNarrow(unchecked),
+    "solve_narrow": lambda: SolveLowTreewidth(Effort()),
 }
 some_seeds = st.integers(0, 2**32 - 1)
 
@@ -88,7 +84,7 @@ def test_reductions_may_come_in_any_order(
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(seed=some_seeds)
 def test_the_chain_keeps_the_optimum(contested_problem: RandomProblem, seed: int) -> None:
-    assert_reduces_exactly(contested_problem(seed), [Chain(all_reductions(unchecked))])
+    assert_reduces_exactly(contested_problem(seed), [Presolve(default_reductions(Effort()))])
 
 
 def free_node(*costs: float) -> Node:
@@ -135,7 +131,7 @@ def test_a_strategy_without_partner_is_forbidden_along_the_whole_chain() -> None
     nodes = (free_node(np.inf, 1, 2), free_node(0, 0, 0), free_node(5, 0, np.inf))
     edges = tuple(Edge(i, i + 1, same, index, index) for i in range(2))
     network = Network.from_problem(Problem(nodes, edges))
-    DropForbidden().apply(network)
+    EnforceArcConsistency().apply(network)
     assert [x.labels.tolist() for x in network.variables.values()] == [[1], [1], [1]]
 
 
@@ -144,7 +140,7 @@ def test_a_link_that_depends_on_one_end_only_becomes_a_cost() -> None:
     index = np.arange(2)
     problem = Problem((free_node(0, 0), free_node(0, 0)), (Edge(0, 1, cost, index, index),))
     network = Network.from_problem(problem)
-    SimplifyLinks().apply(network)
+    NormalizeLinks().apply(network)
     assert network.variables[0].cost.tolist() == [3.0, 7.0]
     assert list(network.pairs()) == []
 
@@ -155,7 +151,7 @@ def test_equal_rows_of_a_link_become_one() -> None:
         (free_node(0, 0, 0), free_node(0, 0)), (Edge(0, 1, cost, np.arange(3), np.arange(2)),)
     )
     network = Network.from_problem(problem)
-    SimplifyLinks().apply(network)
+    NormalizeLinks().apply(network)
     ((_, _, link),) = network.pairs()
     assert link.matrix.values.shape == (2, 2)
     assert link.rows.tolist() == [0, 1, 0], "rows 0 and 2 differ by a constant"
@@ -203,7 +199,7 @@ def test_equal_products_are_computed_once() -> None:
     edges = [Edge(i, 11 + i, cost, index, index) for i in range(10)]
     edges += [Edge(11 + i, i + 1, cost, index, index) for i in range(10)]
     network = Network.from_problem(Problem((*ends, *layers), tuple(edges), usage_limit=20.0))
-    step = EliminateNeighbours(SimplifyLinks())
+    step = EliminateNeighbours(NormalizeLinks())
     step.apply(network)
     assert len(network.variables) == 11
     assert len(step.products) == 1
@@ -211,7 +207,7 @@ def test_equal_products_are_computed_once() -> None:
 
 def test_the_chain_reports_what_each_reduction_removed() -> None:
     problem = Problem((free_node(1, 2), free_node(np.inf, 2), free_node(3, 4)), (), ((0, 2),))
-    chain = Chain(all_reductions(unchecked))
+    chain = Presolve(default_reductions(Effort()))
     chain.apply(Network.from_problem(problem))
     assert chain.statistics["merge_ties.nodes"] == 1
     assert chain.statistics["drop_forbidden.strategies"] == 1

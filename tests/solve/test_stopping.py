@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from autoshard.outcome import SolveStatus
-from autoshard.solve import Edge, Node, Problem, Progress, elimination, solve_problem
+from autoshard.solve import Edge, Node, Problem, Progress, SolverSettings, solve_problem
 
 RandomProblem = Callable[[int], Problem]
 
 
+NO_TABLES = SolverSettings(max_table_entries=0)
+
+
 @pytest.fixture
-def hard_problem(monkeypatch: pytest.MonkeyPatch) -> Problem:
+def hard_problem() -> Problem:
     """A dense graph under a tight limit, too large to be solved at once by HiGHS."""
-    monkeypatch.setattr(elimination, "MOST_ENTRIES", 0)
     rng = np.random.default_rng(0)
     index = np.arange(6)
     nodes = tuple(Node(rng.random(6), rng.random(6), (0, 1)) for _ in range(24))
@@ -26,7 +28,7 @@ def hard_problem(monkeypatch: pytest.MonkeyPatch) -> Problem:
 def test_cancelled_before_the_start_has_no_answer(hard_problem: Problem) -> None:
     cancel = threading.Event()
     cancel.set()
-    solution = solve_problem(hard_problem, cancel=cancel)
+    solution = solve_problem(hard_problem, cancel=cancel, settings=NO_TABLES)
     assert solution.status is SolveStatus.CANCELLED
     assert solution.choice is None
     assert solution.bound == -np.inf
@@ -40,7 +42,7 @@ def test_cancelled_on_the_way_keeps_the_best_choice(hard_problem: Problem, phase
         if progress.phase == phase and np.isfinite(progress.incumbent):
             cancel.set()
 
-    solution = solve_problem(hard_problem, cancel=cancel, on_progress=listen)
+    solution = solve_problem(hard_problem, cancel=cancel, on_progress=listen, settings=NO_TABLES)
     assert solution.status is SolveStatus.CANCELLED
     assert hard_problem.is_feasible(solution.choice)
     assert solution.bound <= solution.objective
@@ -48,14 +50,14 @@ def test_cancelled_on_the_way_keeps_the_best_choice(hard_problem: Problem, phase
 
 
 def test_the_time_limit_ends_branch_and_bound_with_a_choice(hard_problem: Problem) -> None:
-    solution = solve_problem(hard_problem, time_limit=3.0)
+    solution = solve_problem(hard_problem, time_limit=3.0, settings=NO_TABLES)
     assert solution.status is SolveStatus.FEASIBLE
     assert hard_problem.is_feasible(solution.choice)
     assert 0 < solution.bound < solution.objective
 
 
 def test_no_time_at_all_is_a_time_out(hard_problem: Problem) -> None:
-    solution = solve_problem(hard_problem, time_limit=1e-9)
+    solution = solve_problem(hard_problem, time_limit=1e-9, settings=NO_TABLES)
     assert solution.status is SolveStatus.TIMED_OUT
     assert (solution.choice, solution.objective, solution.gap) == (None, np.inf, np.inf)
 

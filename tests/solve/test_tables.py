@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from autoshard.solve import Edge, Node, Problem, Repeat, Solution, solve_problem
-from autoshard.solve.tables import FoundTable, KeptTable
+from autoshard.solve import Edge, Node, Problem, Repeat, Solution, SolverSettings, solve_problem
+from autoshard.solve.block_cache import CachedTable, TableEntry
 
 STRATEGIES = 4
 KEY = "0" * 64
@@ -33,7 +33,7 @@ class Store:
 
 
 def model(seed: int, *, layers: int, around: int = 0, nudge: float = 0.0) -> Problem:
-    """Equal layers in a row with two hubs; `seed` makes the layers, `around` all the rest."""
+    """Equal layers in a row with two shared nodes; `seed` makes the layers, `around` the rest."""
     inside, outside = np.random.default_rng(seed), np.random.default_rng(around)
 
     def node(rng: np.random.Generator, extra: float = 0.0) -> Node:
@@ -56,7 +56,7 @@ def model(seed: int, *, layers: int, around: int = 0, nudge: float = 0.0) -> Pro
         a, b, c = range(len(nodes), len(nodes) + 3)
         nodes += members
         edges += [enters(before, a), first(a, b), second(b, c), across(a, c)]
-        edges += [spoke(hub, b) for hub, spoke in enumerate(spokes)]
+        edges += [spoke(shared_node, b) for shared_node, spoke in enumerate(spokes)]
         instances.append((a, b, c))
         before = c
     nodes.append(node(outside))
@@ -81,73 +81,79 @@ def reused(solution: Solution) -> tuple[int, int]:
     return sum(b.num_reused for b in blocks), sum(b.num_solved for b in blocks)
 
 
-@pytest.fixture(params=["tables over hubs", "hubs relaxed first"])
-def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tables are made whole; with no work allowed up front, hubs are narrowed."""
-    if "relaxed" in request.param:
-        monkeypatch.setattr("autoshard.solve.repeats.solver._EAGER_WORK", 0.0)
+RELAXED = SolverSettings(eager_run_work=0.0)
+"""No work is allowed up front, so shared nodes are relaxed first."""
+
+both_ways = pytest.mark.parametrize(
+    "settings", [SolverSettings(), RELAXED], ids=["tables over shared nodes", "relaxed first"]
+)
 
 
-@pytest.mark.usefixtures("_both_ways")
+@both_ways
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("share", [None, 0.3])
-def test_cached_answers_are_those_of_a_fresh_solve(seed: int, share: float | None) -> None:
+def test_cached_answers_are_those_of_a_fresh_solve(
+    seed: int, share: float | None, settings: SolverSettings
+) -> None:
     store = Store()
     problem = model(seed, layers=4)
     if share is not None:
         problem = limited(problem, share)
-    fresh = solve_problem(problem)
-    first = solve_problem(problem, block_cache=store)
-    again = solve_problem(problem, block_cache=store)
+    fresh = solve_problem(problem, settings=settings)
+    first = solve_problem(problem, block_cache=store, settings=settings)
+    again = solve_problem(problem, block_cache=store, settings=settings)
     assert_same(first, fresh)
     assert_same(again, fresh)
     assert reused(first)[1] > 0
     assert reused(again) == (sum(reused(first)), 0)
-    assert fresh.objective == pytest.approx(solve_problem(replace(problem, repeats=())).objective)
+    assert fresh.objective == pytest.approx(
+        solve_problem(replace(problem, repeats=()), settings=settings).objective
+    )
 
 
-@pytest.mark.usefixtures("_both_ways")
+@both_ways
 @pytest.mark.parametrize("seed", range(3))
-def test_other_depths_and_other_models_reuse_a_block(seed: int) -> None:
+def test_other_depths_and_other_models_reuse_a_block(seed: int, settings: SolverSettings) -> None:
     store = Store()
-    first = solve_problem(model(seed, layers=4), block_cache=store)
+    first = solve_problem(model(seed, layers=4), block_cache=store, settings=settings)
     for other in (model(seed, layers=7), model(seed, layers=3, around=1)):
-        fresh, cached = solve_problem(other), solve_problem(other, block_cache=store)
+        fresh, cached = (
+            solve_problem(other, settings=settings),
+            solve_problem(other, block_cache=store, settings=settings),
+        )
         assert_same(cached, fresh)
         assert reused(cached)[0] > 0
         assert [b.key for b in cached.blocks] == [b.key for b in first.blocks]
 
 
-@pytest.fixture(params=[0.0, 1e8, 3e8])
-def _little_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimum itself is not insisted on from the start, or from some step on."""
-    monkeypatch.setattr("autoshard.solve.repeats.solver._EAGER_WORK", 0.0)
-    monkeypatch.setattr("autoshard.solve.repeats.solver._EXACT_WORK", request.param)
-
-
-@pytest.mark.usefixtures("_little_work")
+@pytest.mark.parametrize("work", [0.0, 1e8, 3e8])
 @pytest.mark.parametrize("seed", [0, 6, 11])
 @pytest.mark.parametrize("share", [None, 0.3])
-def test_work_is_the_same_whether_tables_are_made_or_found(seed: int, share: float | None) -> None:
+def test_work_is_the_same_whether_tables_are_made_or_found(
+    seed: int, share: float | None, work: float
+) -> None:
+    """The exact optimum is not insisted on from the start, or from some step on."""
+    settings = SolverSettings(eager_run_work=0.0, max_exact_run_work=work)
     store = Store()
     problem = model(seed, layers=6)
     if share is not None:
         problem = limited(problem, share)
-    fresh = solve_problem(problem, relative_gap=0.3)
+    fresh = solve_problem(problem, relative_gap=0.3, settings=settings)
     for _ in range(2):
-        assert_same(solve_problem(problem, relative_gap=0.3, block_cache=store), fresh)
+        assert_same(
+            solve_problem(problem, relative_gap=0.3, settings=settings, block_cache=store), fresh
+        )
 
 
 @pytest.mark.parametrize("seed", [0, 6, 11])
 def test_answers_do_not_depend_on_the_speed_of_the_machine(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoshard.solve.repeats.solver._EAGER_WORK", 0.0)
     problem = limited(model(seed, layers=6), 0.3)
-    fast = solve_problem(problem, relative_gap=0.3)
+    fast = solve_problem(problem, relative_gap=0.3, settings=RELAXED)
     now = time.perf_counter
-    monkeypatch.setattr("autoshard.solve.search.time.perf_counter", lambda: 1e6 * now())
-    assert_same(solve_problem(problem, relative_gap=0.3), fast)
+    monkeypatch.setattr("autoshard.solve.state.time.perf_counter", lambda: 1e6 * now())
+    assert_same(solve_problem(problem, relative_gap=0.3, settings=RELAXED), fast)
 
 
 def test_what_repeats_is_named() -> None:
@@ -219,7 +225,7 @@ def test_entries_of_another_version_are_not_taken(monkeypatch: pytest.MonkeyPatc
     store = Store()
     problem = model(3, layers=4)
     fresh = solve_problem(problem, block_cache=store)
-    monkeypatch.setattr("autoshard.solve.tables._FORMAT", b"autoshard table 0")
+    monkeypatch.setattr("autoshard.solve.block_cache._FORMAT", b"autoshard table 0")
     cached = solve_problem(problem, block_cache=store)
     assert_same(cached, fresh)
     assert reused(cached)[0] == 0
@@ -231,9 +237,9 @@ prices = st.one_of(st.floats(allow_nan=False), st.just(np.inf))
 @settings(max_examples=50)
 @given(values=arrays(np.float64, array_shapes(max_dims=4, max_side=4), elements=prices))
 def test_a_table_comes_back_bit_by_bit(values: np.ndarray) -> None:
-    kept = KeptTable(Store(), KEY)
+    kept = CachedTable(Store(), KEY)
     assert kept.find(values.shape) is None
-    kept.keep(FoundTable(values, 1e9))
+    kept.keep(TableEntry(values, 1e9))
     found = kept.find(values.shape)
     assert found is not None
     assert found.values is not None
@@ -244,21 +250,21 @@ def test_a_table_comes_back_bit_by_bit(values: np.ndarray) -> None:
 
 
 def test_a_table_that_is_too_large_is_remembered_as_such() -> None:
-    kept = KeptTable(Store(), KEY)
-    kept.keep(FoundTable(None, 0.0))
-    assert kept.find((1 << 20, 1 << 20)) == FoundTable(None, 0.0)
+    kept = CachedTable(Store(), KEY)
+    kept.keep(TableEntry(None, 0.0))
+    assert kept.find((1 << 20, 1 << 20)) == TableEntry(None, 0.0)
 
 
 def test_a_table_with_something_that_is_no_price_is_not_taken() -> None:
-    kept = KeptTable(Store(), KEY)
-    kept.keep(FoundTable(np.array([1.0, np.nan]), 0.0))
+    kept = CachedTable(Store(), KEY)
+    kept.keep(TableEntry(np.array([1.0, np.nan]), 0.0))
     assert kept.find((2,)) is None
 
 
 @settings(max_examples=50)
 @given(strategies=st.lists(st.integers(0, 8), min_size=1, max_size=6))
 def test_strategies_come_back_if_they_exist(strategies: list[int]) -> None:
-    kept = KeptTable(Store(), KEY)
+    kept = CachedTable(Store(), KEY)
     kept.keep_interior((1, 2), strategies)
     assert kept.find_interior((1, 2), [9] * len(strategies)) == tuple(strategies)
     assert kept.find_interior((2, 1), [9] * len(strategies)) is None

@@ -1,0 +1,147 @@
+"""Tables of solved blocks, kept outside of the process, and reading them safely.
+
+An entry is a digest and plain numbers. What is not exactly what was written counts as not
+there, so a damaged entry costs a solve and never an answer.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FORMAT = b"autoshard table 2"
+"""Part of every digest; changes with the meaning of keys and entries."""
+
+_Number = TypeVar("_Number", np.float64, np.int32)
+
+
+class KeyValueStore(Protocol):
+    """Bytes under keys, shared with other solves.
+
+    A store that cannot be reached says so by finding nothing: it must not raise.
+    """
+
+    def get(self, key: str) -> bytes | None:
+        """The bytes under a key, or None."""
+
+    def put(self, key: str, body: bytes) -> None:
+        """Keep bytes under a key; those that are there already may stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedBlock:
+    """A run of groups of nodes that are alike and were solved as one.
+
+    Attributes:
+        nodes: those of the first group.
+        num_groups: how many groups the run has.
+        key: digest of what a group is made of, 64 hex digits.
+        num_reused: tables of it that were found in the store.
+        num_solved: tables of it that had to be made.
+    """
+
+    nodes: tuple[int, ...]
+    num_groups: int
+    key: str
+    num_reused: int
+    num_solved: int
+
+
+def content_key(*parts: bytes) -> str:
+    """Digest of a sequence of byte strings, 64 hex digits: the key of what follows from them."""
+    digest = hashlib.sha256(_FORMAT)
+    for part in parts:
+        # With its length, so that no other sequence gives the same digest.
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """A table that was kept.
+
+    Attributes:
+        values: prices; None where the table is known to be too large to make.
+        work: additions that making it takes.
+    """
+
+    values: NDArray[np.float64] | None
+    work: float
+
+
+class CachedTable:
+    """One table of a block in a store, and strategies inside of the block that go with it.
+
+    Args:
+        store: what keeps it.
+        key: digest of everything that determines the table.
+    """
+
+    def __init__(self, store: KeyValueStore, key: str) -> None:
+        self._store = store
+        self._key = key
+
+    def find(self, shape: Sequence[int]) -> TableEntry | None:
+        """The table, if it is kept and intact."""
+        numbers = self._read(self._key, np.float64)
+        if numbers is None or np.isnan(numbers).any():
+            return None
+        if len(numbers) == 0:
+            return TableEntry(None, 0.0)
+        if len(numbers) != 1 + prod(shape):
+            return None
+        return TableEntry(numbers[1:].reshape(shape), float(numbers[0]))
+
+    def keep(self, table: TableEntry) -> None:
+        """Keep the table, or that it is too large to make."""
+        values = table.values
+        numbers = np.zeros(0) if values is None else np.append(table.work, values)
+        self._write(self._key, numbers)
+
+    def find_interior(self, seen: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
+        """Strategies of the nodes of a group, if they are kept and intact.
+
+        Args:
+            seen: state of what the group sees.
+            sizes: number of strategies of each of its nodes.
+        """
+        numbers = self._read(self._key_of(seen), np.int32)
+        if numbers is None or len(numbers) != len(sizes):
+            return None
+        if (numbers < 0).any() or (numbers >= np.array(sizes)).any():
+            return None
+        return tuple(numbers.tolist())
+
+    def keep_interior(self, seen: Sequence[int], strategies: Sequence[int]) -> None:
+        """Keep the strategies of the nodes of a group."""
+        self._write(self._key_of(seen), np.array(strategies, np.int32))
+
+    def _key_of(self, seen: Sequence[int]) -> str:
+        return content_key(self._key.encode(), repr(tuple(seen)).encode())
+
+    def _read(self, key: str, dtype: type[_Number]) -> NDArray[_Number] | None:
+        body = self._store.get(key)
+        if body is None:
+            return None
+        seal, numbers = body[:_SEAL_SIZE], body[_SEAL_SIZE:]
+        if seal != _seal(key, numbers):
+            return None
+        return np.frombuffer(numbers, np.dtype(dtype).newbyteorder("<")).astype(dtype)
+
+    def _write(self, key: str, numbers: NDArray[np.float64] | NDArray[np.int32]) -> None:
+        little = numbers.dtype.newbyteorder("<")
+        body = np.ascontiguousarray(numbers, little).tobytes()
+        self._store.put(key, _seal(key, body) + body)
+
+
+def _seal(key: str, numbers: bytes) -> bytes:
+    """Digest of an entry and its key: an entry of another key is not taken either."""
+    return bytes.fromhex(content_key(key.encode(), numbers))
+
+
+_SEAL_SIZE = len(_seal("", b""))

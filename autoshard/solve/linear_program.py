@@ -1,0 +1,374 @@
+"""A network as a linear program: the local polytope with usage rows.
+
+One variable per strategy and one per allowed pair of (row, column) of each link. The
+strategies of a variable sum to one; the pairs of a link in one row sum to the strategies
+that select that row, and likewise for columns. Usage rows cut off what does not fit.
+
+HiGHS, driven directly: relaxations and branch and bound that can be watched and stopped.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import highspy
+import numpy as np
+from scipy import sparse
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.network import Network
+from autoshard.solve.state import SolveState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearModel:
+    """Minimise `cost @ x` where `matrix @ x = right` and `usage @ x <= capacity`, x >= 0.
+
+    Attributes:
+        cost: objective, shape [n].
+        matrix: equality rows, shape [m, n].
+        right: their right-hand side, shape [m].
+        usage: usage rows, one per checkpoint, shape [T, n].
+        capacity: slack at each checkpoint, shape [T].
+        starts: first column of each variable, then of each link, shape [V + L + 1]; the
+            columns from one start to the next sum to one.
+        variables: network variable of each of the first V groups.
+        constant: price that no column carries.
+    """
+
+    cost: FloatArray
+    matrix: sparse.csr_array
+    right: FloatArray
+    usage: sparse.csr_array
+    capacity: FloatArray
+    starts: IntArray
+    variables: tuple[int, ...]
+    constant: float
+
+    @property
+    def num_strategies(self) -> int:
+        """How many of the columns, at the front, are strategies."""
+        return int(self.starts[len(self.variables)])
+
+    def rounded(self, x: FloatArray) -> tuple[dict[int, int], float]:
+        """The strategy of each variable with the largest share, and the least such share."""
+        picks, least = {}, 1.0
+        for i, v in enumerate(self.variables):
+            shares = x[self.starts[i] : self.starts[i + 1]]
+            picks[v] = int(shares.argmax())
+            least = min(least, float(shares[picks[v]]))
+        return picks, least
+
+    def dual_bound(self, duals: FloatArray, prices: FloatArray) -> tuple[float, FloatArray]:
+        """Lower bound from any row duals, and what each column costs above it.
+
+        The duals move prices between variables and links and do not change the price of
+        any choice; every group then costs at least its cheapest column. This holds for
+        whatever duals are given, so no tolerance of a solver enters.
+
+        Args:
+            duals: multipliers of the equality rows, shape [m].
+            prices: multipliers of the usage rows, shape [T]; negative ones are cut to 0.
+
+        Returns:
+            the bound, with the constant, and a lower bound of the objective's growth when
+            a column is forced to one, shape [n].
+        """
+        prices = np.maximum(prices, 0.0)
+        reduced = self.cost - self.matrix.T @ duals + self.usage.T @ prices
+        least = np.minimum.reduceat(reduced, self.starts[:-1])
+        bound = float(duals @ self.right - prices @ self.capacity + least.sum())
+        excess = reduced - np.repeat(least, np.diff(self.starts))
+        return bound + self.constant, excess
+
+    def columns(self, network: Network, picks: dict[int, int]) -> FloatArray:
+        """The point of a choice, shape [n]."""
+        x = np.zeros(len(self.cost))
+        for i, v in enumerate(self.variables):
+            x[self.starts[i] + picks[v]] = 1.0
+        for i, (u, v, link) in enumerate(network.pairs(), start=len(self.variables)):
+            allowed = np.flatnonzero(np.isfinite(link.matrix.values))
+            width = link.matrix.values.shape[1]
+            pair = link.rows[picks[u]] * width + link.cols[picks[v]]
+            x[self.starts[i] + np.searchsorted(allowed, pair)] = 1.0
+        return x
+
+
+def linear_model(network: Network) -> LinearModel:
+    """Build the model of a network without ties and without forbidden strategies."""
+    variables = tuple(network.variables)
+    place = {v: i for i, v in enumerate(variables)}
+    sizes = [len(network.variables[v].cost) for v in variables]
+    costs = [network.variables[v].cost for v in variables]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
+    blocks = [_Block.one_hot(starts)]
+    right = [np.ones(len(variables))]
+    column, row = int(starts[-1]), len(variables)
+    group_starts = list(starts)
+    for u, v, link in network.pairs():
+        values = link.matrix.values
+        rows, cols = np.nonzero(np.isfinite(values))
+        flows = column + np.arange(len(rows))
+        low, high = row, row + values.shape[0]
+        blocks += [
+            _Block(low + rows, flows, 1.0),
+            _Block(high + cols, flows, 1.0),
+            _Block(low + link.rows, starts[place[u]] + np.arange(sizes[place[u]]), -1.0),
+            _Block(high + link.cols, starts[place[v]] + np.arange(sizes[place[v]]), -1.0),
+        ]
+        costs.append(values[rows, cols])
+        right.append(np.zeros(sum(values.shape)))
+        column, row = column + len(rows), row + sum(values.shape)
+        group_starts.append(column)
+    return LinearModel(
+        np.concatenate(costs),
+        _assembled(blocks, (row, column)),
+        np.concatenate(right),
+        _usage_rows(network, starts, column),
+        network.capacity,
+        np.array(group_starts, dtype=np.intp),
+        variables,
+        network.constant,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Entries of one value in a sparse matrix."""
+
+    rows: IntArray
+    cols: IntArray
+    value: float
+
+    @classmethod
+    def one_hot(cls, starts: IntArray) -> "_Block":
+        groups = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        return cls(groups, np.arange(int(starts[-1])), 1.0)
+
+
+def _assembled(blocks: list[_Block], shape: tuple[int, int]) -> sparse.csr_array:
+    rows = np.concatenate([block.rows for block in blocks])
+    cols = np.concatenate([block.cols for block in blocks])
+    values = np.concatenate([np.full(len(block.rows), block.value) for block in blocks])
+    return sparse.csr_array((values, (rows, cols)), shape=shape)
+
+
+def _usage_rows(network: Network, starts: IntArray, width: int) -> sparse.csr_array:
+    rows, cols, values = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)], [np.zeros(0)]
+    for i, variable in enumerate(network.variables.values()):
+        for term in variable.terms:
+            times = np.arange(term.first, term.last)
+            used = np.flatnonzero(term.usage)
+            rows.append(np.repeat(times, len(used)))
+            cols.append(np.tile(starts[i] + used, len(times)))
+            values.append(np.tile(term.usage[used], len(times)))
+    entries = (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols)))
+    return sparse.csr_array(entries, shape=(len(network.capacity), width))
+
+
+_LARGEST_COST = 1e4
+_FEASIBILITY = 1e-9
+_DUAL_FEASIBILITY = 1e-7
+
+
+class Ending(Enum):
+    """How a run of HiGHS ended."""
+
+    SOLVED = auto()
+    INFEASIBLE = auto()
+    STOPPED = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearOutcome:
+    """Result of a run; prices are in the units of the model.
+
+    Attributes:
+        ending: how the run ended.
+        x: the point found, shape [n], or None.
+        duals: multipliers of the equality rows of a relaxation, shape [m], or None.
+        prices: multipliers of the usage rows of a relaxation, shape [T], or None.
+        bound: lower bound of the integral optimum with all tolerances taken off.
+    """
+
+    ending: Ending
+    x: FloatArray | None
+    duals: FloatArray | None
+    prices: FloatArray | None
+    bound: float
+
+
+class HighsSolver:
+    """One linear model in HiGHS.
+
+    Prices are scaled so that the tolerances of HiGHS mean something whatever the unit,
+    and each usage row is scaled to coefficients of at most one. Usage rows enter when a
+    point violates them, unless they are few.
+
+    Args:
+        model: what to minimise.
+        state: gives the seed, the time and the wish to stop; hears of progress.
+        offer: takes an integral point found on the way, shape [n].
+        cap: bounds reported on the way are cut to this.
+        seconds: give up on a run after this time.
+    """
+
+    def __init__(
+        self,
+        model: LinearModel,
+        state: SolveState,
+        *,
+        offer: Callable[[FloatArray], None],
+        cap: float = float("inf"),
+        seconds: float = float("inf"),
+    ) -> None:
+        self._model = model
+        self._seconds = seconds
+        self._state = state
+        self._offer = offer
+        self._cap = cap
+        self._scale = _LARGEST_COST / max(float(np.abs(model.cost).max(initial=0.0)), 1e-300)
+        heaviest = abs(model.usage).max(axis=1).toarray().ravel() if model.usage.nnz else None
+        self._heaviest = np.ones(len(model.capacity)) if heaviest is None else heaviest
+        self._active: list[int] = []
+        self._highs = self._loaded()
+        if model.usage.nnz <= self._state.settings.eager_usage_entries:
+            self._activate(np.ones(len(model.capacity), dtype=np.bool_))
+
+    @property
+    def slack(self) -> float:
+        """Most by which the tolerances of HiGHS can lift a bound."""
+        return _DUAL_FEASIBILITY * (len(self._model.starts) - 1) / self._scale
+
+    def relax(self) -> LinearOutcome:
+        """Solve the linear relaxation."""
+        large = len(self._model.cost) > self._state.settings.interior_point_columns
+        self._highs.setOptionValue("solver", "ipm" if large else "choose")
+        return self._until_fits()
+
+    def branch(self, start: FloatArray | None) -> LinearOutcome:
+        """Solve with integral strategies, from a point if there is one."""
+        columns = np.arange(self._model.num_strategies, dtype=np.int32)
+        kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
+        self._highs.changeColsIntegrality(len(columns), columns, kinds)
+        if start is not None:
+            index = np.arange(len(start), dtype=np.int32)
+            self._highs.setSolution(len(index), index, start)
+        allowed = self._state.gap * self._state.magnitude * self._scale
+        self._highs.setOptionValue("mip_abs_gap", max(0.25 * allowed, 1e-6))
+        self._highs.setOptionValue("mip_rel_gap", 0.0)
+        return self._until_fits()
+
+    def forbid(self, x: FloatArray, times: BoolArray) -> None:
+        """Cut off an integral point whose usage does not fit at some checkpoints.
+
+        For each of them, the strategies of the point that use it are a cover: usage is
+        not negative, so they cannot all be chosen together.
+        """
+        for time in np.flatnonzero(times):
+            row = self._model.usage[[time]].tocoo()
+            cover = row.col[x[row.col] > 0.5].astype(np.int32)  # noqa: PLR2004 - rounding
+            self._highs.addRow(-np.inf, len(cover) - 1.0, len(cover), cover, np.ones(len(cover)))
+
+    def violated(self, x: FloatArray) -> BoolArray:
+        """Checkpoints at which a point uses more than there is, shape [T]."""
+        slack = self._model.capacity + _FEASIBILITY * self._heaviest
+        over: BoolArray = self._model.usage @ x > slack
+        return over
+
+    def _until_fits(self) -> LinearOutcome:
+        """Run, add the usage rows that the point violates, and run again until none is left."""
+        while True:
+            outcome = self._run()
+            if outcome.x is None or outcome.ending is not Ending.SOLVED:
+                return outcome
+            over = self.violated(outcome.x)
+            over[self._active] = False
+            if not over.any():
+                return outcome
+            self._activate(over)
+
+    def _loaded(self) -> highspy.Highs:
+        model, lp = self._model, highspy.HighsLp()
+        columns = sparse.csc_array(model.matrix)
+        lp.num_col_, lp.num_row_ = len(model.cost), len(model.right)
+        lp.col_cost_ = model.cost * self._scale
+        lp.col_lower_, lp.col_upper_ = np.zeros(len(model.cost)), np.ones(len(model.cost))
+        lp.row_lower_ = lp.row_upper_ = model.right
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = columns.indptr.astype(np.int32)
+        lp.a_matrix_.index_ = columns.indices.astype(np.int32)
+        lp.a_matrix_.value_ = columns.data
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("random_seed", self._state.seed)
+        highs.setOptionValue("primal_feasibility_tolerance", _FEASIBILITY)
+        highs.setOptionValue("mip_feasibility_tolerance", _FEASIBILITY)
+        highs.setOptionValue("dual_feasibility_tolerance", _DUAL_FEASIBILITY)
+        highs.passModel(lp)
+        for event in (highs.cbSimplexInterrupt, highs.cbIpmInterrupt, highs.cbMipInterrupt):
+            event.subscribe(self._on_event)
+        highs.cbMipImprovingSolution.subscribe(self._on_solution)
+        return highs
+
+    def _activate(self, times: BoolArray) -> None:
+        fresh = np.flatnonzero(times)
+        if len(fresh) == 0:
+            return
+        heaviest = self._heaviest[fresh]
+        rows = sparse.csr_array(self._model.usage[fresh])
+        values = rows.data / np.repeat(heaviest, np.diff(rows.indptr))
+        self._highs.addRows(
+            len(fresh),
+            np.full(len(fresh), -np.inf),
+            self._model.capacity[fresh] / heaviest,
+            len(values),
+            rows.indptr[:-1].astype(np.int32),
+            rows.indices.astype(np.int32),
+            values,
+        )
+        self._active.extend(fresh.tolist())
+
+    def _run(self) -> LinearOutcome:
+        self._state.check()
+        allowed = min(self._state.remaining, self._seconds)
+        if np.isfinite(allowed):
+            self._highs.setOptionValue("time_limit", self._highs.getRunTime() + allowed)
+        self._highs.run()
+        status = self._highs.getModelStatus()
+        endings = {
+            highspy.HighsModelStatus.kOptimal: Ending.SOLVED,
+            highspy.HighsModelStatus.kInfeasible: Ending.INFEASIBLE,
+            highspy.HighsModelStatus.kUnboundedOrInfeasible: Ending.INFEASIBLE,
+        }
+        return self._outcome(endings.get(status, Ending.STOPPED))
+
+    def _outcome(self, ending: Ending) -> LinearOutcome:
+        info, solution = self._highs.getInfo(), self._highs.getSolution()
+        feasible = info.primal_solution_status == int(
+            highspy.SolutionStatus.kSolutionStatusFeasible
+        )
+        x = np.array(solution.col_value) if feasible else None
+        duals = prices = None
+        if solution.dual_valid:
+            rows = np.array(solution.row_dual) / self._scale
+            duals = rows[: len(self._model.right)]
+            prices = np.zeros(len(self._model.capacity))
+            usage_rows = rows[len(duals) : len(duals) + len(self._active)]
+            prices[self._active] = -usage_rows / self._heaviest[self._active]
+        return LinearOutcome(ending, x, duals, prices, self._priced(info.mip_dual_bound))
+
+    def _priced(self, bound: float) -> float:
+        """A bound of HiGHS in the units of the problem, with its tolerances taken off."""
+        if not np.isfinite(bound):
+            return -float("inf")
+        return float(bound) / self._scale + self._model.constant - self.slack
+
+    def _on_event(self, event: highspy.highs.HighsCallbackEvent) -> None:
+        if self._state.must_stop:
+            event.interrupt()
+        if event.callback_type == highspy.cb.HighsCallbackType.kCallbackMipInterrupt:
+            self._state.raise_bound(min(self._priced(event.data_out.mip_dual_bound), self._cap))
+
+    def _on_solution(self, event: highspy.highs.HighsCallbackEvent) -> None:
+        self._offer(np.array(event.data_out.mip_solution))

@@ -1,0 +1,270 @@
+"""In which order to eliminate variables, so that tables stay small.
+
+The next variable is the one whose neighbours lack least of being linked to each other, each
+lacking link weighted by how much the two add to a table (weighted min-fill; Kjaerulff,
+Aalborg R-90-09, 1990). Orders that differ a little can differ a thousandfold in what they
+cost, so a few are tried, with weights shifted at random, and the cheapest is taken. Variables
+in the same surroundings are shifted alike: what repeats in a network is then eliminated in the
+same way each time, and its tables are made once.
+
+Networks that are too wide for tables: exact on most of their links, messages on the rest.
+
+Messages take most of the price out of the links. What they leave is nowhere negative, so a
+link can be left out and what remains is a lower bound; and where messages have done well, most
+links are left with little. Without the weakest ones the network is narrow enough to be solved
+by elimination, which bounds every strategy as well. That drops most strategies, so that the
+next time fewer links are left out, until none is and the answer is exact. With all but a
+forest of links left out it is what `restricted_solver` does for wide problems; mini-buckets with
+cost shifting (Ihler et al., UAI 2012) are near to it.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from math import log, prod
+from random import Random
+
+import numpy as np
+
+from autoshard.arrays import FloatArray
+from autoshard.solve.elimination import Elimination
+from autoshard.solve.local_search import CoordinateDescent
+from autoshard.solve.network import Link, Network
+from autoshard.solve.reduced_problem import ReducedProblem
+from autoshard.solve.settings import DEFAULT_EFFORT, Effort
+from autoshard.solve.trws import TRWS
+
+_NOISE = 0.4
+_LOOKS = 3
+"""How far two variables must have the same surroundings to be shifted alike."""
+_MANY = 48
+"""Neighbours from which on a variable waits until it has fewer."""
+
+Neighbours = Mapping[int, set[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of elimination.
+
+    Attributes:
+        variables: all variables, the first one first.
+        work: additions that it takes, if every strategy is told apart.
+        entries: of all tables together.
+    """
+
+    variables: tuple[int, ...]
+    work: float
+    entries: float
+
+
+def best_order(
+    sizes: Mapping[int, int], neighbours: Neighbours, tries: int, *, effort: Effort = DEFAULT_EFFORT
+) -> Order:
+    """The cheapest of some orders; the same ones for the same network.
+
+    Args:
+        sizes: number of strategies of each variable.
+        neighbours: of each variable.
+        tries: how many orders to compare.
+        effort: limits of work, and when to stop.
+    """
+    marks = _marks(sizes, neighbours)
+    orders = []
+    for number in range(tries):
+        rng = Random(number)  # noqa: S311  nothing secret
+        shifts = {mark: 1.0 + (_NOISE * rng.random() if number else 0.0) for mark in marks.values()}
+        effort.check()
+        orders.append(_order(sizes, neighbours, {v: shifts[m] for v, m in marks.items()}))
+    return min(orders, key=lambda order: order.work)
+
+
+def _marks(sizes: Mapping[int, int], neighbours: Neighbours) -> dict[int, int]:
+    """Numbers that are equal for variables with equal surroundings."""
+    marks: dict[int, int] = dict(sizes)
+    for _ in range(_LOOKS):
+        known: dict[tuple[int, ...], int] = {}
+        looks = {v: (marks[v], *sorted(marks[w] for w in neighbours[v])) for v in marks}
+        marks = {v: known.setdefault(look, len(known)) for v, look in looks.items()}
+    return marks
+
+
+def _order(sizes: Mapping[int, int], neighbours: Neighbours, shifts: Mapping[int, float]) -> Order:
+    around = {v: set(near) for v, near in neighbours.items()}
+    weights = {v: log(size) for v, size in sizes.items()}
+
+    def lacking(v: int) -> float:
+        near = around[v]
+        if len(near) > _MANY:
+            return shifts[v] * len(near) ** 3
+        pairs = combinations(near, 2)
+        return shifts[v] * sum(weights[a] * weights[b] for a, b in pairs if b not in around[a])
+
+    keys = {v: lacking(v) for v in around}
+    heap = [(key, v) for v, key in keys.items()]
+    heapq.heapify(heap)
+    variables, work, entries = [], 0.0, 0.0
+    while heap:
+        key, v = heapq.heappop(heap)
+        if keys.get(v) != key:
+            continue
+        near = around.pop(v)
+        del keys[v]
+        variables.append(v)
+        entries += (size := prod((float(sizes[w]) for w in near), start=1.0))
+        work += size * sizes[v]
+        changed = set(near)
+        for w in near:
+            around[w].discard(v)
+            if not near - around[w] <= {w}:
+                around[w] |= near - {w}
+                changed |= around[w]
+        for w in changed:
+            keys[w] = lacking(w)
+            heapq.heappush(heap, (keys[w], w))
+    return Order(tuple(variables), work, entries)
+
+
+_LOTS = 12
+"""Lots in which links are added that say less than one that did not fit."""
+
+
+def solve_by_mini_buckets(reduced: ReducedProblem) -> None:
+    """Solve a network without usage, or bound it and drop what cannot matter.
+
+    Args:
+        reduced: the reduced problem.
+    """
+    state, settings = reduced.state, reduced.state.settings
+    work = settings.mini_bucket_work
+    for _ in range(settings.mini_bucket_rounds):
+        if (
+            reduced.done
+            or state.closed
+            or work > settings.max_elimination_work
+            or _num_pairs(reduced) < settings.mini_bucket_min_entries
+        ):
+            return
+        state.enter("pass messages")
+        trws = TRWS(reduced)
+        least = trws.run(settings.mini_bucket_trws_share * state.remaining)
+        if state.closed:
+            return
+        state.enter("solve most links")
+        before, gap = _num_strategies(reduced), state.objective - state.bound
+        left, slack = trws.remaining()
+        part = MiniBucketRelaxation(left, work, slack=max(gap, slack), effort=state.effort)
+        bounds = part.solve(slack)
+        if bounds is None:
+            return
+        state.count("thinning.rounds")
+        state.count("thinning.links", float(part.num_left_out))
+        reduced.raise_bound(part.bound)
+        better = CoordinateDescent(reduced.network, effort=state.effort).improve(part.picks)
+        reduced.offer(better)
+        if state.closed:
+            return
+        reduced.prune({v: np.maximum(least[v], bounds[v]) for v in bounds})
+        reduced.reduce()
+        closed = (
+            state.objective - state.bound <= (1.0 - settings.mini_bucket_min_gain) * gap < np.inf
+        )
+        closed = closed or state.objective < np.inf == gap
+        if not closed and _num_strategies(reduced) > (1.0 - settings.mini_bucket_min_gain) * before:
+            work *= settings.mini_bucket_growth
+
+
+def _num_pairs(reduced: ReducedProblem) -> int:
+    return sum(link.matrix.values.size for _, _, link in reduced.network.pairs())
+
+
+def _num_strategies(reduced: ReducedProblem) -> int:
+    return sum(len(variable.cost) for variable in reduced.network.variables.values())
+
+
+class MiniBucketRelaxation:
+    """As many of a network's links as can be solved with so many additions.
+
+    Args:
+        network: no price of its links is negative, up to rounding.
+        work: additions.
+        slack: prices beyond it are as good as infinite.
+        effort: limits of work, and when to stop.
+
+    Attributes:
+        bound: lower bound of all choices of the network.
+        picks: a position per variable that attains it in the part.
+        num_left_out: links that are not in the part.
+    """
+
+    def __init__(
+        self, network: Network, work: float, *, slack: float, effort: Effort = DEFAULT_EFFORT
+    ) -> None:
+        self.bound = -float("inf")
+        self.picks: dict[int, int] = {}
+        self._network = network
+        self._work = work
+        self._effort, self._settings = effort, effort.settings
+        self._sizes = {v: len(x.cost) for v, x in network.variables.items()}
+        weights = {(u, v): _weight(link, slack) for u, v, link in network.pairs()}
+        self._links = sorted(weights, key=lambda pair: (-weights[pair], pair))
+        self._kept = self._most()
+        self.num_left_out = len(self._links) - len(self._kept)
+
+    def solve(self, slack: float) -> dict[int, FloatArray] | None:
+        """Solve the part.
+
+        Args:
+            slack: what rounding may add.
+
+        Returns:
+            a lower bound of all choices with each strategy of each variable, shape [S]; None
+            where tables would be too large after all.
+        """
+        part, kept = self._network.copy(), set(self._kept)
+        for u, v in self._links:
+            if (u, v) not in kept:
+                values = part.links[u][v].dense()
+                part.constant += float(values.min())
+                part.disconnect(u, v)
+        order = self._order(self._kept, self._settings.many_orders)
+        plan = Elimination.compile(part, order=order.variables, effort=self._effort)
+        if plan is None:
+            return None
+        costs = {v: x.cost for v, x in part.variables.items()}
+        result = plan.evaluate(costs)
+        self.bound, self.picks = result.value - slack, result.picks
+        marginals = plan.min_marginals(result)
+        return {v: bounds - slack for v, bounds in marginals.items()}
+
+    def _most(self) -> list[tuple[int, int]]:
+        """The links that say most, as many as fit; then others that fit beside them."""
+        if self._fits(self._links, self._settings.many_orders):
+            return self._links
+        low, high = 0, len(self._links)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(self._links[:middle]) else (low, middle)
+        kept, rest = self._links[:low], self._links[low:]
+        size = max(1, -(-len(rest) // _LOTS))
+        for start in range(0, len(rest), size):
+            more = [*kept, *rest[start : start + size]]
+            kept = more if self._fits(more) else kept
+        return kept
+
+    def _fits(self, links: Iterable[tuple[int, int]], tries: int | None = None) -> bool:
+        order = self._order(links, tries or self._settings.few_orders)
+        return order.work <= self._work and order.entries <= self._settings.mini_bucket_entries
+
+    def _order(self, links: Iterable[tuple[int, int]], tries: int) -> Order:
+        neighbours: dict[int, set[int]] = {v: set() for v in self._sizes}
+        for u, v in links:
+            neighbours[u].add(v)
+            neighbours[v].add(u)
+        return best_order(self._sizes, neighbours, tries, effort=self._effort)
+
+
+def _weight(link: Link, slack: float) -> float:
+    """How much a link says: the mean of its prices, as far as they matter."""
+    return float(np.minimum(link.dense(), slack).mean())

@@ -1,0 +1,62 @@
+"""Exact reductions: each makes a network smaller and knows the way back.
+
+The design follows the reductions of cvxpy (`apply`, `invert`, chains); unlike there, a
+network is edited in place, because a reduction is applied thousands of times.
+"""
+
+from autoshard.solve.presolve.base import Inverse, Presolve, Reduction, nothing_to_undo, sequence
+from autoshard.solve.presolve.drop_strategies import (
+    DropDominated,
+    EnforceArcConsistency,
+    Losses,
+    SimplifyLimits,
+)
+from autoshard.solve.presolve.merge_variables import (
+    EliminateNeighbours,
+    FixVariables,
+    MergeTies,
+    NormalizeLinks,
+    SolveLowTreewidth,
+    SubstituteVariables,
+)
+from autoshard.solve.settings import DEFAULT_EFFORT, Effort
+
+
+def default_reductions(effort: Effort = DEFAULT_EFFORT) -> tuple[Reduction, ...]:
+    """Every reduction, the cheap ones first.
+
+    Args:
+        effort: limits of work, and when to stop.
+    """
+    links = NormalizeLinks()
+    return (
+        MergeTies(),
+        EnforceArcConsistency(),
+        SubstituteVariables(),
+        SimplifyLimits(),
+        FixVariables(),
+        links,
+        EliminateNeighbours(links, effort=effort),
+        DropDominated(effort=effort),
+        SolveLowTreewidth(effort),
+    )
+
+
+__all__ = [
+    "DropDominated",
+    "EliminateNeighbours",
+    "EnforceArcConsistency",
+    "FixVariables",
+    "Inverse",
+    "Losses",
+    "MergeTies",
+    "NormalizeLinks",
+    "Presolve",
+    "Reduction",
+    "SimplifyLimits",
+    "SolveLowTreewidth",
+    "SubstituteVariables",
+    "default_reductions",
+    "nothing_to_undo",
+    "sequence",
+]

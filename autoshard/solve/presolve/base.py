@@ -1,0 +1,122 @@
+"""What a reduction is, and how several make a chain."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from autoshard.arrays import IntArray
+from autoshard.solve.network import Network
+from autoshard.solve.settings import DEFAULT_EFFORT, Effort
+
+Inverse = Callable[[IntArray], None]
+"""Fills in, in place, the choices of the variables that a reduction removed.
+
+It reads and writes one strategy index of the original problem per node, shape [N].
+"""
+
+
+class Reduction(Protocol):
+    """An exact simplification: the least price stays the same, and so does a best choice."""
+
+    name: str
+
+    def apply(self, network: Network) -> Inverse:
+        """Simplify the network in place; return the way back to its choices."""
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class Worklist(Generic[Item]):
+    """Items to look at, first in first out, each waiting at most once."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._order: deque[Item] = deque()
+        self._waiting: set[Item] = set()
+        self.update(items)
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def update(self, items: Iterable[Item]) -> None:
+        """Add the items that do not wait already."""
+        for item in items:
+            if item not in self._waiting:
+                self._waiting.add(item)
+                self._order.append(item)
+
+    def pop(self) -> Item:
+        """Take the item that has waited longest."""
+        item = self._order.popleft()
+        self._waiting.discard(item)
+        return item
+
+
+def nothing_to_undo(choice: IntArray) -> None:
+    """The inverse of a reduction that removes no variable."""
+
+
+def sequence(inverses: Iterable[Inverse]) -> Inverse:
+    """The inverse of several steps, taken back last to first."""
+    backwards = tuple(inverses)[::-1]
+
+    def invert(choice: IntArray) -> None:
+        for inverse in backwards:
+            inverse(choice)
+
+    return invert
+
+
+@dataclass
+class Presolve:
+    """Reductions applied in turn until none of them changes anything.
+
+    Attributes:
+        reductions: in the order in which they are tried.
+        effort: limits of work, and when to stop.
+        statistics: what each reduction removed, and its seconds, by name.
+    """
+
+    reductions: tuple[Reduction, ...]
+    effort: Effort = DEFAULT_EFFORT
+    statistics: dict[str, float] = field(default_factory=dict)
+
+    def apply(self, network: Network) -> Inverse:
+        """Reduce the network in place; return the way back to its choices."""
+        inverses: list[Inverse] = []
+        before = None
+        while before != (before := _state(network)) and not network.infeasible:
+            for reduction in self.reductions:
+                self.effort.check()
+                inverses.append(self._step(reduction, network))
+                if network.infeasible:
+                    break
+        return sequence(inverses)
+
+    def _step(self, reduction: Reduction, network: Network) -> Inverse:
+        start, before = time.perf_counter(), _size(network)
+        inverse = reduction.apply(network)
+        after = _size(network)
+        gained = {"seconds": time.perf_counter() - start}
+        for what in before:
+            gained[what] = float(before[what] - after[what])
+        for what, amount in gained.items():
+            key = f"{reduction.name}.{what}"
+            if amount:
+                self.statistics[key] = self.statistics.get(key, 0.0) + amount
+        return inverse
+
+
+def _size(network: Network) -> dict[str, int]:
+    return {
+        "nodes": len(network.variables),
+        "strategies": sum(len(x.cost) for x in network.variables.values()),
+        "links": sum(len(links) for links in network.links.values()) // 2,
+        "limits": len(network.capacity),
+    }
+
+
+def _state(network: Network) -> tuple[object, ...]:
+    return tuple(_size(network).values()), sum(network.changes.values()), len(network.ties)

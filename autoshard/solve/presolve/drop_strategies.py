@@ -1,0 +1,300 @@
+"""Strategies that no finite choice can use.
+
+Strategies that another strategy of the same variable makes pointless.
+
+Usage limits in their simplest form.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.network import Matrix, Network, Term, Variable, spread
+from autoshard.solve.presolve.base import Inverse, Worklist, nothing_to_undo
+from autoshard.solve.presolve.merge_variables import merged_terms
+from autoshard.solve.settings import DEFAULT_EFFORT, Effort
+
+
+class EnforceArcConsistency:
+    """Drop strategies of infinite cost and those without a partner on some link.
+
+    This is arc consistency: a dropped strategy can leave strategies of its neighbours
+    without a partner, so the neighbours are looked at again.
+    """
+
+    name = "drop_forbidden"
+
+    def __init__(self) -> None:
+        self._finite: dict[bytes, tuple[Matrix, BoolArray | None]] = {}
+
+    def apply(self, network: Network) -> Inverse:
+        """Drop until nothing is forbidden any more."""
+        queue = Worklist(network.variables)
+        while queue and not network.infeasible:
+            v = queue.pop()
+            mask = self._allowed(network, v)
+            if not mask.all():
+                network.keep(v, mask)
+                queue.update(network.links[v])
+        return nothing_to_undo
+
+    def _allowed(self, network: Network, v: int) -> BoolArray:
+        mask: BoolArray = np.isfinite(network.variables[v].cost)
+        for link in network.links[v].values():
+            finite = self._pairs(link.matrix)
+            if finite is not None:
+                present = np.zeros(finite.shape[1], dtype=np.bool_)
+                present[link.cols] = True
+                partnered: BoolArray = np.any(finite[:, present], axis=1)
+                mask &= partnered[link.rows]
+        return mask
+
+    def _pairs(self, matrix: Matrix) -> BoolArray | None:
+        """Which pairs are allowed, shape [R, C]; None where all are."""
+        if matrix.key not in self._finite:
+            finite = np.isfinite(matrix.values)
+            self._finite[matrix.key] = (matrix, None if finite.all() else finite)
+        return self._finite[matrix.key][1]
+
+
+Losses = tuple[Matrix, FloatArray | None]
+"""A matrix, and the most that moving from one of its columns to another can cost."""
+
+
+class DropDominated:
+    """Drop strategies that can be swapped for another one at no loss, whatever the rest does.
+
+    Strategy t dominates s when, over every choice of the neighbours, moving from s to t
+    never costs more, and t never uses more than s. The worst case is summed over the
+    links (the Goldstein criterion of dead-end elimination, Biophys. J. 66:1335, 1994),
+    which contains the plain entry-by-entry comparison. Of equals the first one stays.
+
+    Args:
+        keep: variables whose strategies all stay.
+        losses: comparisons known from elsewhere; new ones are added.
+        effort: limits of work.
+    """
+
+    name = "drop_dominated"
+
+    def __init__(
+        self,
+        *,
+        keep: Collection[int] = (),
+        losses: dict[bytes, Losses] | None = None,
+        effort: Effort = DEFAULT_EFFORT,
+    ) -> None:
+        self._settings = effort.settings
+        self._keep = keep
+        self._losses = {} if losses is None else losses
+        self._seen: dict[int, int] = {}
+
+    def apply(self, network: Network) -> Inverse:
+        """Drop the dominated strategies of every variable that has changed."""
+        for v in network.variables.keys() - set(self._keep):
+            while self._seen.get(v) != network.changes[v]:
+                self._seen[v] = network.changes[v]
+                mask = self._undominated(network, v)
+                if mask is not None and not mask.all():
+                    network.keep(v, mask)
+        return nothing_to_undo
+
+    def _undominated(self, network: Network, v: int) -> BoolArray | None:
+        """Which strategies stay, shape [S]; None where the comparison would take too long."""
+        variable = network.variables[v]
+        if not 1 < len(variable.cost) <= self._settings.max_dominance_strategies:
+            return None
+        with np.errstate(invalid="ignore"):
+            loss = variable.cost[None, :] - variable.cost[:, None]
+            for link in network.links[v].values():
+                worst = self._loss(link.matrix.flipped)
+                if worst is None:
+                    return None
+                loss = loss + worst[np.ix_(link.rows, link.rows)]
+            dominates = loss <= 0
+        for term in variable.terms:
+            dominates &= term.usage[None, :] <= term.usage[:, None]
+        np.fill_diagonal(dominates, val=False)
+        first = np.tri(len(dominates), k=-1, dtype=np.bool_)
+        strictly = dominates & (~dominates.T | first)
+        undominated: BoolArray = np.logical_not(strictly.any(axis=1))
+        return undominated
+
+    def _loss(self, matrix: Matrix) -> FloatArray | None:
+        """Most that moving from column s to column t can cost, shape [C, C]."""
+        if matrix.key not in self._losses:
+            self._losses[matrix.key] = (
+                matrix,
+                _worst_moves(matrix.values, self._settings.max_dominance_work),
+            )
+        return self._losses[matrix.key][1]
+
+
+def _worst_moves(values: FloatArray, max_work: float) -> FloatArray | None:
+    rows, cols = values.shape
+    if rows * cols * cols > max_work:
+        return None
+    worst = np.full((cols, cols), -np.inf)
+    for row in values:
+        with np.errstate(invalid="ignore"):
+            move = row[None, :] - row[:, None]
+        # A forbidden start cannot be moved from, so it says nothing about the move.
+        move[~np.isfinite(row)] = -np.inf
+        np.maximum(worst, move, out=worst)
+    return worst
+
+
+class SimplifyLimits:
+    """Drop limits that cannot bind, and strategies that cannot fit.
+
+    What a variable uses in any case is taken off the slack. A checkpoint whose slack is
+    enough for the largest use of everybody is forgotten, and so is one whose users all
+    meet a neighbouring checkpoint with less slack. Strategies that do not fit even when
+    all others use their least are dropped.
+    """
+
+    name = "simplify_limits"
+
+    def apply(self, network: Network) -> Inverse:
+        """Simplify until no strategy is dropped any more; then forget checkpoints."""
+        while not network.infeasible:
+            _take_least(network)
+            if (network.capacity < 0).any():
+                network.infeasible = True
+            elif not _drop_unfit(network):
+                _forget(network, _needed(network))
+                break
+        return nothing_to_undo
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Terms:
+    """All terms of a network.
+
+    Attributes:
+        first: first checkpoint of each, shape [N].
+        last: end of each, shape [N].
+        least: least usage of each, shape [N].
+        most: largest usage of each, shape [N].
+    """
+
+    first: IntArray
+    last: IntArray
+    least: FloatArray
+    most: FloatArray
+
+    @classmethod
+    def of(cls, network: Network) -> "_Terms":
+        terms = [term for variable in network.variables.values() for term in variable.terms]
+        if not terms:
+            nowhere, nothing = np.zeros(0, dtype=np.intp), np.zeros(0)
+            return cls(nowhere, nowhere, nothing, nothing)
+        usage = np.concatenate([term.usage for term in terms])
+        sizes = np.array([len(term.usage) for term in terms])
+        starts = np.cumsum(sizes) - sizes
+        return cls(
+            np.array([term.first for term in terms], dtype=np.intp),
+            np.array([term.last for term in terms], dtype=np.intp),
+            np.minimum.reduceat(usage, starts),
+            np.maximum.reduceat(usage, starts),
+        )
+
+
+def _users(network: Network) -> list[tuple[int, Variable]]:
+    return [(v, x) for v, x in network.variables.items() if x.terms]
+
+
+def _take_least(network: Network) -> None:
+    terms = _Terms.of(network)
+    settled = (terms.least == 0) & (terms.most > 0)
+    if settled.all():
+        return
+    taken = spread(terms.first, terms.last, terms.least, len(network.capacity))
+    network.capacity = network.capacity - taken
+    place = 0
+    for v, variable in _users(network):
+        span = slice(place, place + len(variable.terms))
+        place = span.stop
+        if settled[span].all():
+            continue
+        bounds = zip(terms.least[span], terms.most[span], strict=True)
+        left = tuple(
+            Term(t.first, t.last, t.usage - least) if least > 0 else t
+            for t, (least, most) in zip(variable.terms, bounds, strict=True)
+            if most > least
+        )
+        network.replace(v, Variable(variable.labels, variable.cost, left))
+
+
+def _drop_unfit(network: Network) -> bool:
+    """Drop strategies that do not fit where all others use their least; tell whether any was."""
+    most = _Terms.of(network).most
+    least_room = float(network.capacity.min(initial=np.inf))
+    place, dropped = 0, False
+    for v, variable in _users(network):
+        span = slice(place, place + len(variable.terms))
+        place = span.stop
+        fits: BoolArray = np.ones(len(variable.cost), dtype=np.bool_)
+        for i in np.flatnonzero(most[span] > least_room):
+            term = variable.terms[i]
+            fits &= term.usage <= network.capacity[term.first : term.last].min()
+        if not fits.all():
+            network.keep(v, fits)
+            dropped = True
+    return dropped
+
+
+def _needed(network: Network) -> BoolArray:
+    """Checkpoints that can bind, shape [T]."""
+    terms, num = _Terms.of(network), len(network.capacity)
+    most_use = spread(terms.first, terms.last, terms.most, num)
+    # The running sum rounds; a limit is forgotten only where it is clear of the rounding.
+    rounding = 2e-12 * float(terms.most.sum())
+    needed: BoolArray = (most_use + rounding > network.capacity) & (
+        spread(terms.first, terms.last, np.ones(len(terms.first)), num) > 0
+    )
+    while True:
+        kept = np.flatnonzero(needed)
+        place = np.concatenate([[0], np.cumsum(needed)])
+        covered = _covered(place[terms.first], place[terms.last], network.capacity[kept])
+        if not covered.any():
+            return needed
+        needed[kept[covered]] = False
+
+
+def _covered(first: IntArray, last: IntArray, capacity: FloatArray) -> BoolArray:
+    """Checkpoints whose users are all users of the next or the previous one, with less slack."""
+    starts = np.zeros(len(capacity) + 1, dtype=np.bool_)
+    ends = np.zeros(len(capacity) + 1, dtype=np.bool_)
+    alive = first < last
+    starts[first[alive]] = ends[last[alive]] = True
+    inside_next = ~ends[1:-1] & (capacity[1:] <= capacity[:-1])
+    inside_previous = ~starts[1:-1] & (capacity[:-1] <= capacity[1:])
+    covered: BoolArray = np.zeros(len(capacity), dtype=np.bool_)
+    for t in (np.flatnonzero(inside_next | inside_previous) + 1).tolist():
+        if covered[t - 1]:
+            continue
+        covered[t - 1 if inside_next[t - 1] else t] = True
+    return covered
+
+
+def _forget(network: Network, needed: BoolArray) -> None:
+    """Drop the checkpoints that are not needed."""
+    if needed.all():
+        return
+    place = np.concatenate([[0], np.cumsum(needed)]).tolist()
+    for v, variable in _users(network):
+        moved = [Term(place[t.first], place[t.last], t.usage) for t in variable.terms]
+        terms = merged_terms(tuple(t for t in moved if t.first < t.last))
+        network.replace(v, Variable(variable.labels, variable.cost, terms))
+    network.capacity = network.capacity[needed]
+
+
+def term_prices(variable: Variable, prices: FloatArray) -> FloatArray:
+    """Price of the usage of each strategy, shape [S], at prices per checkpoint, shape [T]."""
+    total = np.zeros(len(variable.cost))
+    for term in variable.terms:
+        total += float(prices[term.first : term.last].sum()) * term.usage
+    return total

@@ -1,0 +1,468 @@
+"""Links in their simplest form: small, shifted to zero, gone where they say nothing.
+
+Tied variables become one.
+
+Variables that another variable decides become part of it.
+
+Variables with at most two neighbours are decided by them.
+
+Components of small width are solved outright.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from autoshard.arrays import FloatArray, IntArray
+from autoshard.solve.elimination import Elimination
+from autoshard.solve.network import Link, Matrix, Network, Term, Variable, fingerprint
+from autoshard.solve.presolve.base import Inverse, Worklist, nothing_to_undo, sequence
+from autoshard.solve.settings import DEFAULT_EFFORT, Effort
+
+
+@dataclass(frozen=True, slots=True)
+class _NormalForm:
+    matrix: Matrix
+    row_shift: FloatArray
+    col_shift: FloatArray
+    row_class: IntArray
+    col_class: IntArray
+
+
+class NormalizeLinks:
+    """Bring every link into normal form.
+
+    Unused rows and columns go; the least entry of each row, then of each column, moves
+    into the costs of the variables; equal rows and equal columns become one. A link that
+    does not depend on one of its ends becomes a cost of the other and disappears.
+    """
+
+    name = "simplify_links"
+
+    def __init__(self) -> None:
+        self._forms: dict[bytes, _NormalForm] = {}
+        self._seen: dict[tuple[int, int], Link] = {}
+
+    def apply(self, network: Network) -> Inverse:
+        """Simplify every link that is not in normal form."""
+        for u, v, link in list(network.pairs()):
+            if self._seen.get((u, v)) is not link:
+                self.simplify(network, u, v, link)
+        return nothing_to_undo
+
+    def simplify(self, network: Network, u: int, v: int, link: Link) -> None:
+        """Bring one link into normal form, or dissolve it."""
+        used_rows, rows = _compressed(link.rows, len(link.matrix.values))
+        used_cols, cols = _compressed(link.cols, link.matrix.values.shape[1])
+        form = self._form(link.matrix, used_rows, used_cols)
+        if form.row_shift.any():
+            network.add_cost(u, form.row_shift[rows])
+        if form.col_shift.any():
+            network.add_cost(v, form.col_shift[cols])
+        if form.matrix.values.size == 1:
+            network.disconnect(u, v)
+            return
+        new = Link(form.matrix, form.row_class[rows], form.col_class[cols])
+        if new.matrix.key != link.matrix.key:
+            network.put(u, v, new)
+        self._seen[u, v] = network.links[u][v]
+
+    def _form(self, matrix: Matrix, rows: IntArray | None, cols: IntArray | None) -> _NormalForm:
+        kept = (b"" if kept is None else kept.tobytes() for kept in (rows, cols))
+        key = fingerprint(matrix.key, *kept)
+        if key not in self._forms:
+            values = matrix.values if rows is None else matrix.values[rows]
+            self._forms[key] = _normal_form(values if cols is None else values[:, cols])
+        return self._forms[key]
+
+
+def _compressed(labels: IntArray, size: int) -> tuple[IntArray | None, IntArray]:
+    """Labels in use, or None where all are, and the labels renumbered to them."""
+    used = np.zeros(size, dtype=np.bool_)
+    used[labels] = True
+    if used.all():
+        return None, labels
+    return np.flatnonzero(used), (np.cumsum(used) - 1)[labels]
+
+
+def _normal_form(values: FloatArray) -> _NormalForm:
+    values = np.where(np.isnan(values), np.inf, values)
+    row_shift = _finite_or_zero(values.min(axis=1))
+    values = values - row_shift[:, None]
+    col_shift = _finite_or_zero(values.min(axis=0))
+    # Adding zero turns -0.0 into 0.0, so that equal rows have equal bytes.
+    values = values - col_shift + 0.0
+    first_rows, row_class = _equal_rows(values)
+    first_cols, col_class = _equal_rows(np.ascontiguousarray(values.T))
+    if len(first_cols) == 1:
+        row_shift, first_rows, row_class = row_shift + values[:, 0], [0], np.zeros_like(row_class)
+    elif len(first_rows) == 1:
+        col_shift, first_cols, col_class = col_shift + values[0], [0], np.zeros_like(col_class)
+    matrix = Matrix(np.ascontiguousarray(values[np.ix_(first_rows, first_cols)]))
+    return _NormalForm(matrix, row_shift, col_shift, row_class, col_class)
+
+
+def _finite_or_zero(values: FloatArray) -> FloatArray:
+    return np.where(np.isfinite(values), values, 0.0)
+
+
+def _equal_rows(values: FloatArray) -> tuple[list[int], IntArray]:
+    """First row of each class of equal rows, and the class of each row."""
+    classes: dict[bytes, int] = {}
+    first: list[int] = []
+    row_class = np.empty(len(values), dtype=np.intp)
+    for i, row in enumerate(values):
+        row_class[i] = classes.setdefault(row.tobytes(), len(first))
+        if row_class[i] == len(first):
+            first.append(i)
+    return first, row_class
+
+
+class MergeTies:
+    """Replace each group of tied variables by its first member.
+
+    Costs and links add up; each member keeps its own usage term, because the members
+    may live at different times. A link inside a group becomes a cost: its diagonal.
+    """
+
+    name = "merge_ties"
+
+    def apply(self, network: Network) -> Inverse:
+        """Merge every group; the inverse copies the choice to all members."""
+        inverses = [_merge_group(network, group) for group in network.ties]
+        network.ties = ()
+        return sequence(inverses)
+
+
+def _merge_group(network: Network, group: tuple[int, ...]) -> Inverse:
+    head, *others = group
+    for v in others:
+        inner = network.links[head].get(v)
+        if inner is not None:
+            network.add_cost(head, inner.matrix.values[inner.rows, inner.cols])
+            network.disconnect(head, v)
+        old, new = network.variables[head], network.variables[v]
+        terms = merged_terms((*old.terms, *new.terms))
+        network.replace(head, Variable(old.labels, old.cost + new.cost, terms))
+        for w, link in network.links[v].items():
+            network.connect(head, w, link)
+        network.remove(v)
+
+    def invert(choice: IntArray) -> None:
+        choice[others] = choice[head]
+
+    return invert
+
+
+def merged_terms(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    """The same usage with one term per span."""
+    spans: dict[tuple[int, int], Term] = {}
+    for term in terms:
+        span = (term.first, term.last)
+        if span in spans:
+            spans[span] = Term(*span, np.add(spans[span].usage, term.usage))
+        else:
+            spans[span] = term
+    return tuple(spans[span] for span in sorted(spans))
+
+
+class SubstituteVariables:
+    """Merge a variable into a neighbour whose every strategy leaves it a single one.
+
+    This is what forbidding all other pairs of a link means: an alias, an operator that
+    takes its operand's layout. The follower's costs, usage and links move to the leader,
+    so that the forbidden pairs are gone, and with them what makes repairs of a choice
+    hard: the contest instances have no forbidden pair left afterwards.
+    """
+
+    name = "merge_followers"
+
+    def apply(self, network: Network) -> Inverse:
+        """Merge until no variable follows another one."""
+        inverses: list[Inverse] = []
+        leaders: set[int] = set()
+        queue = Worklist((u, v) for u, v, link in network.pairs() if _forbids(link))
+        while queue:
+            pair = queue.pop()
+            if pair[1] not in network.links.get(pair[0], ()):
+                continue
+            # The one with fewer links moves.
+            for v, u in sorted((pair, pair[::-1]), key=lambda e: len(network.links[e[0]])):
+                follows = _followed(network.links[u][v])
+                if follows is not None:
+                    inverses.append(_merge_follower(network, u, v, follows, queue))
+                    leaders.add(u)
+                    break
+        _tidy(network, leaders)
+        return sequence(inverses)
+
+
+def _tidy(network: Network, leaders: Iterable[int]) -> None:
+    """Write the usage of each leader with one term per span."""
+    for u in sorted(leaders):
+        if u in network.variables:
+            variable = network.variables[u]
+            terms = merged_terms(variable.terms)
+            network.replace(u, Variable(variable.labels, variable.cost, terms))
+
+
+def _forbids(link: Link) -> bool:
+    return bool(np.isinf(link.matrix.values).any())
+
+
+def _followed(link: Link) -> IntArray | None:
+    """The one position that each strategy of the source leaves to the target, shape [S].
+
+    None where some strategy leaves it a choice, or none.
+    """
+    allowed = np.isfinite(link.matrix.values)
+    members = np.bincount(link.cols, minlength=allowed.shape[1])
+    if not ((allowed @ members)[link.rows] == 1).all():
+        return None
+    position = np.zeros(allowed.shape[1], dtype=np.intp)
+    position[link.cols] = np.arange(len(link.cols))
+    partner = (allowed & (members > 0)).argmax(axis=1)
+    follows: IntArray = position[partner[link.rows]]
+    return follows
+
+
+def _merge_follower(
+    network: Network, u: int, v: int, follows: IntArray, queue: Worklist[tuple[int, int]]
+) -> Inverse:
+    """Move v into u, and look again at the links that this changes."""
+    leader, follower = network.variables[u], network.variables[v]
+    link = network.links[v][u]
+    paid = link.matrix.values[link.rows[follows], link.cols]
+    moved = tuple(Term(t.first, t.last, t.usage[follows]) for t in follower.terms)
+    cost = leader.cost + follower.cost[follows] + paid
+    network.disconnect(u, v)
+    network.replace(u, Variable(leader.labels, cost, (*leader.terms, *moved)))
+    for w, other in network.links[v].items():
+        network.connect(u, w, Link(other.matrix, other.rows[follows], other.cols))
+        if _forbids(network.links[u][w]):
+            queue.update([(u, w)])
+    network.remove(v)
+    labels, leads = follower.labels[follows], leader.labels
+
+    def invert(choice: IntArray) -> None:
+        choice[v] = labels[np.searchsorted(leads, choice[u])]
+
+    return invert
+
+
+_BLOCK = 1 << 16
+
+
+class FixVariables:
+    """Fold variables with one strategy left into their neighbours, their use into the slack."""
+
+    name = "fold_singles"
+
+    def apply(self, network: Network) -> Inverse:
+        """Fold every decided variable."""
+        decided = [v for v, x in network.variables.items() if len(x.cost) == 1]
+        inverse = sequence(_fold(network, v) for v in decided)
+        if network.constant == np.inf or (network.capacity < 0).any():
+            network.infeasible = True
+        return inverse
+
+
+def _fold(network: Network, v: int) -> Inverse:
+    variable = network.variables[v]
+    for w, link in network.links[v].items():
+        network.add_cost(w, link.matrix.values[link.rows[0], link.cols])
+    capacity = network.capacity.copy()
+    for term in variable.terms:
+        capacity[term.first : term.last] -= term.usage[0]
+    network.capacity = capacity
+    network.constant += float(variable.cost[0])
+    network.remove(v)
+    label = variable.labels[0]
+
+    def invert(choice: IntArray) -> None:
+        choice[v] = label
+
+    return invert
+
+
+_MAX_NEIGHBOURS = 2
+
+
+class EliminateNeighbours:
+    """Minimise out variables without usage that have at most two neighbours.
+
+    The best price of such a variable is a function of the layouts that its neighbours
+    show it: a number, a vector, or a matrix (a min-plus product). Equal products are
+    computed once, so repeated layers cost one layer.
+
+    Args:
+        links: keeps new links in normal form.
+        keep: variables that stay.
+        products: products known from elsewhere; new ones are added.
+        effort: limits of work.
+
+    Attributes:
+        products: min-plus products by fingerprint of their inputs.
+    """
+
+    name = "eliminate_neighbours"
+
+    def __init__(
+        self,
+        links: NormalizeLinks,
+        *,
+        keep: Collection[int] = (),
+        products: dict[bytes, Matrix] | None = None,
+        effort: Effort = DEFAULT_EFFORT,
+    ) -> None:
+        self._settings = effort.settings
+        self._links = links
+        self._keep = keep
+        self.products = {} if products is None else products
+
+    def apply(self, network: Network) -> Inverse:
+        """Eliminate until every variable without usage has three neighbours."""
+        queue = Worklist(sorted(network.variables, key=lambda v: (len(network.links[v]), v)))
+        inverses = []
+        while queue and not network.infeasible:
+            v = queue.pop()
+            if not self._is_small(network, v):
+                continue
+            around = list(network.links[v])
+            inverses.append(_decision(network, v))
+            self._eliminate(network, v)
+            queue.update(around)
+        return sequence(inverses)
+
+    def _is_small(self, network: Network, v: int) -> bool:
+        links = list(network.links[v].values())
+        if v in self._keep or network.variables[v].terms or len(links) > _MAX_NEIGHBOURS:
+            return False
+        shape = [int(link.matrix.values.shape[1]) for link in links]
+        return len(network.variables[v].cost) * prod(shape) <= self._settings.max_product_work
+
+    def _eliminate(self, network: Network, v: int) -> None:
+        cost = network.variables[v].cost
+        around = list(network.links[v].items())
+        network.remove(v)
+        if not around:
+            network.constant += float(cost.min())
+            network.infeasible = network.infeasible or not np.isfinite(cost.min())
+        elif len(around) == 1:
+            w, link = around[0]
+            prices = cost[:, None] + link.matrix.values[link.rows]
+            network.add_cost(w, prices.min(axis=0)[link.cols])
+        else:
+            (u, left), (w, right) = around
+            product = Link(self._product(cost, left, right), left.cols, right.cols)
+            network.connect(u, w, product)
+            low, high = min(u, w), max(u, w)
+            self._links.simplify(network, low, high, network.links[low][high])
+
+    def _product(self, cost: FloatArray, left: Link, right: Link) -> Matrix:
+        """Least price between the columns of two links of a variable, shape [C, D]."""
+        key = fingerprint(
+            cost.tobytes(),
+            left.matrix.key,
+            left.rows.tobytes(),
+            right.matrix.key,
+            right.rows.tobytes(),
+        )
+        if key not in self.products:
+            self.products[key] = Matrix(
+                min_plus(*_cheapest(cost, left.rows, right.rows), left.matrix, right.matrix)
+            )
+        return self.products[key]
+
+
+def _decision(network: Network, v: int) -> Inverse:
+    """The best strategy of a variable once its neighbours are chosen."""
+    variable = network.variables[v]
+    around = [(w, network.variables[w].labels, link) for w, link in network.links[v].items()]
+
+    def invert(choice: IntArray) -> None:
+        prices = variable.cost
+        for w, labels, link in around:
+            col = link.cols[np.searchsorted(labels, choice[w])]
+            prices = prices + link.matrix.values[link.rows, col]
+        choice[v] = variable.labels[prices.argmin()]
+
+    return invert
+
+
+def _cheapest(
+    cost: FloatArray, rows: IntArray, cols: IntArray
+) -> tuple[FloatArray, IntArray, IntArray]:
+    """Least cost of each distinct pair of labels, with the pair."""
+    width = int(cols.max()) + 1
+    pairs, place = np.unique(rows * width + cols, return_inverse=True)
+    least = np.full(len(pairs), np.inf)
+    np.minimum.at(least, place, cost)
+    return least, pairs // width, pairs % width
+
+
+def min_plus(
+    cost: FloatArray, rows: IntArray, cols: IntArray, left: Matrix, right: Matrix
+) -> FloatArray:
+    """Entry [c, d] is the least of `cost[k] + left[rows[k], c] + right[cols[k], d]` over k."""
+    first = (cost[:, None] + left.values[rows]).T
+    second = right.values[cols]
+    out = np.empty((len(first), second.shape[1]))
+    step = max(1, _BLOCK // second.size)
+    for start in range(0, len(first), step):
+        block = first[start : start + step]
+        out[start : start + step] = (block[:, :, None] + second[None]).min(axis=1)
+    return out
+
+
+class SolveLowTreewidth:
+    """Solve every component without usage whose elimination tables stay small.
+
+    Args:
+        effort: limits of work, and when to stop.
+    """
+
+    name = "solve_narrow"
+
+    def __init__(self, effort: Effort = DEFAULT_EFFORT) -> None:
+        self._effort = effort
+        self._refused: dict[int, tuple[int, ...]] = {}
+
+    def apply(self, network: Network) -> Inverse:
+        """Solve what can be solved; the inverse reads off the answers."""
+        inverses = []
+        for members in network.components():
+            if any(network.variables[v].terms for v in members):
+                continue
+            stamp = (len(members), *(network.changes[v] for v in members))
+            if self._refused.get(members[0]) == stamp:
+                continue
+            inverse = self._solve(network, members)
+            if inverse is None:
+                self._refused[members[0]] = stamp
+            else:
+                inverses.append(inverse)
+        return sequence(inverses)
+
+    def _solve(self, network: Network, members: list[int]) -> Inverse | None:
+        part = Network()
+        part.variables = {v: network.variables[v] for v in members}
+        part.links = {v: network.links[v] for v in members}
+        plan = Elimination.compile(part, effort=self._effort)
+        if plan is None:
+            return None
+        costs = {v: x.cost for v, x in part.variables.items()}
+        result = plan.evaluate(costs)
+        network.constant += result.value
+        network.infeasible = network.infeasible or result.value == float("inf")
+        labels = {v: part.variables[v].labels[s] for v, s in result.picks.items()}
+        for v in members:
+            network.remove(v)
+
+        def invert(choice: IntArray) -> None:
+            for v, label in labels.items():
+                choice[v] = label
+
+        return invert

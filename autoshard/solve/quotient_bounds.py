@@ -1,0 +1,354 @@
+"""Lower bounds of a quotient graph, by messages that are the same in all groups of a run.
+
+Edge classes hand part of the prices of their pairs to the node classes at their ends, and node
+classes hand theirs to edge classes, in a way that no choice gets cheaper or more expensive; the sum
+of all least prices is then a lower bound. Messages go up and down in turn, as in sequential tree-
+reweighted message passing (TRW-S, Kolmogorov, IEEE TPAMI 28:1568, 2006), and the bound never falls.
+
+What each strategy costs at least: exact over a spanning forest, messages elsewhere.
+
+After messages have been passed, a single node class often cannot tell a good strategy from a bad
+one: what makes the difference is spread over the node classes around it. Min-marginals over a
+forest of edge classes gather it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.arrays import FloatArray, IntArray
+from autoshard.solve.problem import ShortestPathCost
+from autoshard.solve.quotient_graph import QuotientGraph
+from autoshard.solve.settings import DEFAULT_EFFORT, Effort
+
+_EPSILON = 2.0**-50
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """What the strategies of a node class show to an edge class.
+
+    Attributes:
+        labels: the distinct rows or columns, ascending, shape [C].
+        classes: number among `labels` of each strategy, shape [S].
+        order: the strategies sorted by class, shape [S].
+        starts: where each class starts in `order`, shape [C].
+    """
+
+    labels: IntArray
+    classes: IntArray
+    order: IntArray
+    starts: IntArray
+
+    @classmethod
+    def of(cls, shown: IntArray) -> "View":
+        """The view of strategies by the row or column of each."""
+        labels, classes = np.unique(shown, return_inverse=True)
+        order = np.argsort(classes, kind="stable")
+        starts = np.searchsorted(classes[order], np.arange(len(labels)))
+        return cls(labels, classes, order, starts)
+
+    def least(self, prices: FloatArray) -> FloatArray:
+        """Least price of the strategies of each class, shape [C]."""
+        least: FloatArray = np.minimum.reduceat(prices[self.order], self.starts)
+        return least
+
+
+class QuotientMessages:
+    """Messages of a folded problem, and the bound that they prove.
+
+    A message is a price by class that a node class takes from an edge class, negative where it
+    gives.
+
+    Args:
+        graph: the problem.
+        effort: limits of work, and when to stop.
+
+    Attributes:
+        graph: the problem.
+        costs: price of each strategy of a node of each node class, shape [S]; may be set anew.
+        values: the message of each port, shape [C].
+        views: what the node class of each port shows there.
+        bound: proven lower bound of all choices.
+    """
+
+    def __init__(
+        self, graph: QuotientGraph, costs: Sequence[FloatArray], *, effort: Effort = DEFAULT_EFFORT
+    ) -> None:
+        self.graph = graph
+        self.costs = costs
+        self.views = _views(graph)
+        self.values = [np.zeros(len(view.labels)) for view in self.views]
+        self.bound = -float("inf")
+        self._tables = _tables(graph, self.views)
+        self._order = sorted(
+            range(len(graph.node_classes)), key=lambda p: graph.node_classes[p].nodes[0]
+        )
+        self._least = np.zeros(len(graph.node_classes))
+        self._effort = effort
+
+    def sweep(self) -> None:
+        """Pass messages up and down once, and raise the bound."""
+        for node_class in self._order:
+            self._effort.check()
+            self._pass(node_class, backward=True)
+        for node_class in reversed(self._order):
+            self._effort.check()
+            self._pass(node_class, backward=False)
+        self.bound = self.proven(self._least)
+
+    def proven(self, least: FloatArray) -> float:
+        """The sum of the least price of a node of each node class, without its rounding errors."""
+        sizes = np.array([float(len(node_class.nodes)) for node_class in self.graph.node_classes])
+        volume = float(sizes @ np.abs(least))
+        for port, value in zip(self.graph.ports, self.values, strict=True):
+            volume += port.num_edges * float(np.abs(value).max(initial=0.0))
+        total = float(sizes @ least)
+        return total - _EPSILON * volume if np.isfinite(total) else total
+
+    def prices(self, node_class: int) -> FloatArray:
+        """Price of each strategy of a node of a node class, with its messages, shape [S]."""
+        total = self.costs[node_class].copy()
+        for port in self.graph.node_classes[node_class].ports:
+            total += self.graph.weight(port) * self.values[port][self.views[port].classes]
+        return total
+
+    def offered(self, port: int) -> FloatArray:
+        """Most that the edge classes of a port can give to its node class, by class, shape [C]."""
+        offers = []
+        for edge_class, is_source in self.graph.ports[port].edge_classes:
+            far = self.graph.far_end(edge_class, is_source=is_source)
+            offers.append(self.through(edge_class, -self.values[far], is_source=is_source))
+        least: FloatArray = np.minimum.reduce(offers)
+        return least
+
+    def through(self, edge_class: int, beyond: FloatArray, *, is_source: bool) -> FloatArray:
+        """Least price of an edge class and what is beyond it, by class of one end, shape [C].
+
+        Args:
+            edge_class: number of the edge class.
+            beyond: price by class of the other end.
+            is_source: whether the prices are wanted by class of the source.
+        """
+        table = self._tables[edge_class]
+        if not isinstance(table, ShortestPathCost):
+            prices = table + beyond if is_source else table + beyond[:, None]
+            least: FloatArray = prices.min(axis=1 if is_source else 0)
+            return least
+        here, far = (
+            self.graph.edge_classes[edge_class].target,
+            self.graph.edge_classes[edge_class].source,
+        )
+        if is_source:
+            here, far = far, here
+        states = np.full(table.num_states, np.inf)
+        states[self.views[far].labels] = beyond
+        states = table.backwards(states) if is_source else table.forwards(states)
+        return states[self.views[here].labels]
+
+    def around(self, node_class: int, picks: Sequence[int]) -> FloatArray:
+        """Price of each strategy of a node class next to a choice, shape [3, S].
+
+        Args:
+            node_class: number of the node class.
+            picks: strategy of each node class.
+
+        Returns:
+            the price where everything around stays what it is; where what comes later is as
+            messages say; and where what comes earlier is.
+        """
+        prices = np.tile(self.costs[node_class], (3, 1))
+        for port in self.graph.node_classes[node_class].ports:
+            edge_class, is_source = self.graph.ports[port].edge_classes[0]
+            far = self.graph.far_end(edge_class, is_source=is_source)
+            fixed = np.full(len(self.views[far].labels), np.inf)
+            fixed[self.views[far].classes[picks[self.graph.ports[far].node_class]]] = 0.0
+            paid = self.through(edge_class, fixed, is_source=is_source)
+            outgoing_message = self.offered(port)
+            shown = (
+                (paid, paid, outgoing_message)
+                if self.graph.ports[port].backward
+                else (paid, outgoing_message, paid)
+            )
+            prices += self.graph.weight(port) * np.stack(shown)[:, self.views[port].classes]
+        return prices
+
+    def _pass(self, node_class: int, *, backward: bool) -> None:
+        """Take what the ports on one side can give, and share the rest with the other side."""
+        graph, weights = self.graph, {True: 0.0, False: 0.0}
+        ports = graph.node_classes[node_class].ports
+        for port in ports:
+            side = graph.ports[port].backward
+            weights[side] += graph.weight(port)
+            if side == backward:
+                offered = self.offered(port)
+                self.values[port] = np.where(np.isfinite(offered), offered, 0.0)
+        prices = self.prices(node_class)
+        self._least[node_class] = prices.min()
+        if not np.isfinite(self._least[node_class]):
+            return
+        share = 1.0 / max(*weights.values(), 1.0)
+        prices -= self._least[node_class]
+        for port in ports:
+            if graph.ports[port].backward != backward:
+                spare = self.views[port].least(prices)
+                self.values[port] -= share * np.where(np.isfinite(spare), spare, 0.0)
+
+
+def _views(graph: QuotientGraph) -> list[View]:
+    known: dict[int, View] = {}
+    views = []
+    for port in graph.ports:
+        edge_class, is_source = port.edge_classes[0]
+        edge = graph.edge_classes[edge_class].edge
+        shown = edge.rows if is_source else edge.cols
+        if id(shown) not in known:
+            known[id(shown)] = View.of(shown)
+        views.append(known[id(shown)])
+    return views
+
+
+def _tables(graph: QuotientGraph, views: Sequence[View]) -> list[FloatArray | ShortestPathCost]:
+    """Prices of each edge class by class of its ends, shape [C, D], or by state."""
+    known: dict[tuple[int, int, int], FloatArray | ShortestPathCost] = {}
+    tables = []
+    for edge_class in graph.edge_classes:
+        prices, rows, cols = (
+            edge_class.edge.prices,
+            views[edge_class.source],
+            views[edge_class.target],
+        )
+        key = (id(prices), id(rows), id(cols))
+        if key not in known:
+            known[key] = prices
+            if not isinstance(prices, ShortestPathCost) and prices.shape != (
+                len(rows.labels),
+                len(cols.labels),
+            ):
+                known[key] = prices[np.ix_(rows.labels, cols.labels)]
+        tables.append(known[key])
+    return tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """A node class of a tree and the edge class to its parent; a root has none."""
+
+    node_class: int
+    parent: int = -1
+    edge_class: int = -1
+    is_source: bool = False
+    """Whether the parent is the edge class's source."""
+
+
+def strategy_bounds(messages: QuotientMessages) -> tuple[float, list[FloatArray]]:
+    """Lower bounds by choosing exactly along a forest of edge classes.
+
+    Returns:
+        a lower bound of all choices, and for each node class a lower bound of all choices with
+        each strategy at one of its nodes, shape [S].
+    """
+    trees = list(_trees(messages))
+    used = {branch.edge_class for tree in trees for branch in tree}
+    least = np.zeros(len(messages.graph.node_classes))
+    above: dict[int, FloatArray] = {}
+    for tree in trees:
+        root = tree[0].node_class
+        prices = _passed(messages, tree)
+        least[root] = prices[root].min()
+        for node_class, price in prices.items():
+            above[node_class] = price - least[root] if np.isfinite(least[root]) else price
+    bound = messages.proven(least)
+    for number, port in enumerate(messages.graph.ports):
+        if used.isdisjoint(edge_class for edge_class, _ in port.edge_classes):
+            left = messages.offered(number) - messages.values[number]
+            above[port.node_class] += (
+                messages.graph.weight(number) * left[messages.views[number].classes]
+            )
+    return bound, [bound + above[p] for p in range(len(least))]
+
+
+def _trees(messages: QuotientMessages) -> Iterator[list[_Branch]]:
+    """A maximum spanning forest by the spread of messages; each tree from its root."""
+    graph = messages.graph
+    weights = [
+        np.ptp(messages.values[edge_class.source]) + np.ptp(messages.values[edge_class.target])
+        for edge_class in graph.edge_classes
+    ]
+    around: dict[int, list[_Branch]] = {p: [] for p in range(len(graph.node_classes))}
+    joined = list(range(len(graph.node_classes)))
+
+    def root_of(p: int) -> int:
+        while joined[p] != p:
+            joined[p] = p = joined[joined[p]]
+        return p
+
+    for edge_class in sorted(range(len(graph.edge_classes)), key=lambda b: -weights[b]):
+        ends = [
+            graph.ports[s]
+            for s in (graph.edge_classes[edge_class].source, graph.edge_classes[edge_class].target)
+        ]
+        source, target = (end.node_class for end in ends)
+        # One edge per node at both ends, so that the forest is one in the problem, too.
+        sizes = {len(graph.node_classes[source].nodes), len(graph.node_classes[target].nodes)}
+        sizes |= {end.num_edges for end in ends}
+        if len(sizes) == 1 and root_of(source) != root_of(target):
+            joined[root_of(source)] = root_of(target)
+            around[source].append(_Branch(target, source, edge_class, is_source=True))
+            around[target].append(_Branch(source, target, edge_class, is_source=False))
+    seen: set[int] = set()
+    for root in around:
+        if root not in seen:
+            seen.add(root)
+            tree = [_Branch(root)]
+            for branch in tree:
+                fresh = [b for b in around[branch.node_class] if b.node_class not in seen]
+                seen.update(b.node_class for b in fresh)
+                tree.extend(fresh)
+            yield tree
+
+
+def _passed(messages: QuotientMessages, tree: list[_Branch]) -> dict[int, FloatArray]:
+    """Least price of a tree by strategy of each of its node classes, shape [S]."""
+    prices = {branch.node_class: messages.prices(branch.node_class) for branch in tree}
+    outgoing_message: dict[int, FloatArray] = {}
+    for branch in reversed(tree[1:]):
+        near, _ = _ports(messages, branch)
+        outgoing_message[branch.node_class] = _over(
+            messages, branch, prices[branch.node_class], up=True
+        )
+        prices[branch.parent] += outgoing_message[branch.node_class][messages.views[near].classes]
+    for branch in tree[1:]:
+        near, far = _ports(messages, branch)
+        with np.errstate(invalid="ignore"):
+            rest = (
+                prices[branch.parent]
+                - outgoing_message[branch.node_class][messages.views[near].classes]
+            )
+        rest = np.where(np.isnan(rest), np.inf, rest)
+        down = _over(messages, branch, rest, up=False)
+        prices[branch.node_class] += down[messages.views[far].classes]
+    return prices
+
+
+def _ports(messages: QuotientMessages, branch: _Branch) -> tuple[int, int]:
+    """The ports of a branch's edge class at the parent and at the node class itself."""
+    edge_class = messages.graph.edge_classes[branch.edge_class]
+    return (
+        (edge_class.source, edge_class.target)
+        if branch.is_source
+        else (edge_class.target, edge_class.source)
+    )
+
+
+def _over(
+    messages: QuotientMessages, branch: _Branch, prices: FloatArray, *, up: bool
+) -> FloatArray:
+    """Least price of one end of a branch and of what its edge class has left, by class."""
+    here, there = _ports(messages, branch)
+    if not up:
+        here, there = there, here
+    beyond = messages.views[there].least(prices) - messages.values[there]
+    is_source = branch.is_source == up
+    return messages.through(branch.edge_class, beyond, is_source=is_source) - messages.values[here]

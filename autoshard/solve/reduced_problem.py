@@ -1,0 +1,155 @@
+"""A reduced problem together with the way back to the original one."""
+
+import numpy as np
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.network import Link, Matrix, Network
+from autoshard.solve.presolve import (
+    Inverse,
+    Presolve,
+    default_reductions,
+    nothing_to_undo,
+    sequence,
+)
+from autoshard.solve.state import SolveState
+
+
+class ReducedProblem:
+    """A network under reduction, its inverse, and the solve state that it serves.
+
+    Strategies are also dropped because they can only lead to choices that are not better
+    than the best one known; from then on bounds hold for better choices only, and are cut
+    to `cap`, the price that a dropped choice can have at least.
+
+    Args:
+        network: what is left to decide.
+        state: takes choices and bounds.
+        inverse: the way back from the network to the original problem.
+        cap: no bound above this is recorded.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        state: SolveState,
+        *,
+        inverse: Inverse = nothing_to_undo,
+        cap: float = float("inf"),
+    ) -> None:
+        self.network = network
+        self.state = state
+        self.cap = cap
+        self._inverse = inverse
+        self._presolve = Presolve(default_reductions(state.effort), state.effort, state.statistics)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to decide."""
+        return self.network.infeasible or not self.network.variables
+
+    def reduce(self) -> None:
+        """Apply all reductions; where they decide everything, keep the answer."""
+        self._inverse = sequence([self._inverse, self._presolve.apply(self.network)])
+        if self.network.infeasible:
+            self.exhausted()
+        elif not self.network.variables:
+            self.offer({})
+            self.raise_bound(self._rounded_bound(self.network.constant))
+
+    def _rounded_bound(self, bound: float) -> float:
+        """The bound of an exact answer, without the rounding of its sum."""
+        near = abs(self.state.objective - bound) <= 1e-12 * self.state.magnitude
+        return self.state.objective if near else bound
+
+    def offer(self, picks: dict[int, int]) -> bool:
+        """Keep a position per remaining variable as a choice if it is better than the best."""
+        choice: IntArray = np.zeros(len(self.state.problem.nodes), dtype=np.intp)
+        for v, variable in self.network.variables.items():
+            choice[v] = variable.labels[picks[v]]
+        self._inverse(choice)
+        return self.state.offer(choice)
+
+    def raise_bound(self, bound: float) -> None:
+        """Record a lower bound of what is left."""
+        self.state.raise_bound(min(bound, self.cap))
+
+    def restricted(self, keep: dict[int, BoolArray]) -> "ReducedProblem":
+        """A part of the problem, to look for choices in: it proves no bound.
+
+        Args:
+            keep: which strategies of each variable the part has, shape [S].
+        """
+        network = self.network.copy()
+        for v, mask in keep.items():
+            network.keep(v, mask)
+        return ReducedProblem(network, self.state, inverse=self._inverse, cap=-float("inf"))
+
+    def narrowed(self, network: Network, outside: Inverse) -> "ReducedProblem":
+        """A part of the problem with all the rest decided: it proves no bound.
+
+        Args:
+            network: what is left to decide.
+            outside: fills in the labels of the variables that are decided.
+        """
+        inverse = sequence([self._inverse, outside])
+        return ReducedProblem(network, self.state, inverse=inverse, cap=-float("inf"))
+
+    def exhausted(self) -> bool:
+        """Record that no choice is left; tell whether one had been found before."""
+        if self.cap < float("inf"):
+            self.state.raise_bound(self.cap)
+        return self.state.choice is not None
+
+    def trim(self) -> None:
+        """Shift the least cost of each variable to zero; forbid prices beyond the cutoff.
+
+        Links in normal form have no negative price, so the constant plus any one price
+        is a lower bound of all choices that pay it.
+        """
+        network = self.network
+        for v, variable in network.variables.items():
+            least = float(variable.cost.min())
+            network.constant += least
+            if least != 0.0:
+                network.add_cost(v, np.full(len(variable.cost), -least))
+        self.raise_bound(network.constant)
+        slack = self.state.cutoff - network.constant
+        self.prune({v: network.constant + x.cost for v, x in network.variables.items()})
+        if slack < float("inf"):
+            for u, v, link in list(network.pairs()):
+                values = link.matrix.values
+                if (values[np.isfinite(values)] >= slack).any():
+                    trimmed = Matrix(np.where(values < slack, values, np.inf))
+                    network.put(u, v, Link(trimmed, link.rows, link.cols))
+                    self.cap = min(self.cap, self.state.cutoff)
+        self.reduce()
+
+    def prune(self, least: dict[int, FloatArray]) -> int:
+        """Drop strategies that cannot lead to a better choice.
+
+        Args:
+            least: lower bound of the price of all choices with each strategy, shape [S].
+
+        Returns:
+            how many were dropped.
+        """
+        cutoff, dropped = self.state.cutoff, 0
+        for v, bounds in least.items():
+            keep = bounds < cutoff
+            if not keep.all() and not self.network.infeasible:
+                dropped += int((~keep).sum())
+                self.network.keep(v, keep)
+        if dropped:
+            self.cap = min(self.cap, cutoff)
+            self.state.count("hopeless.strategies", dropped)
+        return dropped
+
+    def pick_of(self, choice: IntArray) -> dict[int, int] | None:
+        """Position per remaining variable of a choice, or None where one was dropped."""
+        picks = {}
+        for v, variable in self.network.variables.items():
+            place = int(np.searchsorted(variable.labels, choice[v]))
+            if place == len(variable.labels) or variable.labels[place] != choice[v]:
+                return None
+            picks[v] = place
+        return picks

@@ -1,0 +1,538 @@
+"""The part of a problem that some of its strategies make.
+
+The least price of a wide problem for one vector of costs after another.
+
+Messages bound the price of every strategy. The strategies with the least bounds make a restricted
+problem, which is solved by tables; messages are improved and the restricted problem grows around
+the best choice until the answer is proven good enough.
+
+A usage limit that binds in a wide problem: tables find the prices, messages the bound.
+
+A restricted problem of strategies that are good at some prices of usage is solved under the limit,
+by the same means as any problem with runs. The prices that are best for it are then put to all
+strategies: messages at these prices prove a bound, and show which strategies the restricted problem
+lacks.
+
+Solving wide problems: bounds for all strategies, tables for the few that matter.
+
+Messages bound the price of every strategy at a cost that grows with the number of
+strategies, not with its square. The strategies with the least bounds make a *restricted problem*, a
+problem of the same form that is solved by tables. What the restricted problem leaves out costs at
+least the least bound of a strategy left out, so the answer has a proven bound; where that is not
+good enough, messages are improved and the restricted problem grows around the best choice.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem, ShortestPathCost
+from autoshard.solve.quotient_bounds import QuotientMessages, strategy_bounds
+from autoshard.solve.quotient_graph import QuotientGraph
+from autoshard.solve.runs import RunOutcome, UsageLagrangian, UsageWeights, independent_runs
+from autoshard.solve.state import RestrictedProblem, Solution, SolveState, WarmStart
+
+
+def restrict(
+    problem: Problem,
+    graph: QuotientGraph,
+    masks: Sequence[BoolArray],
+    *,
+    costs: Sequence[FloatArray],
+    usage_limit: float = float("inf"),
+) -> RestrictedProblem:
+    """The restricted problem of some strategies.
+
+    Args:
+        problem: the whole problem.
+        graph: the same, folded.
+        masks: which strategies of each node class to keep, shape [S].
+        costs: price of each strategy of a node of each node class, shape [S].
+        usage_limit: of the restricted problem.
+    """
+    shared = _Shared()
+    kept = tuple(shared.positions(masks[graph.class_of[v]]) for v in range(len(problem.nodes)))
+    nodes = []
+    for v, node in enumerate(problem.nodes):
+        cost = shared.part(costs[graph.class_of[v]], kept[v])
+        usage = shared.part(node.usage, kept[v])
+        nodes.append(Node(cost, usage, node.interval, node.name))
+    edges = tuple(shared.edge(edge, kept) for edge in problem.edges)
+    restricted = Problem(tuple(nodes), edges, usage_limit=usage_limit, repeats=problem.repeats)
+    return RestrictedProblem(restricted, kept)
+
+
+def one_per_run(graph: QuotientGraph, masks: Sequence[BoolArray]) -> list[BoolArray]:
+    """Masks that leave runs what they are: what corresponds in its groups keeps the same."""
+    united = list(masks)
+    for run in graph.runs:
+        before = dict(zip(run.boundary, run.before, strict=True))
+        for p, nodes in enumerate(zip(*run.instances, strict=True)):
+            node_classes = {graph.class_of[v] for v in (*nodes, before.get(p, nodes[0]))}
+            # What stands in for a boundary node may be something else with other strategies.
+            alike = [
+                q for q in node_classes if len(united[q]) == len(united[graph.class_of[nodes[0]]])
+            ]
+            mask = np.logical_or.reduce([united[q] for q in alike])
+            for q in alike:
+                united[q] = mask
+    return united
+
+
+class _Shared:
+    """Arrays made of others, each made once: equal nodes and edges share theirs."""
+
+    def __init__(self) -> None:
+        self._positions: dict[bytes, IntArray] = {}
+        self._parts: dict[tuple[int, int], Any] = {}
+        self._views: dict[tuple[int, int], tuple[IntArray, IntArray]] = {}
+        self._tables: dict[tuple[int, bytes, bytes], FloatArray] = {}
+
+    def positions(self, mask: BoolArray) -> IntArray:
+        """Where a mask is true, shape [K]."""
+        return self._positions.setdefault(mask.tobytes(), np.flatnonzero(mask))
+
+    def part(self, values: FloatArray, keep: IntArray) -> FloatArray:
+        """Some of the values."""
+        key = (id(values), id(keep))
+        if key not in self._parts:
+            self._parts[key] = values[keep]
+        found: FloatArray = self._parts[key]
+        return found
+
+    def edge(self, edge: Edge, kept: Sequence[IntArray]) -> Edge:
+        """An edge between the kept strategies, with the prices that they can pay."""
+        row_labels, rows = self._view(edge.rows, kept[edge.source])
+        col_labels, cols = self._view(edge.cols, kept[edge.target])
+        key = (id(edge.prices), row_labels.tobytes(), col_labels.tobytes())
+        if key not in self._tables:
+            prices = edge.prices
+            self._tables[key] = (
+                prices.switched_choices(row_labels, col_labels)
+                if isinstance(prices, ShortestPathCost)
+                else prices[np.ix_(row_labels, col_labels)]
+            )
+        return Edge(edge.source, edge.target, self._tables[key], rows, cols)
+
+    def _view(self, shown: IntArray, keep: IntArray) -> tuple[IntArray, IntArray]:
+        key = (id(shown), id(keep))
+        if key not in self._views:
+            labels, classes = np.unique(shown[keep], return_inverse=True)
+            self._views[key] = labels, classes
+        return self._views[key]
+
+
+class SolveRestricted(Protocol):
+    """Solves a restricted problem."""
+
+    def __call__(
+        self,
+        restricted: Problem,
+        seconds: float,
+        *,
+        gap: float,
+        bound: float,
+        warm_start: WarmStart | None,
+    ) -> Solution:
+        """Solve a restricted problem within some seconds.
+
+        Args:
+            restricted: the restricted problem.
+            seconds: after which the best choice so far is returned.
+            gap: relative gap that may be left.
+            bound: a lower bound that is known.
+            warm_start: left by solving it under other limits.
+        """
+
+
+@dataclass(eq=False)
+class _Answer:
+    """The best choice for some costs, and what every choice costs at least."""
+
+    bound: float = -float("inf")
+    value: float = float("inf")
+    choice: IntArray | None = None
+
+    def is_within(self, slack: float) -> bool:
+        """Whether the choice is proven good enough, or it is proven that there is none."""
+        if self.choice is None:
+            return self.bound == np.inf
+        return self.bound >= self.value - slack * abs(self.value)
+
+
+class RestrictedSolver:
+    """Minimises a wide problem for one vector of costs after another.
+
+    Args:
+        state: of the problem.
+        graph: the problem, folded.
+        solve: solves restricted problems.
+
+    Attributes:
+        graph: as given.
+        tried: strategies of each node class that were in a restricted problem, shape [S].
+        least: the last lower bounds by strategy of each node class, shape [S].
+    """
+
+    def __init__(self, state: SolveState, graph: QuotientGraph, solve: SolveRestricted) -> None:
+        self.graph = graph
+        self._state, self._settings = state, state.settings
+        self._problem = state.problem
+        self._solve = solve
+        costs = [self._problem.nodes[node_class.nodes[0]].cost for node_class in graph.node_classes]
+        self._messages = QuotientMessages(graph, costs, effort=state.effort)
+        self.tried = [np.zeros(len(cost), dtype=np.bool_) for cost in costs]
+        self.least = costs
+
+    def minimise(
+        self,
+        costs: Sequence[FloatArray],
+        slack: float,
+        *,
+        rough: bool = False,
+        report_bound: Callable[[float], object] = lambda _: None,
+    ) -> tuple[float, IntArray | None]:
+        """A lower bound for given costs per strategy of each node, and a choice.
+
+        The solve state is offered all choices that are met.
+
+        Args:
+            costs: shape [S] for each node, the same for the nodes of a node class.
+            slack: relative difference that may be left between the two.
+            rough: whether to leave it at the first restricted problem that has a choice.
+            report_bound: called with each better bound.
+        """
+        self._set(costs)
+        answer, width = _Answer(), self._settings.first_width
+        while width <= self._settings.last_width:
+            value, bound = answer.value, answer.bound
+            self._maximise_bound(answer, slack)
+            proven, self.least = strategy_bounds(self._messages)
+            answer.bound = max(answer.bound, self._messages.bound, proven)
+            report_bound(answer.bound)
+            if answer.is_within(slack):
+                break
+            self._try_restricted(answer, self.least, width, slack)
+            report_bound(answer.bound)
+            if answer.is_within(slack) or (rough and answer.choice is not None):
+                break
+            if (
+                answer.value == value
+                and answer.bound - bound < self._settings.restricted_min_gain * (value - bound)
+            ):
+                width *= 2
+        return answer.bound, answer.choice
+
+    def bounds(
+        self, costs: Sequence[FloatArray], num_sweeps: int
+    ) -> tuple[float, list[FloatArray]]:
+        """Lower bounds for given costs, of all choices and by strategy of each node class.
+
+        Args:
+            costs: as above.
+            num_sweeps: how often to pass messages; they begin with those of other costs.
+        """
+        self._state.enter("pass messages")
+        self._set(costs)
+        for _ in range(num_sweeps):
+            self._messages.sweep()
+            self._state.count("narrowing.sweeps")
+        proven, least = strategy_bounds(self._messages)
+        return max(self._messages.bound, proven), least
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Forget the messages that are passed meanwhile."""
+        values = [value.copy() for value in self._messages.values]
+        yield
+        self._messages.values = values
+
+    def _set(self, costs: Sequence[FloatArray]) -> None:
+        self._messages.costs = [
+            costs[node_class.nodes[0]] for node_class in self.graph.node_classes
+        ]
+
+    def _maximise_bound(self, answer: _Answer, slack: float) -> None:
+        """Pass messages until that gains little, or proves enough."""
+        self._state.enter("pass messages")
+        end = self._state.elapsed + self._settings.message_share * self._state.remaining
+        enough = answer.value - slack * abs(answer.value)
+        for sweep in range(self._settings.quotient_sweeps):
+            before = self._messages.bound
+            self._messages.sweep()
+            self._state.count("narrowing.sweeps")
+            bound = self._messages.bound
+            little = max(
+                self._settings.quotient_min_gain, self._settings.quotient_gap_share * slack
+            ) * abs(bound)
+            slow = self._state.elapsed > end
+            if slow or bound >= enough or (sweep and bound - before <= little):
+                return
+
+    def _try_restricted(
+        self, answer: _Answer, least: Sequence[FloatArray], width: int, slack: float
+    ) -> None:
+        """Solve a restricted problem, for a better choice and for what that proves."""
+        masks = self._selected(least, width, answer.choice)
+        if answer.choice is not None:
+            cutoff = answer.value - slack * abs(answer.value)
+            hopeful = [bounds < cutoff for bounds in least]
+            if max(int(mask.sum()) for mask in hopeful) <= self._settings.full_width_ratio * width:
+                masks = [mask | more for mask, more in zip(masks, hopeful, strict=True)]
+        masks = one_per_run(self.graph, masks)
+        left_out = [
+            float(bounds[~mask].min(initial=np.inf))
+            for bounds, mask in zip(least, masks, strict=True)
+        ]
+        solution, choice = self._solved(masks, self._settings.restricted_gap * slack, answer.bound)
+        if choice is not None and solution.objective < answer.value:
+            answer.value, answer.choice = solution.objective, choice
+            self._state.offer(choice)
+        answer.bound = max(answer.bound, min(solution.bound, *left_out))
+        self.tried = [old | new for old, new in zip(self.tried, masks, strict=True)]
+
+    def _selected(
+        self, least: Sequence[FloatArray], width: int, near: IntArray | None
+    ) -> list[BoolArray]:
+        """Strategies of each node class with the least bounds, and those nearest to a choice."""
+        masks = [cheapest(bounds, width) for bounds in least]
+        if near is not None:
+            nodes = [list(node_class.nodes) for node_class in self.graph.node_classes]
+            picks = [int(near[alike[len(alike) // 2]]) for alike in nodes]
+            for node_class, mask in enumerate(masks):
+                mask[near[nodes[node_class]]] = True
+                nearby = [
+                    cheapest(prices, self._settings.nearby_strategies)
+                    for prices in self._messages.around(node_class, picks)
+                ]
+                masks[node_class] = np.logical_or.reduce([mask, *nearby])
+        return masks
+
+    def _solved(
+        self, masks: Sequence[BoolArray], gap: float, bound: float
+    ) -> tuple[Solution, IntArray | None]:
+        """The solution of a restricted problem, and its choice in the whole problem."""
+        state = self._state
+        state.enter("solve a core")
+        state.count("narrowing.cores")
+        restricted = restrict(self._problem, self.graph, masks, costs=self._messages.costs)
+        seconds = self._settings.restricted_share * state.remaining
+        solution = self._solve(restricted.problem, seconds, gap=gap, bound=bound, warm_start=None)
+        state.check()
+        return solution, None if solution.choice is None else restricted.whole(solution.choice)
+
+
+def cheapest(prices: FloatArray, number: int) -> BoolArray:
+    """The `number` least prices, shape [S]."""
+    mask = np.zeros(len(prices), dtype=np.bool_)
+    mask[np.argsort(prices, kind="stable")[:number]] = True
+    return mask
+
+
+_STEEP = 1e6
+"""Price of all usage that is allowed, in terms of the most that a choice can cost."""
+
+
+class LimitedRestriction:
+    """Tell the solve state bounds and choices of a wide problem whose limit binds.
+
+    Args:
+        state: of the problem.
+        restricted_solver: minimises the problem for other costs, its limit aside.
+        solve: solves restricted problems.
+    """
+
+    def __init__(
+        self, state: SolveState, restricted_solver: RestrictedSolver, solve: SolveRestricted
+    ) -> None:
+        self._state, self._settings = state, state.settings
+        self._problem = state.problem
+        self._restricted_solver = restricted_solver
+        self._graph = restricted_solver.graph
+        self._solve = solve
+        self._usage_weights = UsageWeights(state.problem, self._graph.runs)
+        self._lagrangian = UsageLagrangian(
+            state, self._usage_weights, partial(restricted_solver.minimise, rough=True)
+        )
+        for choice in state.warm_start.best_choices:
+            self._lagrangian.add_choice(choice)
+
+    def run(self) -> RunOutcome:
+        """Solve restricted problems until one closes the gap, or closes little of it.
+
+        Returns:
+            INFEASIBLE where no choice keeps the limit; the statistic `minimum_usage` is then
+            a limit that one keeps.
+        """
+        state, warm_start = self._state, self._state.warm_start
+        follows = warm_start.restricted is not None
+        if not follows:
+            self._set_restricted(self._first_masks())
+        if self._problem.usage_limit <= warm_start.proven[0]:
+            state.raise_bound(warm_start.proven[1])
+        for _ in range(self._settings.limited_rounds):
+            gap = state.objective - state.bound
+            self._solve_restricted()
+            if state.choice is None:
+                if not self._is_possible():
+                    return RunOutcome.INFEASIBLE
+                self._set_restricted(self._restricted_solver.tried)
+                continue
+            if state.closed or follows:
+                break
+            self._prove()
+            closed = gap - (state.objective - state.bound)
+            if state.closed or closed <= self._settings.limited_min_gain * gap < np.inf:
+                break
+        return RunOutcome.UPDATED
+
+    def _first_masks(self) -> list[BoolArray]:
+        """Strategies that others think likely, or that are good at some prices of usage."""
+        likely = self._state.warm_start.candidates
+        if likely:
+            return [likely[node_class.nodes[0]].copy() for node_class in self._graph.node_classes]
+        self._add_peak_weights()
+        price = max(self._state.bound, USAGE_TOLERANCE)
+        price /= max(self._problem.usage_limit, USAGE_TOLERANCE)
+        for elasticity in self._settings.limited_elasticities:
+            self._lagrangian.evaluate(
+                np.array([elasticity * price]), slack=self._settings.limited_rough_gap
+            )
+        return self._restricted_solver.tried
+
+    def _add_peak_weights(self) -> None:
+        """Watch the time at which most can be used, where no other one is watched."""
+        if not self._usage_weights.weights:
+            self._usage_weights.add(np.array([usage.max() for usage in self._usage_weights.usage]))
+
+    def _set_restricted(self, masks: Sequence[BoolArray]) -> None:
+        """Restrict the problem to some strategies, and to those it was restricted to before."""
+        warm_start, inner = self._state.warm_start, WarmStart()
+        if warm_start.restricted is not None:
+            masks = [mask.copy() for mask in masks]
+            for node_class, mask in zip(self._graph.node_classes, masks, strict=True):
+                mask[warm_start.restricted[0].kept[node_class.nodes[0]]] = True
+        costs = [
+            self._problem.nodes[node_class.nodes[0]].cost for node_class in self._graph.node_classes
+        ]
+        restricted = restrict(
+            self._problem, self._graph, one_per_run(self._graph, masks), costs=costs
+        )
+        if warm_start.restricted is not None:
+            old, seen = warm_start.restricted
+            inner.best_choices = [
+                restricted.part(old.whole(choice)) for choice in seen.best_choices
+            ]
+        warm_start.restricted = restricted, inner
+
+    def _solve_restricted(self) -> None:
+        """Solve the restricted problem under the limit, and collect the choices it met."""
+        state, warm_start = self._state, self._state.warm_start
+        state.enter("solve a core")
+        state.count("narrowing.cores")
+        assert warm_start.restricted is not None
+        restricted, inner = warm_start.restricted
+        limited = replace(restricted.problem, usage_limit=self._problem.usage_limit)
+        seconds = self._settings.limited_share * state.remaining
+        solution = self._solve(limited, seconds, gap=state.gap, bound=state.bound, warm_start=inner)
+        if solution.choice is not None:
+            state.offer(restricted.whole(solution.choice))
+        known = {choice.tobytes() for choice in warm_start.best_choices}
+        for choice in map(restricted.whole, inner.best_choices):
+            if choice.tobytes() not in known:
+                self._lagrangian.add_choice(choice)
+                warm_start.best_choices.append(choice)
+        state.check()
+
+    def _prove(self) -> None:
+        """Bound all choices at the prices best for those seen; extend the restriction."""
+        warm_start, limit = self._state.warm_start, self._problem.usage_limit
+        if not warm_start.best_choices or not self._usage_weights.weights:
+            return
+        prices = self._lagrangian.best_prices(limit)
+        if not prices.any():
+            return
+        sweeps = (
+            self._settings.limited_first_sweeps
+            if np.isinf(warm_start.proven[0])
+            else self._settings.limited_more_sweeps
+        )
+        bound, least = self._restricted_solver.bounds(self._lagrangian.priced(prices), sweeps)
+        self._state.raise_bound(self._lagrangian.proven(bound, prices))
+        warm_start.proven = limit, self._state.bound
+        if not self._state.closed and warm_start.restricted is not None:
+            self._set_restricted(
+                [cheapest(bounds, self._settings.limited_width) for bounds in least]
+            )
+
+    def _is_possible(self) -> bool:
+        """Look for a choice that keeps the limit; False if it is proven that none does.
+
+        At a price of usage beyond all other costs, the least total shows the least usage.
+        """
+        state, problem, limit = self._state, self._problem, self._problem.usage_limit
+        state.enter("find the least usage")
+        self._add_peak_weights()
+        most = problem.most
+        steep = _STEEP * max(most, USAGE_TOLERANCE) / max(limit, USAGE_TOLERANCE)
+        with self._restricted_solver.aside():
+            excess = self._lagrangian.evaluate(np.array([steep]), slack=USAGE_TOLERANCE)
+        if excess is None or excess <= most + steep * limit * USAGE_TOLERANCE:
+            return True
+        peaks = [problem.peak_usage(point.choice) for point in self._lagrangian.points]
+        state.statistics["minimum_usage"] = min(peaks)
+        return False
+
+
+def solve_wide(state: SolveState, solve: SolveRestricted) -> RunOutcome:
+    """Tell the solve state choices and bounds of a wide problem.
+
+    Args:
+        state: of the problem.
+        solve: solves restricted problems.
+    """
+    problem, warm_start = state.problem, state.warm_start
+    if problem.ties or not (problem.repeats or problem.has_path_costs):
+        return RunOutcome.SKIPPED
+    graph = QuotientGraph(problem, independent_runs(problem))
+    sizes = [problem.nodes[node_class.nodes[0]].num_strategies for node_class in graph.node_classes]
+    if float(np.mean(sizes)) < state.settings.wide_strategies and not problem.has_path_costs:
+        return RunOutcome.SKIPPED
+    restricted_solver = RestrictedSolver(state, graph, solve)
+    if warm_start.unlimited_bound is None:
+        bound = _minimise(state, restricted_solver)
+        if bound == np.inf:
+            return RunOutcome.INFEASIBLE
+        if state.choice is not None or not warm_start.best_choices:
+            return RunOutcome.UPDATED
+        warm_start.unlimited_bound = bound
+    state.raise_bound(warm_start.unlimited_bound)
+    return LimitedRestriction(state, restricted_solver, solve).run()
+
+
+def _minimise(state: SolveState, restricted_solver: RestrictedSolver) -> float:
+    """Offer the best choice without the limit; keep it for the warm start if it breaks it.
+
+    Returns:
+        a lower bound.
+    """
+    costs = [node.cost for node in state.problem.nodes]
+    # A limit that binds makes the best choice without it worth little.
+    for rough in (True, False) if state.problem.can_bind else (False,):
+        bound, choice = restricted_solver.minimise(
+            costs, state.gap, rough=rough, report_bound=state.raise_bound
+        )
+        if state.closed or state.choice is None:
+            break
+    if choice is not None and state.choice is None:
+        state.warm_start.best_choices.append(choice)
+    node_classes = restricted_solver.graph.class_of
+    state.warm_start.strategy_bounds = [
+        restricted_solver.least[node_classes[v]] for v in range(len(state.problem.nodes))
+    ]
+    return bound

@@ -1,0 +1,16 @@
+"""Repeated groups of nodes: one is solved, the others follow."""
+
+from autoshard.solve.runs.find import Run, covered_edges, find_runs, independent_runs
+from autoshard.solve.runs.limited import RunOutcome, solve_runs
+from autoshard.solve.runs.usage_prices import UsageLagrangian, UsageWeights
+
+__all__ = [
+    "Run",
+    "RunOutcome",
+    "UsageLagrangian",
+    "UsageWeights",
+    "covered_edges",
+    "find_runs",
+    "independent_runs",
+    "solve_runs",
+]

@@ -1,0 +1,498 @@
+"""One group of a run by its content: neither names nor depth are part of it.
+
+Modes of a group: sets of strategies of its nodes that no finite price joins.
+
+A group that may be run in two ways, say, has strategies of both at most of its nodes, and
+links that forbid to mix them. Its table is the elementwise least of the tables of either way
+by itself, and these are far smaller on the way there.
+
+One group of a run, reduced to a table over what it shares with the rest.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import product
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.block_cache import (
+    CachedTable,
+    KeyValueStore,
+    SolvedBlock,
+    TableEntry,
+    content_key,
+)
+from autoshard.solve.elimination import Elimination, Evaluation
+from autoshard.solve.network import Matrix, Network
+from autoshard.solve.presolve import (
+    DropDominated,
+    EliminateNeighbours,
+    Inverse,
+    Losses,
+    NormalizeLinks,
+    Presolve,
+)
+from autoshard.solve.problem import Edge, Node, Problem, ShortestPathCost
+from autoshard.solve.runs.find import Run
+from autoshard.solve.settings import DEFAULT_EFFORT, Effort
+
+Mode = Mapping[int, IntArray]
+"""The strategies of some nodes in a mode, ascending; other nodes may take any."""
+
+_MOST_MODES = 8
+_LEAST_SHARE = 0.25
+"""Share of the nodes that modes must concern to be worth separate tables."""
+
+
+def find_modes(problem: Problem, nodes: Sequence[int], edges: Iterable[Edge]) -> tuple[Mode, ...]:
+    """The modes of some nodes: every choice of finite price keeps to one of them.
+
+    Args:
+        problem: the problem.
+        nodes: the nodes.
+        edges: edges of the problem; those that leave the nodes are not looked at.
+
+    Returns:
+        one empty mode where nothing is gained.
+    """
+    sizes = [problem.nodes[v].num_strategies for v in nodes]
+    place = dict(zip(nodes, np.cumsum([0, *sizes]).tolist(), strict=False))
+    known: dict[int, tuple[int, IntArray]] = {}
+    splitting: list[tuple[Edge, IntArray]] = []
+    for edge in edges:
+        prices = edge.prices
+        if isinstance(prices, ShortestPathCost) or not {edge.source, edge.target} <= place.keys():
+            continue
+        if id(prices) not in known:
+            known[id(prices)] = _parts(prices)
+        num_parts, parts = known[id(prices)]
+        if num_parts > 1:
+            splitting.append((edge, parts))
+    ways = _ways(splitting, place, sizes)
+    if not 1 < prod(map(len, ways)) <= _MOST_MODES:
+        return ({},)
+    return tuple({v: s for way in ways for v, s in way.items()} for ways in product(*ways))
+
+
+def _parts(cost: FloatArray) -> tuple[int, IntArray]:
+    """How many parts of a matrix finite prices join, and the part of each row and column.
+
+    Rows and columns without a finite price are parts of their own that do not count.
+    """
+    finite = np.isfinite(cost)
+    num_rows, num_cols = cost.shape
+    if finite.all(axis=1).any() and finite.any(axis=1).all():
+        return 1, np.zeros(num_rows + num_cols, dtype=np.intp)
+    rows, cols = np.nonzero(finite)
+    size = num_rows + num_cols
+    links = coo_array((np.ones(len(rows)), (rows, num_rows + cols)), shape=(size, size))
+    _, parts = connected_components(links, directed=False)
+    return len(np.intersect1d(parts[:num_rows], parts[num_rows:])), parts.astype(np.intp)
+
+
+def _ways(
+    splitting: Sequence[tuple[Edge, IntArray]], place: Mapping[int, int], sizes: Sequence[int]
+) -> list[list[Mode]]:
+    """The modes of each set of nodes that splitting edges join."""
+    size, first, second = sum(sizes), [], []
+    for edge, parts in splitting:
+        num_rows = edge.prices.shape[0]
+        for v, seen in ((edge.source, edge.rows), (edge.target, num_rows + edge.cols)):
+            first.append(place[v] + np.arange(len(seen)))
+            second.append(size + parts[seen])
+        size += int(parts.max()) + 1
+    if not splitting:
+        return []
+    left, right = np.concatenate(first), np.concatenate(second)
+    links = coo_array((np.ones(len(left)), (left, right)), shape=(size, size))
+    _, joined = connected_components(links, directed=False)
+    spans = {v: joined[place[v] : place[v] + n] for v, n in zip(place, sizes, strict=True)}
+    return [
+        [
+            {v: np.flatnonzero(spans[v] == part) for v in piece}
+            # What some node has no strategy for leads to no finite price.
+            for part in sorted(set.intersection(*(set(spans[v].tolist()) for v in piece)))
+        ]
+        for piece in _pieces([edge for edge, _ in splitting])
+        if len(piece) >= _LEAST_SHARE * len(place)
+    ]
+
+
+def _pieces(edges: Sequence[Edge]) -> list[list[int]]:
+    """Nodes by what edges join, ascending."""
+    nodes = sorted({v for edge in edges for v in (edge.source, edge.target)})
+    ends = np.searchsorted(nodes, [(edge.source, edge.target) for edge in edges])
+    shape = (len(nodes), len(nodes))
+    links = coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=shape)
+    num_pieces, piece = connected_components(links, directed=False)
+    members: list[list[int]] = [[] for _ in range(num_pieces)]
+    for v, i in zip(nodes, piece.tolist(), strict=True):
+        members[i].append(v)
+    return members
+
+
+class RunBlock:
+    """The second group of a run and its links, and which of its tables a store had.
+
+    Args:
+        problem: what the run is of.
+        run: the run.
+        store: keeps tables; None to make each of them.
+
+    Attributes:
+        run: the run.
+        edges: those inside the group, and those to what it sees.
+        num_reused: tables that the store had.
+        num_solved: tables that had to be made.
+    """
+
+    def __init__(self, problem: Problem, run: Run, store: KeyValueStore | None) -> None:
+        self.run = run
+        self._problem = problem
+        self._store = store
+        group, before, shared_nodes = run.instances[1], run.before_of(1), run.shared_nodes
+        self._members = (*before, *shared_nodes, *group)
+        around, inside = set(self._members), set(group)
+        self.edges = [
+            e
+            for e in problem.edges
+            if (e.source in inside or e.target in inside)
+            and e.source in around
+            and e.target in around
+        ]
+        self.num_reused = self.num_solved = 0
+
+    @cached_property
+    def modes(self) -> tuple[Mode, ...]:
+        """Modes of the nodes that a group shares with nobody."""
+        group, boundary = self.run.instances[1], set(self.run.boundary)
+        own = [v for p, v in enumerate(group) if p not in boundary]
+        return find_modes(self._problem, own, self.edges)
+
+    def kept_table(self, costs: Mapping[int, FloatArray], view: bytes) -> CachedTable | None:
+        """Where a table of the block is kept; None without a store.
+
+        Args:
+            costs: shape [S] for each node of the group.
+            view: what distinguishes the table from others of the same block and costs.
+        """
+        if self._store is None:
+            return None
+        return CachedTable(self._store, content_key(self._key(costs).encode(), view))
+
+    def count(self, *, reused: bool) -> None:
+        """Take note of a table."""
+        self.num_reused += reused
+        self.num_solved += not reused
+
+    def report(self) -> SolvedBlock:
+        """What became of the block."""
+        group = self.run.instances[1]
+        return SolvedBlock(
+            nodes=self.run.instances[0],
+            num_groups=len(self.run.instances),
+            key=self._key({v: self._problem.nodes[v].cost for v in group}),
+            num_reused=self.num_reused,
+            num_solved=self.num_solved,
+        )
+
+    def _key(self, costs: Mapping[int, FloatArray]) -> str:
+        """Digest of the group at given costs."""
+        prices = (_content(costs[v]) for v in self.run.instances[1])
+        return content_key(self._links, *prices)
+
+    @cached_property
+    def _links(self) -> bytes:
+        """Digest of how the group is linked, inside and to what it sees."""
+        place = {v: i for i, v in enumerate(self._members)}
+        sizes = [self._problem.nodes[v].num_strategies for v in self._members]
+        parts = [repr((self.run.boundary, len(self.run.shared_nodes), sizes)).encode()]
+        known: dict[int, bytes] = {}
+        for edge in self.edges:
+            prices = edge.prices
+            if id(prices) not in known:
+                arrays = prices.steps if isinstance(prices, ShortestPathCost) else (prices,)
+                known[id(prices)] = content_key(*map(_content, arrays)).encode()
+            ends = repr((place[edge.source], place[edge.target], prices.shape)).encode()
+            parts += [ends, known[id(prices)], _content(edge.rows), _content(edge.cols)]
+        return content_key(*parts).encode()
+
+
+def _content(array: NDArray[np.generic]) -> bytes:
+    """Bytes of an array that are the same on every machine; its shape is not among them."""
+    wide = np.dtype("<f8") if array.dtype.kind == "f" else np.dtype("<i8")
+    return np.ascontiguousarray(array, wide).tobytes()
+
+
+OpenStrategies = Mapping[int, BoolArray | None]
+"""Strategies that are still open, by shared node, and by a boundary node's node of the last group
+for that boundary node in all groups. A shared node may be None: it is relaxed, every group may pick
+a strategy of its
+own for it, which gives a lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class PresolveMemo:
+    """What reductions have worked out already, by content."""
+
+    products: dict[bytes, Matrix] = field(default_factory=dict)
+    losses: dict[bytes, Losses] = field(default_factory=dict)
+
+
+class BlockTemplate:
+    """The second group of a run, the boundary nodes before it, its own, the shared nodes.
+
+    Args:
+        problem: what the run is of.
+        block: the group, and where its tables are kept.
+        still_open: what is open at shared nodes and boundary nodes; everything where nothing is
+            said.
+        known: what reductions have worked out already.
+        effort: limits of work, and when to stop.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        block: RunBlock,
+        still_open: OpenStrategies,
+        known: PresolveMemo,
+        *,
+        effort: Effort = DEFAULT_EFFORT,
+    ) -> None:
+        self._effort, self._settings = effort, effort.settings
+        self._known = known
+        self._problem = problem
+        self._block = block
+        self.run = run = block.run
+        self.kept_shared_nodes = tuple(
+            h for h in run.shared_nodes if still_open.get(h, True) is not None
+        )
+        group = run.instances[1]
+        own = [group[p] for p in run.boundary]
+        before = run.before_of(1)
+        seen = [*before, *own, *self.kept_shared_nodes]
+        self._relaxed_shared_nodes = set(run.shared_nodes) - set(self.kept_shared_nodes)
+        masks = {h: still_open.get(h) for h in self.kept_shared_nodes}
+        for nodes in (before, own):
+            masks.update(zip(nodes, (still_open.get(v) for v in run.last_boundary), strict=True))
+        self.labels = {
+            v: np.arange(problem.nodes[v].num_strategies) if mask is None else np.flatnonzero(mask)
+            for v, mask in masks.items()
+        }
+        inner = [v for v in group if v not in set(own)]
+        self._place = {v: i for i, v in enumerate([*seen, *inner])}
+        self._seen = seen
+        self.shape = tuple(len(self.labels[v]) for v in seen)
+
+    @property
+    def entries(self) -> int:
+        """Size of the table."""
+        return prod(self.shape)
+
+    def evaluate(self, costs: Mapping[int, FloatArray], *, most_work: float) -> "BlockTable | None":
+        """The table for given costs per strategy of each node of the problem.
+
+        Args:
+            costs: shape [S] for each node of the group.
+            most_work: largest number of additions.
+
+        Returns:
+            None where the table would be too large.
+        """
+        if self.entries > self._settings.max_block_entries:
+            return None
+        kept = self._block.kept_table(costs, self.view(most_work))
+        solve = partial(self._solve, costs, most_work)
+        found = None if kept is None else kept.find(self.shape)
+        self._block.count(reused=found is not None)
+        solved = None
+        if found is None:
+            solved = solve()
+            found = TableEntry(None, 0.0)
+            if solved is not None:
+                found = TableEntry(solved.values, sum(way.plan.work for way in solved.ways))
+            if kept is not None:
+                kept.keep(found)
+        if found.values is None:
+            return None
+        return BlockTable(self, found.values, found.work, _Interiors(self, kept, solve, solved))
+
+    def interior(self, solved: "_Solved", seen: tuple[int, ...]) -> tuple[int, ...]:
+        """Strategies of the nodes of a group, given those of what it sees."""
+        way = min(solved.ways, key=lambda one: float(one.values[seen]))
+        choice = np.zeros(len(self._place), dtype=np.intp)
+        for i, s in way.plan.complete(way.result, dict(enumerate(seen))).items():
+            choice[i] = way.left[i][s]
+        way.inverse(choice)
+        for v, labels in way.labels.items():
+            choice[self._place[v]] = labels[choice[self._place[v]]]
+        return tuple(int(choice[self._place[v]]) for v in self.run.instances[1])
+
+    def group_sizes(self) -> tuple[int, ...]:
+        """Number of strategies of each node of the group, open or not."""
+        return tuple(self.num_strategies(v) for v in self.run.instances[1])
+
+    def num_strategies(self, v: int) -> int:
+        """Strategies of a node, open or not."""
+        return self._problem.nodes[v].num_strategies
+
+    def boundary_labels(self, axis: int) -> IntArray:
+        """Numbers of the strategies that are still open at a boundary node."""
+        return self.labels[self.run.instances[1][self.run.boundary[axis]]]
+
+    def view(self, most_work: float) -> bytes:
+        """What distinguishes this table from others of the group at the same costs."""
+        kept = [shared_node in self.labels for shared_node in self.run.shared_nodes]
+        labels = [self.labels[v].tolist() for v in self._seen]
+        return repr((kept, labels, most_work)).encode()
+
+    def _solve(self, costs: Mapping[int, FloatArray], most_work: float) -> "_Solved | None":
+        """Make the table, mode by mode."""
+        ways = []
+        for mode in self._block.modes:
+            way = self._solve_mode(costs, {**mode, **self.labels}, most_work)
+            if way is None:
+                return None
+            ways.append(way)
+        return _Solved(tuple(ways), np.minimum.reduce([way.values for way in ways]))
+
+    def _solve_mode(
+        self, costs: Mapping[int, FloatArray], labels: Mapping[int, IntArray], most_work: float
+    ) -> "_Way | None":
+        """The table of one mode; `labels` are the strategies of the nodes that are not free."""
+        relaxed: dict[int, FloatArray] = {}
+        every = (self._edge(edge, labels, relaxed) for edge in self._block.edges)
+        edges = [edge for edge in every if edge is not None]
+        group = set(self.run.instances[1])
+        nodes = []
+        for v in self._place:
+            cost = costs[v] if v in group else np.zeros(self.num_strategies(v))
+            if v in labels:
+                cost = cost[labels[v]]
+            nodes.append(Node(cost + relaxed.get(v, 0.0), np.zeros_like(cost)))
+        network = Network.from_problem(Problem(tuple(nodes), tuple(edges)))
+        seen = range(len(self._seen))
+        inverse = reduce_around(network, seen, self._known, effort=self._effort)
+        plan = Elimination.compile(network, most_work=most_work, keep=seen, effort=self._effort)
+        if plan is None:
+            return None
+        cost_left = {v: x.cost for v, x in network.variables.items()}
+        result = plan.evaluate(cost_left)
+        left = {v: x.labels for v, x in network.variables.items()}
+        return _Way(labels, plan, result, left, inverse, plan.joint_table(result, seen))
+
+    def _edge(
+        self, edge: Edge, labels: Mapping[int, IntArray], relaxed: dict[int, FloatArray]
+    ) -> Edge | None:
+        """An edge inside the template; that to a relaxed shared node becomes a cost."""
+        for shared_node, other in ((edge.source, edge.target), (edge.target, edge.source)):
+            if shared_node in self._relaxed_shared_nodes:
+                dense = edge.dense() if other == edge.target else edge.dense().T
+                free = dense.min(axis=0)
+                if other in labels:
+                    free = free[labels[other]]
+                relaxed[other] = relaxed.get(other, 0.0) + free
+                return None
+        rows = edge.rows[labels[edge.source]] if edge.source in labels else edge.rows
+        cols = edge.cols[labels[edge.target]] if edge.target in labels else edge.cols
+        return Edge(self._place[edge.source], self._place[edge.target], edge.cost, rows, cols)
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """The table of one mode, with the way back.
+
+    Attributes:
+        labels: the strategies that it is about, of the nodes of which not all are.
+        plan: the elimination that made the table.
+        result: its intermediate tables, to find the way back.
+        left: strategies that each variable of the elimination still has.
+        inverse: the way back from what was left to eliminate to the whole group.
+        values: the table.
+    """
+
+    labels: Mapping[int, IntArray]
+    plan: Elimination
+    result: Evaluation
+    left: Mapping[int, IntArray]
+    inverse: Inverse
+    values: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """A table that was made: the elementwise least of those of all modes."""
+
+    ways: tuple[_Way, ...]
+    values: FloatArray
+
+
+@dataclass(eq=False)
+class _Interiors:
+    """The way back from a table; a table that was kept is only made if that is not.
+
+    Attributes:
+        template: of which group.
+        kept: where the table is kept, if anywhere.
+        solve: makes the table.
+        solved: the table, once it was made.
+    """
+
+    template: BlockTemplate
+    kept: CachedTable | None
+    solve: Callable[[], _Solved | None]
+    solved: _Solved | None
+
+    def __call__(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """Strategies of the nodes of a group, given those of what it sees."""
+        if self.solved is None and self.kept is not None:
+            found = self.kept.find_interior(seen, self.template.group_sizes())
+            if found is not None:
+                return found
+        self.solved = self.solved or self.solve()
+        assert self.solved is not None, "the same table was made before"
+        strategies = self.template.interior(self.solved, seen)
+        if self.kept is not None:
+            self.kept.keep_interior(seen, strategies)
+        return strategies
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """A group's least price by what it sees.
+
+    Attributes:
+        template: of which group.
+        values: prices: one axis per boundary node before, per own boundary node, per kept shared
+            node.
+        work: additions that making it takes, whether it was made or kept.
+        interior: strategies of the nodes of a group, given those of what it sees.
+    """
+
+    template: BlockTemplate
+    values: FloatArray
+    work: float
+    interior: Callable[[tuple[int, ...]], tuple[int, ...]]
+
+    def as_batch(self, num_boundary: int) -> FloatArray:
+        """The table per state of the shared nodes: boundary before it by its own."""
+        shape = self.values.shape
+        rows, cols = prod(shape[:num_boundary]), prod(shape[num_boundary : 2 * num_boundary])
+        return np.ascontiguousarray(np.moveaxis(self.values.reshape(rows, cols, -1), 2, 0))
+
+
+def reduce_around(
+    network: Network, keep: Collection[int], known: PresolveMemo, *, effort: Effort = DEFAULT_EFFORT
+) -> Inverse:
+    """Shrink a network exactly, but for some variables that keep all their strategies."""
+    links = NormalizeLinks()
+    eliminate = EliminateNeighbours(links, keep=keep, products=known.products, effort=effort)
+    dominated = DropDominated(keep=keep, losses=known.losses, effort=effort)
+    return Presolve((links, eliminate, dominated), effort).apply(network)

@@ -1,0 +1,448 @@
+"""Walks over the groups of a run: states at their borders, and the price of each step.
+
+A state is what a group hands on; a run of groups is a walk from state to state. Beside all
+walks of a run, those may be asked for that stay in a set of states, leave it, or change over.
+
+The tables of a run's groups, joined to one over its ends, and what they say of its inside.
+
+A problem in which every run is a single table: its size does not depend on the depth.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import pairwise
+
+import numpy as np
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
+from autoshard.solve.elimination import Elimination, Evaluation, Table
+from autoshard.solve.network import Network
+from autoshard.solve.presolve import Inverse
+from autoshard.solve.problem import Node, Problem
+from autoshard.solve.runs.block_table import (
+    BlockTable,
+    BlockTemplate,
+    OpenStrategies,
+    PresolveMemo,
+    RunBlock,
+    reduce_around,
+)
+from autoshard.solve.runs.find import Run, covered_edges
+from autoshard.solve.settings import DEFAULT_EFFORT, Effort
+
+_BLOCK = 1 << 20
+
+
+def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
+    """Min-plus products of stacks of matrices, [M, I, K] by [M, K, J] to [M, I, J]."""
+    out = np.empty((left.shape[0], left.shape[1], right.shape[2]))
+    step = max(1, _BLOCK // max(right.shape[1] * right.shape[2], 1))
+    for m in range(left.shape[0]):
+        for start in range(0, left.shape[1], step):
+            part = left[m, start : start + step]
+            out[m, start : start + step] = (part[:, :, None] + right[m][None]).min(axis=1)
+    return out
+
+
+def min_plus_power(matrices: FloatArray, exponent: int) -> FloatArray:
+    """Min-plus power of a stack of square matrices [M, N, N] by repeated squaring."""
+    result: FloatArray | None = None
+    square = matrices
+    while exponent:
+        if exponent & 1:
+            result = square if result is None else batched_min_plus(result, square)
+        exponent >>= 1
+        if exponent:
+            square = batched_min_plus(square, square)
+    assert result is not None
+    return result
+
+
+def cheapest_path(prices: Sequence[FloatArray], start: int, end: int) -> list[int]:
+    """States of the cheapest walk from start to end, both included.
+
+    Args:
+        prices: of each step from state to state, shape [N, N] each; at least one.
+        start: first state.
+        end: last state.
+    """
+    remaining = [np.where(np.arange(len(prices[0])) == end, 0.0, np.inf)]
+    for matrix in reversed(prices):
+        remaining.append((matrix + remaining[-1][None, :]).min(axis=1))
+    path = [start]
+    for matrix, left in zip(prices, reversed(remaining[:-1]), strict=True):
+        path.append(int((matrix[path[-1]] + left).argmin()))
+    return path
+
+
+RunTables = tuple[tuple[BlockTable, int], ...]
+"""Tables of a run's groups in order, and of how many groups in a row each is."""
+
+
+def alike_groups(run: Run, costs: Sequence[FloatArray]) -> tuple[tuple[int, int], ...]:
+    """Groups that stand for others priced alike, and for how many in a row."""
+    groups = run.instances
+    inner, last = groups[min(1, len(groups) - 2)], groups[-1]
+    if all(np.array_equal(costs[v], costs[w]) for v, w in zip(inner, last, strict=True)):
+        return ((1, len(groups)),)
+    return (min(1, len(groups) - 2), len(groups) - 1), (len(groups) - 1, 1)
+
+
+def joining_work(tables: RunTables) -> float:
+    """Additions that joining the tables of a run takes."""
+    sizes = ((table.as_batch(len(table.template.run.boundary)), number) for table, number in tables)
+    return float(sum(2 * n.bit_length() * m.shape[0] * m.shape[1] ** 3 for m, n in sizes))
+
+
+def joined_table(tables: RunTables) -> Table:
+    """The price of all groups of a run together, by what is at its ends."""
+    table = tables[0][0]
+    run = table.template.run
+    powers = [min_plus_power(part.as_batch(len(run.boundary)), number) for part, number in tables]
+    values = np.moveaxis(reduce(batched_min_plus, powers), 0, 2).reshape(table.values.shape)
+    return Table((*run.before, *run.last_boundary, *table.template.kept_shared_nodes), values)
+
+
+def write_choices(tables: RunTables, result: Evaluation, choice: IntArray) -> None:
+    """Write the choices of every group of a run, given those at its ends."""
+    table = tables[0][0]
+    run = table.template.run
+    shape = table.values.shape[: len(run.boundary)]
+    state = 0
+    shared_picks = tuple(result.picks[h] for h in table.template.kept_shared_nodes)
+    if shared_picks:
+        shared_shape = table.values.shape[2 * len(run.boundary) :]
+        state = int(np.ravel_multi_index(shared_picks, shared_shape))
+    first, last = (
+        int(np.ravel_multi_index([result.picks[v] for v in nodes], shape))
+        for nodes in (run.before, run.last_boundary)
+    )
+    of_group = [part for part, (_, number) in enumerate(tables) for _ in range(number)]
+    matrices = [part.as_batch(len(run.boundary))[state] for part, _ in tables]
+    path = cheapest_path([matrices[part] for part in of_group], first, last)
+    groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
+    for k, step in enumerate(pairwise(path)):
+        groups.setdefault((of_group[k], step), []).append(k)
+    for (part, step), numbers in groups.items():
+        seen = [int(i) for flat in step for i in np.unravel_index(flat, shape)]
+        choice[run.node_array[numbers]] = tables[part][0].interior((*seen, *shared_picks))
+
+
+def bounds_at_boundary(run: Run, tables: RunTables, outside: FloatArray) -> dict[int, FloatArray]:
+    """Least price of everything by strategy of each boundary node, whichever group it is of.
+
+    Args:
+        run: the run.
+        tables: of its groups, shared nodes relaxed.
+        outside: price of everything else by the states at the two ends of the run.
+    """
+    table = tables[0][0]
+    shape = table.values.shape[: len(run.boundary)]
+    matrices = [m for part, number in tables for m in [*part.as_batch(len(run.boundary))] * number]
+    ends = outside.reshape(matrices[0].shape)
+    # What is outside joins the two ends; a part for each end is a lower bound of it.
+    head = ends[:, int(ends.min(axis=0).argmin())]
+    with np.errstate(invalid="ignore"):
+        tail = np.nan_to_num(ends - head[:, None], nan=np.inf, posinf=np.inf).min(axis=0)
+    forward, backward = [head], [tail]
+    for matrix in matrices:
+        forward.append((forward[-1][:, None] + matrix).min(axis=0))
+    for matrix in reversed(matrices):
+        backward.append((matrix + backward[-1][None, :]).min(axis=1))
+    pairs = zip(forward, reversed(backward), strict=True)
+    least = np.min([f + b for f, b in pairs], axis=0).reshape(shape)
+    bounds = {}
+    for axis, boundary_node in enumerate(run.last_boundary):
+        others = tuple(i for i in range(len(shape)) if i != axis)
+        bounds[boundary_node] = np.full(table.template.num_strategies(boundary_node), np.inf)
+        bounds[boundary_node][table.template.boundary_labels(axis)] = least.min(axis=others)
+    return bounds
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The least price of a condensed problem.
+
+    Attributes:
+        value: the price; a lower bound where shared nodes are relaxed.
+        choice: a strategy per node of the whole problem that attains it, shared nodes apart.
+        shared_node_bounds: least price by strategy of each kept shared node; inf where it is not
+            open.
+    """
+
+    value: float
+    choice: IntArray
+    shared_node_bounds: Mapping[int, FloatArray] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _AtCosts:
+    """What has been worked out for some costs.
+
+    Attributes:
+        costs: shape [S] for each node of the problem.
+        rest: what stays when runs are condensed, reduced, and the way back.
+        tables: of each run by its number, and by what was open to it.
+        alike: for each run, groups that stand for others, and for how many in a row.
+    """
+
+    costs: Sequence[FloatArray]
+    rest: tuple[Network, Inverse] | None = None
+    tables: dict[tuple[int, bytes], RunTables | None] = field(default_factory=dict)
+    alike: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+
+class ContractedProblem:
+    """The exact minimum of a problem with runs, by elimination.
+
+    The nodes of a place must be priced alike, but for those of a run's last group.
+
+    Args:
+        problem: the problem; its usage limit is not looked at.
+        runs: disjoint runs in it.
+        store: keeps tables of groups for other solves, if there is one.
+        effort: limits of work, and when to stop.
+
+    Attributes:
+        work: additions that it has come to so far, nearly; those of tables from the store are
+            among them, so that it says the same whatever there is in the store.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        runs: Sequence[Run],
+        store: KeyValueStore | None = None,
+        *,
+        effort: Effort = DEFAULT_EFFORT,
+    ) -> None:
+        self._problem = problem
+        self._effort, self._settings = effort, effort.settings
+        self._known = PresolveMemo()
+        self._at: _AtCosts | None = None
+        self.work = 0.0
+        gone = {v for run in runs for instance in run.instances for v in instance}
+        staying = {v for run in runs for v in run.last_boundary}
+        self._runs = [
+            run for run in runs if not (gone - staying) & {*run.before, *run.shared_nodes}
+        ]
+        gone = {v for run in self._runs for instance in run.instances for v in instance}
+        self._boundary = {v for run in self._runs for v in run.last_boundary}
+        self._stay = [v for v in range(len(problem.nodes)) if v not in gone or v in self._boundary]
+        self._edges = covered_edges(problem, self._runs)
+        self.shared_nodes = tuple(sorted({h for run in self._runs for h in run.shared_nodes}))
+        self._blocks = [RunBlock(problem, run, store) for run in self._runs]
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether there is a run left to condense."""
+        return bool(self._runs)
+
+    def report(self) -> tuple[SolvedBlock, ...]:
+        """What became of the block of each run."""
+        return tuple(block.report() for block in self._blocks)
+
+    def shared(self, choice: IntArray) -> dict[int, BoolArray]:
+        """Strategies of a choice at shared nodes, and at boundary nodes of any group."""
+        taken = {shared_node: choice[[shared_node]] for shared_node in self.shared_nodes}
+        for run in self._runs:
+            for boundary_node, before, last in zip(
+                run.boundary, run.before, run.last_boundary, strict=True
+            ):
+                taken[last] = choice[[before, *(group[boundary_node] for group in run.instances)]]
+        return {
+            v: np.isin(np.arange(self._problem.nodes[v].num_strategies), strategies)
+            for v, strategies in taken.items()
+        }
+
+    def minimise(
+        self,
+        costs: Sequence[FloatArray],
+        still_open: OpenStrategies,
+        *,
+        bounds_of: Sequence[int] = (),
+        most_work: float | None = None,
+    ) -> Answer | None:
+        """The least price for given costs per strategy of each node.
+
+        Args:
+            costs: shape [S] for each node of the problem.
+            still_open: strategies that shared nodes and boundary nodes may take.
+            bounds_of: shared nodes whose price by strategy is wanted.
+            most_work: largest number of additions for one group's table.
+
+        Returns:
+            None where the tables would be too large.
+        """
+        if most_work is None:
+            most_work = self._settings.max_elimination_work
+        self.work += self._settings.contraction_overhead
+        tables = self._group_tables(costs, still_open, most_work)
+        if tables is None:
+            return None
+        return self._join(self._rest(costs, still_open), tables, bounds_of)
+
+    def boundary_bounds(
+        self, costs: Sequence[FloatArray], still_open: OpenStrategies
+    ) -> dict[int, FloatArray] | None:
+        """Lower bounds by strategy of each boundary node, whichever group the boundary node is of.
+
+        Args:
+            costs: shape [S] for each node of the problem.
+            still_open: strategies of boundary nodes; all shared nodes must be relaxed.
+
+        Returns:
+            By the boundary node's node of the last group, shape [S]; None where the tables would be
+            too large.
+        """
+        tables = self._group_tables(costs, still_open, self._settings.max_elimination_work)
+        if tables is None:
+            return None
+        bounds: dict[int, FloatArray] = {}
+        for i, (run, table) in enumerate(zip(self._runs, tables, strict=True)):
+            network, _ = self._rest(costs, still_open)
+            others = [joined_table(t) for j, t in enumerate(tables) if j != i]
+            ends = (*run.before, *run.last_boundary)
+            plan = Elimination.compile(network, keep=ends, extra=others, effort=self._effort)
+            if plan is None:
+                return None
+            left = {v: x.cost for v, x in network.variables.items()}
+            outside = plan.joint_table(plan.evaluate(left), ends)
+            bounds.update(bounds_at_boundary(run, table, outside))
+        return bounds
+
+    def _group_tables(
+        self,
+        costs: Sequence[FloatArray],
+        still_open: OpenStrategies,
+        most_work: float,
+    ) -> list[RunTables] | None:
+        known = self._known_at(costs)
+        found: list[RunTables] = []
+        for i, block in enumerate(self._blocks):
+            template = BlockTemplate(
+                self._problem, block, still_open, self._known, effort=self._effort
+            )
+            view = template.view(most_work)
+            if i not in known.alike:
+                known.alike[i] = alike_groups(block.run, costs)
+            if (i, view) not in known.tables:
+                known.tables[i, view] = self._evaluated(template, known.alike[i], costs, most_work)
+            tables = known.tables[i, view]
+            if tables is None:
+                return None
+            found.append(tables)
+        return found
+
+    def _evaluated(
+        self,
+        template: BlockTemplate,
+        alike: Sequence[tuple[int, int]],
+        costs: Sequence[FloatArray],
+        most_work: float,
+    ) -> RunTables | None:
+        """A table for each of some groups, with the number that comes with it."""
+        groups, tables = template.run.instances, []
+        for k, number in alike:
+            own = {v: costs[w] for v, w in zip(groups[1], groups[k], strict=True)}
+            table = template.evaluate(own, most_work=most_work)
+            if table is None:
+                return None
+            self.work += table.work
+            tables.append((table, number))
+        return tuple(tables)
+
+    def _known_at(self, costs: Sequence[FloatArray]) -> "_AtCosts":
+        if self._at is None or self._at.costs is not costs:
+            self._at = _AtCosts(costs)
+        return self._at
+
+    def _join(
+        self,
+        rest: tuple[Network, Inverse],
+        tables: Sequence[RunTables],
+        bounds_of: Sequence[int],
+    ) -> Answer | None:
+        """Minimise what stays, with one table per run."""
+        network, inverse = rest
+        self.work += sum(map(joining_work, tables))
+        extra = [joined_table(table) for table in tables]
+        plan = Elimination.compile(network, extra=extra, effort=self._effort)
+        if plan is None:
+            return None
+        remaining = {v: x.cost for v, x in network.variables.items()}
+        result = plan.evaluate(remaining)
+        choice = np.zeros(len(self._problem.nodes), dtype=np.intp)
+        for v, s in result.picks.items():
+            choice[v] = network.variables[v].labels[s]
+        inverse(choice)
+        for table in tables:
+            write_choices(table, result, choice)
+        labels = {v: network.variables[v].labels for v in bounds_of}
+        return Answer(result.value, choice, self._shared_node_bounds(labels, plan, result))
+
+    def _shared_node_bounds(
+        self,
+        labels: Mapping[int, IntArray],
+        plan: Elimination,
+        result: Evaluation,
+    ) -> dict[int, FloatArray]:
+        if not labels or not np.isfinite(result.value):
+            return {}
+        marginals = plan.min_marginals(result)
+        bounds = {}
+        for shared_node, still_open in labels.items():
+            bounds[shared_node] = np.full(self._problem.nodes[shared_node].num_strategies, np.inf)
+            bounds[shared_node][still_open] = marginals[shared_node]
+        return bounds
+
+    def _rest(
+        self, costs: Sequence[FloatArray], still_open: OpenStrategies
+    ) -> tuple[Network, Inverse]:
+        """What stays when runs are condensed, and the way back to all of it."""
+        known = self._known_at(costs)
+        if known.rest is None:
+            known.rest = self._reduce_rest(costs)
+        network, inverse = known.rest[0].copy(), known.rest[1]
+        for v, mask in still_open.items():
+            if mask is not None and v in self.shared_nodes:
+                network.keep(v, mask)
+        for run in self._runs:
+            for before, boundary_node in zip(run.before, run.last_boundary, strict=True):
+                mask = still_open.get(boundary_node)
+                for v in {before, boundary_node} if mask is not None else ():
+                    assert mask is not None
+                    network.keep(v, mask[network.variables[v].labels])
+        return network, inverse
+
+    def _reduce_rest(self, costs: Sequence[FloatArray]) -> tuple[Network, Inverse]:
+        """What stays, reduced; the price of a run's last boundary nodes is in its table."""
+        place = {v: i for i, v in enumerate(self._stay)}
+        nodes = [
+            Node(
+                np.zeros_like(costs[v]) if v in self._boundary else costs[v],
+                np.zeros_like(costs[v]),
+            )
+            for v in self._stay
+        ]
+        edges = [
+            type(e)(place[e.source], place[e.target], e.cost, e.rows, e.cols) for e in self._edges
+        ]
+        network = _renamed(Network.from_problem(Problem(tuple(nodes), tuple(edges))), self._stay)
+        seen = {
+            v for run in self._runs for v in (*run.before, *run.last_boundary, *run.shared_nodes)
+        }
+        return network, reduce_around(network, seen, self._known, effort=self._effort)
+
+
+def _renamed(network: Network, names: Sequence[int]) -> Network:
+    """The same network with other numbers for its variables."""
+    renamed = Network()
+    renamed.constant = network.constant
+    for i, name in enumerate(names):
+        renamed.variables[name] = network.variables[i]
+        renamed.links[name] = {names[j]: link for j, link in network.links[i].items()}
+        renamed.changes[name] = 0
+    return renamed

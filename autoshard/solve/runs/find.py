@@ -1,0 +1,266 @@
+"""Which of the hinted repetitions really are ones: same prices, same links, in a row."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from autoshard.arrays import FloatArray, IntArray
+from autoshard.solve.network import fingerprint
+from autoshard.solve.problem import Edge, Problem, ShortestPathCost
+
+_RUNS = "runs"
+
+_Row = tuple[int, int, int]
+"""A link: the place it is at, the place or node at its other end, its key."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Groups of nodes that are alike in prices and links, each linked to the next.
+
+    Attributes:
+        instances: nodes of each group, place by place.
+        boundary: places whose nodes the next group is linked to.
+        before: for each boundary node, the node that the first group sees in its stead.
+        shared_nodes: nodes outside that every group is linked to in the same way.
+    """
+
+    instances: tuple[tuple[int, ...], ...]
+    boundary: tuple[int, ...]
+    before: tuple[int, ...]
+    shared_nodes: tuple[int, ...]
+
+    @cached_property
+    def node_array(self) -> IntArray:
+        """The instances as an array, shape [G, P]."""
+        return np.array(self.instances, dtype=np.intp)
+
+    @property
+    def last_boundary(self) -> tuple[int, ...]:
+        """Nodes at the boundary nodes of the last group."""
+        return tuple(self.instances[-1][p] for p in self.boundary)
+
+    def before_of(self, k: int) -> tuple[int, ...]:
+        """The nodes that group `k` sees of what is before it."""
+        if k == 0:
+            return self.before
+        return tuple(self.instances[k - 1][p] for p in self.boundary)
+
+
+def find_runs(problem: Problem) -> tuple[Run, ...]:
+    """The runs that the problem's hints lead to; hints that do not hold are passed over."""
+    # A problem never changes, so its runs are kept with it, as a cached property would be.
+    kept = vars(problem)
+    if _RUNS not in kept:
+        kept[_RUNS] = _find_runs(problem)
+    runs: tuple[Run, ...] = kept[_RUNS]
+    return runs
+
+
+def _find_runs(problem: Problem) -> tuple[Run, ...]:
+    if not problem.repeats:
+        return ()
+    links = _Links(problem)
+    runs: list[Run] = []
+    taken: set[int] = set()
+    for repeat in problem.repeats:
+        nodes = [v for instance in repeat.instances for v in instance]
+        if len(set(nodes)) < len(nodes) or taken & set(nodes):
+            continue
+        found = list(_runs(links, repeat.instances))
+        runs.extend(found)
+        taken.update(v for run in found for instance in run.instances for v in instance)
+    return tuple(runs)
+
+
+def independent_runs(problem: Problem) -> tuple[Run, ...]:
+    """The runs that see of each other nothing but the boundary nodes of a last group."""
+    runs = find_runs(problem)
+    gone = {v for run in runs for instance in run.instances for v in instance}
+    gone -= {v for run in runs for v in run.last_boundary}
+    return tuple(run for run in runs if gone.isdisjoint((*run.before, *run.shared_nodes)))
+
+
+class _Links:
+    """A problem's nodes and edges by content: equal numbers stand for equal content.
+
+    Every edge is seen from both of its ends, L of them together.
+
+    Attributes:
+        nodes: content of each node, whenever it is alive, shape [N].
+        at: the node that looks, shape [L].
+        others: the node at the other end, shape [L].
+        keys: content of the edge and from which end it is seen, shape [L].
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._digests: dict[int, bytes] = {}
+        numbers: dict[tuple[bytes, ...], int] = {}
+        known: dict[tuple[int, ...], int] = {}
+
+        def number(*arrays: FloatArray | IntArray | ShortestPathCost) -> int:
+            # Arrays that are shared are digested once.
+            identity = tuple(map(id, arrays))
+            if identity not in known:
+                content = tuple(map(self._digest, arrays))
+                known[identity] = numbers.setdefault(content, len(numbers))
+            return known[identity]
+
+        ends = np.array([(e.source, e.target) for e in problem.edges], dtype=np.intp).reshape(-1, 2)
+        keys = [2 * number(e.prices, e.rows, e.cols) for e in problem.edges]
+        self.nodes = np.array([number(node.cost, node.usage) for node in problem.nodes])
+        self.at = ends.T.ravel()
+        self.others = ends[:, ::-1].T.ravel()
+        self.keys = np.concatenate((np.array(keys, dtype=np.intp) + 1, keys)).astype(np.intp)
+
+    def _digest(self, array: FloatArray | IntArray | ShortestPathCost) -> bytes:
+        key = id(array)
+        if key not in self._digests:
+            parts = array.steps if isinstance(array, ShortestPathCost) else (array,)
+            content = (part.tobytes() for part in parts)
+            self._digests[key] = fingerprint(repr(array.shape).encode(), *content)
+        return self._digests[key]
+
+
+@dataclass(frozen=True, eq=False)
+class _Instance:
+    """One group's contents and links.
+
+    A link is a row: a place of the group, the other end, the key. The other end is a place
+    of this group or of the one before, or a node outside. Rows are in ascending order.
+
+    Attributes:
+        contents: of each node, shape [P].
+        inside: links inside of the group, shape [L, 3].
+        back: links to the group before, shape [L, 3].
+        outside: links to nodes of no group, shape [L, 3].
+        neighbours_only: whether there are no links to groups further away.
+    """
+
+    contents: IntArray
+    inside: IntArray
+    back: IntArray
+    outside: IntArray
+    neighbours_only: bool
+
+
+_KINDS = _OUTSIDE, _INSIDE, _BACK, _AHEAD, _FAR = range(5)
+
+
+def _runs(links: _Links, instances: Sequence[Sequence[int]]) -> Iterator[Run]:
+    read = _read(links, instances)
+    begin = 0
+    for end in range(1, len(read) + 1):
+        if end < len(read) and _alike(read[end - 1], read[end], first=end - 1 == begin):
+            continue
+        run = _run(instances[begin:end], read[begin:end])
+        if run is not None:
+            yield run
+        begin = end
+
+
+def _read(links: _Links, instances: Sequence[Sequence[int]]) -> list[_Instance]:
+    """The links of each group, in one pass over all edges."""
+    group = np.full(len(links.nodes), -1, dtype=np.intp)
+    place = np.arange(len(links.nodes))
+    for k, nodes in enumerate(instances):
+        group[list(nodes)] = k
+        place[list(nodes)] = np.arange(len(nodes))
+    ours = group[links.at] >= 0
+    at, others, keys = links.at[ours], links.others[ours], links.keys[ours]
+    apart = group[others] - group[at]
+    kinds = np.select(
+        [group[others] < 0, apart == 0, apart == -1, apart == 1],
+        [_OUTSIDE, _INSIDE, _BACK, _AHEAD],
+        _FAR,
+    )
+    rows = np.stack((place[at], place[others], keys), axis=1)
+    order = np.lexsort((keys, rows[:, 1], rows[:, 0], kinds, group[at]))
+    rows, parts = rows[order], (len(_KINDS) * group[at] + kinds)[order]
+    starts = np.searchsorted(parts, np.arange(len(_KINDS) * len(instances) + 1)).tolist()
+    spans = [rows[first:last] for first, last in pairwise(starts)]
+    return [
+        _Instance(
+            links.nodes[list(nodes)],
+            inside=spans[len(_KINDS) * k + _INSIDE],
+            back=spans[len(_KINDS) * k + _BACK],
+            outside=spans[len(_KINDS) * k + _OUTSIDE],
+            neighbours_only=not len(spans[len(_KINDS) * k + _FAR]),
+        )
+        for k, nodes in enumerate(instances)
+    ]
+
+
+def _alike(one: _Instance, other: _Instance, *, first: bool) -> bool:
+    if not (one.neighbours_only and other.neighbours_only):
+        return False
+    same = np.array_equal(one.contents, other.contents)
+    same = same and np.array_equal(one.inside, other.inside)
+    return same and (first or np.array_equal(one.back, other.back))
+
+
+def _run(instances: Sequence[Sequence[int]], read: Sequence[_Instance]) -> Run | None:
+    """The run of groups that are alike inside, if their links outside are those of a run."""
+    if len(instances) <= 1 or not len(read[1].back):
+        return None
+    outside = [Counter(_rows(instance.outside)) for instance in read]
+    shared_nodes = outside[0]
+    for links in outside[1:]:
+        shared_nodes = shared_nodes & links
+    boundary = sorted(set(read[1].back[:, 1].tolist()))
+    rest = [links - shared_nodes for links in outside]
+    shared = {w for _, w, _ in shared_nodes}
+    if any(rest[1:-1]) or any(p not in boundary or w in shared for p, w, _ in rest[-1]):
+        return None
+    before = _before(read[1], rest[0])
+    if before is None:
+        # The first group is linked otherwise to what is before it, so it is only the start.
+        stand_ins = tuple(instances[0][q] for q in boundary)
+        instances = instances[1:]
+    else:
+        stand_ins = tuple(before[q] for q in boundary)
+    if len(instances) <= 1 or shared & set(stand_ins) or len(set(stand_ins)) < len(boundary):
+        return None
+    return Run(tuple(map(tuple, instances)), tuple(boundary), stand_ins, tuple(sorted(shared)))
+
+
+def _rows(links: IntArray) -> Iterator[_Row]:
+    return map(tuple, links.tolist())
+
+
+def _before(second: _Instance, rest: Counter[_Row]) -> dict[int, int] | None:
+    """For each boundary node, the outside node that takes its part for the first group."""
+    wanted: dict[tuple[int, int], list[int]] = {}
+    for p, q, key in _rows(second.back):
+        wanted.setdefault((p, key), []).append(q)
+    found: dict[int, int] = {}
+    for p, w, key in rest.elements():
+        node_array = wanted.get((p, key))
+        if not node_array:
+            return None
+        q = node_array.pop()
+        if found.setdefault(q, w) != w:
+            return None
+    return None if any(wanted.values()) else found
+
+
+def covered_edges(problem: Problem, runs: Sequence[Run]) -> list[Edge]:
+    """The edges that no run accounts for: between nodes that stay when runs are condensed."""
+    gone = {v for run in runs for instance in run.instances[:-1] for v in instance}
+    gone |= {v for run in runs for v in run.instances[-1]} - {
+        v for run in runs for v in run.last_boundary
+    }
+    kept = [e for e in problem.edges if e.source not in gone and e.target not in gone]
+    return [e for e in kept if not any(_accounted(e, run) for run in runs)]
+
+
+def _accounted(edge: Edge, run: Run) -> bool:
+    """Whether an edge between staying nodes is part of a run's own prices."""
+    boundary = set(run.last_boundary)
+    known = boundary | set(run.shared_nodes)
+    ends = {edge.source, edge.target}
+    return ends <= known and bool(ends & boundary)

@@ -1,0 +1,229 @@
+"""Branch and bound over how many groups are what: groups cannot be switched in part.
+
+The bound that prices prove is that of a mixture of choices, in which a group may be half of
+one and half of another. Where groups are few, that is the largest part of the gap. What a
+whole choice has and the mixture has not is a whole number of groups with some strategy at some
+place. So either at most that many have it, or at least one more; and since such a limit of a
+count treats all groups alike, it has a price like usage has one.
+
+A binding usage limit over runs: prices on usage, then groups switched one by one.
+
+Usage may peak at many times; a price on all of them would make every group a case of its
+own, so a few mixtures of times are priced that treat groups alike, those at which the
+choices met so far take most.
+
+At the best prices several choices meet, some that keep the limit and cheaper ones that do
+not. Since groups are alike, going from one to the other group by group ends close to it.
+What groups share changes on the way, and that has a price that no mixture of prices sees:
+it is proven case by case.
+
+Telling a search what the runs of its problem lead to.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+
+import numpy as np
+
+from autoshard.arrays import FloatArray, IntArray
+from autoshard.solve.lagrangian import best_mixture
+from autoshard.solve.problem import USAGE_TOLERANCE, Problem
+from autoshard.solve.runs.contraction import ContractedProblem
+from autoshard.solve.runs.find import Run, find_runs
+from autoshard.solve.runs.run_solver import SLACK, RunSolver
+from autoshard.solve.runs.usage_prices import SAME, Point, UsageLagrangian, UsageWeights
+from autoshard.solve.state import SolveState
+
+_STEEP = 1e6
+"""Price of all usage that is allowed, in terms of the most that a choice can cost."""
+_NUDGE = 1e-3
+"""Price at all times, relative to this, that makes a choice sensible at unpriced times."""
+_ACCURACY = 1e-5
+"""Relative accuracy of a least usage."""
+
+
+class LimitedRuns:
+    """Tell the solve state bounds and choices of a problem with runs whose limit binds.
+
+    Args:
+        state: of the problem; its limit is finite.
+        runs: runs in it.
+        solver: solves the problem for other costs, its limit aside.
+
+    The solve state's warm_start begins with the best choice without a limit, which breaks it.
+    """
+
+    def __init__(self, state: SolveState, runs: Sequence[Run], solver: RunSolver) -> None:
+        self._state, self._settings = state, state.settings
+        self._problem = state.problem
+        self._runs = runs
+        self._solver = solver
+        self._usage_weights = UsageWeights(state.problem, runs)
+        self._lagrangian = UsageLagrangian(state, self._usage_weights, solver.minimise)
+        for choice in state.warm_start.best_choices:
+            self._lagrangian.add_choice(choice)
+
+    def run(self) -> bool:
+        """Look for prices, then for choices between those that were best at them.
+
+        Returns:
+            False where no choice keeps the limit; the statistic `minimum_usage` is then the
+            least limit that one keeps, if that is known.
+        """
+        try:
+            if self._state.choice is None and not self._is_possible():
+                return False
+            self._state.enter("price the usage of repeated groups")
+            prices = self._maximise_bound(self._problem.usage_limit)
+            nearest = self._lagrangian.nearest(prices)[: self._settings.nearest_choices]
+            self._reserve()
+            self._state.enter("switch repeated groups")
+            self._switch(nearest)
+        finally:
+            self._state.warm_start.best_choices[:] = [
+                point.choice for point in self._lagrangian.points
+            ]
+        return True
+
+    def _is_possible(self) -> bool:
+        """Look for a choice that keeps the limit; False if it is proven that none does.
+
+        At a price of usage beyond all other costs, the least total shows the least usage.
+        """
+        state, limit, points = self._state, self._problem.usage_limit, self._lagrangian.points
+        state.enter("find the least usage of repeated groups")
+        most, rounding = self._problem.most, limit * USAGE_TOLERANCE
+        steep = _STEEP * max(most, SAME) / max(limit, SAME)
+        shares = np.ones(1)
+        for _ in range(self._settings.usage_mixtures):
+            for nudge in (0.0, _NUDGE * steep):
+                if self._lagrangian.evaluate(steep * shares, slack=SLACK, nudge=nudge) is None:
+                    return True
+                if state.choice is not None:
+                    return True
+            least = min(self._problem.peak_usage(point.choice) for point in points)
+            tight = steep * (least - limit) <= self._lagrangian.bound + _ACCURACY * steep * least
+            mixed = best_mixture(self._lagrangian.excesses(limit))
+            known = np.append(shares, np.zeros(len(mixed) - len(shares)))
+            if tight or np.allclose(mixed, known):
+                break
+            shares = mixed
+        if self._lagrangian.bound <= most + steep * rounding:
+            return True
+        if tight:
+            state.statistics["minimum_usage"] = least
+        return False
+
+    def _maximise_bound(self, limit: float) -> FloatArray:
+        prices = self._lagrangian.maximise_bound(limit)
+        self._state.raise_bound(self._lagrangian.bound)
+        return prices
+
+    def _reserve(self) -> None:
+        """Look for choices below the limit by what those below it in all weights are above it."""
+        limit = self._problem.usage_limit
+        for _ in range(self._settings.reserve_rounds):
+            within = (self._lagrangian.excesses(limit) <= 0).all(axis=1)
+            points = [self._lagrangian.points[i] for i in np.flatnonzero(within)]
+            peaks = [self._problem.peak_usage(point.choice) for point in points]
+            over = max(peaks, default=0.0) - self._problem.usage_limit
+            if self._state.closed or over <= USAGE_TOLERANCE * limit or over >= limit:
+                return
+            limit -= over
+            self._maximise_bound(limit)
+
+    def _switch(self, points: Sequence[Point]) -> None:
+        """Offer choices between the best one and others."""
+        state = self._state
+        for point in (*points, *points):
+            if state.closed or state.choice is None:
+                return
+            for choice in switched_choices(self._problem, self._runs, point.choice, state.choice):
+                state.offer(choice)
+
+
+class RunOutcome(StrEnum):
+    """What solving through runs came to."""
+
+    SKIPPED = "nothing"
+    """There are no runs, or the tables would be too large."""
+    UPDATED = "told"
+    """The solve state has been told choices and bounds."""
+    INFEASIBLE = "infeasible"
+    """No choice keeps the usage limit."""
+
+
+def solve_runs(state: SolveState) -> RunOutcome:
+    """Solve a problem through its runs.
+
+    The solve state is told the best choice that was found, and the bound that every choice obeys.
+    """
+    problem = state.problem
+    runs = find_runs(problem)
+    contracted = ContractedProblem(problem, runs, state.block_cache, effort=state.effort)
+    if problem.ties or not contracted.worthwhile:
+        return RunOutcome.SKIPPED
+    try:
+        return _through(state, runs, contracted)
+    finally:
+        state.blocks = contracted.report()
+
+
+def _through(state: SolveState, runs: Sequence[Run], contracted: ContractedProblem) -> RunOutcome:
+    problem = state.problem
+    state.enter("solve repeated groups")
+    solver = RunSolver(state, contracted)
+    if not state.warm_start.best_choices:
+        answer = solver.minimise([node.cost for node in problem.nodes], SLACK)
+        if answer is None:
+            return RunOutcome.SKIPPED
+        bound, choice = answer
+        state.raise_bound(bound)
+        if choice is None or state.offer(choice) or np.isinf(problem.usage_limit):
+            return RunOutcome.UPDATED
+        state.warm_start.best_choices.append(choice)
+    possible = LimitedRuns(state, runs, solver).run()
+    return RunOutcome.UPDATED if possible else RunOutcome.INFEASIBLE
+
+
+def switched_choices(
+    problem: Problem, runs: Sequence[Run], above: IntArray, below: IntArray
+) -> Iterator[IntArray]:
+    """Choices that keep the limit, from one that does towards one that does not.
+
+    As many groups as possible are taken from the latter, the first ones or the last ones;
+    what is in no group comes from either.
+
+    Args:
+        problem: the problem.
+        runs: runs in it.
+        above: a choice that need not keep the limit.
+        below: a choice that keeps it.
+    """
+    groups = [instance for run in runs for instance in run.instances]
+    outside = np.ones(len(below), dtype=bool)
+    outside[[v for group in groups for v in group]] = False
+    for base in (below, np.where(outside, above, below)):
+        for order in (groups, groups[::-1]):
+            kept = _most_switched(problem, order, above, base)
+            yield _switched(order[:kept], above, base)
+
+
+def _most_switched(
+    problem: Problem, order: Sequence[tuple[int, ...]], above: IntArray, base: IntArray
+) -> int:
+    """How many groups can be switched before the limit breaks, by bisection."""
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        usage = problem.peak_usage(_switched(order[:middle], above, base))
+        low, high = (middle, high) if usage <= problem.usage_limit else (low, middle - 1)
+    return low
+
+
+def _switched(groups: Sequence[tuple[int, ...]], above: IntArray, base: IntArray) -> IntArray:
+    choice = base.copy()
+    for group in groups:
+        members = list(group)
+        choice[members] = above[members]
+    return choice

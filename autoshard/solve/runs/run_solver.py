@@ -1,0 +1,162 @@
+"""The least price of a problem with runs: exactly where tables are small, else with a bound."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.runs.block_table import OpenStrategies
+from autoshard.solve.runs.contraction import Answer, ContractedProblem
+from autoshard.solve.state import SolveState
+
+Minimise = Callable[[Sequence[FloatArray], float], tuple[float, IntArray | None] | None]
+"""Bound and best choice for given costs per strategy of each node, and the relative difference
+that may be left between them."""
+
+BoundaryStrategies = Mapping[int, BoolArray]
+"""A set of strategies of boundary nodes, by each boundary node's node of the last group, shape
+[S].
+"""
+
+SLACK = 1e-6
+"""Relative difference below which two prices count as the same."""
+
+
+class RunSolver:
+    """Minimise a problem with runs for any costs, its usage limit aside.
+
+    Args:
+        state: of the problem.
+        contracted: the problem with its runs condensed.
+    """
+
+    def __init__(self, state: SolveState, contracted: ContractedProblem) -> None:
+        self._state, self._settings = state, state.settings
+        self._problem = state.problem
+        self._contracted = contracted
+        shared_nodes = set(contracted.shared_nodes)
+        self._to_shared_nodes = [
+            e for e in self._problem.edges if shared_nodes & {e.source, e.target}
+        ]
+
+    def minimise(
+        self, costs: Sequence[FloatArray], slack: float
+    ) -> tuple[float, IntArray | None] | None:
+        """A lower bound, and the best choice that was found.
+
+        Shared nodes make tables large. If they are too large, shared nodes are first relaxed. What
+        that leaves of their strategies (those that some choice as good as the best one might take)
+        is usually a handful, and then the tables are small.
+
+        Args:
+            costs: shape [S] for each node.
+            slack: relative difference that may be left between the two.
+
+        Returns:
+            None where the tables would be too large.
+        """
+        shared_nodes, nodes = self._contracted.shared_nodes, self._problem.nodes
+        every = {
+            shared_node: np.ones(nodes[shared_node].num_strategies, dtype=np.bool_)
+            for shared_node in shared_nodes
+        }
+        exact = self._contracted.minimise(costs, every, most_work=self._settings.eager_run_work)
+        if exact is not None:
+            return exact.value, exact.choice
+        relaxed = self._contracted.minimise(
+            costs, dict.fromkeys(shared_nodes), bounds_of=shared_nodes
+        )
+        if relaxed is None:
+            return None
+        best = self._fixed_at_best(costs, relaxed, self._candidate_boundary(costs, relaxed))
+        if best is not None and np.isinf(best.value):
+            best = self._fixed_at_best(costs, relaxed, {})
+        if best is None:
+            return relaxed.value, None
+        if self._contracted.work > self._settings.max_exact_run_work:
+            slack = max(slack, self._state.gap)
+        if _close(best.value, relaxed.value, slack):
+            return relaxed.value, best.choice
+        return self._narrowed(costs, relaxed, best, slack)
+
+    def _candidate_boundary(
+        self, costs: Sequence[FloatArray], relaxed: Answer
+    ) -> BoundaryStrategies:
+        """The cheapest strategies of boundary nodes with shared nodes relaxed, and those picked."""
+        shared_nodes = self._contracted.shared_nodes
+        bounds = self._contracted.boundary_bounds(costs, dict.fromkeys(shared_nodes)) or {}
+        picked = self._contracted.shared(relaxed.choice)
+        likely = {}
+        for boundary_node, values in bounds.items():
+            most = np.sort(values)[: self._settings.candidate_boundary_strategies][-1]
+            likely[boundary_node] = (values <= most) & np.isfinite(values) | picked[boundary_node]
+        return likely
+
+    def _narrowed(
+        self,
+        costs: Sequence[FloatArray],
+        relaxed: Answer,
+        best: Answer,
+        slack: float,
+    ) -> tuple[float, IntArray]:
+        """Drop what no best choice takes, one shared node at a time, then solve the rest."""
+        bound = relaxed.value
+        all_shared_nodes: OpenStrategies = dict.fromkeys(self._contracted.shared_nodes)
+        cutoff = best.value * (1 + np.sign(best.value) * SLACK)
+        least = {
+            **relaxed.shared_node_bounds,
+            **(self._contracted.boundary_bounds(costs, all_shared_nodes) or {}),
+        }
+        left = {v: bounds <= cutoff for v, bounds in least.items()}
+        boundary = {v: mask for v, mask in left.items() if v not in all_shared_nodes}
+        for shared_node in self._contracted.shared_nodes:
+            # A shared node that has a single strategy left costs no more kept than relaxed.
+            decided = {
+                h: mask for h, mask in left.items() if h in all_shared_nodes and mask.sum() == 1
+            }
+            trial = {**all_shared_nodes, **boundary, **decided, shared_node: left[shared_node]}
+            answer = self._contracted.minimise(costs, trial, bounds_of=(shared_node,))
+            if answer is None:
+                return bound, best.choice
+            bound = max(bound, min(answer.value, best.value))
+            better = self._fixed_at_best(costs, answer, boundary)
+            if better is not None and better.value < best.value:
+                best = better
+            if _close(best.value, bound, slack):
+                return bound, best.choice
+            left[shared_node] = answer.shared_node_bounds[shared_node] <= best.value * (
+                1 + np.sign(best.value) * SLACK
+            )
+        exact = self._contracted.minimise(costs, left)
+        if exact is None:
+            return bound, best.choice
+        if exact.value < best.value:
+            return exact.value, exact.choice
+        return best.value, best.choice
+
+    def _fixed_at_best(
+        self,
+        costs: Sequence[FloatArray],
+        relaxed: Answer,
+        boundary: OpenStrategies,
+    ) -> Answer | None:
+        """The best choice with shared nodes fixed at what suits the relaxed choice most."""
+        suits = {
+            shared_node: costs[shared_node].copy() for shared_node in self._contracted.shared_nodes
+        }
+        for edge in self._to_shared_nodes:
+            if edge.source in suits:
+                column = edge.cols[relaxed.choice[edge.target]]
+                suits[edge.source] += edge.cost[edge.rows, column]
+            if edge.target in suits:
+                row = edge.rows[relaxed.choice[edge.source]]
+                suits[edge.target] += edge.cost[row, edge.cols]
+        fixed: Mapping[int, BoolArray] = {
+            shared_node: np.arange(len(prices)) == int(prices.argmin())
+            for shared_node, prices in suits.items()
+        }
+        return self._contracted.minimise(costs, {**fixed, **boundary})
+
+
+def _close(value: float, bound: float, slack: float) -> bool:
+    return value <= bound or value - bound <= slack * abs(value) < np.inf

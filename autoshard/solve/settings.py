@@ -1,0 +1,245 @@
+"""Effort limits and tuning of the solver, in one place.
+
+None of these changes what an answer means: bounds hold and choices are allowed at any values.
+They decide how much is tried, and so how close to the optimum the solver gets in its time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverSettings:
+    """Limits of the solver's steps; the defaults suit problems of whole models.
+
+    "Work" counts additions, of which a core does about 1e9 a second. Shares of time are shares
+    of what remains until the time limit when a step begins.
+
+    Attributes:
+        minimum_gap: relative gap that is left to rounding, whatever is asked for.
+        minimum_usage_seconds: time to find a usage limit that works for an infeasible problem.
+        max_reduction_rounds: rounds of bounding and dropping strategies before branching.
+        min_dropped: share of the strategies that a round must drop to be followed by another.
+
+        max_product_work: work of eliminating one variable with at most two neighbours.
+        max_dominance_strategies: strategies of a variable that are compared pairwise.
+        max_dominance_work: work of comparing the columns of one matrix.
+
+        max_elimination_work: work of one evaluation of an elimination.
+        max_table_entries: entries of one table of an elimination.
+        max_total_entries: entries of all tables of an elimination together.
+        max_table_axes: variables of one table of an elimination.
+
+        mini_bucket_min_entries: matrix entries up to which a linear program is as quick.
+        mini_bucket_rounds: relaxations solved one after the other.
+        mini_bucket_work: work of the first relaxation.
+        mini_bucket_growth: factor of the work after a round that brings little.
+        mini_bucket_min_gain: share of the strategies or of the gap that a round must close.
+        mini_bucket_entries: entries of all tables of a relaxation.
+        mini_bucket_trws_share: share of time for the messages of one round.
+        few_orders: elimination orders to compare while links are chosen.
+        many_orders: elimination orders to compare for the relaxation that is solved.
+
+        large_entries: entries of matrices and usage rows from which on TRW-S comes before
+            linear programs.
+        huge_entries: entries of matrices from which on large-neighbourhood search takes the
+            place of linear programs.
+        trws_rounds: runs of TRW-S, each followed by dropping strategies.
+        trws_share: share of time of one of these runs.
+        trws_min_pruned: share of the strategies a run must rule out for them to be dropped.
+        trws_max_stalled: sweeps without notable gain after which a run ends.
+        trws_stalled_gain: relative gain of the bound that is notable.
+        trws_first_step: first step of usage prices, relative to the step of Polyak.
+        trws_last_step: smallest step.
+        trws_patience: sweeps without gain after which the step is halved.
+        trws_momentum: weight of earlier directions in a step.
+        trws_target: relative distance of the bound that steps aim at.
+        trws_report_gain: relative gain of the bound after which it is reported.
+        trws_rounding_period: sweeps from one rounded choice to the next.
+        trws_repair_share: share of time for repairing rounded choices.
+        trws_promising: ratio to the best price up to which a choice over the limit is repaired.
+
+        descent_sweeps: visits of a variable in one descent, on average.
+        repair_rounds: times that usage prices are raised to repair a choice.
+        window_size: variables of the first window of large-neighbourhood search.
+        window_seconds: time of one window.
+        window_slow: share of this time from which on a window counts as slow.
+        window_growth: factor of the window size after a quick window.
+        window_shrinkage: factor of the window size after a slow one.
+        window_patience: windows without gain after which the search ends.
+        window_share: share of time for windows beside a Lagrangian bound.
+
+        lagrangian_rounds: usage prices evaluated by the Lagrangian of a network.
+        lagrangian_box_growths: times that the range of prices is extended.
+        lagrangian_max_stalled: evaluations without gain after which it ends.
+        lagrangian_new_checkpoints: checkpoints that get a price after one evaluation.
+        core_strategies: strategies per variable, on average, of the restricted problem that
+            follows a Lagrangian bound.
+        core_share: share of time for it.
+        core_seconds: time of which this share and that of windows is taken at most.
+        unlimited_share: share of time for a linear program without the limit, where that
+            seems not to bind.
+        interior_point_columns: columns from which on relaxations are solved by interior point.
+        eager_usage_entries: entries of usage rows up to which all of them are loaded at once.
+
+        nearly_closed: gap of runs from which on the rest is not worth most of the time.
+        nearly_closed_share: share of time for that rest.
+        contraction_overhead: work that one evaluation of a contracted problem counts for, at
+            least.
+        max_block_entries: entries of the table of one group of a run.
+        eager_run_work: work of a group's table up to which shared nodes are not relaxed first.
+        max_exact_run_work: work after which the exact optimum is not insisted on. Counted in
+            additions, because a clock would make the answer depend on the machine.
+        candidate_boundary_strategies: strategies of a boundary node in which a good choice is
+            looked for.
+        dual_rounds: usage prices evaluated by the Lagrangian of runs.
+        dual_max_stalled: evaluations without gain after which it ends.
+        dual_box_growths: times that the range of prices is extended.
+        dual_gap_share: share of the gap asked for that an evaluation may leave.
+        usage_mixtures: mixtures of times tried to prove a limit infeasible.
+        reserve_rounds: times that the limit is lowered to leave slack for unpriced times.
+        nearest_choices: choices nearest to the best prices that are combined.
+
+        wide_strategies: mean number of strategies of a node class from which on a problem is
+            solved through restricted problems.
+        first_width: strategies per node class in the first restricted problem.
+        last_width: strategies per node class in the last one.
+        nearby_strategies: strategies added for each way of looking at the best choice.
+        full_width_ratio: all strategies that can matter are added if they are so many widths.
+        quotient_sweeps: sweeps of messages before a restricted problem.
+        quotient_min_gain: relative gain of a sweep below which a restricted problem comes next.
+        quotient_gap_share: the same, relative to the gap that is allowed.
+        restricted_min_gain: share of the gap that messages must close for another restricted
+            problem of the same width.
+        message_share: share of time for messages.
+        restricted_share: share of time for one restricted problem.
+        restricted_gap: share of the gap that a restricted problem may leave.
+        limited_elasticities: guesses of the price of all usage that is allowed, in terms of
+            the least price of a choice.
+        limited_rough_gap: relative gap that may be left at such a guess.
+        limited_width: strategies per node class added to a restricted problem at once.
+        limited_first_sweeps: sweeps at the best prices, the first time.
+        limited_more_sweeps: sweeps at the best prices later on.
+        limited_rounds: restricted problems solved under one limit.
+        limited_share: share of time for one of them.
+        limited_min_gain: share of the gap that one must close to be followed by another.
+    """
+
+    minimum_gap: float = 1e-9
+    minimum_usage_seconds: float = 20.0
+    max_reduction_rounds: int = 6
+    min_dropped: float = 0.2
+
+    max_product_work: float = 1 << 26
+    max_dominance_strategies: int = 1500
+    max_dominance_work: float = 3e7
+
+    max_elimination_work: float = 1.5e10
+    max_table_entries: float = 1 << 23
+    max_total_entries: float = 1 << 26
+    max_table_axes: int = 24
+
+    mini_bucket_min_entries: int = 20_000
+    mini_bucket_rounds: int = 12
+    mini_bucket_work: float = 3e7
+    mini_bucket_growth: float = 10.0
+    mini_bucket_min_gain: float = 0.1
+    mini_bucket_entries: float = 4e7
+    mini_bucket_trws_share: float = 0.2
+    few_orders: int = 2
+    many_orders: int = 8
+
+    large_entries: int = 200_000
+    huge_entries: int = 300_000
+    trws_rounds: int = 4
+    trws_share: float = 0.75
+    trws_min_pruned: float = 0.02
+    trws_max_stalled: int = 60
+    trws_stalled_gain: float = 1e-5
+    trws_first_step: float = 0.5
+    trws_last_step: float = 1e-4
+    trws_patience: int = 10
+    trws_momentum: float = 0.7
+    trws_target: float = 0.15
+    trws_report_gain: float = 1e-3
+    trws_rounding_period: int = 5
+    trws_repair_share: float = 0.3
+    trws_promising: float = 1.5
+
+    descent_sweeps: int = 50
+    repair_rounds: int = 24
+    window_size: int = 24
+    window_seconds: float = 4.0
+    window_slow: float = 0.25
+    window_growth: float = 1.25
+    window_shrinkage: float = 0.6
+    window_patience: int = 40
+    window_share: float = 0.05
+
+    lagrangian_rounds: int = 80
+    lagrangian_box_growths: int = 40
+    lagrangian_max_stalled: int = 8
+    lagrangian_new_checkpoints: int = 8
+    core_strategies: int = 3
+    core_share: float = 0.25
+    core_seconds: float = 240.0
+    unlimited_share: float = 0.5
+    interior_point_columns: int = 40_000
+    eager_usage_entries: int = 200_000
+
+    nearly_closed: float = 0.01
+    nearly_closed_share: float = 0.1
+    contraction_overhead: float = 3e7
+    max_block_entries: int = 1 << 22
+    eager_run_work: float = 2e8
+    max_exact_run_work: float = 2e9
+    candidate_boundary_strategies: int = 24
+    dual_rounds: int = 40
+    dual_max_stalled: int = 4
+    dual_box_growths: int = 20
+    dual_gap_share: float = 0.1
+    usage_mixtures: int = 8
+    reserve_rounds: int = 3
+    nearest_choices: int = 6
+
+    wide_strategies: float = 100.0
+    first_width: int = 24
+    last_width: int = 48
+    nearby_strategies: int = 8
+    full_width_ratio: float = 3.0
+    quotient_sweeps: int = 40
+    quotient_min_gain: float = 2e-5
+    quotient_gap_share: float = 0.05
+    restricted_min_gain: float = 0.1
+    message_share: float = 0.2
+    restricted_share: float = 0.5
+    restricted_gap: float = 0.1
+    limited_elasticities: tuple[float, ...] = (0.4, 3.0)
+    limited_rough_gap: float = 0.01
+    limited_width: int = 12
+    limited_first_sweeps: int = 12
+    limited_more_sweeps: int = 6
+    limited_rounds: int = 3
+    limited_share: float = 0.6
+    limited_min_gain: float = 0.2
+
+
+def _never_stop() -> None:
+    """The check of a computation that nobody interrupts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Limits of a computation: how much work it may do, and when it has to stop.
+
+    Attributes:
+        settings: limits of work.
+        check: called now and then; raises to stop the computation.
+    """
+
+    settings: SolverSettings = SolverSettings()
+    check: Callable[[], None] = _never_stop
+
+
+DEFAULT_EFFORT = Effort()
+"""The default limits, and no reason to stop."""

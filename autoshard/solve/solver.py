@@ -1,0 +1,417 @@
+"""From a problem to a certified solution."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from autoshard.arrays import FloatArray
+from autoshard.errors import OptionError
+from autoshard.outcome import SolveStatus
+from autoshard.solve.block_cache import KeyValueStore
+from autoshard.solve.elimination import Elimination
+from autoshard.solve.lagrangian import Lagrangian
+from autoshard.solve.linear_program import Ending, HighsSolver, LinearModel, linear_model
+from autoshard.solve.local_search import CoordinateDescent, search_windows
+from autoshard.solve.mini_buckets import solve_by_mini_buckets
+from autoshard.solve.minimum_usage import minimum_usage
+from autoshard.solve.network import Network
+from autoshard.solve.problem import Problem
+from autoshard.solve.reduced_problem import ReducedProblem
+from autoshard.solve.reference import solve_reference
+from autoshard.solve.restricted_problem import solve_wide
+from autoshard.solve.runs import RunOutcome, solve_runs
+from autoshard.solve.settings import SolverSettings
+from autoshard.solve.state import (
+    CancelToken,
+    Interrupted,
+    Progress,
+    Solution,
+    SolveState,
+    WarmStart,
+)
+from autoshard.solve.trws import ascend, is_huge
+
+_INTEGRAL = 1.0 - 1e-6
+_LEAST_SECONDS = 1e-3
+
+
+def solve_problem(
+    problem: Problem,
+    *,
+    time_limit: float | None = None,
+    relative_gap: float = 1e-6,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] | None = None,
+    cancel: CancelToken | None = None,
+    solver: str = "highs",
+    block_cache: KeyValueStore | None = None,
+    warm_start: WarmStart | None = None,
+    settings: SolverSettings | None = None,
+) -> Solution:
+    """Find the cheapest choice, with a proof of how good it is.
+
+    The problem is first solved without its usage limit: exact reductions often solve it
+    outright, and HiGHS solves the rest. If that choice breaks the limit, prices on usage
+    give a bound and good choices, strategies that cannot matter any more are dropped, and
+    HiGHS closes what gap is left.
+
+    Args:
+        problem: what to solve.
+        time_limit: seconds after which the best choice so far is returned. Where repeated
+            groups leave a gap of less than 1 %, a tenth of them is spent on the rest of it.
+        relative_gap: stop once the choice is proven this close to the optimum, relative
+            to the sum of the absolute prices it pays; below 1e-9 rounding decides.
+        seed: for the random numbers inside HiGHS.
+        on_progress: called at each phase and each improvement, from the solving thread.
+        cancel: a `threading.Event`, say; once set, the solve ends with what it has.
+        solver: "highs", or the name of a cvxpy solver that gets what the reductions leave
+            (see `solve_reference`; then `cancel` is heard only between phases).
+        block_cache: keeps tables of repeated groups for other solves. What it has is not worked
+            out again; `Solution.blocks` says what that was.
+        warm_start: give the same one to solves of one problem under several limits; all but the
+            first then know where to look.
+        settings: limits of work; the defaults suit problems of whole models.
+
+    Returns:
+        the outcome as a value; an infeasible problem is a status, not an error. Where the
+        usage limit is to blame, `statistics["minimum_usage"]` is a limit that works: the
+        least one, unless the time for finding it ran out.
+
+    Raises:
+        OptionError: an option is out of its range, or the solver is not installed.
+    """
+    _check_options(time_limit, relative_gap)
+    settings = settings or SolverSettings()
+    state = SolveState(
+        problem,
+        time_limit=time_limit,
+        gap=max(relative_gap, settings.minimum_gap),
+        seed=seed,
+        on_progress=on_progress,
+        cancel=cancel,
+        block_cache=block_cache,
+        warm_start=warm_start,
+        settings=settings,
+    )
+    infeasible = False
+    try:
+        infeasible = not _solve(state, solver)
+        known = "minimum_usage" in state.statistics
+        if infeasible and not known and np.isfinite(problem.usage_limit):
+            _explain(state)
+    except Interrupted:
+        state.count("interrupted")
+    return state.finish(infeasible=infeasible)
+
+
+def _check_options(time_limit: float | None, relative_gap: float) -> None:
+    if time_limit is not None and not time_limit > 0:
+        raise OptionError(f"time_limit is {time_limit} s; give a positive number, or None")
+    if not 0 <= relative_gap < 1:
+        raise OptionError(f"relative_gap is {relative_gap}; give a number from 0 to below 1")
+
+
+def _explain(state: SolveState) -> None:
+    """Find the usage limit that would have worked."""
+    state.enter("find the least limit")
+    seconds = min(state.remaining, state.settings.minimum_usage_seconds)
+    least = minimum_usage(state.problem, time_limit=seconds, cancel=state)
+    if np.isfinite(least):
+        state.statistics["minimum_usage"] = least
+
+
+def _solve(state: SolveState, solver: str) -> bool:
+    """Run all phases; tell whether the problem has a choice at all."""
+    if state.problem.usage_limit < 0:
+        return False
+    outcome = _through_structure(state)
+    if outcome is not RunOutcome.SKIPPED:
+        return outcome is RunOutcome.UPDATED
+    return _flat(state, solver)
+
+
+def _through_structure(state: SolveState) -> RunOutcome:
+    """Make use of wide nodes and repeated groups; SKIPPED where that leaves something to do."""
+    outcome = solve_wide(state, partial(_solve_restricted, state))
+    done = (
+        outcome is RunOutcome.INFEASIBLE or state.closed or state.warm_start.restricted is not None
+    )
+    if done or (outcome is RunOutcome.UPDATED and state.problem.has_path_costs):
+        return outcome
+    outcome = _repeated(state)
+    return outcome if outcome is RunOutcome.INFEASIBLE or state.closed else RunOutcome.SKIPPED
+
+
+def _repeated(state: SolveState) -> RunOutcome:
+    """Make use of repeated groups; what they nearly close is not worth most of the time."""
+    outcome = solve_runs(state)
+    if state.objective - state.bound <= state.settings.nearly_closed * state.magnitude:
+        state.cap_time(state.settings.nearly_closed_share)
+    return outcome
+
+
+def _solve_restricted(
+    state: SolveState,
+    restricted: Problem,
+    seconds: float,
+    *,
+    gap: float,
+    bound: float,
+    warm_start: WarmStart | None,
+) -> Solution:
+    """Solve a part of the problem of a search, of which a lower bound is known."""
+    inner = SolveState(
+        restricted,
+        time_limit=None if np.isinf(seconds) else max(seconds, _LEAST_SECONDS),
+        gap=max(gap, state.settings.minimum_gap),
+        seed=state.seed,
+        cancel=state,
+        block_cache=state.block_cache,
+        warm_start=warm_start,
+        settings=state.settings,
+    )
+    inner.raise_bound(bound)
+    infeasible = False
+    try:
+        outcome = _repeated(inner)
+        infeasible = outcome is RunOutcome.INFEASIBLE
+        outgoing_message = inner.choice is not None and restricted.can_bind
+        if not infeasible and not inner.closed and not outgoing_message:
+            infeasible = not _flat(inner, "highs")
+    except Interrupted:
+        state.count("narrowing.interrupted")
+    state.blocks = inner.blocks
+    return inner.finish(infeasible=infeasible)
+
+
+def _flat(state: SolveState, solver: str) -> bool:
+    """Solve without a look at what repeats; tell whether the problem has a choice at all."""
+    state.enter("reduce")
+    _offer_plain(state)
+    reduced = ReducedProblem(Network.from_problem(state.problem, limited=False), state)
+    reduced.reduce()
+    if reduced.network.infeasible:
+        return False
+    if not state.problem.can_bind:
+        return _unlimited(reduced) if solver == "highs" else _hand_over(reduced, solver)
+    if solver == "highs" and not state.closed and _seems_loose(reduced):
+        _unlimited(reduced, seconds=state.settings.unlimited_share * state.remaining)
+    return state.closed or _under_limit(state, solver)
+
+
+def _seems_loose(reduced: ReducedProblem) -> bool:
+    """Whether a good choice that was found without looking at the limit keeps it."""
+    reduced.state.enter("try without the limit")
+    start = {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()}
+    return reduced.offer(
+        CoordinateDescent(reduced.network, effort=reduced.state.effort).improve(start)
+    )
+
+
+def _offer_plain(state: SolveState) -> None:
+    """Offer what is cheapest and what uses least, one node at a time: there may be no time left."""
+    problem = state.problem
+    for preferred in ([node.cost for node in problem.nodes], [x.usage for x in problem.nodes]):
+        choice = np.array([int(values.argmin()) for values in preferred], dtype=np.intp)
+        for group in problem.ties:
+            choice[list(group)] = int(np.sum([preferred[v] for v in group], axis=0).argmin())
+        state.offer(choice)
+
+
+def _under_limit(state: SolveState, solver: str) -> bool:
+    """Run all phases that know the usage limit; tell whether there is a choice at all."""
+    state.enter("reduce under the limit")
+    reduced = ReducedProblem(Network.from_problem(state.problem), state)
+    reduced.reduce()
+    if reduced.network.infeasible:
+        return False
+    return _limited(reduced) if solver == "highs" else _hand_over(reduced, solver)
+
+
+def _hand_over(reduced: ReducedProblem, solver: str) -> bool:
+    """Let another solver close what the reductions leave."""
+    state = reduced.state
+    if reduced.done or state.closed:
+        return state.choice is not None
+    state.enter(f"hand over to {solver}")
+    problem, owners = reduced.network.to_problem()
+    limit = None if np.isinf(state.remaining) else state.remaining
+    answer = solve_reference(problem, solver=solver, time_limit=limit)
+    if answer.choice is not None:
+        reduced.offer(
+            {int(v): int(s) for v, s in zip(owners, answer.choice, strict=True) if v >= 0}
+        )
+    reduced.raise_bound(answer.bound + reduced.network.constant)
+    return answer.status is not SolveStatus.INFEASIBLE
+
+
+def _unlimited(reduced: ReducedProblem, *, seconds: float = float("inf")) -> bool:
+    """Solve what the reductions leave of a problem without a usage limit."""
+    solve_by_mini_buckets(reduced)
+    return _meet_size(reduced) or _branch(reduced, seconds=seconds)
+
+
+def _meet_size(reduced: ReducedProblem) -> bool:
+    """Do what a large problem needs; tell whether that has taken the time there was."""
+    ascend(reduced)
+    state = reduced.state
+    if reduced.done or not is_huge(reduced.network, state.settings) or np.isinf(state.remaining):
+        return False
+    if state.choice is None or reduced.pick_of(state.choice) is None:
+        return False
+    search_windows(reduced, _close, seconds=state.remaining, patience=float("inf"))
+    return True
+
+
+def _close(window: ReducedProblem, seconds: float) -> bool:
+    return _branch(window, seconds=seconds)
+
+
+def _limited(reduced: ReducedProblem) -> bool:
+    """Solve what a binding usage limit leaves."""
+    state = reduced.state
+    if _meet_size(reduced):
+        return True
+    if not reduced.done:
+        state.enter("improve by hand")
+        _descend(reduced, {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()})
+    for _ in range(state.settings.max_reduction_rounds):
+        if reduced.done or state.closed:
+            return state.choice is not None
+        plan = Elimination.compile(reduced.network, effort=state.effort)
+        if plan is None:
+            break
+        state.enter("price the usage")
+        best = Lagrangian(reduced, plan).run()
+        if state.closed:
+            return True
+        state.enter("drop strategies")
+        marginals = plan.min_marginals(best.result)
+        shift = float(best.prices @ reduced.network.capacity)
+        least = {v: bounds - shift for v, bounds in marginals.items()}
+        share = state.settings.window_share * min(state.remaining, state.settings.core_seconds)
+        search_windows(reduced, _close, seconds=share)
+        _search_restricted(reduced, least, best.seen)
+        before = sum(len(x.cost) for x in reduced.network.variables.values())
+        dropped = reduced.prune(least)
+        reduced.reduce()
+        if dropped < state.settings.min_dropped * before:
+            break
+    return _branch(reduced)
+
+
+def _search_restricted(
+    reduced: ReducedProblem, least: dict[int, FloatArray], seen: list[dict[int, int]]
+) -> None:
+    """Look for a choice among the strategies that matter most.
+
+    These are the ones that were cheapest at some prices of usage, and those that cost
+    least above the bound.
+    """
+    state = reduced.state
+    every = np.sort(np.concatenate(list(least.values())))
+    most = every[min(state.settings.core_strategies * len(least), len(every)) - 1]
+    keep = {v: bounds <= most for v, bounds in least.items()}
+    for picks in seen:
+        for v, s in picks.items():
+            keep[v][s] = True
+    restricted = reduced.restricted(keep)
+    restricted.reduce()
+    _branch(
+        restricted,
+        seconds=state.settings.core_share * min(state.remaining, state.settings.core_seconds),
+    )
+
+
+def _branch(reduced: ReducedProblem, *, seconds: float = float("inf")) -> bool:
+    """Close the gap with HiGHS: the relaxation, then branch and bound."""
+    state = reduced.state
+    if reduced.done or state.closed:
+        return state.choice is not None
+    state.enter("improve by hand")
+    _descend(reduced, {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()})
+    reduced.trim()
+    for _ in range(state.settings.max_reduction_rounds):
+        if reduced.done or state.closed:
+            return state.choice is not None
+        state.enter("relax")
+        model = linear_model(reduced.network)
+        relaxed = _solver(reduced, model, seconds).relax()
+        if relaxed.ending is Ending.INFEASIBLE:
+            return reduced.exhausted()
+        state.check()
+        if relaxed.x is not None:
+            _round(reduced, model, relaxed.x, relaxed.prices)
+        if relaxed.duals is None or relaxed.prices is None:
+            break
+        bound, excess = model.dual_bound(relaxed.duals, relaxed.prices)
+        reduced.raise_bound(bound)
+        if state.closed:
+            return True
+        before = model.num_strategies
+        dropped = reduced.prune(_by_variable(model, bound + excess))
+        reduced.reduce()
+        if dropped < state.settings.min_dropped * before:
+            break
+    if reduced.done or state.closed:
+        return state.choice is not None
+    return _search_tree(reduced, seconds)
+
+
+def _search_tree(reduced: ReducedProblem, seconds: float) -> bool:
+    """Branch and bound until the best choice also fits exactly."""
+    state = reduced.state
+    state.enter("branch and bound")
+    model = linear_model(reduced.network)
+    solver = _solver(reduced, model, seconds)
+    picks = None if state.choice is None else reduced.pick_of(state.choice)
+    start = None if picks is None else model.columns(reduced.network, picks)
+    while True:
+        outcome = solver.branch(start)
+        if outcome.ending is Ending.INFEASIBLE:
+            return reduced.exhausted()
+        reduced.raise_bound(outcome.bound)
+        if outcome.x is None or outcome.ending is Ending.STOPPED:
+            state.check()
+            return True
+        picks, _ = model.rounded(outcome.x)
+        over = reduced.network.usage(picks) > reduced.network.capacity
+        if reduced.offer(picks) or not over.any():
+            return True
+        state.count("branch.covers", float(over.sum()))
+        solver.forbid(outcome.x, over)
+
+
+def _solver(reduced: ReducedProblem, model: LinearModel, seconds: float) -> HighsSolver:
+    def offer(x: FloatArray) -> None:
+        reduced.offer(model.rounded(x)[0])
+
+    return HighsSolver(model, reduced.state, offer=offer, cap=reduced.cap, seconds=seconds)
+
+
+def _round(
+    reduced: ReducedProblem, model: LinearModel, x: FloatArray, prices: FloatArray | None
+) -> None:
+    """Offer the choice nearest to a point of the relaxation, improved by hand."""
+    picks, least = model.rounded(x)
+    if least >= _INTEGRAL and reduced.offer(picks):
+        reduced.state.count("relax.integral")
+        return
+    _descend(reduced, picks, prices)
+
+
+def _descend(
+    reduced: ReducedProblem, picks: dict[int, int], prices: FloatArray | None = None
+) -> None:
+    descent = CoordinateDescent(reduced.network, effort=reduced.state.effort)
+    if prices is None:
+        prices = np.zeros(len(reduced.network.capacity))
+    better = descent.repair(descent.improve(picks, prices=prices), prices)
+    if better is not None:
+        reduced.offer(better)
+
+
+def _by_variable(model: LinearModel, bounds: FloatArray) -> dict[int, FloatArray]:
+    spans = zip(model.variables, model.starts, model.starts[1:], strict=False)
+    return {v: bounds[first:last] for v, first, last in spans}

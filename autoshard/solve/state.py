@@ -1,0 +1,284 @@
+"""What a solve found.
+
+What solving a problem under one usage limit teaches about other limits.
+
+Choices and strategies in it only suggest where to look; they are compared anew each time.
+
+The state of one solve: the best answer and bound so far, and when to stop.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.outcome import SolveStatus, relative_gap
+from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
+from autoshard.solve.problem import Problem
+from autoshard.solve.settings import Effort, SolverSettings
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solve found.
+
+    Attributes:
+        status: how it ended.
+        choice: strategy index per node, or None when none was found.
+        objective: price of the choice, or inf.
+        bound: proven lower bound of every choice's price.
+        wall_time: seconds spent.
+        statistics: what each step did, by name, for the report.
+        blocks: repeated groups that were solved as one.
+    """
+
+    status: SolveStatus
+    choice: IntArray | None
+    objective: float
+    bound: float
+    wall_time: float
+    statistics: dict[str, float] = field(default_factory=dict)
+    blocks: tuple[SolvedBlock, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the objective from the bound; inf without a choice."""
+        return float("inf") if self.choice is None else relative_gap(self.objective, self.bound)
+
+
+@dataclass(frozen=True, eq=False)
+class RestrictedProblem:
+    """A smaller problem and the way back to the whole one.
+
+    Attributes:
+        problem: the nodes and edges of the whole problem with fewer strategies each.
+        kept: number of each strategy in the whole problem, shape [K] for each node.
+    """
+
+    problem: Problem
+    kept: tuple[IntArray, ...]
+
+    def whole(self, choice: IntArray) -> IntArray:
+        """What a choice of the restricted problem is in the whole problem."""
+        return np.array([kept[s] for kept, s in zip(self.kept, choice, strict=True)])
+
+    def part(self, choice: IntArray) -> IntArray:
+        """The same choice in the restricted problem, which must have all its strategies."""
+        places = zip(self.kept, choice, strict=True)
+        return np.array([np.searchsorted(kept, s) for kept, s in places])
+
+
+@dataclass(eq=False)
+class WarmStart:
+    """Knowledge of a problem that holds for every usage limit.
+
+    Attributes:
+        unlimited_bound: a lower bound of the price of every choice, if the best choice without
+            a limit is known to break the limits, so that solving without one is of no use.
+        best_choices: choices that were best at some prices of usage.
+        strategy_bounds: of a wide problem without a limit, lower bounds by strategy per node.
+        candidates: of a wide problem, strategies of each node to begin with.
+        restricted: of a wide problem, the restricted problem that was solved, and its own
+            warm start.
+        proven: largest limit for which a bound was proven, and that bound.
+    """
+
+    unlimited_bound: float | None = None
+    best_choices: list[IntArray] = field(default_factory=list)
+    strategy_bounds: list[FloatArray] = field(default_factory=list)
+    candidates: list[BoolArray] = field(default_factory=list)
+    restricted: "tuple[RestrictedProblem, WarmStart] | None" = None
+    proven: tuple[float, float] = (-float("inf"), -float("inf"))
+
+
+class CancelToken(Protocol):
+    """Anything that can ask a solve to stop, such as a `threading.Event`."""
+
+    def is_set(self) -> bool:
+        """Whether the solve should stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a running solve stands.
+
+    Attributes:
+        phase: name of the running step.
+        incumbent: price of the best choice so far, or inf.
+        bound: proven lower bound so far, or -inf.
+        elapsed: seconds since the start.
+    """
+
+    phase: str
+    incumbent: float
+    bound: float
+    elapsed: float
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the incumbent from the bound; inf without an incumbent."""
+        return relative_gap(self.incumbent, self.bound)
+
+
+class Interrupted(Exception):  # noqa: N818 - a signal inside the package, not an error
+    """The time is over or somebody cancelled; what was found so far is in the `SolveState`."""
+
+
+class SolveState:
+    """Best choice, bound and stopping rule of one solve.
+
+    Args:
+        problem: what is being solved; every offered choice is checked against it.
+        time_limit: seconds, or None.
+        gap: gap at which the solve may stop, relative to the sum of the absolute prices
+            paid (which is the objective where no price is negative).
+        seed: for the solvers that draw random numbers.
+        on_progress: called with each improvement and at the start of each phase.
+        cancel: asked between steps and from inside the solvers.
+        block_cache: keeps tables of solved blocks for other solves, if there is one.
+        settings: limits of work.
+        warm_start: what solves of the same problem under other limits have left; grows.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        time_limit: float | None = None,
+        gap: float = 0.0,
+        seed: int = 0,
+        on_progress: Callable[[Progress], None] | None = None,
+        cancel: CancelToken | None = None,
+        block_cache: KeyValueStore | None = None,
+        warm_start: WarmStart | None = None,
+        settings: SolverSettings | None = None,
+    ) -> None:
+        self.problem = problem
+        self.settings = SolverSettings() if settings is None else settings
+        self.effort = Effort(self.settings, self.check)
+        self.warm_start = WarmStart() if warm_start is None else warm_start
+        self.gap = gap
+        self.seed = seed
+        self.block_cache = block_cache
+        self.blocks: tuple[SolvedBlock, ...] = ()
+        self.choice: IntArray | None = None
+        self.objective = float("inf")
+        self.magnitude = 0.0
+        self.bound = -float("inf")
+        self.statistics: dict[str, float] = {}
+        self.phase = "start"
+        self._start = time.perf_counter()
+        self._time_limit = time_limit
+        self._on_progress = on_progress
+        self._cancel = cancel
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the time limit, at least 0; inf without one."""
+        if self._time_limit is None:
+            return float("inf")
+        return max(self._time_limit - self.elapsed, 0.0)
+
+    def cap_time(self, share: float) -> None:
+        """Give up all but a share of the time that remains."""
+        if self._time_limit is not None:
+            self._time_limit = self.elapsed + share * self.remaining
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self._cancel is not None and self._cancel.is_set()
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the time is over or somebody asked to stop."""
+        return self.cancelled or self.remaining <= 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best choice is proven good enough."""
+        return self.objective - self.bound <= self.gap * self.magnitude
+
+    @property
+    def cutoff(self) -> float:
+        """Only choices cheaper than this still matter."""
+        if self.choice is None:
+            return float("inf")
+        return self.objective - 0.5 * self.gap * self.magnitude
+
+    def is_set(self) -> bool:
+        """Whether a step inside this solve should stop: a search is a cancel token."""
+        return self.must_stop
+
+    def check(self) -> None:
+        """Leave the running step if it must stop.
+
+        Raises:
+            Interrupted: the time is over or somebody cancelled.
+        """
+        if self.must_stop:
+            raise Interrupted
+
+    def enter(self, phase: str) -> None:
+        """Start a phase: report it, and stop if it must not start."""
+        self.check()
+        self.phase = phase
+        self.report()
+
+    def report(self) -> None:
+        """Tell the listener where the solve stands."""
+        if self._on_progress is not None:
+            self._on_progress(Progress(self.phase, self.objective, self.bound, self.elapsed))
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Add to a statistic."""
+        self.statistics[name] = self.statistics.get(name, 0.0) + amount
+
+    def offer(self, choice: IntArray) -> bool:
+        """Keep a choice if it is allowed and better than the best; tell whether it is allowed."""
+        if not self.problem.is_feasible(choice):
+            return False
+        objective = self.problem.objective(choice)
+        if self.choice is None or objective < self.objective:
+            self.choice, self.objective = choice.copy(), objective
+            # What rounding is measured against: the objective where no price is negative.
+            self.magnitude = float(np.abs(self.problem.prices(choice)).sum())
+            self.report()
+        return True
+
+    def raise_bound(self, bound: float) -> None:
+        """Record a proven lower bound."""
+        if bound > self.bound:
+            self.bound = bound
+            self.report()
+
+    def finish(self, *, infeasible: bool = False) -> Solution:
+        """The answer as it stands."""
+        if infeasible:
+            status, bound = SolveStatus.INFEASIBLE, float("inf")
+        else:
+            status, bound = self._status(), min(self.bound, self.objective)
+        return Solution(
+            status,
+            self.choice,
+            self.objective,
+            bound,
+            self.elapsed,
+            self.statistics,
+            self.blocks,
+        )
+
+    def _status(self) -> SolveStatus:
+        if self.choice is not None and self.closed:
+            return SolveStatus.OPTIMAL
+        if self.cancelled:
+            return SolveStatus.CANCELLED
+        return SolveStatus.FEASIBLE if self.choice is not None else SolveStatus.TIMED_OUT

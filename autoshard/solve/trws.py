@@ -1,0 +1,564 @@
+"""A network as flat arrays, to sweep over all of its variables with few calls of numpy.
+
+Variables are put in levels without links inside, so that all variables of a level can be
+treated at once as if one after the other. There are two sets of levels: a colouring has
+few of them and is quick; the order of the variables' indices, which is the order in which
+a model runs, has many and is good to pick strategies in. Each end of a link has one
+message per row (or column) of the link's matrix; links of similar shape are padded to the
+same shape and stacked.
+
+Bounds and choices for problems that are too large for tables and for a linear program.
+
+Links hand part of the prices of their pairs to the variables, and variables hand theirs to
+the links, in a way that no choice gets cheaper or more expensive; the sum of all least prices is
+then a lower bound. Sequential tree-reweighted message passing (TRW-S, Kolmogorov, IEEE
+TPAMI 28:1568, 2006) never lets it fall. Usage limits carry prices as well, and these
+follow the usage of the choices that each sweep yields (the volume algorithm, Barahona and
+Anbil, Math. Program. 87:385, 2000, with the step of Polyak).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.arrays import FloatArray, IntArray
+from autoshard.solve.local_search import CoordinateDescent
+from autoshard.solve.network import Link, Matrix, Network, Variable, spread
+from autoshard.solve.reduced_problem import ReducedProblem
+from autoshard.solve.settings import SolverSettings
+
+_SIDES = (2, 3, 4, 6, 9, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256)
+"""Lengths that the sides of matrices are padded to, so that more of them stack."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkBatch:
+    """Links of equal shape from one level to one side, as the variables of the level see them.
+
+    Attributes:
+        values: prices, padded with inf, shape [G, R, C].
+        here: messages of each link at this end, shape [G, R].
+        there: messages of each link at the other end, shape [G, C].
+        ends: places of the variables at this and at the other end, shape [2, G].
+        shown: place in `FlatNetwork.messages` of what their first strategies show, shape [2, G].
+        share: part of the price of a variable that it gives to each link, shape [G, 1].
+    """
+
+    values: FloatArray
+    here: IntArray
+    there: IntArray
+    ends: IntArray
+    shown: IntArray
+    share: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """Variables that are treated at once.
+
+    Attributes:
+        variables: their places, shape [L].
+        strategies: their strategies, shape [K].
+        sizes: number of strategies of each variable, shape [L].
+        starts: first of `strategies` of each variable, shape [L].
+        seen: strategies (as places in `strategies`) that see `messages`, shape [E].
+        messages: what they see, shape [E].
+        lower: links to lower levels.
+        upper: links to higher levels.
+    """
+
+    variables: IntArray
+    strategies: IntArray
+    sizes: IntArray
+    starts: IntArray
+    seen: IntArray
+    messages: IntArray
+    lower: tuple[LinkBatch, ...]
+    upper: tuple[LinkBatch, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _End:
+    """One end of a link: the place of its variable, its messages, what strategies show."""
+
+    owner: int
+    first: int
+    side: int
+    classes: IntArray
+
+
+class FlatNetwork:
+    """A network without ties, with at least one variable, compiled.
+
+    Attributes:
+        variables: the network's variables by place, length V.
+        starts: first strategy of each variable, shape [V + 1].
+        cost: price of each strategy without its usage, shape [K].
+        capacity: slack at each checkpoint, shape [T].
+        constant: price that nobody can avoid.
+        num_messages: length of an array of messages.
+        joined: each link's two variables, and where its messages to each of them start.
+        seen: strategy that sees each of `messages`, shape [E].
+        messages: the message, shape [E].
+        levels: all variables by colour.
+        ordered: all variables in levels that follow the order of their indices.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.variables = sorted(network.variables)
+        self.capacity = network.capacity
+        self.constant = network.constant
+        sizes = np.array([len(network.variables[v].cost) for v in self.variables], dtype=np.intp)
+        self.starts = _offsets(sizes)
+        self.cost = np.concatenate([network.variables[v].cost for v in self.variables])
+        self._load_usage(network)
+        self._load_links(network)
+
+    def _load_usage(self, network: Network) -> None:
+        terms = [(i, t) for i, v in enumerate(self.variables) for t in network.variables[v].terms]
+        sizes = np.array([len(t.usage) for _, t in terms], dtype=np.intp)
+        self._term_span = np.array([(t.first, t.last) for _, t in terms], np.intp).reshape(-1, 2)
+        self._term_owner = np.array([i for i, _ in terms], dtype=np.intp)
+        self._term_start = _offsets(sizes)[:-1]
+        self._use = np.concatenate([np.zeros(0), *(t.usage for _, t in terms)])
+        self._use_term = np.repeat(np.arange(len(terms)), sizes)
+        within = np.arange(len(self._use)) - self._term_start[self._use_term]
+        self._use_strategy = self.starts[self._term_owner[self._use_term]] + within
+
+    def _load_links(self, network: Network) -> None:
+        place = {v: i for i, v in enumerate(self.variables)}
+        colour = np.zeros(len(place), dtype=np.intp)
+        depth = np.zeros(len(place), dtype=np.intp)
+        ends: list[_End] = []
+        values: list[FloatArray] = []
+        first = 0
+        self.joined: list[tuple[int, int, int, int]] = []
+        for u in self.variables:
+            taken = {int(colour[place[v]]) for v in network.links[u] if v < u}
+            colour[place[u]] = next(c for c in range(len(taken) + 1) if c not in taken)
+            for v, link in network.links[u].items():
+                if v < u:
+                    continue
+                depth[place[v]] = max(depth[place[v]], depth[place[u]] + 1)
+                values.append(_padded(link.matrix.values))
+                rows, cols = values[-1].shape
+                self.joined.append((u, v, first, first + rows))
+                ends.append(_End(place[u], first, rows, link.rows))
+                ends.append(_End(place[v], first + rows, cols, link.cols))
+                first += rows + cols
+        self.num_messages = first
+        shown = self._load_ends(ends)
+        self.levels = self._leveled(colour, ends, values, shown)
+        self.ordered = self._leveled(depth, ends, values, shown)
+
+    def _load_ends(self, ends: list[_End]) -> IntArray:
+        """List the messages that strategies see, by variable; give the place of each end."""
+        owners = np.array([end.owner for end in ends], dtype=np.intp)
+        sizes = np.diff(self.starts)[owners]
+        order = np.argsort(owners, kind="stable")
+        shown = np.empty(len(ends), dtype=np.intp)
+        shown[order] = _offsets(sizes[order])[:-1]
+        self.messages = _joined(ends[e].first + ends[e].classes for e in order)
+        self.seen = _joined(np.arange(*self.starts[[o, o + 1]]) for o in owners[order])
+        self._seen_starts = _offsets(
+            np.bincount(owners, sizes, len(self.variables)).astype(np.intp)
+        )
+        return shown
+
+    def _leveled(
+        self, depth: IntArray, ends: list[_End], values: list[FloatArray], shown: IntArray
+    ) -> tuple[Level, ...]:
+        # A pass gives a variable's price away in equal shares, as many as the side with
+        # more links needs: the weights of TRW-S.
+        upward, downward = np.zeros(len(depth)), np.zeros(len(depth))
+        groups: dict[tuple[int, bool, int, int], list[int]] = defaultdict(list)
+        for e, end in enumerate(ends):
+            far = ends[e ^ 1]
+            up = bool(depth[far.owner] > depth[end.owner])
+            (upward if up else downward)[end.owner] += 1.0
+            groups[int(depth[end.owner]), up, end.side, far.side].append(e)
+        share = 1.0 / np.maximum(np.maximum(upward, downward), 1.0)
+        sides: dict[tuple[int, bool], list[LinkBatch]] = defaultdict(list)
+        for (level, up, _, _), members in groups.items():
+            sides[level, up].append(_stacked(members, ends, values, shown, share))
+        return tuple(
+            self._level(np.flatnonzero(depth == d), tuple(sides[d, False]), tuple(sides[d, True]))
+            for d in range(int(depth.max()) + 1)
+        )
+
+    def _level(
+        self, variables: IntArray, lower: tuple[LinkBatch, ...], upper: tuple[LinkBatch, ...]
+    ) -> Level:
+        sizes = np.diff(self.starts)[variables]
+        starts = _offsets(sizes)[:-1]
+        strategies = _joined(np.arange(*self.starts[[i, i + 1]]) for i in variables)
+        spans = [slice(*self._seen_starts[[i, i + 1]]) for i in variables]
+        shifts = starts - self.starts[variables]
+        seen = _joined(self.seen[s] + shift for s, shift in zip(spans, shifts, strict=True))
+        messages = _joined(self.messages[s] for s in spans)
+        return Level(variables, strategies, sizes, starts, seen, messages, lower, upper)
+
+    def priced(self, prices: FloatArray) -> FloatArray:
+        """Price of each strategy, shape [K], with its usage at prices per checkpoint."""
+        total = np.concatenate([[0.0], np.cumsum(prices)])
+        price = total[self._term_span[:, 1]] - total[self._term_span[:, 0]]
+        used = np.bincount(
+            self._use_strategy, self._use * price[self._use_term], minlength=len(self.cost)
+        )
+        return self.cost + used
+
+    def usage(self, picks: IntArray) -> FloatArray:
+        """Usage at each checkpoint, shape [T], of a position per variable, shape [V]."""
+        used = self._use[self._term_start + picks[self._term_owner]]
+        first, last = self._term_span.T
+        return spread(first, last, used, len(self.capacity))
+
+    def price(self, picks: IntArray) -> float:
+        """Price of a position per variable, shape [V], with the constant."""
+        total = self.constant + float(self.cost[self.starts[:-1] + picks].sum())
+        for level in self.levels:
+            for batch in level.upper:
+                rows = self.messages[batch.shown[0] + picks[batch.ends[0]]] - batch.here[:, 0]
+                total += float(self.facing(batch, picks)[np.arange(len(rows)), rows].sum())
+        return total
+
+    def facing(self, batch: LinkBatch, picks: IntArray) -> FloatArray:
+        """Prices of each link given what its other end picks, shape [G, R]."""
+        cols = self.messages[batch.shown[1] + picks[batch.ends[1]]] - batch.there[:, 0]
+        prices: FloatArray = batch.values[np.arange(len(cols)), :, cols]
+        return prices
+
+
+def _stacked(
+    members: list[int],
+    ends: list[_End],
+    values: list[FloatArray],
+    shown: IntArray,
+    share: FloatArray,
+) -> LinkBatch:
+    near, far = [ends[e] for e in members], [ends[e ^ 1] for e in members]
+    here = np.array([e.first for e in near], dtype=np.intp)[:, None] + np.arange(near[0].side)
+    there = np.array([e.first for e in far], dtype=np.intp)[:, None] + np.arange(far[0].side)
+    stack = np.stack([values[e // 2].T if e % 2 else values[e // 2] for e in members])
+    ends_of = np.array([[e.owner for e in near], [e.owner for e in far]], dtype=np.intp)
+    return LinkBatch(
+        np.ascontiguousarray(stack),
+        here,
+        there,
+        ends_of,
+        shown[[members, [e ^ 1 for e in members]]],
+        share[ends_of[0], None],
+    )
+
+
+def _padded(values: FloatArray) -> FloatArray:
+    sides = [next((n for n in _SIDES if n >= side), side) for side in values.shape]
+    out = np.full(sides, np.inf)
+    out[: values.shape[0], : values.shape[1]] = values
+    return out
+
+
+def _offsets(sizes: IntArray) -> IntArray:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
+
+
+def _joined(parts: Iterable[IntArray]) -> IntArray:
+    return np.concatenate([np.zeros(0, dtype=np.intp), *parts])
+
+
+_EPSILON = 2.0**-50
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Point:
+    """Prices on usage with messages, and the bound that they prove."""
+
+    bound: float
+    prices: FloatArray
+    messages: FloatArray
+
+
+class TRWS:
+    """Improve messages and prices on usage; offer the choices met on the way.
+
+    Args:
+        reduced: the reduced problem.
+    """
+
+    def __init__(self, reduced: ReducedProblem) -> None:
+        self._reduced = reduced
+        self._state = reduced.state
+        self._settings = reduced.state.settings
+        self._flat = FlatNetwork(reduced.network)
+        self._messages = np.zeros(self._flat.num_messages)
+        self._scratch = np.zeros(self._flat.num_messages)
+        self._picks: IntArray = np.zeros(len(self._flat.variables), dtype=np.intp)
+        unpriced = np.zeros(len(self._flat.capacity))
+        self._best = _Point(-float("inf"), unpriced, self._messages.copy())
+        self._descent = CoordinateDescent(reduced.network, effort=self._state.effort)
+        self._repairing = 0.0
+        self._sweeps = 0
+        self._known: set[bytes] = set()
+
+    def run(self, seconds: float = float("inf")) -> dict[int, FloatArray]:
+        """Improve until the bound stalls, the gap is closed or the time is over.
+
+        Returns:
+            for each variable, a lower bound of the price of all choices with each
+            strategy, shape [S].
+        """
+        end = self._state.elapsed + seconds
+        try:
+            self._maximise_bound(end)
+        finally:
+            least = self._proven(self._best)
+        return least
+
+    def remaining(self) -> tuple[Network, float]:
+        """What messages and prices leave of the problem, as a problem of its own.
+
+        Returns:
+            a network without usage in which no allowed choice costs more than it does in the
+            problem, and how much rounding may add to that.
+        """
+        flat, best, network = self._flat, self._best, self._reduced.network
+        messages = best.messages
+        paid = float(best.prices @ flat.capacity)
+        given = messages[flat.messages]
+        total = flat.priced(best.prices) + np.bincount(flat.seen, given, len(flat.cost))
+        left = Network()
+        left.constant = flat.constant - paid
+        for v, cost in zip(flat.variables, np.split(total, flat.starts[1:-1]), strict=True):
+            left.variables[v] = Variable(np.arange(len(cost)), cost)
+            left.links[v], left.changes[v] = {}, 0
+        for u, v, row, col in flat.joined:
+            link = network.links[u][v]
+            rows, cols = link.matrix.values.shape
+            values = link.matrix.values - messages[row : row + rows, None]
+            values = values - messages[col : col + cols]
+            left.put(u, v, Link(Matrix(values), link.rows, link.cols))
+        volume = abs(flat.constant) + paid + float(np.abs(given).sum() + np.abs(flat.cost).sum())
+        return left, _EPSILON * volume
+
+    def _maximise_bound(self, end: float) -> None:
+        flat, state = self._flat, self._state
+        prices, best = self._best.prices, self._best
+        direction = np.zeros_like(prices)
+        step, without_gain, stalled = self._settings.trws_first_step, 0, 0
+        while (
+            not state.closed and state.elapsed < end and stalled < self._settings.trws_max_stalled
+        ):
+            bound = self._sweep(prices)
+            state.count("ascent.sweeps")
+            gain = bound - best.bound
+            stalled = (
+                0
+                if gain > self._settings.trws_stalled_gain * self._scale(best.bound)
+                else stalled + 1
+            )
+            if gain > 0:
+                self._best = best = _Point(bound, prices, self._messages.copy())
+                without_gain = 0
+                if bound > state.bound + self._settings.trws_report_gain * self._scale(bound):
+                    self._proven(best)
+            else:
+                without_gain += 1
+            excess = flat.usage(self._picks) - flat.capacity
+            self._sweeps += 1
+            if self._sweeps % self._settings.trws_rounding_period == 0:
+                self._consider(self._rounded(prices), prices)
+            if without_gain > self._settings.trws_patience and step > self._settings.trws_last_step:
+                step, without_gain = max(0.5 * step, self._settings.trws_last_step), 0
+                prices, self._messages = best.prices, best.messages.copy()
+                direction = np.zeros_like(prices)
+                continue
+            direction = (
+                self._settings.trws_momentum * direction
+                + (1.0 - self._settings.trws_momentum) * excess
+            )
+            prices = self._moved(prices, direction, step, bound, best.bound)
+
+    def _scale(self, bound: float) -> float:
+        return max(abs(bound), 1e-300) if np.isfinite(bound) else 1e-300
+
+    def _moved(
+        self, prices: FloatArray, direction: FloatArray, step: float, bound: float, best: float
+    ) -> FloatArray:
+        """Prices one step on: as far as a linear bound would have to go to reach the target."""
+        towards = np.where((prices <= 0) & (direction < 0), 0.0, direction)
+        norm = float(towards @ towards)
+        if norm == 0.0:
+            return prices
+        reach = (
+            min(self._state.objective, best + self._settings.trws_target * self._scale(best))
+            - bound
+        )
+        moved: FloatArray = np.maximum(prices + step * max(reach, 0.0) / norm * towards, 0.0)
+        return moved
+
+    def _sweep(self, prices: FloatArray) -> float:
+        """Pass messages up and down; return the bound that they prove, up to rounding."""
+        priced = self._flat.priced(prices)
+        for level in self._flat.levels:
+            self._state.check()
+            self._pass(level, priced, behind=level.lower, ahead=level.upper)
+        total = 0.0
+        for level in reversed(self._flat.levels):
+            self._state.check()
+            total += self._pass(level, priced, behind=level.upper, ahead=level.lower)
+        # Every link has just been emptied by one of its ends: its least price is zero.
+        return total + self._flat.constant - float(prices @ self._flat.capacity)
+
+    def _pass(
+        self,
+        level: Level,
+        priced: FloatArray,
+        *,
+        behind: tuple[LinkBatch, ...],
+        ahead: tuple[LinkBatch, ...],
+    ) -> float:
+        """Take what the links behind can give, pick, and share the rest with those ahead.
+
+        Returns:
+            the sum of the least prices of the level's variables.
+        """
+        messages, scratch = self._messages, self._scratch
+        for batch in behind:
+            messages[batch.here] = _given(batch, messages)
+            scratch[batch.here] = self._flat.facing(batch, self._picks)
+        for batch in ahead:
+            scratch[batch.here] = messages[batch.here]
+        own, size = priced[level.strategies], len(level.strategies)
+        total = own + np.bincount(level.seen, messages[level.messages], size)
+        least = np.minimum.reduceat(total, level.starts)
+        score = own + np.bincount(level.seen, scratch[level.messages], size)
+        self._picks[level.variables] = _cheapest(level, score)
+        if ahead:
+            total -= np.repeat(least, level.sizes)
+            scratch[level.messages] = np.inf
+            np.minimum.at(scratch, level.messages, total[level.seen])
+            for batch in ahead:
+                spare = scratch[batch.here]
+                messages[batch.here] -= batch.share * np.where(np.isfinite(spare), spare, 0.0)
+        return float(least.sum())
+
+    def _rounded(self, prices: FloatArray) -> IntArray:
+        """Pick strategies along the order of the variables, up or down in turn.
+
+        What lies behind is picked; what lies ahead is seen through its messages.
+        """
+        flat, scratch = self._flat, self._scratch
+        priced = flat.priced(prices)
+        picks: IntArray = np.zeros(len(flat.variables), dtype=np.intp)
+        upwards = self._sweeps % (2 * self._settings.trws_rounding_period) == 0
+        for level in flat.ordered if upwards else reversed(flat.ordered):
+            self._state.check()
+            behind, ahead = level.lower, level.upper
+            if not upwards:
+                behind, ahead = ahead, behind
+            for batch in behind:
+                scratch[batch.here] = flat.facing(batch, picks)
+            for batch in ahead:
+                scratch[batch.here] = _given(batch, self._messages)
+            picked = priced[level.strategies]
+            picked = picked + np.bincount(level.seen, scratch[level.messages], len(picked))
+            picks[level.variables] = _cheapest(level, picked)
+        return picks
+
+    def _consider(self, picks: IntArray, prices: FloatArray) -> None:
+        """Offer a choice; repair it where that is worth the time."""
+        flat, state = self._flat, self._state
+        price = flat.price(picks)
+        fits = bool((flat.usage(picks) <= flat.capacity).all())
+        by_variable = dict(zip(flat.variables, picks.tolist(), strict=True))
+        if fits and price < state.objective:
+            self._reduced.offer(by_variable)
+        hope = price < state.objective * (1.0 if fits else self._settings.trws_promising)
+        key = picks.tobytes()
+        if key in self._known or not (hope or state.choice is None):
+            return
+        if self._repairing > self._settings.trws_repair_share * state.elapsed:
+            return
+        self._known.add(key)
+        start = state.elapsed
+        repaired = self._descent.repair(by_variable, prices)
+        if repaired is not None:
+            self._reduced.offer(repaired)
+        self._repairing += state.elapsed - start
+
+    def _proven(self, best: _Point) -> dict[int, FloatArray]:
+        """Record the bound of a point with its rounding taken off; bound each strategy."""
+        flat, messages = self._flat, best.messages
+        total = flat.priced(best.prices) + np.bincount(
+            flat.seen, messages[flat.messages], len(flat.cost)
+        )
+        least = np.minimum.reduceat(total, flat.starts[:-1])
+        paid = float(best.prices @ flat.capacity)
+        bound, volume = flat.constant - paid + float(least.sum()), abs(flat.constant) + paid
+        for level in flat.levels:
+            for batch in level.upper:
+                left = batch.values - messages[batch.here][:, :, None]
+                bound += float((left - messages[batch.there][:, None, :]).min(axis=(1, 2)).sum())
+        volume += float(np.abs(least).sum() + np.abs(messages[flat.messages]).sum())
+        bound -= _EPSILON * volume
+        self._reduced.raise_bound(bound)
+        spare = bound + total - np.repeat(least, np.diff(flat.starts))
+        return dict(zip(flat.variables, np.split(spare, flat.starts[1:-1]), strict=True))
+
+
+def _given(batch: LinkBatch, messages: FloatArray) -> FloatArray:
+    """The least price that each row of a link can be had for, shape [G, R]."""
+    given = (batch.values - messages[batch.there][:, None, :]).min(axis=2)
+    return np.where(np.isfinite(given), given, 0.0)
+
+
+def _cheapest(level: Level, score: FloatArray) -> IntArray:
+    """The first strategy of least price of each variable of a level, shape [L]."""
+    best = np.minimum.reduceat(score, level.starts)
+    hits = np.flatnonzero(score <= np.repeat(best, level.sizes))
+    owner = np.searchsorted(level.starts, hits, side="right") - 1
+    picks: IntArray = np.empty(len(level.starts), dtype=np.intp)
+    # The last assignment stays, so of equals the first one is picked.
+    picks[owner[::-1]] = (hits - level.starts[owner])[::-1]
+    return picks
+
+
+def _num_prices(network: Network) -> int:
+    return sum(link.matrix.values.size for _, _, link in network.pairs())
+
+
+def _is_large(network: Network, settings: SolverSettings) -> bool:
+    """Whether messages should come before a linear program of the network."""
+    usage = sum(
+        (term.last - term.first) * len(term.usage)
+        for variable in network.variables.values()
+        for term in variable.terms
+    )
+    return _num_prices(network) + usage >= settings.large_entries
+
+
+def is_huge(network: Network, settings: SolverSettings) -> bool:
+    """Whether a linear program of the network takes too long to be of use."""
+    return _num_prices(network) >= settings.huge_entries
+
+
+def ascend(reduced: ReducedProblem) -> None:
+    """Bound a large problem by messages, and drop what cannot matter any more."""
+    state, settings = reduced.state, reduced.state.settings
+    for _ in range(settings.trws_rounds):
+        if reduced.done or state.closed or not _is_large(reduced.network, settings):
+            return
+        state.enter("pass messages")
+        least = TRWS(reduced).run(settings.trws_share * state.remaining)
+        bounds = np.concatenate(list(least.values()))
+        hopeless = float((bounds >= state.cutoff).mean())
+        # Reductions after a few drops cost more than they bring, and may drop what the
+        # best choice picks for something as good, so that no window could start from it.
+        if hopeless < settings.trws_min_pruned:
+            return
+        reduced.prune(least)
+        reduced.reduce()
+        if hopeless < settings.min_dropped:
+            return
