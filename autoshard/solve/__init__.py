@@ -1,4 +1,4 @@
-"""The optimization restricted problem: numpy only, knows neither tensors nor meshes."""
+"""The optimization core: a `Problem` in, a certified `Solution` out; numpy only, no tensors."""
 
 from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
 from autoshard.solve.elimination import MinMarginals

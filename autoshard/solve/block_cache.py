@@ -1,7 +1,7 @@
-"""Tables of solved blocks, kept outside of the process, and reading them safely.
+"""A cache of block tables outside of the process.
 
-An entry is a digest and plain numbers. What is not exactly what was written counts as not
-there, so a damaged entry costs a solve and never an answer.
+An entry is a digest and plain numbers. Anything else than exactly what was written counts as
+missing, so a damaged entry costs time and never a wrong answer.
 """
 
 import hashlib

@@ -1,14 +1,11 @@
-"""What one bucket of an elimination tells its neighbours, and what it is told.
+"""Exact minimisation of networks of small treewidth, by bucket elimination.
 
-Exact minimisation of networks of small width, by eliminating variables.
-
-Bucket elimination (Dechter, Artif. Intell. 113:41, 1999): a variable is minimised out
-into a table over its neighbours, of any number. A table is indexed not by strategies but
-by what the neighbours show the eliminated variables, so it stays small where many
-strategies share a layout. The structure is compiled once and then evaluated for as many
-cost vectors as needed; a second pass gives the min-marginals.
-
-What every single choice costs, with everything else at its best.
+Bucket elimination (Dechter, Artif. Intell. 113:41, 1999): a variable is minimised out into a
+message, a table over its neighbours. A table is indexed not by strategies but by the classes
+of strategies that the eliminated variables can tell apart, so it stays small where many
+strategies share a layout. The structure is compiled once and evaluated for as many cost
+vectors as needed; a second pass gives the min-marginals: the least price of all choices that
+pick each strategy of each variable.
 """
 
 import heapq
@@ -117,7 +114,7 @@ def bucket_marginals(
 def outgoing_message(
     table: FloatArray, seen: BucketInput, bucket_message: FloatArray
 ) -> FloatArray:
-    """What a bucket tells one of its inputs: its belief without the input's own message."""
+    """Message from a bucket to one of its inputs: its marginals without the input's own message."""
     for axis, pick in enumerate(seen.picks):
         table = _grouped_min(table, axis, pick)
     # Back from the order of the bucket to the order of the message.
@@ -411,7 +408,7 @@ class Elimination:
         """Least price of all choices that pick each strategy of each variable, shape [S].
 
         The second pass of message passing on the tree of buckets: what lies outside of a
-        bucket's subtree is told to it as a table over its neighbours.
+        bucket's subtree arrives as a table over its neighbours.
         """
         outside: dict[int, FloatArray] = {}
         marginals: dict[int, FloatArray] = {}

@@ -1,15 +1,11 @@
-"""Linear programs over cuts: where the choices seen so far promise most.
+"""Lagrangian relaxation of the usage limits of a network.
 
-A relaxation's bound is the least of many linear functions of its prices, one per choice
-(Kelley, J. SIAM 8:703, 1960). Each choice that has been seen gives one of them, so together
-they are an upper estimate of the bound.
-
-Usage limits turned into prices: a bound, and choices near the optimum.
-
-With a price on usage at each checkpoint the limits disappear from the problem and what
-is left is solved exactly by elimination. Every price gives a lower bound; the best ones
-are found by cutting planes (Kelley), taken half way from the best point so far so that
-they do not swing (in-out separation, Ben-Ameur and Neto 2007).
+With a price on usage at each checkpoint the limits disappear, and what is left is solved
+exactly by elimination. Every price vector gives a lower bound. The bound is the least of many
+linear functions of the prices, one per choice; each choice evaluated so far gives one of them
+(cutting planes; Kelley, J. SIAM 8:703, 1960). New prices are taken half way between the optimum
+of these cuts and the best point so far, so that they do not oscillate (in-out separation,
+Ben-Ameur and Neto 2007).
 """
 
 from dataclasses import dataclass, field

@@ -1,10 +1,9 @@
-"""A network as a linear program: the local polytope with usage rows.
+"""The linear relaxation of a network, and branch and bound, with HiGHS.
 
-One variable per strategy and one per allowed pair of (row, column) of each link. The
-strategies of a variable sum to one; the pairs of a link in one row sum to the strategies
-that select that row, and likewise for columns. Usage rows cut off what does not fit.
-
-HiGHS, driven directly: relaxations and branch and bound that can be watched and stopped.
+The model is the local polytope with usage rows: one column per strategy and one per allowed
+pair of (row, column) of each link. The strategies of a variable sum to one; the pairs of a link
+in one row sum to the strategies that select that row, and likewise for columns. HiGHS is called
+through its own API, so that a run reports progress and can be stopped.
 """
 
 from collections.abc import Callable
@@ -47,7 +46,7 @@ class LinearModel:
 
     @property
     def num_strategies(self) -> int:
-        """How many of the columns, at the front, are strategies."""
+        """Number of columns, at the front, that are strategies."""
         return int(self.starts[len(self.variables)])
 
     def rounded(self, x: FloatArray) -> tuple[dict[int, int], float]:
@@ -172,7 +171,7 @@ _DUAL_FEASIBILITY = 1e-7
 
 
 class Ending(Enum):
-    """How a run of HiGHS ended."""
+    """Outcome of a run of HiGHS."""
 
     SOLVED = auto()
     INFEASIBLE = auto()

@@ -1,7 +1,4 @@
-"""Local search: a choice improved one variable at a time.
-
-Problems too large for one linear program: bounds by messages, choices by windows.
-"""
+"""Local search: coordinate descent, and large-neighbourhood search in windows."""
 
 from collections import deque
 from collections.abc import Callable
@@ -109,7 +106,7 @@ class CoordinateDescent:
         return best if total[best] < total[picks[v]] else picks[v]
 
     def _fits(self, variable: Variable, pick: int, usage: FloatArray) -> BoolArray:
-        """Whether each strategy fits in the slack that the others leave, shape [S]."""
+        """Mask of the strategies that fit in the slack left by the others, shape [S]."""
         pieces = self._pieces.get(id(variable))
         if pieces is None:
             pieces = self._pieces[id(variable)] = _in_pieces(variable)

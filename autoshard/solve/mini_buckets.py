@@ -1,21 +1,16 @@
-"""In which order to eliminate variables, so that tables stay small.
+"""Mini-bucket relaxation of networks that are too wide for elimination.
 
-The next variable is the one whose neighbours lack least of being linked to each other, each
-lacking link weighted by how much the two add to a table (weighted min-fill; Kjaerulff,
-Aalborg R-90-09, 1990). Orders that differ a little can differ a thousandfold in what they
-cost, so a few are tried, with weights shifted at random, and the cheapest is taken. Variables
-in the same surroundings are shifted alike: what repeats in a network is then eliminated in the
-same way each time, and its tables are made once.
+TRW-S messages move most of the price out of the links. What they leave is nowhere negative, so
+a link can be dropped and the rest is a lower bound; after good messages most links have little
+left. Without the weakest links the network is narrow enough for elimination, which bounds every
+strategy. That drops most strategies, so the next relaxation drops fewer links, until it drops
+none and the answer is exact. (Mini-buckets with cost shifting: Ihler et al., UAI 2012.)
 
-Networks that are too wide for tables: exact on most of their links, messages on the rest.
-
-Messages take most of the price out of the links. What they leave is nowhere negative, so a
-link can be left out and what remains is a lower bound; and where messages have done well, most
-links are left with little. Without the weakest ones the network is narrow enough to be solved
-by elimination, which bounds every strategy as well. That drops most strategies, so that the
-next time fewer links are left out, until none is and the answer is exact. With all but a
-forest of links left out it is what `restricted_solver` does for wide problems; mini-buckets with
-cost shifting (Ihler et al., UAI 2012) are near to it.
+Elimination orders are weighted min-fill (Kjaerulff, Aalborg R-90-09, 1990): the next variable is
+the one whose neighbours need the lightest new links. Orders that differ a little can differ a
+thousandfold in work, so several are tried with randomly shifted weights and the cheapest is
+taken. Variables with equal surroundings are shifted alike, so that repeated parts of a network
+are eliminated in the same way and their tables are computed once.
 """
 
 import heapq
@@ -37,7 +32,7 @@ from autoshard.solve.trws import TRWS
 
 _NOISE = 0.4
 _LOOKS = 3
-"""How far two variables must have the same surroundings to be shifted alike."""
+"""Distance up to which the surroundings of variables shifted alike must be equal."""
 _MANY = 48
 """Neighbours from which on a variable waits until it has fewer."""
 
@@ -50,7 +45,7 @@ class Order:
 
     Attributes:
         variables: all variables, the first one first.
-        work: additions that it takes, if every strategy is told apart.
+        work: additions that it takes, if strategies are not merged into classes.
         entries: of all tables together.
     """
 
@@ -151,15 +146,15 @@ def solve_by_mini_buckets(reduced: ReducedProblem) -> None:
         least = trws.run(settings.mini_bucket_trws_share * state.remaining)
         if state.closed:
             return
-        state.enter("solve most links")
+        state.enter("solve a mini-bucket relaxation")
         before, gap = _num_strategies(reduced), state.objective - state.bound
         left, slack = trws.remaining()
         part = MiniBucketRelaxation(left, work, slack=max(gap, slack), effort=state.effort)
         bounds = part.solve(slack)
         if bounds is None:
             return
-        state.count("thinning.rounds")
-        state.count("thinning.links", float(part.num_left_out))
+        state.count("mini_buckets.rounds")
+        state.count("mini_buckets.links", float(part.num_left_out))
         reduced.raise_bound(part.bound)
         better = CoordinateDescent(reduced.network, effort=state.effort).improve(part.picks)
         reduced.offer(better)
@@ -239,7 +234,7 @@ class MiniBucketRelaxation:
         return {v: bounds - slack for v, bounds in marginals.items()}
 
     def _most(self) -> list[tuple[int, int]]:
-        """The links that say most, as many as fit; then others that fit beside them."""
+        """The most important links, as many as fit; then others that still fit."""
         if self._fits(self._links, self._settings.many_orders):
             return self._links
         low, high = 0, len(self._links)
@@ -266,5 +261,5 @@ class MiniBucketRelaxation:
 
 
 def _weight(link: Link, slack: float) -> float:
-    """How much a link says: the mean of its prices, as far as they matter."""
+    """Importance of a link: the mean of its prices, as far as they matter."""
     return float(np.minimum(link.dense(), slack).mean())

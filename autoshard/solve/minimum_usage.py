@@ -1,4 +1,4 @@
-"""The least usage limit that a problem can live with."""
+"""The least usage limit for which a problem is feasible."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ def _least_of_all(problem: Problem, free: Problem, slack: float, state: SolveSta
 
 
 def _unpriced(problem: Problem) -> tuple[Problem, float]:
-    """The problem with every finite price zero and a limit that nobody can reach."""
+    """The problem with every finite price zero and a limit that cannot be reached."""
     nodes = tuple(replace(node, cost=_zeroed(node.cost)) for node in problem.nodes)
     matrices: dict[int, FloatArray] = {}
     edges = tuple(
@@ -108,7 +108,7 @@ def _least_peak(network: Network, slack: float, state: SolveState) -> dict[int, 
     if not network.variables:
         return {}
     model = linear_model(network)
-    # One more column is the peak in units of the slack; it pays for the usage of everybody.
+    # One more column is the peak in units of the slack; it pays for all usage.
     peak = sparse.csr_array(np.full((len(model.capacity), 1), -slack))
     model = LinearModel(
         np.append(np.zeros_like(model.cost), slack),

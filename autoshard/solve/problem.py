@@ -5,8 +5,6 @@ cost and, while it is alive, uses the strategy's share of a limited resource. Ev
 edge pays an entry of its cost matrix, picked by the strategies at its two ends. Nodes
 in a tie pick the same strategy index. The public contest format IOPDDL is a special
 case of this.
-
-Prices of pairs as shortest ways over steps, without a matrix of all pairs.
 """
 
 from collections.abc import Sequence
@@ -54,7 +52,7 @@ class ShortestPathCost:
     @cached_property
     def dense(self) -> FloatArray:
         """The matrix, inf where there is no way."""
-        return self.switched_choices(np.arange(self.num_states), np.arange(self.num_states))
+        return self.between(np.arange(self.num_states), np.arange(self.num_states))
 
     @cached_property
     def most(self) -> float:
@@ -67,7 +65,7 @@ class ShortestPathCost:
             return through
         return float(self.dense[np.isfinite(self.dense)].max())
 
-    def switched_choices(self, rows: IntArray, cols: IntArray) -> FloatArray:
+    def between(self, rows: IntArray, cols: IntArray) -> FloatArray:
         """The entries of some rows and columns, shape [R, C]."""
         missing = np.array([r for r in rows.tolist() if r not in self._rows], dtype=np.intp)
         if len(missing):
@@ -145,7 +143,7 @@ class Node:
 
     @property
     def num_strategies(self) -> int:
-        """How many strategies there are to choose from."""
+        """Number of strategies."""
         return len(self.cost)
 
 
@@ -231,7 +229,7 @@ class Problem:
         nodes: IntArray | slice = slice(None),
         edges: IntArray | slice = slice(None),
     ) -> FloatArray:
-        """What a choice per node pays at each node and then at each edge, shape [N + E].
+        """Prices of a choice at each node and then at each edge, shape [N + E].
 
         Args:
             choice: a strategy per node.
@@ -252,14 +250,14 @@ class Problem:
 
     @cached_property
     def has_path_costs(self) -> bool:
-        """Whether some edges have no matrix: a method that needs one is not for this problem."""
+        """True if some edges have no matrix, which rules out methods that need one."""
         return any(isinstance(edge.prices, ShortestPathCost) for edge in self.edges)
 
     @cached_property
     def most(self) -> float:
         """A price that no allowed choice exceeds."""
         arrays = [*(node.cost for node in self.nodes), *(edge.prices for edge in self.edges)]
-        # Arrays that are shared are looked at once.
+        # Arrays that are shared are checked once.
         known = {id(a): a.most if isinstance(a, ShortestPathCost) else _largest(a) for a in arrays}
         return sum(known[id(array)] for array in arrays)
 
@@ -332,7 +330,7 @@ class Problem:
 
     @cached_property
     def can_bind(self) -> bool:
-        """Whether some strategies together break the usage limit."""
+        """True if some strategies together break the usage limit."""
         if np.isinf(self.usage_limit):
             return False
         return self._peak(np.array([node.usage.max() for node in self.nodes])) > self.usage_limit
@@ -353,7 +351,7 @@ class Problem:
     def is_feasible(
         self, choice: Sequence[int] | IntArray, *, rtol: float = USAGE_TOLERANCE
     ) -> bool:
-        """Whether a choice keeps the ties and the limit and has a finite price."""
+        """True if a choice keeps the ties and the limit and has a finite price."""
         tied = all(len({int(choice[i]) for i in group}) == 1 for group in self.ties)
         if not tied or not np.isfinite(self.objective(choice)):
             return False
@@ -417,7 +415,7 @@ def _laid_out(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArray]:
 def _validate_nodes(nodes: Sequence[Node]) -> None:
     sound: set[tuple[int, int]] = set()
     for i, node in enumerate(nodes):
-        # Arrays that nodes share are looked at once.
+        # Arrays that nodes share are checked once.
         shared = (id(node.cost), id(node.usage))
         if shared not in sound:
             _validate_node(node, f"node {i} {node.name!r}")
@@ -451,7 +449,7 @@ def _validate_edges(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
             if len(index) != nodes[end].num_strategies:
                 where = _where(i, edge)
                 raise ProblemError(f"{where} does not index every strategy of node {end}")
-        # Arrays that edges share are looked at once.
+        # Arrays that edges share are checked once.
         shared = (id(edge.prices), id(edge.rows), id(edge.cols))
         if shared not in sound:
             _validate_prices(edge, _where(i, edge))

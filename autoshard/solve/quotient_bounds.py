@@ -1,15 +1,13 @@
-"""Lower bounds of a quotient graph, by messages that are the same in all groups of a run.
+"""Lower bounds of a quotient graph by TRW-S and a spanning forest.
 
-Edge classes hand part of the prices of their pairs to the node classes at their ends, and node
-classes hand theirs to edge classes, in a way that no choice gets cheaper or more expensive; the sum
-of all least prices is then a lower bound. Messages go up and down in turn, as in sequential tree-
-reweighted message passing (TRW-S, Kolmogorov, IEEE TPAMI 28:1568, 2006), and the bound never falls.
+Messages move prices between edge classes and node classes without changing the price of any
+choice; the sum of all least prices is then a lower bound. They are passed up and down in turn
+(sequential tree-reweighted message passing, TRW-S; Kolmogorov, IEEE TPAMI 28:1568, 2006), and
+the bound never falls. All groups of a run share their messages.
 
-What each strategy costs at least: exact over a spanning forest, messages elsewhere.
-
-After messages have been passed, a single node class often cannot tell a good strategy from a bad
-one: what makes the difference is spread over the node classes around it. Min-marginals over a
-forest of edge classes gather it.
+A bound by strategy that looks at one node class only is weak, because the difference between
+two strategies is spread over the classes around it. Min-marginals over a spanning forest of
+edge classes gather it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +25,7 @@ _EPSILON = 2.0**-50
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """What the strategies of a node class show to an edge class.
+    """Classes of the strategies of a node class, as an edge class distinguishes them.
 
     Attributes:
         labels: the distinct rows or columns, ascending, shape [C].
@@ -56,7 +54,7 @@ class View:
 
 
 class QuotientMessages:
-    """Messages of a folded problem, and the bound that they prove.
+    """Messages of a quotient graph, and the bound that they prove.
 
     A message is a price by class that a node class takes from an edge class, negative where it
     gives.
@@ -239,7 +237,7 @@ class _Branch:
     parent: int = -1
     edge_class: int = -1
     is_source: bool = False
-    """Whether the parent is the edge class's source."""
+    """True if the parent is the edge class's source."""
 
 
 def strategy_bounds(messages: QuotientMessages) -> tuple[float, list[FloatArray]]:

@@ -1,7 +1,7 @@
-"""A problem with its runs folded: groups that are alike are looked at once.
+"""The quotient graph of a problem: groups of a run that are alike are represented once.
 
-A node class stands for as many nodes as there are groups, and an edge class for as many edges. What
-is the same for all of them, such as messages, costs the same at any depth.
+A node class stands for as many nodes as there are groups, and an edge class for as many edges.
+Whatever is equal for all of them, such as messages, costs the same at any depth.
 """
 
 from collections import Counter

@@ -44,7 +44,7 @@ class ReducedProblem:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to decide."""
+        """True if nothing is left to decide."""
         return self.network.infeasible or not self.network.variables
 
     def reduce(self) -> None:
@@ -95,7 +95,7 @@ class ReducedProblem:
         return ReducedProblem(network, self.state, inverse=inverse, cap=-float("inf"))
 
     def exhausted(self) -> bool:
-        """Record that no choice is left; tell whether one had been found before."""
+        """Record that no choice is left; return whether one had been found before."""
         if self.cap < float("inf"):
             self.state.raise_bound(self.cap)
         return self.state.choice is not None
@@ -141,7 +141,7 @@ class ReducedProblem:
                 self.network.keep(v, keep)
         if dropped:
             self.cap = min(self.cap, cutoff)
-            self.state.count("hopeless.strategies", dropped)
+            self.state.count("pruned.strategies", dropped)
         return dropped
 
     def pick_of(self, choice: IntArray) -> dict[int, int] | None:

@@ -1,7 +1,4 @@
-"""Every choice, priced: the yardstick of the tests.
-
-The same optimization problem stated in cvxpy: a check, and a door to other solvers.
-"""
+"""Reference solvers for tests: brute force, and the integer program stated in cvxpy."""
 
 import importlib
 import time

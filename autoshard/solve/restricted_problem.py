@@ -1,25 +1,14 @@
-"""The part of a problem that some of its strategies make.
+"""Wide problems, solved through restricted problems.
 
-The least price of a wide problem for one vector of costs after another.
+Messages bound the price of every strategy at a cost that grows with the number of strategies,
+not with its square. The strategies with the least bounds make a restricted problem of the same
+form, which is solved by tables. What it leaves out costs at least the least bound of a strategy
+left out, so the answer has a proven bound; where that is not good enough, messages are improved
+and the restricted problem is extended around the best choice.
 
-Messages bound the price of every strategy. The strategies with the least bounds make a restricted
-problem, which is solved by tables; messages are improved and the restricted problem grows around
-the best choice until the answer is proven good enough.
-
-A usage limit that binds in a wide problem: tables find the prices, messages the bound.
-
-A restricted problem of strategies that are good at some prices of usage is solved under the limit,
-by the same means as any problem with runs. The prices that are best for it are then put to all
-strategies: messages at these prices prove a bound, and show which strategies the restricted problem
-lacks.
-
-Solving wide problems: bounds for all strategies, tables for the few that matter.
-
-Messages bound the price of every strategy at a cost that grows with the number of
-strategies, not with its square. The strategies with the least bounds make a *restricted problem*, a
-problem of the same form that is solved by tables. What the restricted problem leaves out costs at
-least the least bound of a strategy left out, so the answer has a proven bound; where that is not
-good enough, messages are improved and the restricted problem grows around the best choice.
+Under a usage limit that binds, the restricted problem is solved under the limit like any problem
+with runs. The usage prices that are best for it are then applied to all strategies: messages at
+these prices prove a bound, and show which strategies are missing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +39,7 @@ def restrict(
 
     Args:
         problem: the whole problem.
-        graph: the same, folded.
+        graph: its quotient graph.
         masks: which strategies of each node class to keep, shape [S].
         costs: price of each strategy of a node of each node class, shape [S].
         usage_limit: of the restricted problem.
@@ -113,7 +102,7 @@ class _Shared:
         if key not in self._tables:
             prices = edge.prices
             self._tables[key] = (
-                prices.switched_choices(row_labels, col_labels)
+                prices.between(row_labels, col_labels)
                 if isinstance(prices, ShortestPathCost)
                 else prices[np.ix_(row_labels, col_labels)]
             )
@@ -159,7 +148,7 @@ class _Answer:
     choice: IntArray | None = None
 
     def is_within(self, slack: float) -> bool:
-        """Whether the choice is proven good enough, or it is proven that there is none."""
+        """True if the choice is proven good enough, or proven not to exist."""
         if self.choice is None:
             return self.bound == np.inf
         return self.bound >= self.value - slack * abs(self.value)
@@ -170,7 +159,7 @@ class RestrictedSolver:
 
     Args:
         state: of the problem.
-        graph: the problem, folded.
+        graph: its quotient graph.
         solve: solves restricted problems.
 
     Attributes:
@@ -199,7 +188,7 @@ class RestrictedSolver:
     ) -> tuple[float, IntArray | None]:
         """A lower bound for given costs per strategy of each node, and a choice.
 
-        The solve state is offered all choices that are met.
+        The solve state is offered all choices found.
 
         Args:
             costs: shape [S] for each node, the same for the nodes of a node class.
@@ -241,7 +230,7 @@ class RestrictedSolver:
         self._set(costs)
         for _ in range(num_sweeps):
             self._messages.sweep()
-            self._state.count("narrowing.sweeps")
+            self._state.count("restricted.sweeps")
         proven, least = strategy_bounds(self._messages)
         return max(self._messages.bound, proven), least
 
@@ -265,7 +254,7 @@ class RestrictedSolver:
         for sweep in range(self._settings.quotient_sweeps):
             before = self._messages.bound
             self._messages.sweep()
-            self._state.count("narrowing.sweeps")
+            self._state.count("restricted.sweeps")
             bound = self._messages.bound
             little = max(
                 self._settings.quotient_min_gain, self._settings.quotient_gap_share * slack
@@ -319,7 +308,7 @@ class RestrictedSolver:
         """The solution of a restricted problem, and its choice in the whole problem."""
         state = self._state
         state.enter("solve a core")
-        state.count("narrowing.cores")
+        state.count("restricted.problems")
         restricted = restrict(self._problem, self.graph, masks, costs=self._messages.costs)
         seconds = self._settings.restricted_share * state.remaining
         solution = self._solve(restricted.problem, seconds, gap=gap, bound=bound, warm_start=None)
@@ -339,7 +328,7 @@ _STEEP = 1e6
 
 
 class LimitedRestriction:
-    """Tell the solve state bounds and choices of a wide problem whose limit binds.
+    """Find bounds and choices of a wide problem whose limit binds.
 
     Args:
         state: of the problem.
@@ -406,7 +395,7 @@ class LimitedRestriction:
         return self._restricted_solver.tried
 
     def _add_peak_weights(self) -> None:
-        """Watch the time at which most can be used, where no other one is watched."""
+        """Price the time at which most can be used, if no other time is priced."""
         if not self._usage_weights.weights:
             self._usage_weights.add(np.array([usage.max() for usage in self._usage_weights.usage]))
 
@@ -434,7 +423,7 @@ class LimitedRestriction:
         """Solve the restricted problem under the limit, and collect the choices it met."""
         state, warm_start = self._state, self._state.warm_start
         state.enter("solve a core")
-        state.count("narrowing.cores")
+        state.count("restricted.problems")
         assert warm_start.restricted is not None
         restricted, inner = warm_start.restricted
         limited = replace(restricted.problem, usage_limit=self._problem.usage_limit)
@@ -490,7 +479,7 @@ class LimitedRestriction:
 
 
 def solve_wide(state: SolveState, solve: SolveRestricted) -> RunOutcome:
-    """Tell the solve state choices and bounds of a wide problem.
+    """Find choices and bounds of a wide problem.
 
     Args:
         state: of the problem.

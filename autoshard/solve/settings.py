@@ -1,7 +1,7 @@
-"""Effort limits and tuning of the solver, in one place.
+"""Effort limits and tuning of the solver.
 
-None of these changes what an answer means: bounds hold and choices are allowed at any values.
-They decide how much is tried, and so how close to the optimum the solver gets in its time.
+None of these changes the meaning of an answer: bounds are valid and choices are allowed at any
+values. They decide how much is tried, and so how close to the optimum the solver gets in time.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""From a problem to a certified solution."""
+"""The solver: from a problem to a certified solution."""
 
 from collections.abc import Callable
 from functools import partial
@@ -122,7 +122,7 @@ def _explain(state: SolveState) -> None:
 
 
 def _solve(state: SolveState, solver: str) -> bool:
-    """Run all phases; tell whether the problem has a choice at all."""
+    """Run all phases; False if the problem is infeasible."""
     if state.problem.usage_limit < 0:
         return False
     outcome = _through_structure(state)
@@ -180,28 +180,28 @@ def _solve_restricted(
         if not infeasible and not inner.closed and not outgoing_message:
             infeasible = not _flat(inner, "highs")
     except Interrupted:
-        state.count("narrowing.interrupted")
+        state.count("restricted.interrupted")
     state.blocks = inner.blocks
     return inner.finish(infeasible=infeasible)
 
 
 def _flat(state: SolveState, solver: str) -> bool:
-    """Solve without a look at what repeats; tell whether the problem has a choice at all."""
+    """Solve without the structure of runs; False if the problem is infeasible."""
     state.enter("reduce")
-    _offer_plain(state)
+    _offer_greedy(state)
     reduced = ReducedProblem(Network.from_problem(state.problem, limited=False), state)
     reduced.reduce()
     if reduced.network.infeasible:
         return False
     if not state.problem.can_bind:
-        return _unlimited(reduced) if solver == "highs" else _hand_over(reduced, solver)
-    if solver == "highs" and not state.closed and _seems_loose(reduced):
+        return _unlimited(reduced) if solver == "highs" else _solve_externally(reduced, solver)
+    if solver == "highs" and not state.closed and _seems_unlimited(reduced):
         _unlimited(reduced, seconds=state.settings.unlimited_share * state.remaining)
     return state.closed or _under_limit(state, solver)
 
 
-def _seems_loose(reduced: ReducedProblem) -> bool:
-    """Whether a good choice that was found without looking at the limit keeps it."""
+def _seems_unlimited(reduced: ReducedProblem) -> bool:
+    """True if a good choice found without the limit keeps it."""
     reduced.state.enter("try without the limit")
     start = {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()}
     return reduced.offer(
@@ -209,7 +209,7 @@ def _seems_loose(reduced: ReducedProblem) -> bool:
     )
 
 
-def _offer_plain(state: SolveState) -> None:
+def _offer_greedy(state: SolveState) -> None:
     """Offer what is cheapest and what uses least, one node at a time: there may be no time left."""
     problem = state.problem
     for preferred in ([node.cost for node in problem.nodes], [x.usage for x in problem.nodes]):
@@ -220,21 +220,21 @@ def _offer_plain(state: SolveState) -> None:
 
 
 def _under_limit(state: SolveState, solver: str) -> bool:
-    """Run all phases that know the usage limit; tell whether there is a choice at all."""
+    """Run all phases under the usage limit; False if the problem is infeasible."""
     state.enter("reduce under the limit")
     reduced = ReducedProblem(Network.from_problem(state.problem), state)
     reduced.reduce()
     if reduced.network.infeasible:
         return False
-    return _limited(reduced) if solver == "highs" else _hand_over(reduced, solver)
+    return _limited(reduced) if solver == "highs" else _solve_externally(reduced, solver)
 
 
-def _hand_over(reduced: ReducedProblem, solver: str) -> bool:
+def _solve_externally(reduced: ReducedProblem, solver: str) -> bool:
     """Let another solver close what the reductions leave."""
     state = reduced.state
     if reduced.done or state.closed:
         return state.choice is not None
-    state.enter(f"hand over to {solver}")
+    state.enter(f"solve with {solver}")
     problem, owners = reduced.network.to_problem()
     limit = None if np.isinf(state.remaining) else state.remaining
     answer = solve_reference(problem, solver=solver, time_limit=limit)
@@ -253,7 +253,7 @@ def _unlimited(reduced: ReducedProblem, *, seconds: float = float("inf")) -> boo
 
 
 def _meet_size(reduced: ReducedProblem) -> bool:
-    """Do what a large problem needs; tell whether that has taken the time there was."""
+    """Apply TRW-S and windows to a large problem; True if they used up the time."""
     ascend(reduced)
     state = reduced.state
     if reduced.done or not is_huge(reduced.network, state.settings) or np.isinf(state.remaining):
@@ -274,7 +274,7 @@ def _limited(reduced: ReducedProblem) -> bool:
     if _meet_size(reduced):
         return True
     if not reduced.done:
-        state.enter("improve by hand")
+        state.enter("coordinate descent")
         _descend(reduced, {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()})
     for _ in range(state.settings.max_reduction_rounds):
         if reduced.done or state.closed:
@@ -329,7 +329,7 @@ def _branch(reduced: ReducedProblem, *, seconds: float = float("inf")) -> bool:
     state = reduced.state
     if reduced.done or state.closed:
         return state.choice is not None
-    state.enter("improve by hand")
+    state.enter("coordinate descent")
     _descend(reduced, {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()})
     reduced.trim()
     for _ in range(state.settings.max_reduction_rounds):
@@ -393,7 +393,7 @@ def _solver(reduced: ReducedProblem, model: LinearModel, seconds: float) -> High
 def _round(
     reduced: ReducedProblem, model: LinearModel, x: FloatArray, prices: FloatArray | None
 ) -> None:
-    """Offer the choice nearest to a point of the relaxation, improved by hand."""
+    """Offer the choice nearest to a point of the relaxation, improved by coordinate descent."""
     picks, least = model.rounded(x)
     if least >= _INTEGRAL and reduced.offer(picks):
         reduced.state.count("relax.integral")

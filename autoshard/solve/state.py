@@ -1,11 +1,4 @@
-"""What a solve found.
-
-What solving a problem under one usage limit teaches about other limits.
-
-Choices and strategies in it only suggest where to look; they are compared anew each time.
-
-The state of one solve: the best answer and bound so far, and when to stop.
-"""
+"""The state of one solve: best choice, bound, stopping rule, solution and warm start."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +16,7 @@ from autoshard.solve.settings import Effort, SolverSettings
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solve found.
+    """The result of a solve.
 
     Attributes:
         status: how it ended.
@@ -62,7 +55,7 @@ class RestrictedProblem:
     kept: tuple[IntArray, ...]
 
     def whole(self, choice: IntArray) -> IntArray:
-        """What a choice of the restricted problem is in the whole problem."""
+        """The choice of the whole problem that a choice of this one stands for."""
         return np.array([kept[s] for kept, s in zip(self.kept, choice, strict=True)])
 
     def part(self, choice: IntArray) -> IntArray:
@@ -73,7 +66,7 @@ class RestrictedProblem:
 
 @dataclass(eq=False)
 class WarmStart:
-    """Knowledge of a problem that holds for every usage limit.
+    """Knowledge of a problem that is valid for every usage limit.
 
     Attributes:
         unlimited_bound: a lower bound of the price of every choice, if the best choice without
@@ -98,7 +91,7 @@ class CancelToken(Protocol):
     """Anything that can ask a solve to stop, such as a `threading.Event`."""
 
     def is_set(self) -> bool:
-        """Whether the solve should stop."""
+        """True if the solve should stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +130,7 @@ class SolveState:
             paid (which is the objective where no price is negative).
         seed: for the solvers that draw random numbers.
         on_progress: called with each improvement and at the start of each phase.
-        cancel: asked between steps and from inside the solvers.
+        cancel: checked between steps and from inside the solvers.
         block_cache: keeps tables of solved blocks for other solves, if there is one.
         settings: limits of work.
         warm_start: what solves of the same problem under other limits have left; grows.
@@ -194,17 +187,17 @@ class SolveState:
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody asked to stop."""
+        """True if the solve was cancelled."""
         return self._cancel is not None and self._cancel.is_set()
 
     @property
     def must_stop(self) -> bool:
-        """Whether the time is over or somebody asked to stop."""
+        """True if the time is over or the solve was cancelled."""
         return self.cancelled or self.remaining <= 0
 
     @property
     def closed(self) -> bool:
-        """Whether the best choice is proven good enough."""
+        """True if the best choice is proven good enough."""
         return self.objective - self.bound <= self.gap * self.magnitude
 
     @property
@@ -215,7 +208,7 @@ class SolveState:
         return self.objective - 0.5 * self.gap * self.magnitude
 
     def is_set(self) -> bool:
-        """Whether a step inside this solve should stop: a search is a cancel token."""
+        """True if a step of this solve should stop; makes the state a `CancelToken`."""
         return self.must_stop
 
     def check(self) -> None:
@@ -234,7 +227,7 @@ class SolveState:
         self.report()
 
     def report(self) -> None:
-        """Tell the listener where the solve stands."""
+        """Report progress."""
         if self._on_progress is not None:
             self._on_progress(Progress(self.phase, self.objective, self.bound, self.elapsed))
 
@@ -243,7 +236,7 @@ class SolveState:
         self.statistics[name] = self.statistics.get(name, 0.0) + amount
 
     def offer(self, choice: IntArray) -> bool:
-        """Keep a choice if it is allowed and better than the best; tell whether it is allowed."""
+        """Keep a choice if it is allowed and better than the best; return whether it is allowed."""
         if not self.problem.is_feasible(choice):
             return False
         objective = self.problem.objective(choice)

@@ -1,20 +1,16 @@
-"""A network as flat arrays, to sweep over all of its variables with few calls of numpy.
+"""Sequential tree-reweighted message passing (TRW-S) on a network, vectorised.
 
-Variables are put in levels without links inside, so that all variables of a level can be
-treated at once as if one after the other. There are two sets of levels: a colouring has
-few of them and is quick; the order of the variables' indices, which is the order in which
-a model runs, has many and is good to pick strategies in. Each end of a link has one
-message per row (or column) of the link's matrix; links of similar shape are padded to the
-same shape and stacked.
+Messages move prices between links and variables without changing the price of any choice; the
+sum of all least prices is then a lower bound, which TRW-S never lowers (Kolmogorov, IEEE TPAMI
+28:1568, 2006). Usage limits have prices as well, which follow the usage of the choices that each
+sweep yields (the volume algorithm, Barahona and Anbil, Math. Program. 87:385, 2000, with the step
+of Polyak).
 
-Bounds and choices for problems that are too large for tables and for a linear program.
-
-Links hand part of the prices of their pairs to the variables, and variables hand theirs to
-the links, in a way that no choice gets cheaper or more expensive; the sum of all least prices is
-then a lower bound. Sequential tree-reweighted message passing (TRW-S, Kolmogorov, IEEE
-TPAMI 28:1568, 2006) never lets it fall. Usage limits carry prices as well, and these
-follow the usage of the choices that each sweep yields (the volume algorithm, Barahona and
-Anbil, Math. Program. 87:385, 2000, with the step of Polyak).
+The network is compiled to flat arrays. Variables are grouped in levels without links inside, so
+that a level is processed at once. There are two sets of levels: a colouring has few and is quick;
+the order of the variables' indices, in which a model runs, has many and is good for rounding.
+Each end of a link has one message per row (or column) of the link's matrix; links of similar
+shape are padded to the same shape and stacked.
 """
 
 from collections import defaultdict
@@ -97,7 +93,7 @@ class FlatNetwork:
         starts: first strategy of each variable, shape [V + 1].
         cost: price of each strategy without its usage, shape [K].
         capacity: slack at each checkpoint, shape [T].
-        constant: price that nobody can avoid.
+        constant: price of every choice.
         num_messages: length of an array of messages.
         joined: each link's two variables, and where its messages to each of them start.
         seen: strategy that sees each of `messages`, shape [E].
@@ -281,7 +277,7 @@ class _Point:
 
 
 class TRWS:
-    """Improve messages and prices on usage; offer the choices met on the way.
+    """Improve messages and prices on usage; offer the choices found on the way.
 
     Args:
         reduced: the reduced problem.
@@ -317,7 +313,7 @@ class TRWS:
         return least
 
     def remaining(self) -> tuple[Network, float]:
-        """What messages and prices leave of the problem, as a problem of its own.
+        """The problem after messages and prices, as a network of its own.
 
         Returns:
             a network without usage in which no allowed choice costs more than it does in the
@@ -351,7 +347,7 @@ class TRWS:
             not state.closed and state.elapsed < end and stalled < self._settings.trws_max_stalled
         ):
             bound = self._sweep(prices)
-            state.count("ascent.sweeps")
+            state.count("trws.sweeps")
             gain = bound - best.bound
             stalled = (
                 0
@@ -530,7 +526,7 @@ def _num_prices(network: Network) -> int:
 
 
 def _is_large(network: Network, settings: SolverSettings) -> bool:
-    """Whether messages should come before a linear program of the network."""
+    """True if messages should come before a linear program."""
     usage = sum(
         (term.last - term.first) * len(term.usage)
         for variable in network.variables.values()
@@ -540,7 +536,7 @@ def _is_large(network: Network, settings: SolverSettings) -> bool:
 
 
 def is_huge(network: Network, settings: SolverSettings) -> bool:
-    """Whether a linear program of the network takes too long to be of use."""
+    """True if a linear program would take too long to be of use."""
     return _num_prices(network) >= settings.huge_entries
 
 

@@ -196,7 +196,7 @@ def test_narrowing_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> N
     assert exact is not None
     optimum = float(exact.least[0].min())
     solution = solve_problem(problem, relative_gap=0.0, settings=NARROW)
-    assert solution.statistics["narrowing.sweeps"] > 0
+    assert solution.statistics["restricted.sweeps"] > 0
     if not np.isfinite(optimum):
         assert solution.status in (SolveStatus.INFEASIBLE, SolveStatus.TIMED_OUT)
         return

@@ -26,13 +26,13 @@ from autoshard.solve.settings import Effort
 RandomProblem = Callable[[int], Problem]
 REDUCTIONS: dict[str, Callable[[], Reduction]] = {
     "merge_ties": MergeTies,
-    "drop_forbidden": EnforceArcConsistency,
+    "arc_consistency": EnforceArcConsistency,
     "simplify_limits": SimplifyLimits,
-    "fold_singles": FixVariables,
-    "simplify_links": NormalizeLinks,
+    "fix_variables": FixVariables,
+    "normalize_links": NormalizeLinks,
     "eliminate_neighbours": lambda: EliminateNeighbours(NormalizeLinks()),
     "drop_dominated": DropDominated,
-    "solve_narrow": lambda: SolveLowTreewidth(Effort()),
+    "solve_low_treewidth": lambda: SolveLowTreewidth(Effort()),
 }
 some_seeds = st.integers(0, 2**32 - 1)
 
@@ -210,6 +210,6 @@ def test_the_chain_reports_what_each_reduction_removed() -> None:
     chain = Presolve(default_reductions(Effort()))
     chain.apply(Network.from_problem(problem))
     assert chain.statistics["merge_ties.nodes"] == 1
-    assert chain.statistics["drop_forbidden.strategies"] == 1
-    assert chain.statistics["fold_singles.nodes"] == 1
+    assert chain.statistics["arc_consistency.strategies"] == 1
+    assert chain.statistics["fix_variables.nodes"] == 1
     assert chain.statistics["eliminate_neighbours.nodes"] == 1

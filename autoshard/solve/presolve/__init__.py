@@ -1,6 +1,6 @@
-"""Exact reductions: each makes a network smaller and knows the way back.
+"""Presolve: exact reductions that make a network smaller and can be inverted.
 
-The design follows the reductions of cvxpy (`apply`, `invert`, chains); unlike there, a
+The interface follows the reductions of cvxpy (`apply`, `invert`, chains); unlike there, a
 network is edited in place, because a reduction is applied thousands of times.
 """
 

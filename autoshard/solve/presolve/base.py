@@ -1,4 +1,4 @@
-"""What a reduction is, and how several make a chain."""
+"""The interface of a reduction, and the loop that applies several of them."""
 
 import time
 from collections import deque

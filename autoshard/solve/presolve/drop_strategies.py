@@ -1,9 +1,4 @@
-"""Strategies that no finite choice can use.
-
-Strategies that another strategy of the same variable makes pointless.
-
-Usage limits in their simplest form.
-"""
+"""Reductions that drop strategies: arc consistency, dominance, usage limits."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,10 +16,10 @@ class EnforceArcConsistency:
     """Drop strategies of infinite cost and those without a partner on some link.
 
     This is arc consistency: a dropped strategy can leave strategies of its neighbours
-    without a partner, so the neighbours are looked at again.
+    without a partner, so the neighbours are visited again.
     """
 
-    name = "drop_forbidden"
+    name = "arc_consistency"
 
     def __init__(self) -> None:
         self._finite: dict[bytes, tuple[Matrix, BoolArray | None]] = {}
@@ -52,7 +47,7 @@ class EnforceArcConsistency:
         return mask
 
     def _pairs(self, matrix: Matrix) -> BoolArray | None:
-        """Which pairs are allowed, shape [R, C]; None where all are."""
+        """Mask of allowed pairs, shape [R, C]; None where all are."""
         if matrix.key not in self._finite:
             finite = np.isfinite(matrix.values)
             self._finite[matrix.key] = (matrix, None if finite.all() else finite)
@@ -102,7 +97,7 @@ class DropDominated:
         return nothing_to_undo
 
     def _undominated(self, network: Network, v: int) -> BoolArray | None:
-        """Which strategies stay, shape [S]; None where the comparison would take too long."""
+        """Mask of strategies that stay, shape [S]; None if comparing takes too long."""
         variable = network.variables[v]
         if not 1 < len(variable.cost) <= self._settings.max_dominance_strategies:
             return None
@@ -150,8 +145,8 @@ class SimplifyLimits:
     """Drop limits that cannot bind, and strategies that cannot fit.
 
     What a variable uses in any case is taken off the slack. A checkpoint whose slack is
-    enough for the largest use of everybody is forgotten, and so is one whose users all
-    meet a neighbouring checkpoint with less slack. Strategies that do not fit even when
+    enough for the largest use of all variables is dropped, and so is one whose users all
+    are users of a neighbouring checkpoint with less slack. Strategies that do not fit even when
     all others use their least are dropped.
     """
 
@@ -229,7 +224,7 @@ def _take_least(network: Network) -> None:
 
 
 def _drop_unfit(network: Network) -> bool:
-    """Drop strategies that do not fit where all others use their least; tell whether any was."""
+    """Drop strategies that do not fit where all others use their least; True if any was."""
     most = _Terms.of(network).most
     least_room = float(network.capacity.min(initial=np.inf))
     place, dropped = 0, False

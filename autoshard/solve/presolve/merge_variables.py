@@ -1,12 +1,7 @@
-"""Links in their simplest form: small, shifted to zero, gone where they say nothing.
+"""Reductions that remove links and variables.
 
-Tied variables become one.
-
-Variables that another variable decides become part of it.
-
-Variables with at most two neighbours are decided by them.
-
-Components of small width are solved outright.
+Links in normal form; tied and substituted variables merged; variables with at most two
+neighbours, and components of small treewidth, minimised out.
 """
 
 from collections.abc import Collection, Iterable
@@ -39,7 +34,7 @@ class NormalizeLinks:
     does not depend on one of its ends becomes a cost of the other and disappears.
     """
 
-    name = "simplify_links"
+    name = "normalize_links"
 
     def __init__(self) -> None:
         self._forms: dict[bytes, _NormalForm] = {}
@@ -177,7 +172,7 @@ class SubstituteVariables:
     hard: the contest instances have no forbidden pair left afterwards.
     """
 
-    name = "merge_followers"
+    name = "substitute_variables"
 
     def apply(self, network: Network) -> Inverse:
         """Merge until no variable follows another one."""
@@ -258,7 +253,7 @@ _BLOCK = 1 << 16
 class FixVariables:
     """Fold variables with one strategy left into their neighbours, their use into the slack."""
 
-    name = "fold_singles"
+    name = "fix_variables"
 
     def apply(self, network: Network) -> Inverse:
         """Fold every decided variable."""
@@ -424,7 +419,7 @@ class SolveLowTreewidth:
         effort: limits of work, and when to stop.
     """
 
-    name = "solve_narrow"
+    name = "solve_low_treewidth"
 
     def __init__(self, effort: Effort = DEFAULT_EFFORT) -> None:
         self._effort = effort

@@ -1,4 +1,4 @@
-"""Repeated groups of nodes: one is solved, the others follow."""
+"""Runs of repeated groups: one group is solved, and the run is contracted to one table."""
 
 from autoshard.solve.runs.find import Run, covered_edges, find_runs, independent_runs
 from autoshard.solve.runs.limited import RunOutcome, solve_runs

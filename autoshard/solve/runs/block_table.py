@@ -1,12 +1,8 @@
-"""One group of a run by its content: neither names nor depth are part of it.
+"""The table of one group of a run, over what the group shares with the rest.
 
-Modes of a group: sets of strategies of its nodes that no finite price joins.
-
-A group that may be run in two ways, say, has strategies of both at most of its nodes, and
-links that forbid to mix them. Its table is the elementwise least of the tables of either way
-by itself, and these are far smaller on the way there.
-
-One group of a run, reduced to a table over what it shares with the rest.
+Its key is a digest of its content; neither names nor depth are part of it. Where forbidden pairs
+split the strategies of a group into components (a block that is checkpointed or not, say), the
+table is the elementwise least of one table per component, which are far smaller to compute.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -56,7 +52,7 @@ def find_modes(problem: Problem, nodes: Sequence[int], edges: Iterable[Edge]) ->
     Args:
         problem: the problem.
         nodes: the nodes.
-        edges: edges of the problem; those that leave the nodes are not looked at.
+        edges: edges of the problem; those that leave the nodes are ignored.
 
     Returns:
         one empty mode where nothing is gained.
@@ -81,7 +77,7 @@ def find_modes(problem: Problem, nodes: Sequence[int], edges: Iterable[Edge]) ->
 
 
 def _parts(cost: FloatArray) -> tuple[int, IntArray]:
-    """How many parts of a matrix finite prices join, and the part of each row and column.
+    """Number of connected components of the finite entries of a matrix, and that of each line.
 
     Rows and columns without a finite price are parts of their own that do not count.
     """
@@ -170,7 +166,7 @@ class RunBlock:
 
     @cached_property
     def modes(self) -> tuple[Mode, ...]:
-        """Modes of the nodes that a group shares with nobody."""
+        """Modes of the nodes that a group shares with no other."""
         group, boundary = self.run.instances[1], set(self.run.boundary)
         own = [v for p, v in enumerate(group) if p not in boundary]
         return find_modes(self._problem, own, self.edges)
@@ -192,7 +188,7 @@ class RunBlock:
         self.num_solved += not reused
 
     def report(self) -> SolvedBlock:
-        """What became of the block."""
+        """The block's statistics."""
         group = self.run.instances[1]
         return SolvedBlock(
             nodes=self.run.instances[0],
@@ -239,7 +235,7 @@ own for it, which gives a lower bound."""
 
 @dataclass(frozen=True, slots=True)
 class PresolveMemo:
-    """What reductions have worked out already, by content."""
+    """Results of reductions, by content."""
 
     products: dict[bytes, Matrix] = field(default_factory=dict)
     losses: dict[bytes, Losses] = field(default_factory=dict)
@@ -348,7 +344,7 @@ class BlockTemplate:
         return self.labels[self.run.instances[1][self.run.boundary[axis]]]
 
     def view(self, most_work: float) -> bytes:
-        """What distinguishes this table from others of the group at the same costs."""
+        """The part of the cache key beside the group's content and costs."""
         kept = [shared_node in self.labels for shared_node in self.run.shared_nodes]
         labels = [self.labels[v].tolist() for v in self._seen]
         return repr((kept, labels, most_work)).encode()

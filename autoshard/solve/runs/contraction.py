@@ -1,11 +1,7 @@
-"""Walks over the groups of a run: states at their borders, and the price of each step.
+"""Run contraction: every run becomes a single table, at any depth.
 
-A state is what a group hands on; a run of groups is a walk from state to state. Beside all
-walks of a run, those may be asked for that stay in a set of states, leave it, or change over.
-
-The tables of a run's groups, joined to one over its ends, and what they say of its inside.
-
-A problem in which every run is a single table: its size does not depend on the depth.
+A state is the combination of strategies at the boundary between two groups. The table of a group
+prices each pair of states, so the table of a run is its min-plus power.
 """
 
 from collections.abc import Mapping, Sequence
@@ -163,7 +159,7 @@ def bounds_at_boundary(run: Run, tables: RunTables, outside: FloatArray) -> dict
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The least price of a condensed problem.
+    """The least price of a contracted problem.
 
     Attributes:
         value: the price; a lower bound where shared nodes are relaxed.
@@ -179,11 +175,11 @@ class Answer:
 
 @dataclass(eq=False)
 class _AtCosts:
-    """What has been worked out for some costs.
+    """Intermediate results for some costs.
 
     Attributes:
         costs: shape [S] for each node of the problem.
-        rest: what stays when runs are condensed, reduced, and the way back.
+        rest: what stays when runs are contracted, reduced, and the way back.
         tables: of each run by its number, and by what was open to it.
         alike: for each run, groups that stand for others, and for how many in a row.
     """
@@ -200,7 +196,7 @@ class ContractedProblem:
     The nodes of a place must be priced alike, but for those of a run's last group.
 
     Args:
-        problem: the problem; its usage limit is not looked at.
+        problem: the problem; its usage limit is ignored.
         runs: disjoint runs in it.
         store: keeps tables of groups for other solves, if there is one.
         effort: limits of work, and when to stop.
@@ -237,11 +233,11 @@ class ContractedProblem:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether there is a run left to condense."""
+        """True if there is a run to contract."""
         return bool(self._runs)
 
     def report(self) -> tuple[SolvedBlock, ...]:
-        """What became of the block of each run."""
+        """Statistics of the block of each run."""
         return tuple(block.report() for block in self._blocks)
 
     def shared(self, choice: IntArray) -> dict[int, BoolArray]:
@@ -401,7 +397,7 @@ class ContractedProblem:
     def _rest(
         self, costs: Sequence[FloatArray], still_open: OpenStrategies
     ) -> tuple[Network, Inverse]:
-        """What stays when runs are condensed, and the way back to all of it."""
+        """The network outside of runs, with the way back to all of it."""
         known = self._known_at(costs)
         if known.rest is None:
             known.rest = self._reduce_rest(costs)
@@ -418,7 +414,7 @@ class ContractedProblem:
         return network, inverse
 
     def _reduce_rest(self, costs: Sequence[FloatArray]) -> tuple[Network, Inverse]:
-        """What stays, reduced; the price of a run's last boundary nodes is in its table."""
+        """The network outside of runs, reduced; tables price the last boundary nodes."""
         place = {v: i for i, v in enumerate(self._stay)}
         nodes = [
             Node(

@@ -1,4 +1,4 @@
-"""Which of the hinted repetitions really are ones: same prices, same links, in a row."""
+"""Detection of runs: which hinted repetitions have equal prices and links, in a row."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class Run:
     Attributes:
         instances: nodes of each group, place by place.
         boundary: places whose nodes the next group is linked to.
-        before: for each boundary node, the node that the first group sees in its stead.
+        before: for each boundary node, the node that takes its part for the first group.
         shared_nodes: nodes outside that every group is linked to in the same way.
     """
 
@@ -52,7 +52,7 @@ class Run:
 
 
 def find_runs(problem: Problem) -> tuple[Run, ...]:
-    """The runs that the problem's hints lead to; hints that do not hold are passed over."""
+    """The runs that the problem's hints lead to; wrong hints are ignored."""
     # A problem never changes, so its runs are kept with it, as a cached property would be.
     kept = vars(problem)
     if _RUNS not in kept:
@@ -92,7 +92,7 @@ class _Links:
 
     Attributes:
         nodes: content of each node, whenever it is alive, shape [N].
-        at: the node that looks, shape [L].
+        at: the node at this end, shape [L].
         others: the node at the other end, shape [L].
         keys: content of the edge and from which end it is seen, shape [L].
     """
@@ -259,7 +259,7 @@ def covered_edges(problem: Problem, runs: Sequence[Run]) -> list[Edge]:
 
 
 def _accounted(edge: Edge, run: Run) -> bool:
-    """Whether an edge between staying nodes is part of a run's own prices."""
+    """True if an edge between staying nodes is part of a run's own prices."""
     boundary = set(run.last_boundary)
     known = boundary | set(run.shared_nodes)
     ends = {edge.source, edge.target}

@@ -1,23 +1,10 @@
-"""Branch and bound over how many groups are what: groups cannot be switched in part.
+"""Problems with runs under a usage limit that binds.
 
-The bound that prices prove is that of a mixture of choices, in which a group may be half of
-one and half of another. Where groups are few, that is the largest part of the gap. What a
-whole choice has and the mixture has not is a whole number of groups with some strategy at some
-place. So either at most that many have it, or at least one more; and since such a limit of a
-count treats all groups alike, it has a price like usage has one.
-
-A binding usage limit over runs: prices on usage, then groups switched one by one.
-
-Usage may peak at many times; a price on all of them would make every group a case of its
-own, so a few mixtures of times are priced that treat groups alike, those at which the
-choices met so far take most.
-
-At the best prices several choices meet, some that keep the limit and cheaper ones that do
-not. Since groups are alike, going from one to the other group by group ends close to it.
-What groups share changes on the way, and that has a price that no mixture of prices sees:
-it is proven case by case.
-
-Telling a search what the runs of its problem lead to.
+Usage may peak at many times; a price on each of them would make every group different. So a few
+mixtures of times are priced that treat groups alike: those at which the choices found so far use
+most. At the best prices several choices are near-optimal, some that keep the limit and cheaper
+ones that do not. Since groups are alike, switching group by group from one to the other ends
+close to the limit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +30,7 @@ _ACCURACY = 1e-5
 
 
 class LimitedRuns:
-    """Tell the solve state bounds and choices of a problem with runs whose limit binds.
+    """Find bounds and choices of a problem with runs whose limit binds.
 
     Args:
         state: of the problem; its limit is finite.
@@ -143,12 +130,12 @@ class LimitedRuns:
 
 
 class RunOutcome(StrEnum):
-    """What solving through runs came to."""
+    """Outcome of solving through runs."""
 
-    SKIPPED = "nothing"
+    SKIPPED = "skipped"
     """There are no runs, or the tables would be too large."""
-    UPDATED = "told"
-    """The solve state has been told choices and bounds."""
+    UPDATED = "updated"
+    """The solve state has new choices and bounds."""
     INFEASIBLE = "infeasible"
     """No choice keeps the usage limit."""
 
@@ -156,7 +143,7 @@ class RunOutcome(StrEnum):
 def solve_runs(state: SolveState) -> RunOutcome:
     """Solve a problem through its runs.
 
-    The solve state is told the best choice that was found, and the bound that every choice obeys.
+    The solve state gets the best choice found, and a bound of all choices.
     """
     problem = state.problem
     runs = find_runs(problem)
@@ -164,12 +151,14 @@ def solve_runs(state: SolveState) -> RunOutcome:
     if problem.ties or not contracted.worthwhile:
         return RunOutcome.SKIPPED
     try:
-        return _through(state, runs, contracted)
+        return _solve_contracted(state, runs, contracted)
     finally:
         state.blocks = contracted.report()
 
 
-def _through(state: SolveState, runs: Sequence[Run], contracted: ContractedProblem) -> RunOutcome:
+def _solve_contracted(
+    state: SolveState, runs: Sequence[Run], contracted: ContractedProblem
+) -> RunOutcome:
     problem = state.problem
     state.enter("solve repeated groups")
     solver = RunSolver(state, contracted)
@@ -212,7 +201,7 @@ def switched_choices(
 def _most_switched(
     problem: Problem, order: Sequence[tuple[int, ...]], above: IntArray, base: IntArray
 ) -> int:
-    """How many groups can be switched before the limit breaks, by bisection."""
+    """Number of groups that can be switched before the limit breaks, by bisection."""
     low, high = 0, len(order)
     while low < high:
         middle = (low + high + 1) // 2

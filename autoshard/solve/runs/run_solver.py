@@ -1,4 +1,4 @@
-"""The least price of a problem with runs: exactly where tables are small, else with a bound."""
+"""The least price of a problem with runs: exact where tables are small, else bounded."""
 
 from collections.abc import Callable, Mapping, Sequence
 

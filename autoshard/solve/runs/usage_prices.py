@@ -1,10 +1,8 @@
-"""Prices on usage that treat the groups of a run alike.
+"""Lagrangian relaxation of the usage limit of a problem with runs.
 
-Prices on usage, and the choices that are best at them.
-
-Lagrangian relaxation (Fisher, Management Science 27:1, 1981): usage is priced instead of
-limited, which gives a lower bound for every price. The best prices are found by cutting
-planes, taken half way from the best point so far so that they do not swing.
+Usage is priced instead of limited, which gives a lower bound for every price (Fisher, Management
+Science 27:1, 1981). Prices treat the groups of a run alike. The best ones are found by cutting
+planes, taken half way from the best point so far so that they do not oscillate.
 """
 
 from collections.abc import Sequence
@@ -112,8 +110,8 @@ class UsageWeights:
         return np.maximum(weights, 0.0)
 
 
-ASKED = "repeats.prices"
-"""Statistic of how often prices were asked for."""
+ASKED = "runs.evaluations"
+"""Name of the statistic that counts evaluations."""
 SAME = 1e-9
 """Relative difference that is taken for rounding."""
 _ROUNDING = 1e-13
@@ -164,7 +162,7 @@ class UsageLagrangian:
         return Point(choice, self._problem.objective(choice), self.usage_weights.uses(choice))
 
     def add_choice(self, choice: IntArray) -> Point:
-        """Keep a choice; watch the times at which it breaks the limit."""
+        """Add a choice; price the times at which it breaks the limit."""
         point = self.point(choice)
         self.points.append(point)
         slack = self._problem.usage_limit * (1 + USAGE_TOLERANCE)
@@ -194,7 +192,7 @@ class UsageLagrangian:
         ]
 
     def evaluate(self, prices: FloatArray, *, slack: float, nudge: float = 0.0) -> float | None:
-        """What a price for each of the weights proves; its best choice becomes a point.
+        """Lower bound proven by a price for each of the weights; its best choice becomes a point.
 
         Args:
             prices: shape [D].
@@ -215,7 +213,7 @@ class UsageLagrangian:
         return bound
 
     def proven(self, total: float, prices: FloatArray, *, nudge: float = 0.0) -> float:
-        """What is proven by a lower bound of the total at some prices."""
+        """Lower bound under the limit, from one of the total at some prices."""
         paid = (float(prices.sum()) + nudge) * self._problem.usage_limit
         return total - paid - _ROUNDING * (abs(total) + paid)
 
@@ -229,7 +227,7 @@ class UsageLagrangian:
         A limit below the problem's own leaves slack for what the weights do not see.
         """
         best, reached, stalled = np.zeros(0), -float("inf"), 0
-        prices, asked = np.zeros(0), np.full(0, np.nan)
+        prices, evaluated = np.zeros(0), np.full(0, np.nan)
         for _ in range(self._settings.dual_rounds):
             if self.points:
                 best = self._padded(best)
@@ -239,11 +237,13 @@ class UsageLagrangian:
                     break
                 lonely = len(best) == 1 or not best.any()
                 prices = target if lonely else 0.5 * (target + best)
-            # What is asked again is answered as before.
-            again = len(asked) == len(prices) and np.allclose(asked, prices, rtol=SAME, atol=0)
+            # Evaluating the same prices again gives nothing new.
+            again = len(evaluated) == len(prices) and np.allclose(
+                evaluated, prices, rtol=SAME, atol=0
+            )
             if again or self._state.closed:
                 break
-            asked = prices
+            evaluated = prices
             bound = self.evaluate(prices, slack=self._settings.dual_gap_share * self._state.gap)
             if bound is None or np.isinf(bound):
                 break
