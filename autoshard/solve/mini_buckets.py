@@ -149,7 +149,7 @@ def solve_by_mini_buckets(reduced: ReducedProblem) -> None:
         state.enter("solve a mini-bucket relaxation")
         before, gap = _num_strategies(reduced), state.objective - state.bound
         left, slack = trws.remaining()
-        part = MiniBucketRelaxation(left, work, slack=max(gap, slack), effort=state.effort)
+        part = MiniBucketRelaxation(left, work, cutoff=max(gap, slack), effort=state.effort)
         bounds = part.solve(slack)
         if bounds is None:
             return
@@ -184,7 +184,7 @@ class MiniBucketRelaxation:
     Args:
         network: no price of its links is negative, up to rounding.
         work: additions.
-        slack: prices beyond it are as good as infinite.
+        cutoff: prices beyond it are as good as infinite.
         effort: limits of work, and when to stop.
 
     Attributes:
@@ -194,7 +194,7 @@ class MiniBucketRelaxation:
     """
 
     def __init__(
-        self, network: Network, work: float, *, slack: float, effort: Effort = DEFAULT_EFFORT
+        self, network: Network, work: float, *, cutoff: float, effort: Effort = DEFAULT_EFFORT
     ) -> None:
         self.bound = -float("inf")
         self.picks: dict[int, int] = {}
@@ -202,7 +202,7 @@ class MiniBucketRelaxation:
         self._work = work
         self._effort, self._settings = effort, effort.settings
         self._sizes = {v: len(x.cost) for v, x in network.variables.items()}
-        weights = {(u, v): _weight(link, slack) for u, v, link in network.pairs()}
+        weights = {(u, v): _weight(link, cutoff) for u, v, link in network.pairs()}
         self._links = sorted(weights, key=lambda pair: (-weights[pair], pair))
         self._kept = self._most()
         self.num_left_out = len(self._links) - len(self._kept)
@@ -260,6 +260,6 @@ class MiniBucketRelaxation:
         return best_order(self._sizes, neighbours, tries, effort=self._effort)
 
 
-def _weight(link: Link, slack: float) -> float:
+def _weight(link: Link, cutoff: float) -> float:
     """Importance of a link: the mean of its prices, as far as they matter."""
-    return float(np.minimum(link.dense(), slack).mean())
+    return float(np.minimum(link.dense(), cutoff).mean())

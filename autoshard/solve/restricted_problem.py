@@ -307,7 +307,7 @@ class RestrictedSolver:
     ) -> tuple[Solution, IntArray | None]:
         """The solution of a restricted problem, and its choice in the whole problem."""
         state = self._state
-        state.enter("solve a core")
+        state.enter("solve a restricted problem")
         state.count("restricted.problems")
         restricted = restrict(self._problem, self.graph, masks, costs=self._messages.costs)
         seconds = self._settings.restricted_share * state.remaining
@@ -417,12 +417,16 @@ class LimitedRestriction:
             inner.best_choices = [
                 restricted.part(old.whole(choice)) for choice in seen.best_choices
             ]
+            inner.swap_options = [
+                tuple(restricted.part(old.whole(choice)) for choice in some)
+                for some in seen.swap_options
+            ]
         warm_start.restricted = restricted, inner
 
     def _solve_restricted(self) -> None:
         """Solve the restricted problem under the limit, and collect the choices it met."""
         state, warm_start = self._state, self._state.warm_start
-        state.enter("solve a core")
+        state.enter("solve a restricted problem")
         state.count("restricted.problems")
         assert warm_start.restricted is not None
         restricted, inner = warm_start.restricted

@@ -99,6 +99,8 @@ class SolverSettings:
         usage_mixtures: mixtures of times tried to prove a limit infeasible.
         reserve_rounds: times that the limit is lowered to leave slack for unpriced times.
         nearest_choices: choices nearest to the best prices that are combined.
+        sweep_choices: choices along a ray of prices that swap local search combines.
+        max_swaps: swaps of one local search.
 
         wide_strategies: mean number of strategies of a node class from which on a problem is
             solved through restricted problems.
@@ -201,6 +203,8 @@ class SolverSettings:
     usage_mixtures: int = 8
     reserve_rounds: int = 3
     nearest_choices: int = 6
+    sweep_choices: int = 7
+    max_swaps: int = 400
 
     wide_strategies: float = 100.0
     first_width: int = 24

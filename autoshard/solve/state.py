@@ -74,6 +74,8 @@ class WarmStart:
         best_choices: choices that were best at some prices of usage.
         strategy_bounds: of a wide problem without a limit, lower bounds by strategy per node.
         candidates: of a wide problem, strategies of each node to begin with.
+        swap_options: choices whose groups local search may combine, one tuple per
+            neighbourhood.
         restricted: of a wide problem, the restricted problem that was solved, and its own
             warm start.
         proven: largest limit for which a bound was proven, and that bound.
@@ -83,6 +85,7 @@ class WarmStart:
     best_choices: list[IntArray] = field(default_factory=list)
     strategy_bounds: list[FloatArray] = field(default_factory=list)
     candidates: list[BoolArray] = field(default_factory=list)
+    swap_options: list[tuple[IntArray, ...]] = field(default_factory=list)
     restricted: "tuple[RestrictedProblem, WarmStart] | None" = None
     proven: tuple[float, float] = (-float("inf"), -float("inf"))
 

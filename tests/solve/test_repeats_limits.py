@@ -23,6 +23,7 @@ from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
 from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.find import Run
 from autoshard.solve.runs.limited import switched_choices
+from autoshard.solve.runs.swap_search import SwapSearch
 from autoshard.solve.runs.usage_prices import UsageWeights
 from autoshard.solve.state import SolveState
 
@@ -128,6 +129,30 @@ def test_weighted_usage_is_at_most_the_peak(seed: int, share: float) -> None:
             assert weights[group] == weights[other]
         for choice in choices:
             assert weights @ usage_weights.uses(choice) <= problem.peak_usage(choice) * (1 + 1e-12)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_swaps_only_improve_and_keep_the_limit(seed: int) -> None:
+    problem = with_times(layered(seed, num_layers=4, num_inner=2, num_hubs=1), seed, 0.5)
+    rng = np.random.default_rng(seed)
+    least = np.array([int(node.usage.argmin()) for node in problem.nodes])
+    options = [
+        np.array([int(rng.integers(node.num_strategies)) for node in problem.nodes])
+        for _ in range(4)
+    ]
+    runs = find_runs(problem)
+    swaps = SwapSearch(problem, runs, UsageWeights(problem, runs))
+    filled = swaps.improve(least, options)
+    assert problem.is_feasible(filled)
+    assert problem.objective(filled) <= problem.objective(least)
+    for groups in runs[0].instances:
+        members = list(groups)
+        single = filled.copy()
+        for option in options:
+            single[members] = option[members]
+            better = problem.objective(single) < problem.objective(filled) - 1e-9
+            assert not (better and problem.is_feasible(single))
 
 
 @pytest.mark.parametrize("limit", [5.0, 7.0, 10.0])

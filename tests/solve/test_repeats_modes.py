@@ -1,4 +1,4 @@
-"""Modes of groups: found from forbidden pairs, and the same answers as without them."""
+"""Components of groups: found from forbidden pairs, and the same answers as without them."""
 
 from dataclasses import replace
 
@@ -11,24 +11,26 @@ from support.layered import free_node, layered, with_modes
 from autoshard.outcome import SolveStatus
 from autoshard.solve import Edge, Problem, brute_force, solve_problem
 from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
-from autoshard.solve.runs.block_table import RunBlock, find_modes
+from autoshard.solve.runs.block_table import RunBlock, find_components
 from autoshard.solve.state import SolveState
 
 
-def moded(seed: int, *, num_layers: int, num_modes: int = 2, num_hubs: int = 1) -> Problem:
+def moded(seed: int, *, num_layers: int, num_components: int = 2, num_hubs: int = 1) -> Problem:
     plain = layered(seed, num_layers=num_layers, num_inner=3, num_hubs=num_hubs)
-    return with_modes(plain, seed, num_modes)
+    return with_modes(plain, seed, num_components)
 
 
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     num_layers=st.integers(2, 4),
-    num_modes=st.integers(2, 3),
+    num_components=st.integers(2, 3),
     num_hubs=st.integers(0, 1),
 )
-def test_modes_give_the_optimum(seed: int, num_layers: int, num_modes: int, num_hubs: int) -> None:
-    problem = moded(seed, num_layers=num_layers, num_modes=num_modes, num_hubs=num_hubs)
+def test_modes_give_the_optimum(
+    seed: int, num_layers: int, num_components: int, num_hubs: int
+) -> None:
+    problem = moded(seed, num_layers=num_layers, num_components=num_components, num_hubs=num_hubs)
     expected = solve_problem(replace(problem, repeats=()))
     state = SolveState(problem, gap=1e-9)
     assert solve_runs(state) is RunOutcome.UPDATED
@@ -42,18 +44,18 @@ def test_modes_agree_with_trying_everything() -> None:
     assert solve_problem(problem).objective == pytest.approx(brute_force(problem).objective)
 
 
-@pytest.mark.parametrize("num_modes", [2, 3])
-def test_modes_are_found(num_modes: int) -> None:
-    problem = moded(3, num_layers=3, num_modes=num_modes)
+@pytest.mark.parametrize("num_components", [2, 3])
+def test_modes_are_found(num_components: int) -> None:
+    problem = moded(3, num_layers=3, num_components=num_components)
     (run,) = find_runs(problem)
-    modes = RunBlock(problem, run, None).modes
-    assert len(modes) == num_modes
+    components = RunBlock(problem, run, None).components
+    assert len(components) == num_components
     group = run.instances[1]
-    assert len(modes[0]) >= 2
-    for v in modes[0]:
-        taken = np.concatenate([mode[v] for mode in modes])
+    assert len(components[0]) >= 2
+    for v in components[0]:
+        taken = np.concatenate([component[v] for component in components])
         assert sorted(taken) == list(range(problem.nodes[v].num_strategies))
-    assert all(group[-1] not in mode for mode in modes)
+    assert all(group[-1] not in component for component in components)
 
 
 @settings(max_examples=40)
@@ -68,23 +70,25 @@ def test_every_allowed_choice_keeps_to_one_mode(seed: int, forbidden: float) -> 
         for i, j in ((0, 1), (1, 2), (0, 2), (2, 3))
     )
     problem = Problem(nodes, edges)
-    modes = find_modes(problem, range(4), edges)
+    components = find_components(problem, range(4), edges)
     for flat in range(3**4):
         choice = np.unravel_index(flat, (3,) * 4)
         if np.isfinite(problem.objective(choice)):
-            assert any(all(choice[v] in s for v, s in mode.items()) for mode in modes)
+            assert any(
+                all(choice[v] in s for v, s in component.items()) for component in components
+            )
 
 
 def test_free_links_have_no_modes() -> None:
     problem = layered(1, num_layers=3, num_inner=3, num_hubs=1)
     (run,) = find_runs(problem)
-    assert RunBlock(problem, run, None).modes == ({},)
+    assert RunBlock(problem, run, None).components == ({},)
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("share", [0.1, 0.4])
 def test_modes_under_a_limit(seed: int, share: float) -> None:
-    """One mode takes more, the other costs more: groups differ in mode where that fits best."""
+    """One component uses more, the other costs more: the best choice mixes groups of both."""
     problem = moded(seed, num_layers=3)
     nodes = tuple(replace(node, interval=(0, 1)) for node in problem.nodes)
     least = sum(float(node.usage.min()) for node in nodes)

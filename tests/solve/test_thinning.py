@@ -50,7 +50,9 @@ def test_a_part_bounds_every_strategy(
     trws = TRWS(reduced)
     trws.run()
     left, slack = trws.remaining()
-    part = MiniBucketRelaxation(left, work, room=truth.objective - state.bound, effort=state.effort)
+    part = MiniBucketRelaxation(
+        left, work, cutoff=truth.objective - state.bound, effort=state.effort
+    )
     bounds = part.solve(slack)
     assert bounds is not None
     allowed = truth.objective + 1e-12 * scale_of(problem)

@@ -38,16 +38,18 @@ from autoshard.solve.problem import Edge, Node, Problem, ShortestPathCost
 from autoshard.solve.runs.find import Run
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
-Mode = Mapping[int, IntArray]
-"""The strategies of some nodes in a mode, ascending; other nodes may take any."""
+Component = Mapping[int, IntArray]
+"""The strategies of some nodes in a component, ascending; other nodes may take any."""
 
-_MOST_MODES = 8
+_MAX_COMPONENTS = 8
 _LEAST_SHARE = 0.25
-"""Share of the nodes that modes must concern to be worth separate tables."""
+"""Share of the nodes that components must concern to be worth separate tables."""
 
 
-def find_modes(problem: Problem, nodes: Sequence[int], edges: Iterable[Edge]) -> tuple[Mode, ...]:
-    """The modes of some nodes: every choice of finite price keeps to one of them.
+def find_components(
+    problem: Problem, nodes: Sequence[int], edges: Iterable[Edge]
+) -> tuple[Component, ...]:
+    """The components of some nodes: every choice of finite price keeps to one of them.
 
     Args:
         problem: the problem.
@@ -55,7 +57,7 @@ def find_modes(problem: Problem, nodes: Sequence[int], edges: Iterable[Edge]) ->
         edges: edges of the problem; those that leave the nodes are ignored.
 
     Returns:
-        one empty mode where nothing is gained.
+        one empty component where nothing is gained.
     """
     sizes = [problem.nodes[v].num_strategies for v in nodes]
     place = dict(zip(nodes, np.cumsum([0, *sizes]).tolist(), strict=False))
@@ -71,7 +73,7 @@ def find_modes(problem: Problem, nodes: Sequence[int], edges: Iterable[Edge]) ->
         if num_parts > 1:
             splitting.append((edge, parts))
     ways = _ways(splitting, place, sizes)
-    if not 1 < prod(map(len, ways)) <= _MOST_MODES:
+    if not 1 < prod(map(len, ways)) <= _MAX_COMPONENTS:
         return ({},)
     return tuple({v: s for way in ways for v, s in way.items()} for ways in product(*ways))
 
@@ -94,8 +96,8 @@ def _parts(cost: FloatArray) -> tuple[int, IntArray]:
 
 def _ways(
     splitting: Sequence[tuple[Edge, IntArray]], place: Mapping[int, int], sizes: Sequence[int]
-) -> list[list[Mode]]:
-    """The modes of each set of nodes that splitting edges join."""
+) -> list[list[Component]]:
+    """The components of each set of nodes that splitting edges join."""
     size, first, second = sum(sizes), [], []
     for edge, parts in splitting:
         num_rows = edge.prices.shape[0]
@@ -165,11 +167,11 @@ class RunBlock:
         self.num_reused = self.num_solved = 0
 
     @cached_property
-    def modes(self) -> tuple[Mode, ...]:
-        """Modes of the nodes that a group shares with no other."""
+    def components(self) -> tuple[Component, ...]:
+        """Components of the nodes that a group shares with no other."""
         group, boundary = self.run.instances[1], set(self.run.boundary)
         own = [v for p, v in enumerate(group) if p not in boundary]
-        return find_modes(self._problem, own, self.edges)
+        return find_components(self._problem, own, self.edges)
 
     def kept_table(self, costs: Mapping[int, FloatArray], view: bytes) -> CachedTable | None:
         """Where a table of the block is kept; None without a store.
@@ -250,6 +252,8 @@ class BlockTemplate:
         still_open: what is open at shared nodes and boundary nodes; everything where nothing is
             said.
         known: what reductions have worked out already.
+        component: number of the only component that counts, if the block has as many; all if
+            None.
         effort: limits of work, and when to stop.
     """
 
@@ -260,9 +264,15 @@ class BlockTemplate:
         still_open: OpenStrategies,
         known: PresolveMemo,
         *,
+        component: int | None = None,
         effort: Effort = DEFAULT_EFFORT,
     ) -> None:
         self._effort, self._settings = effort, effort.settings
+        counts = component is not None and component < len(block.components)
+        self._component = component if counts else None
+        self._components = block.components
+        if self._component is not None:
+            self._components = (block.components[self._component],)
         self._known = known
         self._problem = problem
         self._block = block
@@ -347,22 +357,22 @@ class BlockTemplate:
         """The part of the cache key beside the group's content and costs."""
         kept = [shared_node in self.labels for shared_node in self.run.shared_nodes]
         labels = [self.labels[v].tolist() for v in self._seen]
-        return repr((kept, labels, most_work)).encode()
+        return repr((kept, labels, most_work, self._component)).encode()
 
     def _solve(self, costs: Mapping[int, FloatArray], most_work: float) -> "_Solved | None":
-        """Make the table, mode by mode."""
+        """Make the table, component by component."""
         ways = []
-        for mode in self._block.modes:
-            way = self._solve_mode(costs, {**mode, **self.labels}, most_work)
+        for component in self._components:
+            way = self._solve_component(costs, {**component, **self.labels}, most_work)
             if way is None:
                 return None
             ways.append(way)
         return _Solved(tuple(ways), np.minimum.reduce([way.values for way in ways]))
 
-    def _solve_mode(
+    def _solve_component(
         self, costs: Mapping[int, FloatArray], labels: Mapping[int, IntArray], most_work: float
     ) -> "_Way | None":
-        """The table of one mode; `labels` are the strategies of the nodes that are not free."""
+        """The table of one component; `labels` are the strategies of nodes that are not free."""
         relaxed: dict[int, FloatArray] = {}
         every = (self._edge(edge, labels, relaxed) for edge in self._block.edges)
         edges = [edge for edge in every if edge is not None]
@@ -403,7 +413,7 @@ class BlockTemplate:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """The table of one mode, with the way back.
+    """The table of one component, with the way back.
 
     Attributes:
         labels: the strategies that it is about, of the nodes of which not all are.
@@ -424,7 +434,7 @@ class _Way:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """A table that was made: the elementwise least of those of all modes."""
+    """A table that was made: the elementwise least of those of all components."""
 
     ways: tuple[_Way, ...]
     values: FloatArray

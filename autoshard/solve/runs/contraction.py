@@ -236,6 +236,11 @@ class ContractedProblem:
         """True if there is a run to contract."""
         return bool(self._runs)
 
+    @property
+    def num_components(self) -> int:
+        """Largest number of components of a run's groups."""
+        return max(len(block.components) for block in self._blocks)
+
     def report(self) -> tuple[SolvedBlock, ...]:
         """Statistics of the block of each run."""
         return tuple(block.report() for block in self._blocks)
@@ -260,6 +265,7 @@ class ContractedProblem:
         *,
         bounds_of: Sequence[int] = (),
         most_work: float | None = None,
+        component: int | None = None,
     ) -> Answer | None:
         """The least price for given costs per strategy of each node.
 
@@ -268,6 +274,7 @@ class ContractedProblem:
             still_open: strategies that shared nodes and boundary nodes may take.
             bounds_of: shared nodes whose price by strategy is wanted.
             most_work: largest number of additions for one group's table.
+            component: number of the only component of groups that counts; all if None.
 
         Returns:
             None where the tables would be too large.
@@ -275,7 +282,7 @@ class ContractedProblem:
         if most_work is None:
             most_work = self._settings.max_elimination_work
         self.work += self._settings.contraction_overhead
-        tables = self._group_tables(costs, still_open, most_work)
+        tables = self._group_tables(costs, still_open, most_work, component)
         if tables is None:
             return None
         return self._join(self._rest(costs, still_open), tables, bounds_of)
@@ -314,12 +321,18 @@ class ContractedProblem:
         costs: Sequence[FloatArray],
         still_open: OpenStrategies,
         most_work: float,
+        component: int | None = None,
     ) -> list[RunTables] | None:
         known = self._known_at(costs)
         found: list[RunTables] = []
         for i, block in enumerate(self._blocks):
             template = BlockTemplate(
-                self._problem, block, still_open, self._known, effort=self._effort
+                self._problem,
+                block,
+                still_open,
+                self._known,
+                component=component,
+                effort=self._effort,
             )
             view = template.view(most_work)
             if i not in known.alike:

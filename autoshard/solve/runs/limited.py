@@ -7,8 +7,10 @@ ones that do not. Since groups are alike, switching group by group from one to t
 close to the limit.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from itertools import product
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from autoshard.solve.problem import USAGE_TOLERANCE, Problem
 from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.find import Run, find_runs
 from autoshard.solve.runs.run_solver import SLACK, RunSolver
+from autoshard.solve.runs.swap_search import SwapSearch
 from autoshard.solve.runs.usage_prices import SAME, Point, UsageLagrangian, UsageWeights
 from autoshard.solve.state import SolveState
 
@@ -25,6 +28,8 @@ _STEEP = 1e6
 """Price of all usage that is allowed, in terms of the most that a choice can cost."""
 _NUDGE = 1e-3
 """Price at all times, relative to this, that makes a choice sensible at unpriced times."""
+_STEEPER = 8.0
+"""Factor of prices between the ends of a ray of prices."""
 _ACCURACY = 1e-5
 """Relative accuracy of a least usage."""
 
@@ -66,6 +71,8 @@ class LimitedRuns:
             self._reserve()
             self._state.enter("switch repeated groups")
             self._switch(nearest)
+            if prices.any():
+                self._fill(prices, nearest)
         finally:
             self._state.warm_start.best_choices[:] = [
                 point.choice for point in self._lagrangian.points
@@ -127,6 +134,64 @@ class LimitedRuns:
                 return
             for choice in switched_choices(self._problem, self._runs, point.choice, state.choice):
                 state.offer(choice)
+
+    def _fill(self, prices: FloatArray, points: Sequence[Point]) -> None:
+        """Exchange groups for what groups are at other prices, near choices seen.
+
+        Args:
+            prices: where the points meet.
+            points: the nearest ones first; the best on either side of the limit are taken.
+        """
+        state, limit = self._state, self._problem.usage_limit * float(prices.sum())
+        fits = [self._paid(prices, point) <= limit for point in points]
+        sides = [points[0]]
+        if (not fits[0]) in fits:
+            other = points[fits.index(not fits[0])]
+            if not self._solver.share_alike(points[0].choice, other.choice):
+                sides.append(other)
+        swaps = SwapSearch(self._problem, self._runs, self._usage_weights, effort=state.effort)
+        state.enter("swap repeated groups")
+        found = state.warm_start.swap_options
+        for i, (near, component) in enumerate(product(sides, self._solver.components)):
+            if state.closed or state.choice is None:
+                return
+            if i == len(found):
+                found.append(tuple(point.choice for point in self._sweep(prices, near, component)))
+            self._switch([self._lagrangian.point(choice) for choice in found[i]])
+            state.offer(swaps.improve(state.choice, found[i]))
+
+    def _sweep(self, prices: FloatArray, near: Point, component: int | None) -> list[Point]:
+        """Choices that are best at multiples of some prices and share what another one does.
+
+        Between two of them, the next one is at the price at which both cost the same, unless
+        nothing is better there.
+        """
+        above, below = (self._near(x * prices, near, component) for x in (1.0 / _STEEPER, _STEEPER))
+        found, ends = [near, above, below], deque([(above, below)])
+        while ends and len(found) < self._settings.sweep_choices:
+            above, below = ends.popleft()
+            saved = self._paid(prices, above) - self._paid(prices, below)
+            if saved <= 0 or below.cost <= above.cost:
+                continue
+            multiple = (below.cost - above.cost) / saved
+            middle = self._near(multiple * prices, near, component)
+            line, reached = (
+                point.cost + multiple * self._paid(prices, point) for point in (above, middle)
+            )
+            if reached < line - SAME * abs(line):
+                found.append(middle)
+                ends += [(above, middle), (middle, below)]
+        return found
+
+    def _paid(self, prices: FloatArray, point: Point) -> float:
+        """The price of a choice's usage."""
+        return float(prices @ (self._usage_weights.matrix[: len(prices)] @ point.uses))
+
+    def _near(self, prices: FloatArray, near: Point, component: int | None) -> Point:
+        """The best choice at some prices, of those that share what another one does."""
+        self._state.check()
+        choice = self._solver.near(self._lagrangian.priced(prices), near.choice, component)
+        return near if choice is None else self._lagrangian.point(choice)
 
 
 class RunOutcome(StrEnum):

@@ -79,6 +79,32 @@ class RunSolver:
             return relaxed.value, best.choice
         return self._narrowed(costs, relaxed, best, slack)
 
+    @property
+    def components(self) -> tuple[int | None, ...]:
+        """Each component of groups; None where there is only one."""
+        num_components = self._contracted.num_components
+        return tuple(range(num_components)) if num_components > 1 else (None,)
+
+    def share_alike(self, choice: IntArray, other: IntArray) -> bool:
+        """Whether groups share the same strategies in two choices."""
+        one, two = (self._contracted.shared(x) for x in (choice, other))
+        return all(np.array_equal(one[v], two[v]) for v in one)
+
+    def near(
+        self, costs: Sequence[FloatArray], choice: IntArray, component: int | None
+    ) -> IntArray | None:
+        """The best choice of those that agree with another one on what groups share.
+
+        Args:
+            costs: shape [S] for each node.
+            choice: the other one.
+            component: number of the only component of groups that counts; all if None.
+        """
+        answer = self._contracted.minimise(
+            costs, self._contracted.shared(choice), component=component
+        )
+        return None if answer is None else answer.choice
+
     def _candidate_boundary(
         self, costs: Sequence[FloatArray], relaxed: Answer
     ) -> BoundaryStrategies:
