@@ -50,8 +50,8 @@ def test_runs_agree_with_trying_everything(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_hubs_that_make_tables_too_large_are_narrowed(seed: int) -> None:
-    """With no work allowed up front the optimum must come from relaxing and narrowing."""
+def test_shared_nodes_that_make_tables_too_large_are_restricted(seed: int) -> None:
+    """With no work allowed up front the optimum must come from relaxing and dropping strategies."""
     problem = layered(seed, num_layers=4, num_inner=3, num_hubs=2, num_strategies=4)
     expected = solve_problem(replace(problem, repeats=())).objective
     state = through_runs(problem, settings=SolverSettings(eager_run_work=0.0))

@@ -30,8 +30,8 @@ from autoshard.solve.state import SolveState
 SHARES = st.sampled_from([0.0, 0.05, 0.2, 0.4, 0.7])
 
 
-def told(problem: Problem, *, gap: float = 1e-9) -> tuple[RunOutcome, SolveState]:
-    """What runs tell a search."""
+def solved_through_runs(problem: Problem, *, gap: float = 1e-9) -> tuple[RunOutcome, SolveState]:
+    """The outcome of runs, and the state they leave."""
     state = SolveState(problem, gap=gap)
     return solve_runs(state), state
 
@@ -49,16 +49,16 @@ def test_bounds_and_choices_under_a_limit_at_many_times(
 ) -> None:
     plain = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
     problem = with_times(plain, seed, share)
-    expected = check_told(problem)
+    expected = check_bounds_and_choices(problem)
     solution = solve_problem(problem)
     assert solution.status is expected.status
     assert solution.objective == pytest.approx(expected.objective)
 
 
-def check_told(problem: Problem) -> Solution:
+def check_bounds_and_choices(problem: Problem) -> Solution:
     """Bounds are true and choices are possible; gives what is right."""
     expected = solve_problem(replace(problem, repeats=()))
-    outcome, state = told(problem)
+    outcome, state = solved_through_runs(problem)
     if outcome is RunOutcome.INFEASIBLE:
         assert expected.status is SolveStatus.INFEASIBLE
         return expected
@@ -70,7 +70,7 @@ def check_told(problem: Problem) -> Solution:
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
-def test_a_trail_says_where_to_look_and_nothing_else(seed: int, num_layers: int) -> None:
+def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
     plain, warm_start = layered(seed, num_layers=num_layers, num_inner=1, num_hubs=0), WarmStart()
     for share in (0.4, 0.2, 0.0, 0.7):
         problem = with_times(plain, seed, share)
@@ -91,7 +91,7 @@ def test_a_trail_says_where_to_look_and_nothing_else(seed: int, num_layers: int)
 @pytest.mark.parametrize("share", [0.15, 0.4])
 def test_many_layers_end_near_the_bound(seed: int, share: float) -> None:
     problem = with_times(layered(seed, num_layers=60, num_inner=2, num_hubs=0), seed, share)
-    outcome, state = told(problem, gap=1e-3)
+    outcome, state = solved_through_runs(problem, gap=1e-3)
     assert outcome is RunOutcome.UPDATED
     assert state.choice is not None
     assert problem.is_feasible(state.choice)
@@ -106,7 +106,7 @@ def test_the_least_limit_of_layers(seed: int, num_layers: int) -> None:
     least = minimum_usage(problem)
     assert expected * (1 - 1e-9) <= least <= expected * (1 + 1e-5)
     below = replace(problem, usage_limit=least * (1 - 1e-4) - 1e-9)
-    outcome, state = told(below)
+    outcome, state = solved_through_runs(below)
     assert outcome is RunOutcome.INFEASIBLE or state.choice is None
 
 

@@ -79,7 +79,7 @@ def written_down(problem: Problem) -> Problem:
     return replace(problem, edges=tuple(edges))
 
 
-def folded_messages(problem: Problem) -> QuotientMessages:
+def quotient_messages(problem: Problem) -> QuotientMessages:
     graph = QuotientGraph(problem, independent_runs(problem))
     costs = [problem.nodes[node_class.nodes[0]].cost for node_class in graph.node_classes]
     return QuotientMessages(graph, costs)
@@ -98,7 +98,7 @@ NARROW = SolverSettings(
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 9))
-def test_closure_is_the_matrix_of_cheapest_ways(seed: int, size: int) -> None:
+def test_shortest_path_cost_is_the_matrix_of_shortest_paths(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
     steps = np.where(rng.random((size, size)) < 0.4, rng.integers(0, 9, (size, size)), np.inf)
     sources, targets = np.nonzero(np.isfinite(steps))
@@ -116,7 +116,7 @@ def test_closure_is_the_matrix_of_cheapest_ways(seed: int, size: int) -> None:
     assert path_cost.price(int(some[0]), int(some[1])) == ways[some[0], some[1]]
 
 
-def test_closure_prices_choices_as_its_matrix_does() -> None:
+def test_shortest_path_cost_prices_choices_as_its_matrix_does() -> None:
     problem = layered(3, num_layers=3, num_inner=1, num_hubs=1)
     dense = written_down(problem)
     rng = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def test_closure_prices_choices_as_its_matrix_does() -> None:
         np.testing.assert_array_equal(part, expected[[*some, *(some + len(problem.nodes))]])
 
 
-def test_closure_of_an_unpriced_step_is_refused() -> None:
+def test_shortest_path_cost_of_a_nan_step_is_refused() -> None:
     steps = ShortestPathCost(2, np.array([0]), np.array([1]), np.array([np.nan]))
     node = Node(np.zeros(2), np.zeros(2))
     with pytest.raises(ProblemError, match="NaN"):
@@ -139,7 +139,7 @@ def test_closure_of_an_unpriced_step_is_refused() -> None:
 @given(seed=st.integers(0, 10**6), sizes=SIZES)
 def test_bounds_of_messages_hold_and_never_fall(seed: int, sizes: tuple[int, int, int]) -> None:
     problem = layered(seed, *sizes)
-    messages = folded_messages(problem)
+    messages = quotient_messages(problem)
     exact = MinMarginals.of(written_down(problem))
     assert exact is not None
     optimum = float(exact.least[0].min())
@@ -156,7 +156,7 @@ def test_bounds_of_messages_hold_and_never_fall(seed: int, sizes: tuple[int, int
         before = messages.bound
 
 
-def test_a_run_is_folded_to_the_same_size_at_any_depth() -> None:
+def test_a_quotient_graph_has_the_same_size_at_any_depth() -> None:
     shapes = set()
     for num_layers in (5, 7, 40):
         graph = QuotientGraph(problem := layered(5, num_layers, 2, 1), independent_runs(problem))
@@ -190,7 +190,7 @@ def test_core_is_the_problem_with_fewer_strategies(seed: int, sizes: tuple[int, 
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_narrowing_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> None:
+def test_restriction_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> None:
     problem = layered(seed, *[(3, 2, 0), (4, 1, 0), (5, 1, 1), (6, 1, 0)][seed % 4])
     exact = MinMarginals.of(written_down(problem))
     assert exact is not None
@@ -207,7 +207,7 @@ def test_narrowing_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_narrowing_without_closures_ends_at_the_optimum(seed: int) -> None:
+def test_restriction_without_path_costs_ends_at_the_optimum(seed: int) -> None:
     problem = written_down(layered(seed, 4, 1, 1))
     expected = brute_force(problem)
     solution = solve_problem(problem, relative_gap=0.0, settings=NARROW)
@@ -217,7 +217,7 @@ def test_narrowing_without_closures_ends_at_the_optimum(seed: int) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, -0.1])
 @pytest.mark.parametrize("seed", range(6))
-def test_narrowing_keeps_a_limit(seed: int, share: float) -> None:
+def test_restriction_keeps_a_limit(seed: int, share: float) -> None:
     free = layered(seed, 4, 1, 0)
     peaks = [
         free.peak_usage([int(pick(node.usage)) for node in free.nodes])
@@ -236,7 +236,7 @@ def test_narrowing_keeps_a_limit(seed: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_narrowing_keeps_one_limit_after_another(seed: int) -> None:
+def test_restriction_keeps_one_limit_after_another(seed: int) -> None:
     """Whatever a warm_start says is likely, bounds hold and choices keep the limit."""
     free = layered(seed, 5, 1, 0)
     optimum = brute_force(free)
@@ -263,14 +263,14 @@ def test_narrowing_keeps_one_limit_after_another(seed: int) -> None:
             assert solution.objective >= expected.objective - 1e-9
 
 
-def test_what_needs_matrices_passes_closures_by() -> None:
+def test_min_marginals_need_matrices() -> None:
     problem = layered(1, 3, 1, 0)
     assert MinMarginals.of(problem) is None
     assert MinMarginals.of(written_down(problem)) is not None
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_closures_are_solved_without_repeats(seed: int) -> None:
+def test_path_costs_are_solved_without_repeats(seed: int) -> None:
     problem = replace(layered(seed, 3, 1, 1), repeats=())
     expected = brute_force(problem)
     solution = solve_problem(problem, relative_gap=0.0)
