@@ -24,8 +24,7 @@ from autoshard.graph import (
     rules_from_json,
     rules_to_json,
 )
-from autoshard.graph.custom_rules import anonymous
-from autoshard.graph.ir import call_key
+from autoshard.graph.ir import anonymous, call_key
 from autoshard.ops import Call, call_of, has_rule, with_rules
 from autoshard.solve import KeyValueStore
 

@@ -17,7 +17,8 @@ from autoshard.discovery.probe import NotTriableError, Probe
 from autoshard.discovery.shapes import FAR, FAR_ELEMENTS
 from autoshard.discovery.trial import Option, Trial, Types, cut_types
 from autoshard.graph import CallRule, Letters, Tensor
-from autoshard.graph.custom_rules import MAX_FREE, MAX_GROUPS, anonymous
+from autoshard.graph.checks import MAX_FREE, MAX_GROUPS
+from autoshard.graph.ir import anonymous
 from autoshard.layouts import AxisType, I, P, R, S
 from autoshard.ops import axis_rules
 from autoshard.ops.given import given_rule

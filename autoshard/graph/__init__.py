@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.graph.archive import Archive, ArchiveLimits, operator_namespaces, read_archive
 from autoshard.graph.blocks import Block, find_blocks
-from autoshard.graph.custom_rules import MAX_RULES, RULES_VERSION, rules_from_json, rules_to_json
+from autoshard.graph.checks import MAX_RULES, RULES_VERSION
 from autoshard.graph.ir import (
     Argument,
     CallRule,
@@ -22,7 +22,14 @@ from autoshard.graph.ir import (
     references,
 )
 from autoshard.graph.load import load_graph
-from autoshard.graph.serialise import graph_digest, graph_from_json, graph_to_json, resized
+from autoshard.graph.serialise import (
+    graph_digest,
+    graph_from_json,
+    graph_to_json,
+    resized,
+    rules_from_json,
+    rules_to_json,
+)
 
 if TYPE_CHECKING:
     from autoshard.graph.export import export_model

@@ -12,19 +12,16 @@ from itertools import chain, combinations, islice
 from math import prod
 from typing import Any
 
-from autoshard.errors import GraphError, SchemaError
+from autoshard.errors import GraphError
+from autoshard.graph.checks import MAX_FACTORS
 from autoshard.graph.ir import Dynamic, Path, Symbol, Terms, value_of
-from autoshard.graph.json_fields import check_members, each, member, typed
-from autoshard.graph.symbols import LARGEST, evaluate
+from autoshard.graph.symbols import evaluate
 
 MOST_SYMBOLS = 6
 """Open sizes up to which a program is followed; the number of samples grows with their square."""
 
 MOST_CALLS = 500_000
 """Operator calls, in all samples together, up to which a program is followed."""
-
-MOST_FACTORS = 2
-"""Open sizes that one size may be a product of, such as batch times sequence."""
 
 
 def find_dynamic(
@@ -46,7 +43,7 @@ def find_dynamic(
     choices = _other_numbers(symbols)
     if not all(len(numbers) == _SAMPLES for numbers in choices.values()):
         return None
-    groups = _subsets(tuple(base), MOST_FACTORS)
+    groups = _subsets(tuple(base), MAX_FACTORS)
     samples = [base | {name: choices[name][0] for name in group} for group in groups]
     samples.append({name: numbers[1] for name, numbers in choices.items()})
     document = planned()
@@ -221,79 +218,6 @@ def _terms(
             left = prod(-base[name] for name in group if name not in part)
             plain[part] = plain.get(part, 0) + slope * left
     return tuple((factor, names) for names, factor in plain.items() if factor)
-
-
-def dynamic_from_json(part: object, document: object) -> Dynamic:
-    """Read what `Dynamic.to_json` wrote.
-
-    Args:
-        part: what it wrote.
-        document: of the program, in which the places are.
-
-    Raises:
-        SchemaError: something is missing or mistyped, or a place holds another number.
-    """
-    check_members(part, {"symbols", "sizes"}, "'dynamic'")
-    dynamic = Dynamic(
-        each(part, "symbols", _symbol_from_json), each(part, "sizes", _sizes_from_json)
-    )
-    planned = dynamic.planned
-    for terms, places in dynamic.sizes:
-        if unknown := {name for _, names in terms for name in names} - planned.keys():
-            raise SchemaError(f"no symbol is called {min(unknown)!r}")
-        number = value_of(terms, planned)
-        for path in places:
-            if _at(document, path) != number:
-                raise SchemaError(f"the size at {'.'.join(map(str, path))} is not {number}")
-    return dynamic
-
-
-def _at(document: Any, path: Path) -> object:
-    try:
-        for key in path:
-            document = document[key]
-    except (LookupError, TypeError):
-        return None
-    return None if isinstance(document, bool) else document
-
-
-def _symbol_from_json(item: object) -> Symbol:
-    check_members(item, {"name", "planned", "least", "most"}, "a symbol")
-    unbounded = typed(item, dict, "a symbol").get("most", 0) is None
-    return Symbol(
-        member(item, "name", str),
-        _size(member(item, "planned", int)),
-        member(item, "least", int),
-        None if unbounded else member(item, "most", int),
-    )
-
-
-def _size(number: int) -> int:
-    if abs(number) >= LARGEST:
-        raise SchemaError("a size has at most 63 bits")
-    return number
-
-
-def _sizes_from_json(item: object) -> tuple[Terms, tuple[Path, ...]]:
-    check_members(item, {"terms", "places"}, "a size")
-    return each(item, "terms", _term_from_json), each(item, "places", _path_from_json)
-
-
-def _term_from_json(item: object) -> tuple[int, tuple[str, ...]]:
-    match item:
-        case [int(factor), list(names)] if all(isinstance(name, str) for name in names):
-            if len(names) <= MOST_FACTORS:
-                return _size(factor), tuple(names)
-    raise SchemaError(
-        f"a term must be a pair of a coefficient and a list of at most {MOST_FACTORS} symbols"
-    )
-
-
-def _path_from_json(item: object) -> Path:
-    match item:
-        case [_, *_] if all(type(key) in (str, int) for key in item):
-            return tuple(key for key in item if isinstance(key, str | int))
-    raise SchemaError("a place must be a list of keys and positions")
 
 
 _BOUNDS = ("min_val", "max_val")

@@ -4,15 +4,22 @@ Nothing here knows torch. Operators keep PyTorch's names (`aten.linear.default`)
 the names of the operator's schema, so that a runtime can call them again.
 """
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from math import prod
-from typing import Any
+from math import isfinite, prod
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from autoshard.errors import SchemaError
+from pydantic import ConfigDict, GetCoreSchemaHandler, PlainSerializer
+from pydantic_core import CoreSchema, core_schema
+
+_STRICT = ConfigDict(extra="forbid", strict=True, ser_json_bytes="base64", val_json_bytes="base64")
+"""How graphs are read from JSON: unknown members and inexact types are refused."""
+
+T = TypeVar("T")
+SortedSet = Annotated[frozenset[T], PlainSerializer(sorted)]
+"""A set that JSON has in ascending order, so that equal graphs have equal digests."""
 
 Path = tuple[str | int, ...]
 """Where an integer stands in a document: keys and positions from the outside in."""
@@ -32,6 +39,8 @@ class Symbol:
         most: largest; None where there is no end.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
     name: str
     planned: int
     least: int
@@ -50,6 +59,8 @@ class Dynamic:
         symbols: the open sizes.
         sizes: what the integers at some places are.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     symbols: tuple[Symbol, ...]
     sizes: tuple[tuple[Terms, tuple[Path, ...]], ...]
@@ -85,25 +96,12 @@ class Dynamic:
                     branch = branch.setdefault(key, {})
                 branch[path[-1]] = number
         made: dict[str, Any] = _changed(dict(document), changes)
-        made["dynamic"] = self._planned_at(sizes).to_json()
+        symbols = [
+            {**symbol, "planned": sizes[symbol["name"]]}
+            for symbol in document["dynamic"]["symbols"]
+        ]
+        made["dynamic"] = {**document["dynamic"], "symbols": symbols}
         return made
-
-    def to_json(self) -> dict[str, Any]:
-        """The open sizes as plain JSON; `dynamic_from_json` reads them back."""
-        return {
-            "symbols": [asdict(symbol) for symbol in self.symbols],
-            "sizes": [
-                {
-                    "terms": [[factor, list(names)] for factor, names in terms],
-                    "places": [list(path) for path in places],
-                }
-                for terms, places in self.sizes
-            ],
-        }
-
-    def _planned_at(self, sizes: Mapping[str, int]) -> "Dynamic":
-        symbols = (Symbol(s.name, sizes[s.name], s.least, s.most) for s in self.symbols)
-        return Dynamic(tuple(symbols), self.sizes)
 
 
 def value_of(terms: Terms, sizes: Mapping[str, int]) -> int:
@@ -188,6 +186,8 @@ class Tensor:
         requires_grad: whether a gradient flows to this value in training.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
     shape: tuple[int, ...]
     dtype: DType
     requires_grad: bool = False
@@ -219,6 +219,9 @@ class TokenKind(StrEnum):
     MEMORY_FORMAT = "memory_format"
 
 
+_TOKEN_KINDS = frozenset(kind.value for kind in TokenKind)
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     """An argument that names a torch object: a dtype, a device, a memory format."""
@@ -227,7 +230,73 @@ class Token:
     value: str
 
 
-Argument = None | bool | int | float | str | Ref | Token | tuple["Argument", ...]
+def argument_to_json(argument: "Argument") -> Any:
+    """The argument as plain JSON; `argument_from_json` reads it back.
+
+    >>> argument_to_json((Ref("x"), Token(TokenKind.DTYPE, "float32"), float("inf"), 2))
+    [{'ref': 'x'}, {'dtype': 'float32'}, {'float': 'inf'}, 2]
+    """
+    if isinstance(argument, Ref):
+        return {"ref": argument.name}
+    if isinstance(argument, Token):
+        return {argument.kind.value: argument.value}
+    if isinstance(argument, tuple):
+        return [argument_to_json(item) for item in argument]
+    if isinstance(argument, float) and not isfinite(argument):
+        return {"float": str(argument)}
+    return argument
+
+
+def argument_from_json(value: object) -> "Argument":
+    """Read what `argument_to_json` writes.
+
+    Raises:
+        ValueError: it is not the JSON of an argument.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return tuple(argument_from_json(item) for item in value)
+        case {"ref": str(name), **rest} if not rest:
+            return Ref(name)
+        case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
+            return float(text)
+        case {**members} if len(members) == 1:
+            kind, text = next(iter(members.items()))
+            if kind in _TOKEN_KINDS and isinstance(text, str):
+                return Token(TokenKind(kind), text)
+    raise ValueError(f"{value!r} is not an argument of an operator")
+
+
+def literal_from_json(value: object) -> bool | int | float | str | None:
+    """Read an argument that is one number, string, flag or None.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    argument = argument_from_json(value)
+    if argument is None or isinstance(argument, bool | int | float | str):
+        return argument
+    raise ValueError(f"a literal must be a number, a string, a flag or null, not {value!r}")
+
+
+@dataclass(frozen=True)
+class _ReadBy:
+    """Tells pydantic how to read and write an argument."""
+
+    read: Callable[[object], "Argument"]
+
+    def __get_pydantic_core_schema__(self, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:
+        write = core_schema.plain_serializer_function_ser_schema(argument_to_json)
+        return core_schema.no_info_plain_validator_function(self.read, serialization=write)
+
+
+Literal = Annotated[bool | int | float | str | None, _ReadBy(literal_from_json)]
+Argument = Annotated[
+    bool | int | float | str | Ref | Token | tuple["Argument", ...] | None,
+    _ReadBy(argument_from_json),
+]
 
 
 @dataclass(frozen=True)
@@ -242,6 +311,8 @@ class Node:
         outputs: names of the values made, in order; a list output is flattened.
         module: dotted path of the module that made the call; empty at the root.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     name: str
     operator: str
@@ -275,6 +346,15 @@ def references(argument: Argument) -> Iterator[Ref]:
             yield from references(item)
 
 
+def anonymous(argument: Argument) -> Argument:
+    """An argument with `Ref("")` for every tensor."""
+    if isinstance(argument, Ref):
+        return Ref("")
+    if isinstance(argument, tuple):
+        return tuple(anonymous(item) for item in argument)
+    return argument
+
+
 Letters = tuple[tuple[str, ...], ...]
 """The letters of each dim of one tensor, major first; () for a dim of size 1."""
 
@@ -301,17 +381,19 @@ class CallRule:
         differentiable: whether it holds for gradients too.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
     operator: str
     arguments: tuple[tuple[str, Argument], ...]
     dtypes: tuple[DType, ...]
     sizes: tuple[tuple[str, int], ...]
     inputs: tuple[Letters, ...]
     outputs: tuple[Letters, ...]
-    contracted: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
-    linear: tuple[frozenset[int], ...] = ()
-    addends: frozenset[int] = frozenset()
-    unaffected: frozenset[int] = frozenset()
+    contracted: SortedSet[str] = frozenset()
+    whole: SortedSet[str] = frozenset()
+    linear: tuple[SortedSet[int], ...] = ()
+    addends: SortedSet[int] = frozenset()
+    unaffected: SortedSet[int] = frozenset()
     differentiable: bool = True
 
     @cached_property
@@ -379,11 +461,13 @@ class Input:
             its value is not known.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
     name: str
     kind: InputKind
     target: str
     aliases: tuple[str, ...] = ()
-    literal: bool | int | float | str | None = None
+    literal: Literal = None
     contents: bytes | None = None
 
 
@@ -391,8 +475,10 @@ class Input:
 class Output:
     """One output of the graph: a value by name, or a literal where `name` is None."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
     name: str | None
-    literal: bool | int | float | str | None = None
+    literal: Literal = None
 
 
 @dataclass(frozen=True)
@@ -412,6 +498,8 @@ class Graph:
             outputs are the inputs that are prepared, in their order. None where there are none.
         dynamic: sizes that the export left open; None where all are fixed.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     inputs: tuple[Input, ...]
     nodes: tuple[Node, ...]
@@ -472,114 +560,3 @@ class Graph:
     def parameters(self) -> tuple[Input, ...]:
         """The inputs that are parameters."""
         return tuple(i for i in self.inputs if i.kind is InputKind.PARAMETER)
-
-
-FILLING = frozenset({"full", "ones", "scalar_tensor", "zeros"})
-MAKING = FILLING | {"arange", "eye", "linspace", "logspace", "tril_indices", "triu_indices"}
-"""Packets that make a tensor of nothing but their arguments."""
-
-FOLLOWING = frozenset(
-    """
-    __and__ __or__ __xor__ abs add all amax amin any argmax argmin bitwise_and bitwise_not
-    bitwise_or bitwise_xor broadcast_tensors broadcast_to bucketize cat ceil chunk clamp clamp_max
-    clamp_min constant_pad_nd cos cumprod cumsum detach diagonal diff div einsum eq exp expand
-    fill flip floor floor_divide fmod full_like gather ge gt index index_put index_select isin
-    isinf isnan le log log10 log1p log2 logical_and logical_not logical_or logical_xor lt
-    masked_fill max maximum mean meshgrid min minimum movedim mul narrow ne neg new_full new_ones
-    new_zeros one_hot ones_like pad permute pow reciprocal remainder repeat repeat_interleave
-    reshape roll round rsqrt rsub scatter select select_scatter sign sin slice slice_scatter split
-    split_with_sizes sqrt squeeze stack sub sum t tanh to transpose tril triu trunc unbind unfold
-    unsqueeze where zeros_like
-    """.split()  # noqa: SIM905  a table of words
-)
-"""Packets that make the same of the same tensors; what is not here stays in the step."""
-
-
-def may_prepare(node: Node) -> bool:
-    """Whether a call whose inputs are the same in every step makes the same in every step."""
-    namespace, packet = node.operator.split(".")[:2]
-    return namespace == "aten" and packet in (FOLLOWING if node.inputs else MAKING)
-
-
-def check_wiring(graph: Graph) -> None:
-    """Check that the graph is a program.
-
-    Raises:
-        SchemaError: a name is used twice, a value is used before it is made (which is also
-            what a cycle looks like) or has no shape; the message names it.
-    """
-    _check_unique("node", Counter(node.name for node in graph.nodes))
-    made = [i.name for i in graph.inputs if i.kind is not InputKind.LITERAL]
-    _check_unique("value", Counter([*made, *(o for node in graph.nodes for o in node.outputs)]))
-    known = set(made)
-    _check_shapes(graph, known, "the inputs")
-    values = graph.values
-    for node in graph.nodes:
-        for name in node.inputs:
-            if name not in known:
-                raise SchemaError(
-                    f"node {node.name!r} ({node.operator}) uses {name!r}, which no input and no "
-                    "earlier node makes"
-                )
-        # Runs for everything in a graph, so no message is written before it is needed.
-        if not all(name in values for name in node.outputs):
-            _check_shapes(graph, node.outputs, f"node {node.name!r} ({node.operator})")
-        known.update(node.outputs)
-    for output in graph.outputs:
-        if output.name is not None and output.name not in known:
-            raise SchemaError(f"the graph returns {output.name!r}, which nothing makes")
-    _check_contents(graph)
-    _check_preparation(graph)
-
-
-def _check_contents(graph: Graph) -> None:
-    """Only constants have a value, and it is as long as their shape says."""
-    for source in graph.inputs:
-        if source.contents is None:
-            continue
-        tensor = graph.values[source.name] if source.kind is InputKind.CONSTANT else None
-        if tensor is None or len(source.contents) != tensor.nbytes:
-            raise SchemaError(
-                f"{source.name!r} has a value of {len(source.contents)} bytes and is "
-                f"{tensor or f'a {source.kind}'}"
-            )
-
-
-def _check_preparation(graph: Graph) -> None:
-    """What is prepared is what the preparation makes, and it takes nothing."""
-    taken = [i.name for i in graph.inputs if i.kind is InputKind.PREPARED]
-    if graph.preparation is None:
-        if taken:
-            raise SchemaError(f"nothing makes {taken[0]!r}, which is to be prepared")
-        return
-    made = [output.name for output in graph.preparation.outputs]
-    if graph.preparation.inputs or made != taken:
-        raise SchemaError(
-            f"the preparation must take nothing and make {taken}; it makes {made} of "
-            f"{[i.name for i in graph.preparation.inputs]}"
-        )
-    for node in graph.preparation.nodes:
-        if not may_prepare(node):
-            raise SchemaError(
-                f"node {node.name!r} ({node.operator}) of the preparation may be another in each "
-                f"step, or on each rank"
-            )
-    check_wiring(graph.preparation)
-    for name in taken:
-        if graph.values[name] != graph.preparation.values[name]:
-            raise SchemaError(
-                f"{name!r} is {graph.values[name]}, and prepared it is "
-                f"{graph.preparation.values[name]}"
-            )
-
-
-def _check_unique(what: str, counts: Counter[str]) -> None:
-    name, count = next(iter(counts.most_common(1)), ("", 0))
-    if count > 1:
-        raise SchemaError(f"the {what} name {name!r} is used {count} times")
-
-
-def _check_shapes(graph: Graph, names: "set[str] | tuple[str, ...]", maker: str) -> None:
-    missing = sorted(name for name in names if name not in graph.values)
-    if missing:
-        raise SchemaError(f"{maker}: value {missing[0]!r} has no entry among the tensor values")

@@ -171,9 +171,9 @@ def test_a_constant_may_begin_inside_its_storage() -> None:
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        ({"contents": "AAA"}, "'contents' is not base64"),
+        ({"contents": "A?A="}, "contents: Data should be valid base64"),
         ({"contents": "AAA="}, "has a value of 2 bytes and is"),
-        ({"contents": 5}, "'contents' must be a JSON string"),
+        ({"contents": 5}, "contents: Input should be a valid bytes"),
         ({"kind": "buffer"}, "has a value of 4 bytes and is a buffer"),
     ],
 )

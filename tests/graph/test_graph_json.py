@@ -100,26 +100,26 @@ def test_digest_does_not_depend_on_the_order_of_values() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("nodes", 0, "name"), None, r"nodes\[0\]: 'name' must be a JSON string"),
-        (("nodes", 0, "colour"), 1, r"nodes\[0\]: a node has no member 'colour'"),
-        (("nodes", 1, "arguments", 0), ["self"], r"arguments\[0\]: an argument must be a pair"),
+        (("nodes", 0, "name"), None, r"nodes\.0\.name: Input should be a valid string"),
+        (("nodes", 0, "colour"), 1, r"nodes\.0\.colour: Unexpected keyword argument"),
+        (("nodes", 1, "arguments", 0), ["self"], r"nodes\.1\.arguments\.0\.1: Field required"),
         (("nodes", 1, "arguments", 0, 1), {"ref": "c"}, "uses 'c', which no input"),
-        (("nodes", 1, "arguments", 2, 1), {"float": "1e9"}, "'float' must be one of"),
-        (("nodes", 2, "arguments", 1, 1), {"colour": "red"}, "'colour' is no TokenKind"),
-        (("nodes", 2, "arguments", 1, 1), {"ref": "f", "dtype": "x"}, "exactly one member"),
+        (("nodes", 1, "arguments", 2, 1), {"float": "1e9"}, "is not an argument"),
+        (("nodes", 2, "arguments", 1, 1), {"colour": "red"}, "is not an argument"),
+        (("nodes", 2, "arguments", 1, 1), {"ref": "f", "dtype": "x"}, "is not an argument"),
         (("nodes", 2, "name"), "pick", "node name 'pick' is used 2 times"),
-        (("inputs", 0, "kind"), "weight", "'weight' is no InputKind"),
+        (("inputs", 0, "kind"), "weight", r"inputs\.0\.kind: Input should be 'parameter'"),
         (("inputs", 2, "literal"), [1], "a literal must be"),
         (("outputs", 0), {"name": "gone"}, "returns 'gone'"),
-        (("outputs", 0), {}, "'literal' is missing"),
+        (("outputs", 0), {}, r"outputs\.0\.name: Field required"),
         (("values", "x", "shape"), [-3], r"values\['x'\]: shape .* negative"),
-        (("values", "x", "dtype"), "int3", "'int3' is no DType"),
+        (("values", "x", "dtype"), "int3", r"values\.x\.dtype: Input should be 'uint8'"),
         (
             ("values", "y"),
             {"shape": [], "dtype": "bool", "requires_grad": False},
             "no input and no",
         ),
-        (("in_spec",), 3, "'in_spec' must be a JSON string"),
+        (("in_spec",), 3, "in_spec: Input should be a valid string"),
     ],
 )
 def test_documents_are_read_strictly(path: tuple[Any, ...], value: object, message: str) -> None:
@@ -135,10 +135,10 @@ def test_documents_are_read_strictly(path: tuple[Any, ...], value: object, messa
 
 
 def test_a_document_that_is_no_object_is_refused() -> None:
-    with pytest.raises(SchemaError, match="a graph must be a JSON object"):
+    with pytest.raises(SchemaError, match="a graph: Input should be an object"):
         graph_from_json([])
 
 
 def test_a_document_that_is_no_json_is_refused_beside_a_known_graph() -> None:
-    with pytest.raises(SchemaError, match="a graph has no member 'extra'"):
+    with pytest.raises(SchemaError, match="extra: Unexpected keyword argument"):
         graph_from_json({**graph_to_json(GRAPH), "extra": {1, 2}}, known=GRAPH)

@@ -111,10 +111,12 @@ def spoilt(graph: Graph) -> dict[str, Callable[[dict[str, Any]], object]]:
     (name,) = prepared(graph)
     return {
         "nothing makes": lambda document: document.pop("preparation"),
-        "has none of its own": lambda document: document["preparation"].update(preparation={}),
+        "has none of its own": lambda document: document["preparation"].update(
+            preparation={"inputs": [], "nodes": [], "outputs": [], "values": {}}
+        ),
         "must take nothing and make": lambda document: document["preparation"].update(outputs=[]),
         "and prepared it is": lambda document: document["values"][name].update(dtype="int8"),
-        "'inputs' is missing": lambda document: document["preparation"].pop("inputs"),
+        "inputs: Field required": lambda document: document["preparation"].pop("inputs"),
     }
 
 
@@ -125,7 +127,7 @@ def spoilt(graph: Graph) -> dict[str, Callable[[dict[str, Any]], object]]:
         "has none of its own",
         "must take nothing and make",
         "and prepared it is",
-        "'inputs' is missing",
+        "inputs: Field required",
     ],
 )
 def test_a_preparation_that_does_not_fit_is_refused(graph: Graph, said: str) -> None:

@@ -16,7 +16,8 @@ Guarantees of a normalised graph:
 
 from collections.abc import Sequence
 
-from autoshard.graph.ir import Graph, check_wiring
+from autoshard.graph.checks import check_wiring
+from autoshard.graph.ir import Graph
 from autoshard.graph.normalise.experts import group_experts
 from autoshard.graph.normalise.functional import make_functional
 from autoshard.graph.normalise.gradients import propagate_gradients

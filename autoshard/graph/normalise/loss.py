@@ -8,16 +8,7 @@ count is the sum of the labels' weights, also where labels are smoothed.
 
 from dataclasses import replace
 
-from autoshard.graph.ir import (
-    Argument,
-    DType,
-    Graph,
-    Node,
-    Ref,
-    Tensor,
-    Token,
-    TokenKind,
-)
+from autoshard.graph.ir import Argument, DType, Graph, Node, Ref, Tensor, Token, TokenKind
 from autoshard.graph.normalise.rewriting import Names, required
 
 _OPERATOR = "aten.cross_entropy_loss.default"

@@ -9,17 +9,8 @@ prepared whole, and in a step only its own part.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from autoshard.graph.ir import (
-    FILLING,
-    Graph,
-    Input,
-    InputKind,
-    Node,
-    Output,
-    Ref,
-    Tensor,
-    may_prepare,
-)
+from autoshard.graph.checks import FILLING, may_prepare
+from autoshard.graph.ir import Graph, Input, InputKind, Node, Output, Ref, Tensor
 from autoshard.graph.normalise.functional import may_share, views_of
 from autoshard.graph.normalise.rewriting import rewire
 

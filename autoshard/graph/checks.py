@@ -1,0 +1,255 @@
+"""Checks of a graph: names are unique, values are made before they are used, rules are bounded."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from autoshard.errors import SchemaError
+from autoshard.graph.ir import CallRule, Dynamic, Graph, InputKind, Node, references, value_of
+from autoshard.graph.ir import Path as DocumentPath
+
+RULES_VERSION = 1
+"""Of the rules that `autoshard.discovery` finds; counts up when it searches differently."""
+
+MAX_RULES = 1024
+"""Rules of one graph."""
+
+MAX_LETTERS = 64
+"""Letters of a rule; tensors of PyTorch have at most 64 dims."""
+
+MAX_FREE = 16
+"""Letters of a rule that may be sharded: strategies are their combinations."""
+
+MAX_GROUPS = 8
+"""Linear groups of a rule: strategies are combinations of these too."""
+
+MAX_TENSORS = 256
+"""Inputs, or outputs, of a rule."""
+
+MAX_FACTORS = 2
+"""Open sizes that one size may be a product of, such as batch times sequence."""
+
+_TOO_LARGE = 1 << 62
+
+FILLING = frozenset({"full", "ones", "scalar_tensor", "zeros"})
+MAKING = FILLING | {"arange", "eye", "linspace", "logspace", "tril_indices", "triu_indices"}
+"""Packets that make a tensor of nothing but their arguments."""
+
+FOLLOWING = frozenset(
+    """
+    __and__ __or__ __xor__ abs add all amax amin any argmax argmin bitwise_and bitwise_not
+    bitwise_or bitwise_xor broadcast_tensors broadcast_to bucketize cat ceil chunk clamp clamp_max
+    clamp_min constant_pad_nd cos cumprod cumsum detach diagonal diff div einsum eq exp expand
+    fill flip floor floor_divide fmod full_like gather ge gt index index_put index_select isin
+    isinf isnan le log log10 log1p log2 logical_and logical_not logical_or logical_xor lt
+    masked_fill max maximum mean meshgrid min minimum movedim mul narrow ne neg new_full new_ones
+    new_zeros one_hot ones_like pad permute pow reciprocal remainder repeat repeat_interleave
+    reshape roll round rsqrt rsub scatter select select_scatter sign sin slice slice_scatter split
+    split_with_sizes sqrt squeeze stack sub sum t tanh to transpose tril triu trunc unbind unfold
+    unsqueeze where zeros_like
+    """.split()  # noqa: SIM905  a table of words
+)
+"""Packets that make the same of the same tensors; what is not here stays in the step."""
+
+
+def may_prepare(node: Node) -> bool:
+    """Whether a call whose inputs are the same in every step makes the same in every step."""
+    namespace, packet = node.operator.split(".")[:2]
+    return namespace == "aten" and packet in (FOLLOWING if node.inputs else MAKING)
+
+
+def check_wiring(graph: Graph) -> None:
+    """Check that the graph is a program.
+
+    Raises:
+        SchemaError: a name is used twice, a value is used before it is made (which is also
+            what a cycle looks like) or has no shape; the message names it.
+    """
+    _check_unique("node", Counter(node.name for node in graph.nodes))
+    made = [i.name for i in graph.inputs if i.kind is not InputKind.LITERAL]
+    _check_unique("value", Counter([*made, *(o for node in graph.nodes for o in node.outputs)]))
+    known = set(made)
+    _check_shapes(graph, known, "the inputs")
+    values = graph.values
+    for node in graph.nodes:
+        for name in node.inputs:
+            if name not in known:
+                raise SchemaError(
+                    f"node {node.name!r} ({node.operator}) uses {name!r}, which no input and no "
+                    "earlier node makes"
+                )
+        # Runs for everything in a graph, so no message is written before it is needed.
+        if not all(name in values for name in node.outputs):
+            _check_shapes(graph, node.outputs, f"node {node.name!r} ({node.operator})")
+        known.update(node.outputs)
+    for output in graph.outputs:
+        if output.name is not None and output.name not in known:
+            raise SchemaError(f"the graph returns {output.name!r}, which nothing makes")
+    _check_contents(graph)
+    _check_preparation(graph)
+
+
+def _check_contents(graph: Graph) -> None:
+    """Only constants have a value, and it is as long as their shape says."""
+    for source in graph.inputs:
+        if source.contents is None:
+            continue
+        tensor = graph.values[source.name] if source.kind is InputKind.CONSTANT else None
+        if tensor is None or len(source.contents) != tensor.nbytes:
+            raise SchemaError(
+                f"{source.name!r} has a value of {len(source.contents)} bytes and is "
+                f"{tensor or f'a {source.kind}'}"
+            )
+
+
+def _check_preparation(graph: Graph) -> None:
+    """What is prepared is what the preparation makes, and it takes nothing."""
+    taken = [i.name for i in graph.inputs if i.kind is InputKind.PREPARED]
+    if graph.preparation is None:
+        if taken:
+            raise SchemaError(f"nothing makes {taken[0]!r}, which is to be prepared")
+        return
+    made = [output.name for output in graph.preparation.outputs]
+    if graph.preparation.inputs or made != taken:
+        raise SchemaError(
+            f"the preparation must take nothing and make {taken}; it makes {made} of "
+            f"{[i.name for i in graph.preparation.inputs]}"
+        )
+    for node in graph.preparation.nodes:
+        if not may_prepare(node):
+            raise SchemaError(
+                f"node {node.name!r} ({node.operator}) of the preparation may be another in each "
+                f"step, or on each rank"
+            )
+    check_wiring(graph.preparation)
+    for name in taken:
+        if graph.values[name] != graph.preparation.values[name]:
+            raise SchemaError(
+                f"{name!r} is {graph.values[name]}, and prepared it is "
+                f"{graph.preparation.values[name]}"
+            )
+
+
+def _check_unique(what: str, counts: Counter[str]) -> None:
+    name, count = next(iter(counts.most_common(1)), ("", 0))
+    if count > 1:
+        raise SchemaError(f"the {what} name {name!r} is used {count} times")
+
+
+def _check_shapes(graph: Graph, names: "set[str] | tuple[str, ...]", maker: str) -> None:
+    missing = sorted(name for name in names if name not in graph.values)
+    if missing:
+        raise SchemaError(f"{maker}: value {missing[0]!r} has no entry among the tensor values")
+
+
+def check_document(graph: Graph, document: object) -> None:
+    """Check a graph that was read from JSON.
+
+    Args:
+        graph: the graph.
+        document: its JSON, in which open sizes have places.
+
+    Raises:
+        SchemaError: it is not a program, has a value that nothing makes, a preparation within a
+            preparation, rules that are out of bounds, or open sizes that contradict it.
+    """
+    for part in (graph, graph.preparation):
+        if part is not None:
+            _check_values(part)
+            check_rules(part.rules)
+    if graph.preparation is not None and graph.preparation.preparation is not None:
+        raise SchemaError("preparation: a preparation has none of its own")
+    if graph.dynamic is not None:
+        _check_dynamic(graph.dynamic, document)
+    check_wiring(graph)
+
+
+def _check_values(graph: Graph) -> None:
+    made = {n for node in graph.nodes for n in node.outputs}
+    made |= {i.name for i in graph.inputs if i.kind is not InputKind.LITERAL}
+    for name, tensor in graph.values.items():
+        if name not in made:
+            raise SchemaError(f"values[{name!r}]: no input and no node makes this value")
+        if tensor.shape and min(tensor.shape) < 0:
+            raise SchemaError(f"values[{name!r}]: shape {tensor.shape} has a negative size")
+
+
+def _check_dynamic(dynamic: Dynamic, document: object) -> None:
+    planned = dynamic.planned
+    numbers = (*planned.values(), *(factor for terms, _ in dynamic.sizes for factor, _ in terms))
+    if any(abs(number) >= _TOO_LARGE for number in numbers):
+        raise SchemaError("dynamic: a size has at most 62 bits")
+    for terms, places in dynamic.sizes:
+        if any(len(names) > MAX_FACTORS for _, names in terms):
+            raise SchemaError(f"dynamic: a term is a product of at most {MAX_FACTORS} symbols")
+        if unknown := {name for _, names in terms for name in names} - planned.keys():
+            raise SchemaError(f"dynamic: no symbol is called {min(unknown)!r}")
+        number = value_of(terms, planned)
+        for path in places:
+            if _at(document, path) != number:
+                raise SchemaError(f"the size at {'.'.join(map(str, path))} is not {number}")
+
+
+def _at(document: Any, path: DocumentPath) -> object:
+    try:
+        for key in path:
+            document = document[key]
+    except (LookupError, TypeError):
+        return None
+    return None if isinstance(document, bool) else document
+
+
+def check_rules(rules: Sequence[CallRule]) -> None:
+    """Check rules that came with a graph: they decide how large the planner's problem gets.
+
+    Raises:
+        SchemaError: there are too many, one contradicts itself, or two are for the same calls.
+    """
+    _check_most(rules, MAX_RULES, "rules")
+    seen = set()
+    for i, rule in enumerate(rules):
+        try:
+            _check_rule(rule)
+        except SchemaError as error:
+            raise SchemaError(f"rules[{i}]: {rule.operator}: {error}") from None
+        if rule.call in seen:
+            raise SchemaError(f"rules[{i}]: there are two rules for such calls of {rule.operator}")
+        seen.add(rule.call)
+
+
+def _check_rule(rule: CallRule) -> None:
+    letters = {letter for letter, _ in rule.sizes}
+    _check_most(rule.sizes, MAX_LETTERS, "letters")
+    _check_most(letters - rule.whole, MAX_FREE, "letters that may be sharded")
+    _check_most(rule.linear, MAX_GROUPS, "linear groups")
+    for letter, size in rule.sizes:
+        if not letter.isalnum() or not 0 <= size < _TOO_LARGE:
+            raise SchemaError(f"{letter!r} cannot be a letter of size {size}")
+    if len(letters) < len(rule.sizes):
+        raise SchemaError("a letter has two sizes")
+    for listed in (rule.inputs, rule.outputs):
+        _check_most(listed, MAX_TENSORS, "tensors")
+    for dims in (*rule.inputs, *rule.outputs):
+        _check_most(dims, MAX_LETTERS, "dims")
+        used = [letter for dim in dims for letter in dim]
+        if len(set(used)) < len(used) or not letters.issuperset(used):
+            raise SchemaError(f"a tensor has dims of unknown or repeated letters: {used}")
+    if not letters >= rule.contracted | rule.whole:
+        raise SchemaError("'contracted' or 'whole' has an unknown letter")
+    refs = [ref for _, argument in rule.arguments for ref in references(argument)]
+    if any(ref.name for ref in refs):
+        raise SchemaError("a rule is for calls with any tensors, so its references have no names")
+    if not len(refs) == len(rule.inputs) == len(rule.dtypes):
+        raise SchemaError(f"there are {len(refs)} tensors among the arguments, but not as inputs")
+    _check_positions((*rule.linear, rule.addends), len(refs))
+    _check_positions((rule.unaffected,), len(rule.outputs))
+
+
+def _check_positions(groups: Iterable[frozenset[int]], count: int) -> None:
+    if any(not 0 <= position < count for group in groups for position in group):
+        raise SchemaError(f"a position is not among the {count} tensors")
+
+
+def _check_most(items: Sequence[object] | frozenset[str] | set[str], limit: int, what: str) -> None:
+    if len(items) > limit:
+        raise SchemaError(f"{len(items)} {what} are more than the limit of {limit}")
