@@ -12,23 +12,23 @@ from autoshard.costs.memory import (
     saved_bytes,
 )
 from autoshard.costs.optimizer import Optimizer, OptimizerSpec, optimizer_time
-from autoshard.costs.overlap import Overlap, Passes, hidden_seconds
+from autoshard.costs.overlap import ForwardBackward, Overlap, overlapped_seconds
 
 __all__ = [
     "BorderBytes",
     "Category",
+    "ForwardBackward",
     "Optimizer",
     "OptimizerSpec",
     "Overlap",
     "ParameterBytes",
-    "Passes",
     "SavedBytes",
     "activation_bytes",
     "border_bytes",
     "categorise",
-    "hidden_seconds",
     "operator_times",
     "optimizer_time",
+    "overlapped_seconds",
     "pace_name",
     "parameter_bytes",
     "parse_bytes",

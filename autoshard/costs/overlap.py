@@ -51,15 +51,18 @@ Seconds = TypeVar("Seconds", float, FloatArray)
 
 
 @dataclass(frozen=True, eq=False)
-class Passes(Generic[Seconds]):
+class ForwardBackward(Generic[Seconds]):
     """Seconds of something forward and backward; numbers, or arrays of one shape."""
 
     forward: Seconds
     backward: Seconds
 
 
-def hidden_seconds(
-    communication: Passes[Seconds], compute: Passes[Seconds], *, again: bool = False
+def overlapped_seconds(
+    communication: ForwardBackward[Seconds],
+    compute: ForwardBackward[Seconds],
+    *,
+    again: bool = False,
 ) -> Seconds:
     """Seconds of communication that run beside compute.
 

@@ -12,7 +12,7 @@ from math import isclose, prod
 from types import MappingProxyType
 
 from autoshard.collection import collection_paused
-from autoshard.costs import Overlap, Passes, hidden_seconds
+from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
 from autoshard.errors import InputError
 from autoshard.graph import Graph, Node, Tensor, find_blocks, graph_digest, graph_from_json
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
@@ -60,7 +60,7 @@ _TOLERANCE = 1e-6
 _NOTHING = 1e-15
 """Seconds by which sums near zero may differ."""
 
-_NO_COMPUTE = Passes(0.0, 0.0)
+_NO_COMPUTE = ForwardBackward(0.0, 0.0)
 
 
 @collection_paused()
@@ -138,7 +138,7 @@ class _LocalWork:
     uses: tuple[Gradient, ...]
     fault: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    compute: Passes[float] = _NO_COMPUTE
+    compute: ForwardBackward[float] = _NO_COMPUTE
     inside: tuple[InnerStep, ...] = ()
 
     @property
@@ -292,12 +292,14 @@ class _StageCheck:
             self._made[value] = layout
             yield from self._check_shared(value)
 
-    def _compute_beside(self, node: Node, position: int, work: _LocalWork) -> Passes[float]:
+    def _compute_beside(
+        self, node: Node, position: int, work: _LocalWork
+    ) -> ForwardBackward[float]:
         """Compute that the resharding of an input can overlap with."""
         share = None if self._overlap is None else self._overlap.share(node, position)
         if share is None:
             return _NO_COMPUTE
-        return Passes(share * work.compute.forward, share * work.compute.backward)
+        return ForwardBackward(share * work.compute.forward, share * work.compute.backward)
 
     def _local_work(self, number: int, node: Node, placed: PlacedNode) -> _LocalWork:
         """The work of a rank for a node; equal nodes are derived once."""
@@ -342,7 +344,7 @@ class _StageCheck:
         )
 
     def _check_use(
-        self, use: Use, wanted: Layout, gradient: Gradient, compute: Passes[float]
+        self, use: Use, wanted: Layout, gradient: Gradient, compute: ForwardBackward[float]
     ) -> Iterator[str]:
         value, consumer, _ = use
         if value not in self._made:
@@ -363,7 +365,7 @@ class _StageCheck:
         return self._gradients.of_output(position)
 
     def _check_resharding(
-        self, resharding: Resharding, source: Layout, compute: Passes[float]
+        self, resharding: Resharding, source: Layout, compute: ForwardBackward[float]
     ) -> Iterator[str]:
         self._used.add(resharding.use)
         where = f"resharding of {resharding.value} for {resharding.consumer or 'all'}"
@@ -382,7 +384,7 @@ class _StageCheck:
         again = resharding.use in self._again.reshardings
         if again:
             self._recompute_time += found.passes.forward
-        overlapped = float(hidden_seconds(found.passes, compute, again=again))
+        overlapped = float(overlapped_seconds(found.passes, compute, again=again))
         if not isclose(overlapped, resharding.overlapped, rel_tol=_TOLERANCE, abs_tol=_NOTHING):
             yield f"{where} overlaps {overlapped} s with compute, not {resharding.overlapped}"
 
@@ -473,7 +475,7 @@ class _CheckedResharding:
     source: Layout
     findings: tuple[str, ...]
     is_sound: bool
-    passes: Passes[float]
+    passes: ForwardBackward[float]
 
 
 class _ReshardingCheck:
@@ -541,7 +543,7 @@ class _ReshardingCheck:
             end = after
         if str(end) != resharding.target:
             findings.append(f"it ends in {end}, not {resharding.target}")
-        passes = Passes(forward, max(both - forward, 0.0))
+        passes = ForwardBackward(forward, max(both - forward, 0.0))
         return _CheckedResharding(source, tuple(findings), True, passes)
 
     def _follow(self, stated: PlannedStep, layout: Layout, tensor: Tensor) -> tuple[Step, Layout]:

@@ -8,8 +8,8 @@ import numpy as np
 
 from autoshard.arrays import FloatArray
 from autoshard.costs import (
+    ForwardBackward,
     OptimizerSpec,
-    Passes,
     activation_bytes,
     border_bytes,
     operator_times,
@@ -149,7 +149,7 @@ class Prices:
             self._operators[key] = self._price(node, partial)
         return self._operators[key]
 
-    def compute(self, node: Node, chosen: Sequence[Strategy]) -> Passes[FloatArray]:
+    def compute(self, node: Node, chosen: Sequence[Strategy]) -> ForwardBackward[FloatArray]:
         """Seconds of compute of an operator forward and backward, shape [S] each.
 
         Args:
@@ -160,12 +160,12 @@ class Prices:
         both = forward
         if self.gradients.flows(node):
             both = self._times(node, chosen, backward=True)
-        return Passes(forward, both - forward)
+        return ForwardBackward(forward, both - forward)
 
-    def rank_compute(self, node: Node, sizes: Mapping[str, int]) -> Passes[float]:
+    def rank_compute(self, node: Node, sizes: Mapping[str, int]) -> ForwardBackward[float]:
         """Seconds of compute of an operator forward and backward, by the letter sizes on a rank."""
         found = self.compute(node, [Strategy((), (), sizes)])
-        return Passes(float(found.forward[0]), float(found.backward[0]))
+        return ForwardBackward(float(found.forward[0]), float(found.backward[0]))
 
     def forward(self, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
         """Seconds of an operator forward, with the collectives inside, shape [S]."""

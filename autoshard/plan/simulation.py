@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.collection import collection_paused
-from autoshard.costs import Overlap, Passes, hidden_seconds
+from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.layouts import Action, Layout, Step, again_price, is_padded, parse_type
@@ -214,7 +214,7 @@ class _StageTiming:
         self._again = recomputed(graph, stage)
         self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
         self._fill_factors = bucket_fill_factors(graph, plan.mesh)
-        self._known: dict[Hashable, Passes[float]] = {}
+        self._known: dict[Hashable, ForwardBackward[float]] = {}
 
     def inputs(self) -> tuple[float, float]:
         """Seconds of writing and holding inputs, and of the optimizer's update."""
@@ -228,7 +228,7 @@ class _StageTiming:
                 loading += float(time[0])
         return loading, update
 
-    def node(self, node: Node) -> Passes[float]:
+    def node(self, node: Node) -> ForwardBackward[float]:
         """Seconds of an operator's compute; equal operators are priced once.
 
         Raises:
@@ -239,7 +239,7 @@ class _StageTiming:
         key = (kind, placed.inputs, placed.outputs, self.gradients.flows(node), placed.time)
         if key not in self._known:
             forward = self._forward(node, placed)
-            self._known[key] = Passes(forward, max(placed.time - forward, 0.0))
+            self._known[key] = ForwardBackward(forward, max(placed.time - forward, 0.0))
         return self._known[key]
 
     def _forward(self, node: Node, placed: PlacedNode) -> float:
@@ -312,9 +312,12 @@ class _StageTiming:
         if share is None:
             return 0.0, 0.0
         compute = self.node(reader)
-        first = Passes(_seconds(early), 0.0), Passes(share * compute.forward, 0.0)
-        second = Passes(0.0, _seconds(late)), Passes(0.0, share * compute.backward)
-        return float(hidden_seconds(*first)), float(hidden_seconds(*second))
+        first = ForwardBackward(_seconds(early), 0.0), ForwardBackward(share * compute.forward, 0.0)
+        second = (
+            ForwardBackward(0.0, _seconds(late)),
+            ForwardBackward(0.0, share * compute.backward),
+        )
+        return float(overlapped_seconds(*first)), float(overlapped_seconds(*second))
 
 
 def _seconds(pieces: Iterable[_Piece]) -> float:

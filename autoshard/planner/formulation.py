@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.costs import Overlap, Passes, hidden_seconds
+from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_blocks
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import I, Layout, R, ReshardingTable, has_placements, legal_layouts
@@ -112,7 +112,7 @@ class EdgeCosts:
     rows: IntArray
     targets: IntArray
     cols: IntArray
-    compute: Passes[FloatArray] | None
+    compute: ForwardBackward[FloatArray] | None
 
     @cached_property
     def seconds(self) -> FloatArray:
@@ -120,7 +120,7 @@ class EdgeCosts:
         cost = self.table.cost[self._pairs]
         if self.compute is None:
             return cost
-        return cost - hidden_seconds(self._communication, self.compute)
+        return cost - overlapped_seconds(self._communication, self.compute)
 
     @cached_property
     def regather_seconds(self) -> FloatArray:
@@ -129,7 +129,7 @@ class EdgeCosts:
         if self.compute is None:
             return forward
         once, twice = (
-            hidden_seconds(self._communication, self.compute, again=again)
+            overlapped_seconds(self._communication, self.compute, again=again)
             for again in (False, True)
         )
         return forward - (twice - once)
@@ -159,22 +159,22 @@ class EdgeCosts:
         """Bytes per device in each target layout, shape [C]."""
         return local_bytes(self.tensor, self.target_layouts, self.axis_sizes)
 
-    def compute_of(self, strategy: int) -> Passes[float] | None:
+    def compute_of(self, strategy: int) -> ForwardBackward[float] | None:
         """Seconds that the resharding can overlap with for a strategy of the target."""
         if self.compute is None:
             return None
         col = self.cols[strategy]
-        return Passes(float(self.compute.forward[col]), float(self.compute.backward[col]))
+        return ForwardBackward(float(self.compute.forward[col]), float(self.compute.backward[col]))
 
     @property
     def _pairs(self) -> tuple[IntArray, IntArray]:
         return self.sources[:, None], self.targets[None, :]
 
     @property
-    def _communication(self) -> Passes[FloatArray]:
+    def _communication(self) -> ForwardBackward[FloatArray]:
         both, forward = self.table.cost[self._pairs], self.table.again_cost[self._pairs]
         backward = np.subtract(both, forward, out=np.zeros_like(both), where=np.isfinite(both))
-        return Passes(forward, np.maximum(backward, 0.0))
+        return ForwardBackward(forward, np.maximum(backward, 0.0))
 
 
 class Formulation:
@@ -214,7 +214,7 @@ class Formulation:
         self._shared: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
         self._zeros: dict[int, FloatArray] = {}
         self._tables: dict[tuple[object, ...], ReshardingTable] = {}
-        self._compute: dict[int, Passes[FloatArray]] = {}
+        self._compute: dict[int, ForwardBackward[FloatArray]] = {}
         self._edge_costs: dict[tuple[object, ...], EdgeCosts] = {}
         self._path_costs: dict[int, ShortestPathCost] = {}
         self._build()
@@ -339,7 +339,7 @@ class Formulation:
                     pairs, axis=1, return_index=True, return_inverse=True
                 )
                 targets, cols = takes[first], cols.ravel()
-                compute = Passes(distinct[1], distinct[2])
+                compute = ForwardBackward(distinct[1], distinct[2])
             sources, rows = np.unique(np.array(makes, dtype=np.intp), return_inverse=True)
             tensor = self.graph.values[use.value]
             self._edge_costs[kind] = EdgeCosts(
@@ -376,7 +376,7 @@ class Formulation:
             return None
         return self._overlap.share(self.node_of(reader), use.position)
 
-    def _overlap_compute(self, use: Use) -> Passes[FloatArray] | None:
+    def _overlap_compute(self, use: Use) -> ForwardBackward[FloatArray] | None:
         """Seconds that a resharding can overlap with, by strategy of the reader; None for none."""
         share = self._overlap_share(use)
         if share is None:
@@ -388,7 +388,7 @@ class Formulation:
             node = self.node_of(reader)
             self._compute[key] = self.prices.compute(node, reader.strategies)
         compute = self._compute[key]
-        return Passes(share * compute.forward, share * compute.backward)
+        return ForwardBackward(share * compute.forward, share * compute.backward)
 
     def _edge(self, costs: EdgeCosts) -> tuple[FloatArray | ShortestPathCost, IntArray, IntArray]:
         """Cost matrix of an edge, and the row and column of each strategy at its ends."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.arrays import IntArray
-from autoshard.costs import Passes, hidden_seconds
+from autoshard.costs import ForwardBackward, overlapped_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Input, InputKind, graph_to_json
 from autoshard.layouts import Action, Layout, Step, again_price, placement_texts, step_price
@@ -29,7 +29,7 @@ from autoshard.plan.recompute import checkpoint_spans, recomputed
 from autoshard.plan.timeline import Timeline
 from autoshard.planner.formulation import Formulation, Role, Use, Variable
 
-_Path = tuple[str, str, tuple[PlannedStep, ...], Passes[float]]
+_Path = tuple[str, str, tuple[PlannedStep, ...], ForwardBackward[float]]
 """Source and target layout of a resharding, its steps, and its seconds forward and backward."""
 
 
@@ -138,7 +138,7 @@ class StageBuilder:
                 seconds[key] = 0.0
                 if compute is not None:
                     passes = self._path(use)[3]
-                    seconds[key] = float(hidden_seconds(passes, compute, again=key in again))
+                    seconds[key] = float(overlapped_seconds(passes, compute, again=key in again))
         reshardings = (
             c.model_copy(update={"overlapped": seconds[c.use]}) for c in stage.reshardings
         )
@@ -272,7 +272,7 @@ class StageBuilder:
                 str(self._axes.widen(source, differentiable=differentiable)),
                 str(self._axes.widen(target, differentiable=differentiable)),
                 tuple(self._step(step, carried) for step in path),
-                Passes(forward, max(both - forward, 0.0)),
+                ForwardBackward(forward, max(both - forward, 0.0)),
             )
         return self._paths[key]
 

@@ -11,7 +11,7 @@ from support.meshes import slow_devices
 from support.models import graph_of
 from torch import nn
 
-from autoshard.costs import Overlap, Passes, hidden_seconds
+from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
 from autoshard.graph import Graph
 
 NUMBERS = st.floats(0, 1e3)
@@ -34,15 +34,19 @@ def test_what_fits_is_hidden(
     again: bool,
     hidden: float,
 ) -> None:
-    found = hidden_seconds(Passes(*communication), Passes(*compute), again=again)
+    found = overlapped_seconds(
+        ForwardBackward(*communication), ForwardBackward(*compute), again=again
+    )
     assert found == pytest.approx(hidden, rel=2e-6)
     assert found <= hidden
 
 
 def test_arrays_are_hidden_place_by_place() -> None:
-    communication = Passes(np.array([[3.0, 3.0], [1.0, np.inf]]), np.array([[5.0, 5.0], [1.0, 0]]))
-    compute = Passes(np.array([2.0, 4.0]), np.array([10.0, 1.0]))
-    found = hidden_seconds(communication, compute)
+    communication = ForwardBackward(
+        np.array([[3.0, 3.0], [1.0, np.inf]]), np.array([[5.0, 5.0], [1.0, 0]])
+    )
+    compute = ForwardBackward(np.array([2.0, 4.0]), np.array([10.0, 1.0]))
+    found = overlapped_seconds(communication, compute)
     assert found == pytest.approx(np.array([[7.0, 4.0], [2.0, 4.0]]), rel=2e-6)
 
 
@@ -58,7 +62,10 @@ def makespan(communication: list[float], compute: list[float]) -> float:
 def test_the_price_is_short_of_a_schedule_by_one_reader_at_most(
     readers: list[tuple[float, float]],
 ) -> None:
-    price = sum(c + w - hidden_seconds(Passes(c, 0.0), Passes(w, 0.0)) for c, w in readers)
+    price = sum(
+        c + w - overlapped_seconds(ForwardBackward(c, 0.0), ForwardBackward(w, 0.0))
+        for c, w in readers
+    )
     truth = makespan([c for c, _ in readers], [w for _, w in readers])
     assert truth <= price + max(min(c, w) for c, w in readers) + 1e-9
 
