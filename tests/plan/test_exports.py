@@ -72,7 +72,7 @@ def test_layers_that_are_cut_alike_share_a_line(data_and_tensor: Plan) -> None:
     text = export_plan(data_and_tensor, "parallelize-module")
     assert "'model.layers.*.mlp.up_proj': ColwiseParallel(output_layouts=Shard(-1))" in text
     assert "'model.layers.*.self_attn.q_proj': ColwiseParallel(output_layouts=inner)" in text
-    assert "# - dp, which shares out the batch" in text
+    assert "# - dp, a data-parallel axis" in text
 
 
 def test_layers_that_are_cut_otherwise_have_lines_of_their_own() -> None:

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from autoshard.errors import OptionError
 from autoshard.plan.document import Plan
 from autoshard.plan.exports.fsdp2 import to_fsdp2
-from autoshard.plan.exports.hf_tp_plan import to_hf_tp_plan
 from autoshard.plan.exports.outline import Outline
-from autoshard.plan.exports.parallelize_module import to_parallelize_module
 from autoshard.plan.exports.tables import to_csv, to_json
+from autoshard.plan.exports.tensor_parallel import to_hf_tp_plan, to_parallelize_module
 from autoshard.plan.exports.torchtitan import to_torchtitan
 
 EXPORT_TARGETS: dict[str, Callable[[Outline], str]] = {
@@ -40,7 +39,7 @@ def export_plan(plan: Plan, target: str) -> str:
     """
     if target not in EXPORT_TARGETS:
         known = ", ".join(EXPORT_TARGETS)
-        raise OptionError(f"{target!r} is no target of exports; choose one of {known}")
+        raise OptionError(f"unknown export target {target!r}; choose one of {known}")
     return EXPORT_TARGETS[target](Outline(plan))
 
 

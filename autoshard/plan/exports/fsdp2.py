@@ -5,8 +5,14 @@ from collections.abc import Iterator
 
 from autoshard.errors import PlanError
 from autoshard.layouts import I, Layout
-from autoshard.plan.exports.comments import comment, folded, not_expressed
-from autoshard.plan.exports.outline import Outline, OwnedParameter, at_rest
+from autoshard.plan.exports.outline import (
+    Outline,
+    OwnedParameter,
+    at_rest,
+    comment,
+    folded,
+    not_expressed,
+)
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
 
@@ -30,7 +36,7 @@ GROUPS = {{
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut a model's parameters over the axis that shares out the batch.
+    """Shard a model's parameters over the data-parallel axis.
 
     Each rank calls the model with rows of its own; gradients are averaged over the ranks. A
     parameter without a dim in DIMS stays whole.
@@ -67,10 +73,10 @@ def _average_gradient(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 def to_fsdp2(outline: Outline) -> str:
-    """A function `shard(model, mesh)` that applies FSDP2 on the axes that share out the batch.
+    """A function `shard(model, mesh)` that applies FSDP2 on the data-parallel axes.
 
     Raises:
-        PlanError: no axis shares out the batch, or more of them than FSDP2 takes.
+        PlanError: no axis is data-parallel, or more of them than FSDP2 takes.
     """
     axes = outline.data_axes
     if not axes:
@@ -82,7 +88,7 @@ def to_fsdp2(outline: Outline) -> str:
     others = [axis for axis in axes if axis != shard]
     if len(others) > 1:
         raise PlanError(
-            f"the axes {outline.named(axes)} share out the batch; FSDP2 takes at most two, so plan "
+            f"the axes {outline.named(axes)} are data-parallel; FSDP2 takes at most two, so plan "
             f"on a mesh with fewer axes"
         )
     if others and others[0] > shard:
@@ -118,9 +124,7 @@ def _groups(outline: Outline, cut: dict[str, int]) -> Iterator[str]:
         if parameter.name in cut:
             found = _BLOCK.match(parameter.module)
             name = found[0] if found else ""
-            groups[name] = (
-                groups.get(name, False) or parameter.placed.name in outline.resharded_again
-            )
+            groups[name] = groups.get(name, False) or parameter.placed.name in outline.regathered
     for name in sorted(groups, key=lambda name: name == ""):
         yield f"    {name!r}: {groups[name]},"
 
@@ -135,7 +139,7 @@ def expressed_layout(outline: Outline, parameter: OwnedParameter) -> Layout:
     shard = _shard_axis(outline)
     tensor = outline.tensor_axis
     kept = {shard} if _is_cut(outline, parameter, shard) else set()
-    if tensor is not None and parameter.name not in outline.reached_for:
+    if tensor is not None and parameter.name not in outline.read_elsewhere:
         kept.add(tensor)
     types = [t if axis in kept else I for axis, t in enumerate(at_rest(parameter.layout).types)]
     return Layout.nested(types, [axis for axis in (tensor, shard) if axis is not None])

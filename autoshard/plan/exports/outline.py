@@ -1,10 +1,12 @@
-"""What exports need of a plan: which axes share out the batch, and how each axis cuts weights."""
+"""A plan as exports look at it: the purpose of each axis, how it shards weights, and comments."""
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from textwrap import wrap
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
@@ -84,7 +86,7 @@ class Outline:
         return {value: tuple(nodes) for value, nodes in readers.items()}
 
     @cached_property
-    def reached_for(self) -> frozenset[str]:
+    def read_elsewhere(self) -> frozenset[str]:
         """Names of parameters that other code than that of their own modules reads.
 
         What wraps a module's forward, as frameworks do, does not reach such code.
@@ -139,7 +141,7 @@ class Outline:
         return best if best is not None and cut[best] else None
 
     @cached_property
-    def resharded_again(self) -> frozenset[str]:
+    def regathered(self) -> frozenset[str]:
         """Values that backward reshards once more instead of finding what forward resharded."""
         numbers = {node.name: i for i, node in enumerate(self.stage.nodes)}
         inside = {
@@ -179,3 +181,40 @@ def placement_code(axis_type: AxisType) -> str:
     if not axis_type.chunks:
         return f"Shard({axis_type.dim})"
     return f"_StridedShard({axis_type.dim}, split_factor={len(axis_type.chunks)})"
+
+
+_WIDTH = 96
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def comment(paragraphs: Iterable[str]) -> str:
+    """Lines of a `#` comment, wrapped; a paragraph that begins with `- ` is an item of a list."""
+    lines: list[str] = []
+    for paragraph in paragraphs:
+        indent = "  " if paragraph.startswith("- ") else ""
+        lines += wrap(
+            paragraph,
+            _WIDTH,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+            break_long_words=False,
+        ) or [""]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def not_expressed(items: Iterable[str]) -> list[str]:
+    """Paragraphs that name what an export leaves out."""
+    listed = [f"- {item}" for item in items]
+    if not listed:
+        return ["Everything that the plan says of parameters is expressed."]
+    return ["Not expressed:", *listed]
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names with a layer's number as `*`, each once, in first-seen order."""
+    return ", ".join(dict.fromkeys(pattern(name) for name in names))
+
+
+def pattern(name: str) -> str:
+    """A dotted name with `*` for each number that is a whole part of it."""
+    return _NUMBER.sub("*", name)

@@ -6,8 +6,7 @@ from io import StringIO
 from typing import Any
 
 from autoshard.plan.document import PlacedInput
-from autoshard.plan.exports.comments import comment
-from autoshard.plan.exports.outline import Outline
+from autoshard.plan.exports.outline import Outline, comment
 
 _COLUMNS = ("kind", "name", "aliases", "dtype", "shape", "local_shape", "layout", "placements")
 _LEFT_OUT = (

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout
-from autoshard.plan.exports.comments import comment, folded, not_expressed
-from autoshard.plan.exports.outline import Outline
+from autoshard.plan.exports.outline import Outline, comment, folded, not_expressed
 
 _DEGREES = {
     "data_parallel_replicate_degree": "replicate",
@@ -35,7 +34,7 @@ def to_torchtitan(outline: Outline) -> str:
 
 
 def _roles(outline: Outline) -> dict[str, list[int]]:
-    """What each axis is for. Those that share out the batch shard, or only replicate."""
+    """What each axis is for. Data-parallel axes shard, or only replicate."""
     roles: dict[str, list[int]] = {}
     for axis in outline.active:
         roles.setdefault(_role(outline, axis), []).append(axis)
@@ -65,7 +64,7 @@ def _degree(outline: Outline, axes: Sequence[int]) -> int:
 
 
 def _resharding(outline: Outline) -> str:
-    again = any(p.name in outline.resharded_again for p in outline.stage.parameters)
+    again = any(p.name in outline.regathered for p in outline.stage.parameters)
     return "always" if again else "never"
 
 
