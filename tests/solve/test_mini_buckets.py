@@ -66,7 +66,7 @@ def test_a_part_bounds_every_strategy(
 
 @thorough
 @given(seed=seeds)
-def test_thinning_ends_with_the_optimum(random_problem: RandomProblem, seed: int) -> None:
+def test_mini_buckets_end_with_the_optimum(random_problem: RandomProblem, seed: int) -> None:
     problem = replace(random_problem(seed), ties=(), usage_limit=np.inf)
     truth = brute_force(problem)
     reduced, state = staged(

@@ -72,7 +72,7 @@ class LimitedRuns:
             self._state.enter("switch repeated groups")
             self._switch(nearest)
             if prices.any():
-                self._fill(prices, nearest)
+                self._swap_groups(prices, nearest)
         finally:
             self._state.warm_start.best_choices[:] = [
                 point.choice for point in self._lagrangian.points
@@ -135,7 +135,7 @@ class LimitedRuns:
             for choice in switched_choices(self._problem, self._runs, point.choice, state.choice):
                 state.offer(choice)
 
-    def _fill(self, prices: FloatArray, points: Sequence[Point]) -> None:
+    def _swap_groups(self, prices: FloatArray, points: Sequence[Point]) -> None:
         """Exchange groups for what groups are at other prices, near choices seen.
 
         Args:

@@ -86,7 +86,7 @@ class RunSolver:
         return tuple(range(num_components)) if num_components > 1 else (None,)
 
     def share_alike(self, choice: IntArray, other: IntArray) -> bool:
-        """Whether groups share the same strategies in two choices."""
+        """True if groups share the same strategies in two choices."""
         one, two = (self._contracted.shared(x) for x in (choice, other))
         return all(np.array_equal(one[v], two[v]) for v in one)
 

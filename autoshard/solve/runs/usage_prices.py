@@ -76,7 +76,7 @@ class UsageWeights:
         return spread(self._first, self._last, uses, self._num_times)
 
     def change(self, nodes: IntArray, old: IntArray, new: IntArray) -> FloatArray:
-        """How usage grows over time, shape [T], when some nodes take other strategies.
+        """Growth of usage over time, shape [T], when some nodes take other strategies.
 
         Args:
             nodes: shape [P].
