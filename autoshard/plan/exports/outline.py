@@ -119,12 +119,12 @@ class Outline:
 
     @cached_property
     def tensor_axis(self) -> int | None:
-        """The axis that cuts most of the weights among those that share out no rows."""
+        """The axis that shards most of the weights, of those that are not data-parallel."""
         return self._busiest([axis for axis in self.active if axis not in self.data_axes])
 
     @cached_property
     def shard_axis(self) -> int | None:
-        """The axis that cuts most of the weights among those that share out rows."""
+        """The data-parallel axis that shards most of the weights."""
         return self._busiest(self.data_axes)
 
     def _busiest(self, axes: Sequence[int]) -> int | None:

@@ -333,7 +333,7 @@ def to_parallelize_module(outline: Outline) -> str:
     else is cut gets a style that gathers it where it is used.
 
     Raises:
-        PlanError: no axis cuts a parameter, or the axis shares out the batch and code of other
+        PlanError: no axis cuts a parameter, or the axis is data-parallel and code of other
             modules reads a parameter.
     """
     axis = outline.tensor_axis if outline.tensor_axis is not None else outline.shard_axis

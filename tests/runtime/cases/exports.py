@@ -92,7 +92,7 @@ class Code:
     def _shared(self) -> list[str]:
         """Axes whose ranks get rows of their own."""
         text = self._texts[-1]
-        if "ROWS_ARE_SHARED_OUT = True" in text:
+        if "IS_DATA_PARALLEL = True" in text:
             return re.findall(r"^AXIS = '(\w+)'", text, re.MULTILINE)
         return re.findall(r"^(?:SHARD|REPLICATE)_AXIS = '(\w+)'", text, re.MULTILINE)
 
