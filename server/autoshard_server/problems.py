@@ -134,21 +134,9 @@ class ProblemType(Enum):
         "The graph is not stored",
         "Upload the graph with PUT /v1/graphs/{digest}, then repeat the request.",
     )
-    METHOD_NOT_ALLOWED = (
-        405,
-        "Method not allowed",
-        "The route exists; 'Allow' lists its methods.",
-    )
-    TOO_MANY_JOBS = (
-        429,
-        "Too many jobs",
-        "The queue is full; retry after 'Retry-After' seconds.",
-    )
-    UNAVAILABLE = (
-        503,
-        "Not ready",
-        "The service is shutting down, or cannot reach its database.",
-    )
+    METHOD_NOT_ALLOWED = (405, "Method not allowed", "The route exists; 'Allow' lists its methods.")
+    TOO_MANY_JOBS = (429, "Too many jobs", "The queue is full; retry after 'Retry-After' seconds.")
+    UNAVAILABLE = (503, "Not ready", "The service is shutting down, or cannot reach its database.")
     CANCELLED = (409, "The job was cancelled", "The job was cancelled before it was finished.")
     OTHER_RELEASE = (
         409,

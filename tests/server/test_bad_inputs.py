@@ -246,6 +246,7 @@ def test_a_caller_that_goes_away_in_the_middle(service: Any) -> None:
             b"POST /v1/plans HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
             b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
         )
+    assert service.is_up()
 
 
 def test_a_bug_is_answered_as_a_problem_without_its_inside(

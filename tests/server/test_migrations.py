@@ -16,7 +16,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, text
-from support.crew import crew
+from support.worker_threads import running_workers
 
 from autoshard.client.core import load_request_graph
 from autoshard.mesh import mesh_from_json
@@ -134,7 +134,7 @@ def test_jobs_of_the_first_release_are_run_or_say_why_not(tmp_path: Path) -> Non
     url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
     shutil.copy(OLD, tmp_path / "store.sqlite3")
     executor = ProcessExecutor(environment={"AUTOSHARD_STORE_URL": url})
-    with crew(executor, store_url=url, num_workers=1, lease=1.1) as here:
+    with running_workers(executor, store_url=url, num_workers=1, lease=1.1) as here:
         # Its plan id is one of that release, and so would be the answer.
         old = here.await_job(OLD_RUNNING)
         assert old.state is JobState.FAILED

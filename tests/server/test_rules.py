@@ -39,7 +39,12 @@ def archive() -> bytes:
 
 @pytest.fixture(scope="module")
 def rules(archive: bytes) -> list[dict[str, Any]]:
-    return rules_to_json(discover(load_graph(archive)).graph.rules)
+    return rules_to_json(discover(load_graph(archive), time_limit=600).graph.rules)
+
+
+def gate_rule(rules: list[dict[str, Any]]) -> dict[str, Any]:
+    (rule,) = (rule for rule in rules if rule["operator"] == "shardtest.gate.default")
+    return rule
 
 
 def layouts(plan: Plan, packet: str) -> tuple[str, ...]:
@@ -99,12 +104,9 @@ def test_rules_that_contradict_themselves_are_refused(
 def test_a_rule_of_other_shapes_is_not_for_these_calls(
     service: Any, archive: bytes, rules: list[dict[str, Any]]
 ) -> None:
-    other = [
-        {**rule, "sizes": [[letter, 2 * size] for letter, size in rule["sizes"]]}
-        if rule["operator"] == "shardtest.gate.default"
-        else rule
-        for rule in rules
-    ]
+    gate = gate_rule(rules)
+    sizes = [[letter, 2 * size] for letter, size in gate["sizes"]]
+    other = [{**rule, "sizes": sizes} if rule is gate else rule for rule in rules]
     plan = Plan.from_json(ask(service, archive, other).content)
     assert layouts(plan, "gate")[0] in {"I", "R"}
 
@@ -112,9 +114,9 @@ def test_a_rule_of_other_shapes_is_not_for_these_calls(
 def test_a_rule_whose_outputs_do_not_fit_is_named(
     service: Any, archive: bytes, rules: list[dict[str, Any]]
 ) -> None:
-    answer = ask(service, archive, [{**rules[1], "outputs": [["d0", "d1", "d1"]]}])
+    answer = ask(service, archive, [{**gate_rule(rules), "outputs": [["d0", "d1", "d1"]]}])
     assert answer.status_code == 422
-    wrong = {**rules[1], "outputs": [["d1", "d0", "d2"]]}
+    wrong = {**gate_rule(rules), "outputs": [["d1", "d0", "d2"]]}
     answer = ask(service, archive, [wrong])
     assert answer.status_code == 422, answer.text
     assert "shardtest.gate.default" in answer.json()["detail"]
@@ -238,7 +240,7 @@ def test_an_id_says_what_would_find_rules_where_there_are_none(
     archive: bytes, graph: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bare, known = load_graph(archive), load_graph(graph)
-    graphs = (bare, discover(bare).graph, known)
+    graphs = (bare, discover(bare, time_limit=600).graph, known)
 
     def ids() -> list[str]:
         return [plan_id(program, make_mesh([4]), PlanOptions()) for program in graphs]

@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 import psutil
 from sqlalchemy import create_engine, text
-from support.crew import crew, is_running
 from support.services import listening
+from support.worker_threads import await_end, is_running, running_workers
 
 from autoshard_server import ProcessExecutor, Settings
 from autoshard_server.app import create_worker_app
@@ -21,11 +21,11 @@ from autoshard_server.solvers.workers import MAX_LOST, SolverHealth
 from autoshard_server.store import EventKind, JobState
 from autoshard_server.store.database import open_stores
 
-TOLD = [sys.executable, str(Path(__file__).parent / "programs" / "told.py")]
+SCRIPTED = [sys.executable, str(Path(__file__).parent / "programs" / "scripted.py")]
 
 
 def test_a_solve_over_its_memory_limit_fails_alone() -> None:
-    with crew(ProcessExecutor(TOLD, max_bytes=150 << 20)) as here:
+    with running_workers(ProcessExecutor(SCRIPTED, max_bytes=150 << 20)) as here:
         modest = here.submit("modest", seconds=1, answer="{}")
         hungry = here.submit("hungry", fill=4000)
         failed = here.await_job(hungry)
@@ -41,23 +41,20 @@ def test_a_solve_over_its_memory_limit_fails_alone() -> None:
 
 
 def test_cancel_frees_the_processor_within_a_second() -> None:
-    with crew(ProcessExecutor(TOLD)) as here:
+    with running_workers(ProcessExecutor(SCRIPTED)) as here:
         job_id = here.submit("busy", spin=True)
         job = here.await_job(job_id, lambda job: "child" in job.progress)
         child = job.progress["child"]
         parent = psutil.Process(child).ppid()
         assert is_running(parent)
         here.stores.jobs.cancel(job_id)
-        started = time.monotonic()
-        while is_running(parent) or is_running(child):
-            assert time.monotonic() - started < 1.0
-            time.sleep(0.01)
+        await_end(parent, child)
         assert here.job(job_id).state is JobState.CANCELLED
 
 
 def test_a_database_that_goes_away_loses_no_work(postgres: Any) -> None:
     url = postgres.create_database()
-    with crew(ProcessExecutor(TOLD), store_url=url, num_workers=1) as here:
+    with running_workers(ProcessExecutor(SCRIPTED), store_url=url, num_workers=1) as here:
         job_id = here.submit("p", seconds=1, answer='"solved once"')
         here.await_job(job_id, lambda job: job.state is JobState.RUNNING)
         postgres.stop()
@@ -74,7 +71,7 @@ def test_a_database_that_goes_away_loses_no_work(postgres: Any) -> None:
 
 
 def test_what_somebody_else_has_made_meanwhile_is_not_made_again() -> None:
-    with crew(ProcessExecutor(TOLD)) as here:
+    with running_workers(ProcessExecutor(SCRIPTED)) as here:
         here.stores.cache.put("validations", "known", b'"made before"')
         job = here.await_job(here.submit("known", answer='"made again"'))
         assert here.stores.jobs.result(job.id) == b'"made before"'
@@ -84,7 +81,7 @@ def test_a_cache_that_cannot_be_read_costs_a_job_nothing(postgres: Any) -> None:
     url = postgres.create_database()
     impatient = f"{url}&options=-c%20lock_timeout%3D200"
     other = create_engine(url)
-    with crew(ProcessExecutor(TOLD), store_url=impatient, num_workers=1) as here:
+    with running_workers(ProcessExecutor(SCRIPTED), store_url=impatient, num_workers=1) as here:
         with other.begin() as connection:
             connection.execute(text("LOCK TABLE cache_entries IN ACCESS EXCLUSIVE MODE"))
             job_id = here.submit("p", reports=1, seconds=1, answer='"made"')
@@ -95,7 +92,7 @@ def test_a_cache_that_cannot_be_read_costs_a_job_nothing(postgres: Any) -> None:
 
 
 def test_reports_in_quick_succession_are_few_events() -> None:
-    with crew(ProcessExecutor(TOLD)) as here:
+    with running_workers(ProcessExecutor(SCRIPTED)) as here:
         job_id = here.submit("p", reports=100, answer="1")
         here.await_job(job_id)
         told = [e for e in here.stores.jobs.events(job_id) if e.kind is EventKind.PROGRESS]
@@ -133,18 +130,15 @@ def test_a_worker_without_solvers_is_not_alive_until_it_has_some() -> None:
         commands: list[list[str] | None]
 
         def prepare(self) -> Solver:
-            command = self.commands.pop(0) if self.commands else TOLD
+            command = self.commands.pop(0) if self.commands else SCRIPTED
             if command is None:
                 raise OSError("no more processes")
             return ProcessExecutor(command).prepare()
 
     ends = [sys.executable, "-S", "-c", "pass"]
-    with crew(Broken([None, ends, ends]), num_workers=1) as here:
+    with running_workers(Broken([None, ends, ends]), num_workers=1) as here:
         assert here.workers.alive
-        deadline = time.monotonic() + 20
-        while here.workers.alive:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        here.await_unhealthy()
         assert here.workers.are_running
         job = here.submit("p", answer="1")
         assert here.await_job(job).state is JobState.SUCCEEDED
@@ -153,7 +147,7 @@ def test_a_worker_without_solvers_is_not_alive_until_it_has_some() -> None:
 
 def test_a_worker_shows_figures_to_who_has_a_key(tmp_path: Path) -> None:
     settings = Settings(store_url=f"sqlite:///{tmp_path / 's.sqlite3'}", auth="required")
-    with crew(ProcessExecutor(TOLD), store_url=settings.store_url) as here:
+    with running_workers(ProcessExecutor(SCRIPTED), store_url=settings.store_url) as here:
         _, token = here.stores.api_keys.create("prometheus", ["metrics"])
         app = create_worker_app(here.workers, here.stores, settings)
         with listening(app) as url, httpx2.Client(base_url=url) as http:
@@ -166,7 +160,7 @@ def test_a_worker_shows_figures_to_who_has_a_key(tmp_path: Path) -> None:
 
 def test_a_worker_that_stops_gives_its_job_back(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
-    with crew(ProcessExecutor(TOLD), store_url=url) as here:
+    with running_workers(ProcessExecutor(SCRIPTED), store_url=url) as here:
         job_id = here.submit("p", seconds=3600, answer="1")
         here.await_job(job_id, lambda job: job.state is JobState.RUNNING)
     stores = open_stores(Settings(store_url=url))
@@ -178,7 +172,7 @@ def test_a_worker_that_stops_gives_its_job_back(tmp_path: Path) -> None:
 
 def test_who_drains_claims_no_more_and_has_one_grace_period(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
-    with crew(ProcessExecutor(TOLD), store_url=url, shutdown_grace=2) as here:
+    with running_workers(ProcessExecutor(SCRIPTED), store_url=url, shutdown_grace=2) as here:
         jobs = [here.submit(name, seconds=3600, answer="1") for name in ("one", "other")]
         for job in jobs:
             here.await_job(job, lambda job: job.state is JobState.RUNNING)
@@ -204,8 +198,4 @@ def test_a_solver_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=False)  # noqa: S603  ours
     solver = int(pid_file.read_text())
-    for _ in range(500):
-        if not is_running(solver):
-            return
-        time.sleep(0.02)
-    raise AssertionError("the solver outlived its service")
+    await_end(solver)

@@ -16,7 +16,7 @@ from autoshard_server.store.database import Stores, open_stores
 
 
 @dataclass
-class Crew:
+class RunningWorkers:
     stores: Stores
     workers: Workers
 
@@ -41,23 +41,39 @@ class Crew:
             time.sleep(0.02)
         raise AssertionError(f"the job did not get there: {job}")
 
+    def await_unhealthy(self) -> None:
+        for _ in range(1200):
+            if not self.workers.alive:
+                return
+            time.sleep(0.02)
+        raise AssertionError("the workers stayed healthy")
+
     def starts(self, job_id: str) -> int:
         told = self.stores.jobs.events(job_id)
         return sum(e.kind is EventKind.STATE and e.data["state"] == "running" for e in told)
 
 
 @contextmanager
-def crew(executor: Executor, **given: Any) -> Iterator[Crew]:
+def running_workers(executor: Executor, **given: Any) -> Iterator[RunningWorkers]:
     defaults = {"store_url": "sqlite://", "num_workers": 2, "shutdown_grace": 0}
     settings = Settings(**{**defaults, **given})
     stores = open_stores(settings)
     workers = Workers(stores, executor, settings)
     workers.start()
     try:
-        yield Crew(stores, workers)
+        yield RunningWorkers(stores, workers)
     finally:
         workers.stop()
         stores.close()
+
+
+def await_end(*pids: int) -> None:
+    """Wait until processes have ended."""
+    for _ in range(1200):
+        if not any(map(is_running, pids)):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the processes did not end")
 
 
 def is_running(pid: int) -> bool:
