@@ -44,7 +44,7 @@ class Document(BaseModel):
 
 
 class Certificate(Document):
-    """How far from optimal the plan can be."""
+    """Objective and proven lower bound of a plan, and their relative gap."""
 
     status: SolveStatus
     objective: float | None = Field(description="price of the plan in seconds; null without one")
@@ -61,11 +61,11 @@ class GraphSummary(Document):
 
 
 class PlacedInput(Document):
-    """A tensor that enters the program, and how each rank holds it."""
+    """A tensor that enters the program, and its layout."""
 
     name: str = Field(description="value in the program")
     kind: Literal["parameter", "buffer", "constant", "prepared", "user"] = Field(
-        description="where it comes from; what is prepared is made once, before the first step"
+        description="origin; a prepared tensor is computed once, before the first step"
     )
     target: str = Field(description="name in the state dict, or of the argument")
     aliases: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class PlacedInput(Document):
 
 
 class InnerStep(Document):
-    """A collective that ranks run inside an operator, because a dim that it works along is cut."""
+    """A collective inside an operator that computes along a sharded dim."""
 
     axis: str
     action: Literal["all_reduce", "all_to_all", "halo_exchange"] = "all_reduce"
@@ -96,7 +96,7 @@ class InnerStep(Document):
 
 
 class PlacedNode(Document):
-    """An operator, and the layouts in which it takes its inputs and makes its outputs."""
+    """An operator, and the layouts of its inputs and outputs."""
 
     name: str
     inputs: tuple[LayoutText, ...]
@@ -175,7 +175,7 @@ class PlacedOutput(Document):
 
 
 class Checkpoint(Document):
-    """Consecutive nodes of which backward holds only what enters.
+    """An activation checkpoint: consecutive nodes of which only the inputs are saved for backward.
 
     Their forward runs once more in backward, up to the last tensor that backward needs. A
     resharding for one consumer belongs to its consumer; a shared one belongs to the nodes if
@@ -243,7 +243,7 @@ class Memory(Document):
     """Predicted bytes per device at the moment when most are alive."""
 
     peak: Bytes
-    budget: int | None = Field(description="what the peak had to obey")
+    budget: int | None = Field(description="memory budget of the request")
     phase: Literal["forward", "turn", "recompute", "backward", "optimizer"] = Field(
         description="part of the step that the peak is in"
     )
@@ -251,7 +251,7 @@ class Memory(Document):
         description="node, or value that is resharded, at the peak; empty where it is neither"
     )
     turn: int | None = Field(
-        ge=0, description="bytes held from forward to backward; null in inference"
+        ge=0, description="bytes alive between forward and backward; null in inference"
     )
     parameters: Bytes
     gradients: Bytes = Field(description="of parameters")
@@ -259,7 +259,7 @@ class Memory(Document):
     buffers: Bytes
     inputs: Bytes
     activations: Bytes = Field(
-        description="what is kept until its backward, or until its last use in inference"
+        description="tensors saved for backward, or alive until their last use in inference"
     )
     temporaries: Bytes = Field(
         description="resharded and recomputed tensors, gradients on their way, working memory"
@@ -267,7 +267,7 @@ class Memory(Document):
 
 
 class RepeatedBlock(Document):
-    """Nodes that repeat, solved as one block; what a cache knows of it is not worked out again."""
+    """A repeated block of nodes, solved once; its tables may come from a cache."""
 
     first: str = Field(description="name of the first node of the first repetition")
     num_nodes: int = Field(ge=1, description="nodes of one repetition")
@@ -281,7 +281,7 @@ class RepeatedBlock(Document):
 
 
 class Provenance(Document):
-    """What made the plan."""
+    """Versions, times and problem sizes of the run that made the plan."""
 
     versions: dict[str, str]
     wall_time: dict[str, float] = Field(description="seconds per phase")
