@@ -105,7 +105,7 @@ class _Wiring:
         self._users = {v: [i for i, _ in uses] for v, uses in graph.consumers.items()}
 
     def best_cut(self, first: int, length: int, size: int) -> Block | None:
-        """The longest block in a run; of equally long ones that which hands on least."""
+        """The longest block in a run; of equally long ones the one that passes on least."""
         strict = [self._follows(i, length) for i in range(first + length, first + size)]
         loose = [
             follows or self._follows(i, length, from_start=first + 2 * length)

@@ -99,8 +99,8 @@ def test_what_is_hidden_is_not_around() -> None:
     plan = planned()
     stage = plan.stages[0]
     plain = operator_coverage(graph(), plan)
-    hiding = [c.model_copy(update={"overlapped": c.time / 4}) for c in stage.reshardings]
-    overlapped = stage.model_copy(update={"reshardings": tuple(hiding)})
+    overlapping = [c.model_copy(update={"overlapped": c.time / 4}) for c in stage.reshardings]
+    overlapped = stage.model_copy(update={"reshardings": tuple(overlapping)})
     coverage = operator_coverage(graph(), plan.model_copy(update={"stages": (overlapped,)}))
     assert plain.share_around > 0
     assert coverage.share_around == pytest.approx(0.75 * plain.share_around)

@@ -136,14 +136,14 @@ def test_models_without_memory_for_parameters() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def fail_under_parameters_on_meta() -> None:
+def fail_under_init_empty_weights() -> None:
     with init_empty_weights():
         raise ZeroDivisionError
 
 
 def test_an_error_ends_the_context() -> None:
     with pytest.raises(ZeroDivisionError):
-        fail_under_parameters_on_meta()
+        fail_under_init_empty_weights()
     assert not nn.Linear(2, 2).weight.is_meta
 
 

@@ -185,7 +185,7 @@ def test_meshes_are_searched(start_service: Any, graph: bytes, tmp_path: Path) -
 
 
 class Deaf:
-    """A shelf that keeps nothing, and says nothing of it."""
+    """A cache that silently stores nothing."""
 
     def get(self, _key: str) -> None: ...
 

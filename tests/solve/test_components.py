@@ -15,8 +15,8 @@ from autoshard.solve.runs.block_table import RunBlock, find_components
 from autoshard.solve.state import SolveState
 
 
-def moded(seed: int, *, num_layers: int, num_components: int = 2, num_hubs: int = 1) -> Problem:
-    plain = layered(seed, num_layers=num_layers, num_inner=3, num_hubs=num_hubs)
+def moded(seed: int, *, num_layers: int, num_components: int = 2, num_shared: int = 1) -> Problem:
+    plain = layered(seed, num_layers=num_layers, num_inner=3, num_shared=num_shared)
     return with_modes(plain, seed, num_components)
 
 
@@ -25,12 +25,14 @@ def moded(seed: int, *, num_layers: int, num_components: int = 2, num_hubs: int 
     seed=st.integers(0, 10**6),
     num_layers=st.integers(2, 4),
     num_components=st.integers(2, 3),
-    num_hubs=st.integers(0, 1),
+    num_shared=st.integers(0, 1),
 )
 def test_modes_give_the_optimum(
-    seed: int, num_layers: int, num_components: int, num_hubs: int
+    seed: int, num_layers: int, num_components: int, num_shared: int
 ) -> None:
-    problem = moded(seed, num_layers=num_layers, num_components=num_components, num_hubs=num_hubs)
+    problem = moded(
+        seed, num_layers=num_layers, num_components=num_components, num_shared=num_shared
+    )
     expected = solve_problem(replace(problem, repeats=()))
     state = SolveState(problem, gap=1e-9)
     assert solve_runs(state) is RunOutcome.UPDATED
@@ -39,7 +41,7 @@ def test_modes_give_the_optimum(
 
 
 def test_modes_agree_with_trying_everything() -> None:
-    plain = layered(5, num_layers=2, num_inner=2, num_hubs=0, num_strategies=2)
+    plain = layered(5, num_layers=2, num_inner=2, num_shared=0, num_strategies=2)
     problem = with_modes(plain, 5, 2)
     assert solve_problem(problem).objective == pytest.approx(brute_force(problem).objective)
 
@@ -80,7 +82,7 @@ def test_every_allowed_choice_keeps_to_one_mode(seed: int, forbidden: float) -> 
 
 
 def test_free_links_have_no_modes() -> None:
-    problem = layered(1, num_layers=3, num_inner=3, num_hubs=1)
+    problem = layered(1, num_layers=3, num_inner=3, num_shared=1)
     (run,) = find_runs(problem)
     assert RunBlock(problem, run, None).components == ({},)
 

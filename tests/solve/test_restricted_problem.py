@@ -43,7 +43,7 @@ def link(rng: np.random.Generator, source: int, target: int, *, path_cost: bool)
     return Edge(source, target, steps, states, states)
 
 
-def layered(seed: int, num_layers: int, num_inner: int, num_hubs: int) -> Problem:
+def layered(seed: int, num_layers: int, num_inner: int, num_shared: int) -> Problem:
     """A head, equal layers in a row, a tail; shared nodes are linked to every layer."""
     rng = np.random.default_rng(seed)
 
@@ -53,11 +53,11 @@ def layered(seed: int, num_layers: int, num_inner: int, num_hubs: int) -> Proble
     def copy(edge: Edge, source: int, target: int) -> Edge:
         return Edge(source, target, edge.prices, edge.rows, edge.cols)
 
-    nodes = [node() for _ in range(1 + num_hubs)]
+    nodes = [node() for _ in range(1 + num_shared)]
     layer = [node() for _ in range(num_inner + 1)]
     inside = [link(rng, i, num_inner, path_cost=i % 2 == 0) for i in range(num_inner)]
     entry, skip = (link(rng, 0, 0, path_cost=path_cost) for path_cost in (True, False))
-    spokes = [link(rng, 0, 0, path_cost=False) for _ in range(num_hubs)]
+    spokes = [link(rng, 0, 0, path_cost=False) for _ in range(num_shared)]
     edges: list[Edge] = []
     instances, before = [], 0
     for _ in range(num_layers):
@@ -117,7 +117,7 @@ def test_shortest_path_cost_is_the_matrix_of_shortest_paths(seed: int, size: int
 
 
 def test_shortest_path_cost_prices_choices_as_its_matrix_does() -> None:
-    problem = layered(3, num_layers=3, num_inner=1, num_hubs=1)
+    problem = layered(3, num_layers=3, num_inner=1, num_shared=1)
     dense = written_down(problem)
     rng = np.random.default_rng(0)
     some = np.array([4, 1, 6])

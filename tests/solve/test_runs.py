@@ -28,10 +28,10 @@ def through_runs(problem: Problem, settings: SolverSettings | None = None) -> So
     seed=st.integers(0, 10**6),
     num_layers=st.integers(2, 4),
     num_inner=st.integers(1, 2),
-    num_hubs=st.integers(0, 2),
+    num_shared=st.integers(0, 2),
 )
-def test_runs_give_the_optimum(seed: int, num_layers: int, num_inner: int, num_hubs: int) -> None:
-    problem = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
+def test_runs_give_the_optimum(seed: int, num_layers: int, num_inner: int, num_shared: int) -> None:
+    problem = layered(seed, num_layers=num_layers, num_inner=num_inner, num_shared=num_shared)
     plain = replace(problem, repeats=())
     expected = solve_problem(plain).objective
     state = through_runs(problem)
@@ -43,7 +43,7 @@ def test_runs_give_the_optimum(seed: int, num_layers: int, num_inner: int, num_h
 
 @pytest.mark.parametrize("seed", range(8))
 def test_runs_agree_with_trying_everything(seed: int) -> None:
-    problem = layered(seed, num_layers=3, num_inner=2, num_hubs=1, num_strategies=2)
+    problem = layered(seed, num_layers=3, num_inner=2, num_shared=1, num_strategies=2)
     solution = solve_problem(problem)
     assert solution.status is SolveStatus.OPTIMAL
     assert solution.objective == pytest.approx(brute_force(problem).objective)
@@ -52,7 +52,7 @@ def test_runs_agree_with_trying_everything(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_shared_nodes_that_make_tables_too_large_are_restricted(seed: int) -> None:
     """With no work allowed up front the optimum must come from relaxing and dropping strategies."""
-    problem = layered(seed, num_layers=4, num_inner=3, num_hubs=2, num_strategies=4)
+    problem = layered(seed, num_layers=4, num_inner=3, num_shared=2, num_strategies=4)
     expected = solve_problem(replace(problem, repeats=())).objective
     state = through_runs(problem, settings=SolverSettings(eager_run_work=0.0))
     assert state.closed
@@ -78,7 +78,7 @@ def with_usage(problem: Problem, seed: int, share: float) -> Problem:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
 def test_a_limit_over_runs_gives_the_optimum(seed: int, share: float) -> None:
-    problem = layered(seed, num_layers=3, num_inner=1, num_hubs=1)
+    problem = layered(seed, num_layers=3, num_inner=1, num_shared=1)
     limited = with_usage(problem, seed, share)
     expected = solve_problem(replace(limited, repeats=()))
     solution = solve_problem(limited)
@@ -89,7 +89,7 @@ def test_a_limit_over_runs_gives_the_optimum(seed: int, share: float) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_limit_that_nothing_keeps_is_infeasible(seed: int) -> None:
-    problem = layered(seed, num_layers=3, num_inner=1, num_hubs=1)
+    problem = layered(seed, num_layers=3, num_inner=1, num_shared=1)
     limited = with_usage(problem, seed, -0.01)
     limited = replace(limited, usage_limit=max(limited.usage_limit - 0.5, 0.0))
     solution = solve_problem(limited)
@@ -105,7 +105,7 @@ def test_a_limit_that_nothing_keeps_is_infeasible(seed: int) -> None:
 
 
 def test_many_layers_end_close_to_the_limit() -> None:
-    problem = with_usage(layered(4, num_layers=40, num_inner=2, num_hubs=1), 4, 0.35)
+    problem = with_usage(layered(4, num_layers=40, num_inner=2, num_shared=1), 4, 0.35)
     state = SolveState(problem, gap=1e-9)
     assert solve_runs(state) is RunOutcome.UPDATED
     assert state.choice is not None
@@ -115,7 +115,7 @@ def test_many_layers_end_close_to_the_limit() -> None:
 
 def test_depth_costs_little() -> None:
     """The tables of 300 layers are those of 3."""
-    few, many = (layered(1, num_layers=n, num_inner=2, num_hubs=1) for n in (3, 300))
+    few, many = (layered(1, num_layers=n, num_inner=2, num_shared=1) for n in (3, 300))
     assert len(find_runs(many)[0].instances) == 300
     assert find_runs(many)[0].shared_nodes == find_runs(few)[0].shared_nodes
     plain = solve_problem(replace(many, repeats=()))
@@ -123,7 +123,7 @@ def test_depth_costs_little() -> None:
 
 
 def test_a_layer_that_differs_ends_the_run() -> None:
-    problem = layered(2, num_layers=6, num_inner=2, num_hubs=0)
+    problem = layered(2, num_layers=6, num_inner=2, num_shared=0)
     odd = problem.repeats[0].instances[3][0]
     nodes = list(problem.nodes)
     nodes[odd] = free_node(nodes[odd].cost + np.array([5.0, 0.0, 1.0]))
@@ -140,7 +140,7 @@ def test_a_layer_that_differs_ends_the_run() -> None:
     ids=["overlapping", "unlike", "of different sizes", "twice the same"],
 )
 def test_a_wrong_hint_changes_no_answer(instances: Sequence[tuple[int, ...]]) -> None:
-    problem = layered(3, num_layers=3, num_inner=1, num_hubs=1)
+    problem = layered(3, num_layers=3, num_inner=1, num_shared=1)
     hinted = replace(problem, repeats=(Repeat(tuple(instances)),))
     expected = solve_problem(replace(problem, repeats=())).objective
     assert solve_problem(hinted).objective == pytest.approx(expected)

@@ -41,13 +41,13 @@ def solved_through_runs(problem: Problem, *, gap: float = 1e-9) -> tuple[RunOutc
     seed=st.integers(0, 10**6),
     num_layers=st.integers(2, 4),
     num_inner=st.integers(1, 2),
-    num_hubs=st.integers(0, 1),
+    num_shared=st.integers(0, 1),
     share=SHARES,
 )
 def test_bounds_and_choices_under_a_limit_at_many_times(
-    seed: int, num_layers: int, num_inner: int, num_hubs: int, share: float
+    seed: int, num_layers: int, num_inner: int, num_shared: int, share: float
 ) -> None:
-    plain = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
+    plain = layered(seed, num_layers=num_layers, num_inner=num_inner, num_shared=num_shared)
     problem = with_times(plain, seed, share)
     expected = check_bounds_and_choices(problem)
     solution = solve_problem(problem)
@@ -71,7 +71,7 @@ def check_bounds_and_choices(problem: Problem) -> Solution:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
 def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
-    plain, warm_start = layered(seed, num_layers=num_layers, num_inner=1, num_hubs=0), WarmStart()
+    plain, warm_start = layered(seed, num_layers=num_layers, num_inner=1, num_shared=0), WarmStart()
     for share in (0.4, 0.2, 0.0, 0.7):
         problem = with_times(plain, seed, share)
         expected = solve_problem(replace(problem, repeats=()))
@@ -90,7 +90,7 @@ def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("share", [0.15, 0.4])
 def test_many_layers_end_near_the_bound(seed: int, share: float) -> None:
-    problem = with_times(layered(seed, num_layers=60, num_inner=2, num_hubs=0), seed, share)
+    problem = with_times(layered(seed, num_layers=60, num_inner=2, num_shared=0), seed, share)
     outcome, state = solved_through_runs(problem, gap=1e-3)
     assert outcome is RunOutcome.UPDATED
     assert state.choice is not None
@@ -101,7 +101,7 @@ def test_many_layers_end_near_the_bound(seed: int, share: float) -> None:
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
 def test_the_least_limit_of_layers(seed: int, num_layers: int) -> None:
-    problem = with_times(layered(seed, num_layers=num_layers, num_inner=2, num_hubs=1), seed, 0.0)
+    problem = with_times(layered(seed, num_layers=num_layers, num_inner=2, num_shared=1), seed, 0.0)
     expected = minimum_usage(replace(problem, repeats=()))
     least = minimum_usage(problem)
     assert expected * (1 - 1e-9) <= least <= expected * (1 + 1e-5)
@@ -112,7 +112,7 @@ def test_the_least_limit_of_layers(seed: int, num_layers: int) -> None:
 
 @given(seed=st.integers(0, 10**6), share=SHARES)
 def test_weighted_usage_is_at_most_the_peak(seed: int, share: float) -> None:
-    problem = with_times(layered(seed, num_layers=3, num_inner=2, num_hubs=1), seed, share)
+    problem = with_times(layered(seed, num_layers=3, num_inner=2, num_shared=1), seed, share)
     rng = np.random.default_rng(seed)
     usage_weights = UsageWeights(problem, find_runs(problem))
     choices = [
@@ -134,7 +134,7 @@ def test_weighted_usage_is_at_most_the_peak(seed: int, share: float) -> None:
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6))
 def test_swaps_only_improve_and_keep_the_limit(seed: int) -> None:
-    problem = with_times(layered(seed, num_layers=4, num_inner=2, num_hubs=1), seed, 0.5)
+    problem = with_times(layered(seed, num_layers=4, num_inner=2, num_shared=1), seed, 0.5)
     rng = np.random.default_rng(seed)
     least = np.array([int(node.usage.argmin()) for node in problem.nodes])
     options = [
@@ -201,12 +201,12 @@ def test_a_group_cannot_be_switched_in_part(limit: float) -> None:
     seed=st.integers(0, 10**6),
     num_layers=st.integers(2, 5),
     num_inner=st.integers(1, 2),
-    num_hubs=st.integers(0, 1),
+    num_shared=st.integers(0, 1),
 )
 def test_the_last_group_may_be_priced_otherwise(
-    seed: int, num_layers: int, num_inner: int, num_hubs: int
+    seed: int, num_layers: int, num_inner: int, num_shared: int
 ) -> None:
-    problem = layered(seed, num_layers=num_layers, num_inner=num_inner, num_hubs=num_hubs)
+    problem = layered(seed, num_layers=num_layers, num_inner=num_inner, num_shared=num_shared)
     rng, costs = np.random.default_rng(seed), [node.cost for node in problem.nodes]
     for v in problem.repeats[0].instances[-1]:
         costs[v] = rng.integers(0, 12, len(costs[v])) / 2

@@ -1,4 +1,4 @@
-"""Problems with layers: a head, equal groups in a row, a tail, hubs that all groups see."""
+"""Problems with layers: a head, equal groups in a row, a tail, shared_nodes that all groups see."""
 
 from dataclasses import replace
 
@@ -16,9 +16,9 @@ def edge(source: int, target: int, cost: np.ndarray) -> Edge:
 
 
 def layered(
-    seed: int, *, num_layers: int, num_inner: int, num_hubs: int, num_strategies: int = 3
+    seed: int, *, num_layers: int, num_inner: int, num_shared: int, num_strategies: int = 3
 ) -> Problem:
-    """A head, equal layers in a row, a tail; hubs are linked to every layer.
+    """A head, equal layers in a row, a tail; shared_nodes are linked to every layer.
 
     Costs are multiples of a half, so that sums are exact and ties between choices occur.
     """
@@ -28,27 +28,27 @@ def layered(
         return rng.integers(0, 12, shape) / 2
 
     s = num_strategies
-    nodes = [free_node(prices(s)) for _ in range(1 + num_hubs)]
-    head, hubs = 0, range(1, 1 + num_hubs)
-    edges = [edge(head, hub, prices(s, s)) for hub in hubs]
+    nodes = [free_node(prices(s)) for _ in range(1 + num_shared)]
+    head, shared_nodes = 0, range(1, 1 + num_shared)
+    edges = [edge(head, shared_node, prices(s, s)) for shared_node in shared_nodes]
     costs = [prices(s) for _ in range(num_inner + 1)]
     inside = [(i, j, prices(s, s)) for i in range(num_inner) for j in range(i + 1, num_inner + 1)]
     inside = [link for k, link in enumerate(inside) if k % 2 == 0 or link[1] == num_inner]
     entries = [(i, prices(s, s)) for i in range(min(2, num_inner))]
-    spokes = [(i, h, prices(s, s)) for h in range(num_hubs) for i in range(num_inner)]
+    spokes = [(i, h, prices(s, s)) for h in range(num_shared) for i in range(num_inner)]
     before, instances = head, []
     for _ in range(num_layers):
         first = len(nodes)
         nodes.extend(free_node(cost) for cost in costs)
         edges.extend(edge(first + i, first + j, cost) for i, j, cost in inside)
         edges.extend(edge(before, first + i, cost) for i, cost in entries)
-        edges.extend(edge(first + i, hubs[h], cost) for i, h, cost in spokes)
+        edges.extend(edge(first + i, shared_nodes[h], cost) for i, h, cost in spokes)
         instances.append(tuple(range(first, len(nodes))))
         before = len(nodes) - 1
     nodes.append(free_node(prices(s)))
     edges.append(edge(before, len(nodes) - 1, prices(s, s)))
-    if num_hubs:
-        edges.append(edge(hubs[0], len(nodes) - 1, prices(s, s)))
+    if num_shared:
+        edges.append(edge(shared_nodes[0], len(nodes) - 1, prices(s, s)))
     return Problem(tuple(nodes), tuple(edges), repeats=(Repeat(tuple(instances)),))
 
 
@@ -85,7 +85,7 @@ def with_times(problem: Problem, seed: int, share: float) -> Problem:
 def with_modes(problem: Problem, seed: int, num_modes: int) -> Problem:
     """The same layers with several modes: each has all strategies, and groups do not mix them.
 
-    What a group hands on, and what is in no group, has no mode.
+    Values that a group passes on, and nodes in no group, belong to no component.
     """
     rng = np.random.default_rng(seed)
     groups = problem.repeats[0].instances

@@ -22,7 +22,7 @@ MODELS = {
 
 @dataclass
 class Case:
-    """One model with steering options on a mesh of 2 x 2."""
+    """One model with constraints on a mesh of 2 x 2."""
 
     model: str
     options: dict[str, Any]
