@@ -4,7 +4,6 @@ An entry is a digest and plain numbers. Anything else than exactly what was writ
 missing, so a damaged entry costs time and never a wrong answer.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +11,8 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from autoshard.solve.network import fingerprint
 
 _FORMAT = b"autoshard table 2"
 """Part of every digest; changes with the meaning of keys and entries."""
@@ -52,13 +53,8 @@ class SolvedBlock:
 
 
 def content_key(*parts: bytes) -> str:
-    """Digest of a sequence of byte strings, 64 hex digits: the key of what follows from them."""
-    digest = hashlib.sha256(_FORMAT)
-    for part in parts:
-        # With its length, so that no other sequence gives the same digest.
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
+    """Cache key of a sequence of byte strings, 64 hex digits."""
+    return fingerprint(_FORMAT, *parts).hex()
 
 
 @dataclass(frozen=True, slots=True)

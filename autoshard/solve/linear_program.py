@@ -6,7 +6,7 @@ in one row sum to the strategies that select that row, and likewise for columns.
 through its own API, so that a run reports progress and can be stopped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -100,20 +100,20 @@ def linear_model(network: Network) -> LinearModel:
     sizes = [len(network.variables[v].cost) for v in variables]
     costs = [network.variables[v].cost for v in variables]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
-    blocks = [_Block.one_hot(starts)]
-    right = [np.ones(len(variables))]
     column, row = int(starts[-1]), len(variables)
+    entries = [_entries(np.repeat(np.arange(row), sizes), np.arange(column), 1.0)]
+    right = [np.ones(row)]
     group_starts = list(starts)
     for u, v, link in network.pairs():
         values = link.matrix.values
         rows, cols = np.nonzero(np.isfinite(values))
         flows = column + np.arange(len(rows))
         low, high = row, row + values.shape[0]
-        blocks += [
-            _Block(low + rows, flows, 1.0),
-            _Block(high + cols, flows, 1.0),
-            _Block(low + link.rows, starts[place[u]] + np.arange(sizes[place[u]]), -1.0),
-            _Block(high + link.cols, starts[place[v]] + np.arange(sizes[place[v]]), -1.0),
+        entries += [
+            _entries(low + rows, flows, 1.0),
+            _entries(high + cols, flows, 1.0),
+            _entries(low + link.rows, starts[place[u]] + np.arange(sizes[place[u]]), -1.0),
+            _entries(high + link.cols, starts[place[v]] + np.arange(sizes[place[v]]), -1.0),
         ]
         costs.append(values[rows, cols])
         right.append(np.zeros(sum(values.shape)))
@@ -121,7 +121,7 @@ def linear_model(network: Network) -> LinearModel:
         group_starts.append(column)
     return LinearModel(
         np.concatenate(costs),
-        _assembled(blocks, (row, column)),
+        _assembled(entries, (row, column)),
         np.concatenate(right),
         _usage_rows(network, starts, column),
         network.capacity,
@@ -131,38 +131,30 @@ def linear_model(network: Network) -> LinearModel:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
-    """Entries of one value in a sparse matrix."""
-
-    rows: IntArray
-    cols: IntArray
-    value: float
-
-    @classmethod
-    def one_hot(cls, starts: IntArray) -> "_Block":
-        groups = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-        return cls(groups, np.arange(int(starts[-1])), 1.0)
+_Entries = tuple[IntArray, IntArray, FloatArray]
+"""Row, column and value of some entries of a sparse matrix."""
 
 
-def _assembled(blocks: list[_Block], shape: tuple[int, int]) -> sparse.csr_array:
-    rows = np.concatenate([block.rows for block in blocks])
-    cols = np.concatenate([block.cols for block in blocks])
-    values = np.concatenate([np.full(len(block.rows), block.value) for block in blocks])
+def _entries(rows: IntArray, cols: IntArray, value: float) -> _Entries:
+    return rows, cols, np.full(len(rows), value)
+
+
+def _assembled(entries: Sequence[_Entries], shape: tuple[int, int]) -> sparse.csr_array:
+    if not entries:
+        return sparse.csr_array(shape)
+    rows, cols, values = (np.concatenate(parts) for parts in zip(*entries, strict=True))
     return sparse.csr_array((values, (rows, cols)), shape=shape)
 
 
 def _usage_rows(network: Network, starts: IntArray, width: int) -> sparse.csr_array:
-    rows, cols, values = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)], [np.zeros(0)]
+    entries = []
     for i, variable in enumerate(network.variables.values()):
         for term in variable.terms:
-            times = np.arange(term.first, term.last)
-            used = np.flatnonzero(term.usage)
-            rows.append(np.repeat(times, len(used)))
-            cols.append(np.tile(starts[i] + used, len(times)))
-            values.append(np.tile(term.usage[used], len(times)))
-    entries = (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols)))
-    return sparse.csr_array(entries, shape=(len(network.capacity), width))
+            times, used = np.arange(term.first, term.last), np.flatnonzero(term.usage)
+            cols = np.tile(starts[i] + used, len(times))
+            values = np.tile(term.usage[used], len(times))
+            entries.append((np.repeat(times, len(used)), cols, values))
+    return _assembled(entries, (len(network.capacity), width))
 
 
 _LARGEST_COST = 1e4

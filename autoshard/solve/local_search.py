@@ -234,8 +234,7 @@ def _window(reduced: ReducedProblem, members: list[int], picks: dict[int, int]) 
         picks, [v for v in network.variables if v not in inside]
     )
     for v in members:
-        variable = network.variables[v]
-        part.variables[v], part.links[v], part.changes[v] = variable, {}, 0
+        part.add(v, network.variables[v])
     for v in members:
         for w, link in network.links[v].items():
             if w not in inside:

@@ -138,7 +138,7 @@ def solve_by_mini_buckets(reduced: ReducedProblem) -> None:
             reduced.done
             or state.closed
             or work > settings.max_elimination_work
-            or _num_pairs(reduced) < settings.mini_bucket_min_entries
+            or reduced.network.num_prices < settings.mini_bucket_min_entries
         ):
             return
         state.enter("pass messages")
@@ -147,7 +147,7 @@ def solve_by_mini_buckets(reduced: ReducedProblem) -> None:
         if state.closed:
             return
         state.enter("solve a mini-bucket relaxation")
-        before, gap = _num_strategies(reduced), state.objective - state.bound
+        before, gap = reduced.network.num_strategies, state.objective - state.bound
         left, slack = trws.remaining()
         part = MiniBucketRelaxation(left, work, cutoff=max(gap, slack), effort=state.effort)
         bounds = part.solve(slack)
@@ -166,16 +166,11 @@ def solve_by_mini_buckets(reduced: ReducedProblem) -> None:
             state.objective - state.bound <= (1.0 - settings.mini_bucket_min_gain) * gap < np.inf
         )
         closed = closed or state.objective < np.inf == gap
-        if not closed and _num_strategies(reduced) > (1.0 - settings.mini_bucket_min_gain) * before:
+        if (
+            not closed
+            and reduced.network.num_strategies > (1.0 - settings.mini_bucket_min_gain) * before
+        ):
             work *= settings.mini_bucket_growth
-
-
-def _num_pairs(reduced: ReducedProblem) -> int:
-    return sum(link.matrix.values.size for _, _, link in reduced.network.pairs())
-
-
-def _num_strategies(reduced: ReducedProblem) -> int:
-    return sum(len(variable.cost) for variable in reduced.network.variables.values())
 
 
 class MiniBucketRelaxation:

@@ -13,14 +13,16 @@ from hashlib import blake2b
 from typing import Self
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem
 
 
 def fingerprint(*parts: bytes) -> bytes:
-    """Digest of a sequence of byte strings, to find identical work again."""
-    digest = blake2b(digest_size=16)
+    """Digest of a sequence of byte strings, 32 bytes, to find identical work again."""
+    digest = blake2b(digest_size=32)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
@@ -135,13 +137,8 @@ class Network:
                 fits = node.usage <= slack
                 term = Term(first, last, np.where(fits, node.usage, 0.0))
                 variable = Variable(variable.labels, np.where(fits, node.cost, np.inf), (term,))
-            network.variables[v] = variable
-            network.links[v] = {}
-            network.changes[v] = 0
-        matrices: dict[int, Matrix] = {}
-        for edge in problem.edges:
-            matrix = matrices.setdefault(id(edge.cost), Matrix(edge.cost))
-            network.connect(edge.source, edge.target, Link(matrix, edge.rows, edge.cols))
+            network.add(v, variable)
+        network.connect_all(problem.edges)
         network.ties = tuple(group for group in problem.ties if len(group) > 1)
         return network
 
@@ -202,21 +199,24 @@ class Network:
 
     def components(self) -> list[list[int]]:
         """Variables joined by links, each list ascending, in the order of their first."""
-        seen: set[int] = set()
-        found = []
-        for root in sorted(self.variables):
-            if root in seen:
-                continue
-            seen.add(root)
-            stack, members = [root], []
-            while stack:
-                v = stack.pop()
-                members.append(v)
-                fresh = [w for w in self.links[v] if w not in seen]
-                seen.update(fresh)
-                stack.extend(fresh)
-            found.append(sorted(members))
-        return found
+        names = sorted(self.variables)
+        place = {v: i for i, v in enumerate(names)}
+        pairs = [(place[u], place[v]) for u, v, _ in self.pairs()]
+        return [[names[i] for i in members] for members in components(len(names), pairs)]
+
+    @property
+    def num_strategies(self) -> int:
+        """Remaining strategies of all variables."""
+        return sum(len(variable.cost) for variable in self.variables.values())
+
+    @property
+    def num_prices(self) -> int:
+        """Entries of the matrices of all links."""
+        return sum(link.matrix.values.size for _, _, link in self.pairs())
+
+    def add(self, v: int, variable: Variable) -> None:
+        """Add a variable without links."""
+        self.variables[v], self.links[v], self.changes[v] = variable, {}, 0
 
     def touch(self, *variables: int) -> None:
         """Record an edit."""
@@ -253,6 +253,13 @@ class Network:
         old = self.links[u].get(v)
         self.put(u, v, link if old is None else parallel_sum(old, link))
 
+    def connect_all(self, edges: Iterable[Edge]) -> None:
+        """Add a link for each edge; equal matrices are shared."""
+        matrices: dict[int, Matrix] = {}
+        for edge in edges:
+            matrix = matrices.setdefault(id(edge.cost), Matrix(edge.cost))
+            self.connect(edge.source, edge.target, Link(matrix, edge.rows, edge.cols))
+
     def disconnect(self, u: int, v: int) -> None:
         """Remove the link of two variables."""
         del self.links[u][v], self.links[v][u]
@@ -283,6 +290,24 @@ class Network:
         for u, v, link in self.pairs():
             total += float(link.matrix.values[link.rows[picks[u]], link.cols[picks[v]]])
         return total
+
+
+def component_labels(size: int, first: IntArray, second: IntArray) -> IntArray:
+    """Connected component of each node, shape [size], of the graph of edges first[i]-second[i].
+
+    Components are numbered in the order of their first nodes.
+    """
+    graph = coo_array((np.ones(len(first)), (first, second)), shape=(size, size))
+    return connected_components(graph, directed=False)[1].astype(np.intp)
+
+
+def components(size: int, pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Connected components of a graph, each ascending, in the order of their first nodes."""
+    ends = np.array([*pairs], dtype=np.intp).reshape(-1, 2)
+    members: dict[int, list[int]] = {}
+    for v, label in enumerate(component_labels(size, ends[:, 0], ends[:, 1]).tolist()):
+        members.setdefault(label, []).append(v)
+    return [*members.values()]
 
 
 def spread(

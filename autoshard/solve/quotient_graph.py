@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.solve.problem import Edge, Problem
-from autoshard.solve.runs import Run, covered_edges
+from autoshard.solve.runs import Run, covered_edges, group_edges
 
 _LEAST_GROUPS = 4
 """Groups of a run from which on folding it makes fewer node classes."""
@@ -93,7 +93,7 @@ class QuotientGraph:
         for edge in covered_edges(problem, inner):
             self._add_edge_class(edge, self.class_of[edge.source], self.class_of[edge.target], 1)
         for run in inner:
-            for edge in _edges_of_second(problem, run):
+            for edge in group_edges(problem, run):
                 self._bind(edge, _alike_edges(run, edge))
 
     def weight(self, port: int) -> float:
@@ -151,17 +151,6 @@ def _alike_nodes(problem: Problem, runs: Sequence[Run]) -> Iterator[tuple[int, .
                 yield nodes[-1:]
             else:
                 yield nodes
-
-
-def _edges_of_second(problem: Problem, run: Run) -> list[Edge]:
-    """Edges of a run's second group: inside it, to the group before it, to shared nodes."""
-    group = set(run.instances[1])
-    around = group | set(run.before_of(1)) | set(run.shared_nodes)
-    return [
-        edge
-        for edge in problem.edges
-        if {edge.source, edge.target} <= around and not {edge.source, edge.target}.isdisjoint(group)
-    ]
 
 
 def _alike_edges(run: Run, edge: Edge) -> Iterator[tuple[int, int]]:

@@ -293,7 +293,7 @@ def _limited(reduced: ReducedProblem) -> bool:
         share = state.settings.window_share * min(state.remaining, state.settings.core_seconds)
         search_windows(reduced, _close, seconds=share)
         _search_restricted(reduced, least, best.seen)
-        before = sum(len(x.cost) for x in reduced.network.variables.values())
+        before = reduced.network.num_strategies
         dropped = reduced.prune(least)
         reduced.reduce()
         if dropped < state.settings.min_dropped * before:

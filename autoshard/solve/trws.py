@@ -327,8 +327,7 @@ class TRWS:
         left = Network()
         left.constant = flat.constant - paid
         for v, cost in zip(flat.variables, np.split(total, flat.starts[1:-1]), strict=True):
-            left.variables[v] = Variable(np.arange(len(cost)), cost)
-            left.links[v], left.changes[v] = {}, 0
+            left.add(v, Variable(np.arange(len(cost)), cost))
         for u, v, row, col in flat.joined:
             link = network.links[u][v]
             rows, cols = link.matrix.values.shape
@@ -521,10 +520,6 @@ def _cheapest(level: Level, score: FloatArray) -> IntArray:
     return picks
 
 
-def _num_prices(network: Network) -> int:
-    return sum(link.matrix.values.size for _, _, link in network.pairs())
-
-
 def _is_large(network: Network, settings: SolverSettings) -> bool:
     """True if messages should come before a linear program."""
     usage = sum(
@@ -532,12 +527,12 @@ def _is_large(network: Network, settings: SolverSettings) -> bool:
         for variable in network.variables.values()
         for term in variable.terms
     )
-    return _num_prices(network) + usage >= settings.large_entries
+    return network.num_prices + usage >= settings.large_entries
 
 
 def is_huge(network: Network, settings: SolverSettings) -> bool:
     """True if a linear program would take too long to be of use."""
-    return _num_prices(network) >= settings.huge_entries
+    return network.num_prices >= settings.huge_entries
 
 
 def ascend(reduced: ReducedProblem) -> None:

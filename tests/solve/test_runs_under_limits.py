@@ -211,7 +211,7 @@ def test_the_last_group_may_be_priced_otherwise(
     for v in problem.repeats[0].instances[-1]:
         costs[v] = rng.integers(0, 12, len(costs[v])) / 2
     priced = tuple(replace(node, cost=c) for node, c in zip(problem.nodes, costs, strict=True))
-    contracted = ContractedProblem(problem, find_runs(problem))
+    contracted = ContractedProblem(problem)
     if not contracted.worthwhile:
         return
     answer = contracted.minimise(costs, {})

@@ -18,6 +18,7 @@ from autoshard.solve.presolve.merge_variables import (
     NormalizeLinks,
     SolveLowTreewidth,
     SubstituteVariables,
+    min_plus,
 )
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
@@ -57,6 +58,7 @@ __all__ = [
     "SolveLowTreewidth",
     "SubstituteVariables",
     "default_reductions",
+    "min_plus",
     "nothing_to_undo",
     "sequence",
 ]

@@ -112,7 +112,7 @@ class Presolve:
 def _size(network: Network) -> dict[str, int]:
     return {
         "nodes": len(network.variables),
-        "strategies": sum(len(x.cost) for x in network.variables.values()),
+        "strategies": network.num_strategies,
         "links": sum(len(links) for links in network.links.values()) // 2,
         "limits": len(network.capacity),
     }

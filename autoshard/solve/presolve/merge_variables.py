@@ -12,7 +12,15 @@ import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.elimination import Elimination
-from autoshard.solve.network import Link, Matrix, Network, Term, Variable, fingerprint
+from autoshard.solve.network import (
+    Link,
+    Matrix,
+    Network,
+    Term,
+    Variable,
+    fingerprint,
+    joint_classes,
+)
 from autoshard.solve.presolve.base import Inverse, Worklist, nothing_to_undo, sequence
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
@@ -366,9 +374,11 @@ class EliminateNeighbours:
             right.rows.tobytes(),
         )
         if key not in self.products:
-            self.products[key] = Matrix(
-                min_plus(*_cheapest(cost, left.rows, right.rows), left.matrix, right.matrix)
-            )
+            members, classes = joint_classes(left.rows, right.rows)
+            least = np.full(len(members), np.inf)
+            np.minimum.at(least, classes, cost)
+            first = least[:, None] + left.matrix.values[left.rows[members]]
+            self.products[key] = Matrix(min_plus(first.T, right.matrix.values[right.rows[members]]))
         return self.products[key]
 
 
@@ -387,25 +397,10 @@ def _decision(network: Network, v: int) -> Inverse:
     return invert
 
 
-def _cheapest(
-    cost: FloatArray, rows: IntArray, cols: IntArray
-) -> tuple[FloatArray, IntArray, IntArray]:
-    """Least cost of each distinct pair of labels, with the pair."""
-    width = int(cols.max()) + 1
-    pairs, place = np.unique(rows * width + cols, return_inverse=True)
-    least = np.full(len(pairs), np.inf)
-    np.minimum.at(least, place, cost)
-    return least, pairs // width, pairs % width
-
-
-def min_plus(
-    cost: FloatArray, rows: IntArray, cols: IntArray, left: Matrix, right: Matrix
-) -> FloatArray:
-    """Entry [c, d] is the least of `cost[k] + left[rows[k], c] + right[cols[k], d]` over k."""
-    first = (cost[:, None] + left.values[rows]).T
-    second = right.values[cols]
+def min_plus(first: FloatArray, second: FloatArray) -> FloatArray:
+    """Min-plus product of two matrices, [I, K] by [K, J] to [I, J]."""
     out = np.empty((len(first), second.shape[1]))
-    step = max(1, _BLOCK // second.size)
+    step = max(1, _BLOCK // max(second.size, 1))
     for start in range(0, len(first), step):
         block = first[start : start + step]
         out[start : start + step] = (block[:, :, None] + second[None]).min(axis=1)

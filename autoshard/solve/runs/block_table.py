@@ -13,8 +13,6 @@ from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.block_cache import (
@@ -25,7 +23,7 @@ from autoshard.solve.block_cache import (
     content_key,
 )
 from autoshard.solve.elimination import Elimination, Evaluation
-from autoshard.solve.network import Matrix, Network
+from autoshard.solve.network import Matrix, Network, Variable, component_labels, components
 from autoshard.solve.presolve import (
     DropDominated,
     EliminateNeighbours,
@@ -34,8 +32,8 @@ from autoshard.solve.presolve import (
     NormalizeLinks,
     Presolve,
 )
-from autoshard.solve.problem import Edge, Node, Problem, ShortestPathCost
-from autoshard.solve.runs.find import Run
+from autoshard.solve.problem import Edge, Problem, ShortestPathCost
+from autoshard.solve.runs.find import Run, group_edges
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 Component = Mapping[int, IntArray]
@@ -88,10 +86,8 @@ def _parts(cost: FloatArray) -> tuple[int, IntArray]:
     if finite.all(axis=1).any() and finite.any(axis=1).all():
         return 1, np.zeros(num_rows + num_cols, dtype=np.intp)
     rows, cols = np.nonzero(finite)
-    size = num_rows + num_cols
-    links = coo_array((np.ones(len(rows)), (rows, num_rows + cols)), shape=(size, size))
-    _, parts = connected_components(links, directed=False)
-    return len(np.intersect1d(parts[:num_rows], parts[num_rows:])), parts.astype(np.intp)
+    parts = component_labels(num_rows + num_cols, rows, num_rows + cols)
+    return len(np.intersect1d(parts[:num_rows], parts[num_rows:])), parts
 
 
 def _ways(
@@ -107,9 +103,7 @@ def _ways(
         size += int(parts.max()) + 1
     if not splitting:
         return []
-    left, right = np.concatenate(first), np.concatenate(second)
-    links = coo_array((np.ones(len(left)), (left, right)), shape=(size, size))
-    _, joined = connected_components(links, directed=False)
+    joined = component_labels(size, np.concatenate(first), np.concatenate(second))
     spans = {v: joined[place[v] : place[v] + n] for v, n in zip(place, sizes, strict=True)}
     return [
         [
@@ -126,13 +120,7 @@ def _pieces(edges: Sequence[Edge]) -> list[list[int]]:
     """Nodes by what edges join, ascending."""
     nodes = sorted({v for edge in edges for v in (edge.source, edge.target)})
     ends = np.searchsorted(nodes, [(edge.source, edge.target) for edge in edges])
-    shape = (len(nodes), len(nodes))
-    links = coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=shape)
-    num_pieces, piece = connected_components(links, directed=False)
-    members: list[list[int]] = [[] for _ in range(num_pieces)]
-    for v, i in zip(nodes, piece.tolist(), strict=True):
-        members[i].append(v)
-    return members
+    return [[nodes[i] for i in piece] for piece in components(len(nodes), ends.tolist())]
 
 
 class RunBlock:
@@ -156,14 +144,7 @@ class RunBlock:
         self._store = store
         group, before, shared_nodes = run.instances[1], run.before_of(1), run.shared_nodes
         self._members = (*before, *shared_nodes, *group)
-        around, inside = set(self._members), set(group)
-        self.edges = [
-            e
-            for e in problem.edges
-            if (e.source in inside or e.target in inside)
-            and e.source in around
-            and e.target in around
-        ]
+        self.edges = group_edges(problem, run)
         self.num_reused = self.num_solved = 0
 
     @cached_property
@@ -376,14 +357,13 @@ class BlockTemplate:
         relaxed: dict[int, FloatArray] = {}
         every = (self._edge(edge, labels, relaxed) for edge in self._block.edges)
         edges = [edge for edge in every if edge is not None]
-        group = set(self.run.instances[1])
-        nodes = []
-        for v in self._place:
+        group, network = set(self.run.instances[1]), Network()
+        for v, place in self._place.items():
             cost = costs[v] if v in group else np.zeros(self.num_strategies(v))
             if v in labels:
                 cost = cost[labels[v]]
-            nodes.append(Node(cost + relaxed.get(v, 0.0), np.zeros_like(cost)))
-        network = Network.from_problem(Problem(tuple(nodes), tuple(edges)))
+            network.add(place, Variable(np.arange(len(cost)), cost + relaxed.get(v, 0.0)))
+        network.connect_all(edges)
         seen = range(len(self._seen))
         inverse = reduce_around(network, seen, self._known, effort=self._effort)
         plan = Elimination.compile(network, most_work=most_work, keep=seen, effort=self._effort)

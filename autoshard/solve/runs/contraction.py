@@ -14,9 +14,9 @@ import numpy as np
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
 from autoshard.solve.elimination import Elimination, Evaluation, Table
-from autoshard.solve.network import Network
-from autoshard.solve.presolve import Inverse
-from autoshard.solve.problem import Node, Problem
+from autoshard.solve.network import Network, Variable
+from autoshard.solve.presolve import Inverse, min_plus
+from autoshard.solve.problem import Problem
 from autoshard.solve.runs.block_table import (
     BlockTable,
     BlockTemplate,
@@ -25,21 +25,13 @@ from autoshard.solve.runs.block_table import (
     RunBlock,
     reduce_around,
 )
-from autoshard.solve.runs.find import Run, covered_edges
+from autoshard.solve.runs.find import Run, covered_edges, independent_runs
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
-
-_BLOCK = 1 << 20
 
 
 def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
     """Min-plus products of stacks of matrices, [M, I, K] by [M, K, J] to [M, I, J]."""
-    out = np.empty((left.shape[0], left.shape[1], right.shape[2]))
-    step = max(1, _BLOCK // max(right.shape[1] * right.shape[2], 1))
-    for m in range(left.shape[0]):
-        for start in range(0, left.shape[1], step):
-            part = left[m, start : start + step]
-            out[m, start : start + step] = (part[:, :, None] + right[m][None]).min(axis=1)
-    return out
+    return np.stack([min_plus(*pair) for pair in zip(left, right, strict=True)])
 
 
 def min_plus_power(matrices: FloatArray, exponent: int) -> FloatArray:
@@ -197,7 +189,6 @@ class ContractedProblem:
 
     Args:
         problem: the problem; its usage limit is ignored.
-        runs: disjoint runs in it.
         store: keeps tables of groups for other solves, if there is one.
         effort: limits of work, and when to stop.
 
@@ -209,7 +200,6 @@ class ContractedProblem:
     def __init__(
         self,
         problem: Problem,
-        runs: Sequence[Run],
         store: KeyValueStore | None = None,
         *,
         effort: Effort = DEFAULT_EFFORT,
@@ -219,11 +209,7 @@ class ContractedProblem:
         self._known = PresolveMemo()
         self._at: _AtCosts | None = None
         self.work = 0.0
-        gone = {v for run in runs for instance in run.instances for v in instance}
-        staying = {v for run in runs for v in run.last_boundary}
-        self._runs = [
-            run for run in runs if not (gone - staying) & {*run.before, *run.shared_nodes}
-        ]
+        self._runs = independent_runs(problem)
         gone = {v for run in self._runs for instance in run.instances for v in instance}
         self._boundary = {v for run in self._runs for v in run.last_boundary}
         self._stay = [v for v in range(len(problem.nodes)) if v not in gone or v in self._boundary]
@@ -428,30 +414,12 @@ class ContractedProblem:
 
     def _reduce_rest(self, costs: Sequence[FloatArray]) -> tuple[Network, Inverse]:
         """The network outside of runs, reduced; tables price the last boundary nodes."""
-        place = {v: i for i, v in enumerate(self._stay)}
-        nodes = [
-            Node(
-                np.zeros_like(costs[v]) if v in self._boundary else costs[v],
-                np.zeros_like(costs[v]),
-            )
-            for v in self._stay
-        ]
-        edges = [
-            type(e)(place[e.source], place[e.target], e.cost, e.rows, e.cols) for e in self._edges
-        ]
-        network = _renamed(Network.from_problem(Problem(tuple(nodes), tuple(edges))), self._stay)
+        network = Network()
+        for v in self._stay:
+            cost = np.zeros_like(costs[v]) if v in self._boundary else costs[v]
+            network.add(v, Variable(np.arange(len(cost)), cost))
+        network.connect_all(self._edges)
         seen = {
             v for run in self._runs for v in (*run.before, *run.last_boundary, *run.shared_nodes)
         }
         return network, reduce_around(network, seen, self._known, effort=self._effort)
-
-
-def _renamed(network: Network, names: Sequence[int]) -> Network:
-    """The same network with other numbers for its variables."""
-    renamed = Network()
-    renamed.constant = network.constant
-    for i, name in enumerate(names):
-        renamed.variables[name] = network.variables[i]
-        renamed.links[name] = {names[j]: link for j, link in network.links[i].items()}
-        renamed.changes[name] = 0
-    return renamed

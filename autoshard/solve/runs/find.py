@@ -248,6 +248,18 @@ def _before(second: _Instance, rest: Counter[_Row]) -> dict[int, int] | None:
     return None if any(wanted.values()) else found
 
 
+def group_edges(problem: Problem, run: Run) -> list[Edge]:
+    """Edges of a run's second group: inside it, to the group before it, to shared nodes."""
+    inside = set(run.instances[1])
+    around = inside | set(run.before_of(1)) | set(run.shared_nodes)
+    return [
+        edge
+        for edge in problem.edges
+        if {edge.source, edge.target} <= around
+        and not inside.isdisjoint((edge.source, edge.target))
+    ]
+
+
 def covered_edges(problem: Problem, runs: Sequence[Run]) -> list[Edge]:
     """The edges that no run accounts for: between nodes that stay when runs are condensed."""
     gone = {v for run in runs for instance in run.instances[:-1] for v in instance}

@@ -212,7 +212,7 @@ def solve_runs(state: SolveState) -> RunOutcome:
     """
     problem = state.problem
     runs = find_runs(problem)
-    contracted = ContractedProblem(problem, runs, state.block_cache, effort=state.effort)
+    contracted = ContractedProblem(problem, state.block_cache, effort=state.effort)
     if problem.ties or not contracted.worthwhile:
         return RunOutcome.SKIPPED
     try:
