@@ -1,12 +1,11 @@
 """What operators and parameters cost on one rank: seconds and bytes."""
 
-from autoshard.costs.compute import Category, categorise, operator_times, pace_name
+from autoshard.costs.compute import Category, categorise, efficiency_key, operator_times
 from autoshard.costs.memory import (
-    BorderBytes,
     ParameterBytes,
     SavedBytes,
     activation_bytes,
-    border_bytes,
+    halo_bytes,
     parameter_bytes,
     parse_bytes,
     saved_bytes,
@@ -15,7 +14,6 @@ from autoshard.costs.optimizer import Optimizer, OptimizerSpec, optimizer_time
 from autoshard.costs.overlap import ForwardBackward, Overlap, overlapped_seconds
 
 __all__ = [
-    "BorderBytes",
     "Category",
     "ForwardBackward",
     "Optimizer",
@@ -24,12 +22,12 @@ __all__ = [
     "ParameterBytes",
     "SavedBytes",
     "activation_bytes",
-    "border_bytes",
     "categorise",
+    "efficiency_key",
+    "halo_bytes",
     "operator_times",
     "optimizer_time",
     "overlapped_seconds",
-    "pace_name",
     "parameter_bytes",
     "parse_bytes",
     "saved_bytes",

@@ -36,7 +36,7 @@ from autoshard.costs.local import LocalSizes, letters_of
 from autoshard.graph import DType, Tensor
 from autoshard.mesh import Device, RooflineFit
 from autoshard.mesh.topology import MATMUL_EFFICIENCY
-from autoshard.ops import Call, OperatorRule, Strategy, kernel_for
+from autoshard.ops import Call, OperatorRule, Strategy, spec_for
 
 
 class Category(StrEnum):
@@ -86,13 +86,13 @@ def operator_times(
     return seconds
 
 
-def pace_name(call: Call) -> str:
+def efficiency_key(call: Call) -> str:
     """The name under which a device knows how long an operator takes.
 
     What takes an operator to another kernel is part of it: that attention is causal, and that
     it draws random numbers beside, as dropout does.
     """
-    draws = kernel_for(call.operator).draws
+    draws = spec_for(call.operator).draws
     words = [call.operator]
     words += ["causal"] * call.flag("is_causal")
     words += ["drawing"] * bool(draws and call.argument(draws))

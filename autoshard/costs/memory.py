@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from autoshard.costs.local import LocalSizes
 from autoshard.costs.optimizer import OptimizerSpec
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Tensor
-from autoshard.ops import OperatorRule, Saved, Strategy
+from autoshard.ops import OperatorRule, SavedByAutograd, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +96,12 @@ class SavedBytes:
     extra: FloatArray
 
 
-class BorderBytes(NamedTuple):
-    """Bytes that edges of neighbours' slices take on one rank, each of shape [S].
-
-    Attributes:
-        kept: until backward.
-        working_backward: while backward runs.
-    """
-
-    kept: FloatArray
-    working_backward: FloatArray
-
-
 def saved_bytes(
     rule: OperatorRule,
     strategies: Sequence[Strategy],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
-    saved: Saved,
+    saved: SavedByAutograd,
 ) -> SavedBytes:
     """Bytes that one rank keeps of a call until its backward.
 
@@ -138,20 +125,23 @@ def saved_bytes(
     )
 
 
-def border_bytes(rule: OperatorRule, strategies: Sequence[Strategy]) -> BorderBytes:
-    """Bytes that the edges of neighbours' slices take on one rank.
+def halo_bytes(rule: OperatorRule, strategies: Sequence[Strategy]) -> tuple[FloatArray, FloatArray]:
+    """Bytes of halos on one rank: saved until backward, and used while backward runs.
 
     Args:
         rule: the operator's rule.
         strategies: strategies of that rule; S of them.
+
+    Returns:
+        Both of shape [S].
     """
     if not rule.halo.edges:
         nothing = np.zeros(len(strategies))
-        return BorderBytes(nothing, nothing)
-    every = [rule.halo.borders_of(rule.sizes, strategy.sizes) for strategy in strategies]
-    return BorderBytes(
-        np.array([borders.kept for borders in every], dtype=float),
-        np.array([borders.working_backward for borders in every], dtype=float),
+        return nothing, nothing
+    halos = [rule.halo.letter_nbytes(rule.sizes, strategy.sizes) for strategy in strategies]
+    return (
+        np.array([halo.saved for halo in halos], dtype=float),
+        np.array([halo.backward_workspace for halo in halos], dtype=float),
     )
 
 

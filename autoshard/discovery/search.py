@@ -21,7 +21,7 @@ from autoshard.graph.checks import MAX_FREE, MAX_GROUPS
 from autoshard.graph.ir import anonymous
 from autoshard.layouts import AxisType, I, P, R, S
 from autoshard.ops import axis_rules
-from autoshard.ops.given import given_rule
+from autoshard.ops.index_space import given_rule
 
 MAX_COMBINATIONS = 512
 """Combinations of input types that are tried with one dim cut."""

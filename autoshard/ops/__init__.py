@@ -1,52 +1,58 @@
-"""Sharding rules per operator family."""
+"""Operators: one `OperatorSpec` each, in one file per family, and their sharding rules."""
 
-from autoshard.ops.aliasing import Strides, made_strides, passes_gradient, view_strides
-from autoshard.ops.call import Call, call_of
-from autoshard.ops.fused import chunked_types, weights_of
-from autoshard.ops.kept import Extra, Saved
-from autoshard.ops.local_kernels import Kernel, LocalKernel, kernel_for
-from autoshard.ops.reduction import InnerCollective, Operation, Reduction, Reductions
-from autoshard.ops.registry import has_rule, is_view, rule_for, with_rules
+from autoshard.ops.collectives import InnerCollective, Operation, Reduction, Reductions
+from autoshard.ops.interleaved import interleaved_types, weights_of
+from autoshard.ops.registry import (
+    backward_workspace,
+    has_rule,
+    is_view,
+    made_strides,
+    passes_gradient,
+    rule_for,
+    saved_tensors,
+    spec_for,
+    view_strides,
+    with_rules,
+)
 from autoshard.ops.rule import (
     AxisRule,
-    Chunked,
     Dims,
+    Interleaved,
     OperatorRule,
     Strategy,
     axis_rules,
     strategies,
 )
-from autoshard.ops.saved import has_saved_row, saved_by
-from autoshard.ops.working import backward_working
+from autoshard.ops.spec import Call, ExtraTensor, Kernel, OperatorSpec, SavedByAutograd, call_of
+from autoshard.ops.strides import Strides
 
 __all__ = [
     "AxisRule",
     "Call",
-    "Chunked",
     "Dims",
-    "Extra",
+    "ExtraTensor",
     "InnerCollective",
+    "Interleaved",
     "Kernel",
-    "LocalKernel",
     "Operation",
     "OperatorRule",
+    "OperatorSpec",
     "Reduction",
     "Reductions",
-    "Saved",
+    "SavedByAutograd",
     "Strategy",
     "Strides",
     "axis_rules",
-    "backward_working",
+    "backward_workspace",
     "call_of",
-    "chunked_types",
     "has_rule",
-    "has_saved_row",
+    "interleaved_types",
     "is_view",
-    "kernel_for",
     "made_strides",
     "passes_gradient",
     "rule_for",
-    "saved_by",
+    "saved_tensors",
+    "spec_for",
     "strategies",
     "view_strides",
     "weights_of",

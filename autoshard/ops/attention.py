@@ -1,40 +1,49 @@
 """Scaled dot-product attention as one operator."""
 
-from collections.abc import Mapping
 from itertools import chain
 from math import prod
 
-from autoshard.ops.call import Call, Rule
-from autoshard.ops.reduction import Reductions, statistic_bytes
+from autoshard.graph import DType
+from autoshard.ops.collectives import Reductions, statistic_bytes
+from autoshard.ops.index_space import IndexSpace, broadcast, replicated
 from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.space import Space, broadcast
+from autoshard.ops.spec import (
+    Call,
+    ExtraTensor,
+    Gradients,
+    Kernel,
+    OperatorSpec,
+    SavedByAutograd,
+    like,
+    saved_by_name,
+    statistic,
+)
 
 _PASSES = 10
-"""How often scores are read or written where keys are cut: a product writes them, two passes
-find the largest and the sum, three change them, and a product reads them."""
+"""Reads and writes of the scores if keys are sharded: a product writes them, two passes compute
+the maximum and the sum, three transform them, and a product reads them."""
 
 
 def _attention(call: Call) -> OperatorRule:
     """query[*,h,l,d], key[*,h,s,d], value[*,h,s,e] -> [*,h,l,e], mask broadcast to [*,h,l,s].
 
-    Batch and heads are independent, and so are queries; where `is_causal` derives the mask
-    from a query's place, a rank is told the place of its own (`Kernel.ATTENTION`). A softmax
-    runs over s: where keys are cut, ranks share per query the largest score, then the sum of
-    exponentials with the sum of values that these weigh. Scores are summed over d before that;
-    cutting e would repeat them on every rank and is not offered. With grouped queries a query
-    head is (group, member), and keys and values have the groups alone.
+    Batch, heads and queries are independent; with `is_causal` a rank needs the global position
+    of its queries (`Kernel.ATTENTION`). If keys are sharded, ranks combine per query the maximal
+    score, then the sum of exponentials with the values that they weigh. Scores are summed over d
+    before that; sharding e would repeat them on every rank and is not offered. With grouped
+    queries a query head is (group, member), and keys and values have the groups alone.
 
-    The flops are 2 b h l s (d + e), forward; a causal kernel computes those scores only that
+    The flops are 2 b h l s (d + e), forward; a causal kernel computes only those scores that
     its queries see.
     """
     query, key, value = (tensor.shape for tensor in call.inputs[:3])
-    space = Space(call)
+    space = IndexSpace(call)
     causal = call.flag("is_causal")
-    # Ranks would have to drop the same weights out of other slices than the whole program does.
-    is_cuttable = call.number("dropout_p", 0.0) == 0
-    sequence = (space.free if is_cuttable else space.fixed)(key[-2])
+    # With dropout, ranks would have to draw the mask of the global scores.
+    drops = call.number("dropout_p", 0.0) != 0
+    sequence = (space.fixed if drops else space.free)(key[-2])
     depth, value_depth = space.fixed(key[-1]), space.fixed(value[-1])
-    # Queries behind the last key would see all keys, as no slice of keys says.
+    # Queries after the last key see all keys, which a shard of the keys cannot know.
     ordered = not causal or query[-2] <= key[-2]
     rows = space.in_order((space.free if ordered else space.fixed)(query[-2]))
     if causal:
@@ -54,7 +63,7 @@ def _attention(call: Call) -> OperatorRule:
         linear=[call.positions("value")],
         reduced=Reductions.of(
             f"max sum*{value[-1] + 1}",
-            over=sequence if is_cuttable else (),
+            over=() if drops else sequence,
             per=chain(*queries, rows),
             itemsize=number,
             spilled=chain(*scores),
@@ -65,7 +74,7 @@ def _attention(call: Call) -> OperatorRule:
     )
 
 
-def _leading(space: Space, call: Call) -> tuple[Dims, Dims]:
+def _leading(space: IndexSpace, call: Call) -> tuple[Dims, Dims]:
     """Letters of the batch and head dims of the queries, and of the keys and values."""
     *batch, _, _ = call.outputs[0].shape
     if not call.flag("enable_gqa"):
@@ -78,6 +87,66 @@ def _leading(space: Space, call: Call) -> tuple[Dims, Dims]:
     return (*outer, (*group, *member)), (*outer, group)
 
 
-RULES: Mapping[str, Rule] = {
-    "aten.scaled_dot_product_attention.default": _attention,
-}
+def _saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    """Also a log-sum-exp per query; a boolean mask is converted to one that is added."""
+    rank = len(call.inputs[0].shape)
+    extras = [statistic(call, range(rank - 1))]
+    names = "query key value out"
+    mask = call.tensor("attn_mask")
+    if mask is not None and mask.dtype.is_differentiable:
+        names += " attn_mask"
+    elif mask is not None:
+        extras.append(like(call, 3, call.inputs[0].dtype.itemsize))
+    return saved_by_name(names, call, gradients, *extras)
+
+
+def _workspace(call: Call, _: Gradients) -> tuple[ExtraTensor, ...]:
+    """Dao 2023, algorithm 2: the gradient of the queries is accumulated in float32.
+
+    Gradients of grouped keys and values are made per query head, and summed.
+    """
+    query, key = call.inputs[:2]
+    sums = [like(call, 0, DType.FLOAT32.itemsize)]
+    if call.flag("enable_gqa"):
+        ratio = query.shape[-3] // key.shape[-3]
+        sums.extend(like(call, i, key.dtype.itemsize, times=ratio) for i in (1, 2))
+    return tuple(sums)
+
+
+SPECS = (
+    OperatorSpec(
+        "scaled_dot_product_attention.default",
+        _attention,
+        saves=_saves,
+        backward_workspace=_workspace,
+        keeps_memory_order=True,
+        kernel=Kernel.ATTENTION,
+        kernel_argument="is_causal",
+        draws="dropout_p",
+        unsharded="Keys, with dropout of the scores.",
+        examples="""
+            query[b,h,s,d] key[b,h,t,d] value[b,h,t,d] attn_mask:bool[b,1,s,t] -> [b,h,s,d]
+            query[b,(g m),s,d] key[b,g,s,d] value[b,g,s,d] is_causal=True \
+                enable_gqa=True -> [b,(g m),s,d]
+        """,
+    ),
+    # The fused kernels themselves, which exports hardly contain.
+    OperatorSpec(
+        "_scaled_dot_product_flash_attention",
+        replicated,
+        saves="query key value out out1",
+        draws="",
+    ),
+    OperatorSpec(
+        "_scaled_dot_product_flash_attention_for_cpu",
+        replicated,
+        saves="query key value attn_mask out out1",
+        draws="",
+    ),
+    OperatorSpec(
+        "_scaled_dot_product_efficient_attention",
+        replicated,
+        saves="query key value attn_bias out out1",
+        draws="",
+    ),
+)

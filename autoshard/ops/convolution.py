@@ -1,7 +1,7 @@
-"""Convolutions, pooling and resampling of images, sounds and videos.
+"""Convolutions, pooling and resampling of images, audio and video.
 
-Samples, channels and groups may be cut, and places where each stride of the large image has one
-place of the small one. Where windows overlap, ranks exchange the edges of their slices (`Halo`).
+Samples, channels and groups may be sharded, and spatial dims if strides divide them. If windows
+overlap, ranks exchange the edges of their shards (`Halo`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,21 @@ from functools import partial
 from itertools import chain
 from math import prod
 
-from autoshard.ops.call import Call, Rule
-from autoshard.ops.halo import Edges, Halo
+from autoshard.graph import DType
+from autoshard.ops.collectives import Edges, Halo
+from autoshard.ops.index_space import IndexSpace
 from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.space import Shape, Space
+from autoshard.ops.spec import (
+    NOTHING_SAVED,
+    Call,
+    Gradients,
+    Kernel,
+    OperatorSpec,
+    SavedByAutograd,
+    like,
+    saved_by_name,
+)
+from autoshard.ops.strides import Shape
 from autoshard.ops.windows import (
     INTERPOLATIONS,
     RANKS,
@@ -27,20 +38,20 @@ from autoshard.ops.windows import (
 def _convolution(call: Call, *, transposed: bool = False) -> OperatorRule:
     """input[n,(g i),*], weight[(g o),i,*] or transposed [(g i),o,*], bias -> [n,(g o),*].
 
-    Summed over i and the kernel. A rank with a slice of the groups is told how many it has
-    (`Kernel.GROUPS`). The flops are two per sample, group, pair of channels, kernel element
-    and place: of the output, or of the input when transposed.
+    Summed over i and the kernel. Ranks may have some of the groups (`Kernel.GROUPS`). The flops
+    are two per sample, group, pair of channels, kernel element and position of the output, or of
+    the input when transposed.
     """
     image, weight = (tensor.shape for tensor in call.inputs[:2])
     result = call.outputs[0].shape
     batch = len(image) - (len(weight) - 1)
     groups = call.integer("groups", 1)
-    space = Space(call)
+    space = IndexSpace(call)
     samples = space.free_dims(image[:batch])
     group = space.free(groups) if batch else space.fixed(groups)
     inner, outer = space.free(image[batch] // groups), space.free(result[batch] // groups)
     if groups > 1:
-        space.in_order(inner)  # or the kernel would take a slice of each group for groups
+        space.in_order(inner)  # the kernel takes contiguous groups
     first, second = (inner, outer) if transposed else (outer, inner)
     small, large = (image, result) if transposed else (result, image)
     windows = convolution_windows(call, weight[2:])
@@ -64,26 +75,26 @@ def _convolution(call: Call, *, transposed: bool = False) -> OperatorRule:
 
 
 def _is_symmetric(call: Call, kernel: Shape, *, transposed: bool) -> bool:
-    """Whether a rank can run the operator on a slice with all edges instead of padding."""
+    """Whether a rank can run the operator on a shard with its halo instead of padding."""
     windows = convolution_windows(call, kernel)
     if transposed:
-        # Otherwise places at the end of the large image belong to no window.
+        # Otherwise positions at the end of the large image are in no window.
         return all(window.extent >= window.stride for window in windows)
     return all(window.padding == window.trailing for window in windows)
 
 
 class _Places:
-    """Letters of the places of two images, of which the large one has a window for each.
+    """Letters of the spatial dims of two images, see `autoshard.ops.windows`.
 
-    Where each place of the small image has a stride of the large one, a place of the large one
-    is (place of the small one, place in the stride). Then slices of both belong together.
+    If the large image is `stride` times as large as the small one, its dim is (position of the
+    small one, position in the stride), so that shards of both correspond.
 
     Args:
-        space: where letters are from.
-        windows: along each dim.
-        small: the places of the small image.
-        large: those of the large one.
-        exchanged: whether ranks may exchange edges where windows overlap.
+        space: allocates the letters.
+        windows: the windows along each dim.
+        small: spatial shape of the small image.
+        large: spatial shape of the large image.
+        exchanged: whether ranks may exchange halos if windows overlap.
 
     Attributes:
         small: letters of each dim of the small image.
@@ -92,7 +103,7 @@ class _Places:
 
     def __init__(
         self,
-        space: Space,
+        space: IndexSpace,
         windows: Sequence[Window],
         small: Shape,
         large: Shape,
@@ -116,7 +127,7 @@ class _Places:
     def with_halo(
         self, rule: OperatorRule, call: Call, *, scattered: bool = False, rebuilds: bool = False
     ) -> OperatorRule:
-        """The rule with what ranks exchange.
+        """The rule with the halos of overlapping windows.
 
         Args:
             rule: the rule.
@@ -140,13 +151,13 @@ def _with_halo(
     trims: bool = False,
     rebuilds: bool = False,
 ) -> OperatorRule:
-    """The rule with the edges that letters need, which are cut evenly.
+    """The rule with halos for some letters, which must then be sharded evenly.
 
     Args:
         rule: the rule.
         call: its call.
-        edges: of each letter.
-        trims: whether more is made of an extended slice than is the rank's.
+        edges: width of the halo by letter.
+        trims: whether the output of an extended shard is trimmed to the rank's.
         rebuilds: whether backward needs the first input.
     """
     if not edges:
@@ -164,7 +175,7 @@ def _with_halo(
 def _pool(call: Call, *, rank: int, linear: bool) -> OperatorRule:
     """Windows over the last `rank` dims; samples and channels are independent."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
-    space = Space(call)
+    space = IndexSpace(call)
     kept = space.free_dims(before[:-rank])
     windows = pooling_windows(call, rank)
     at = _Places(
@@ -180,9 +191,9 @@ def _pool(call: Call, *, rank: int, linear: bool) -> OperatorRule:
 
 
 def _adaptive_pool(call: Call, *, rank: int) -> OperatorRule:
-    """As many places as asked for; a single one is a mean (`Kernel.SCALED`)."""
+    """A given number of positions; a single one is a mean (`Kernel.SCALED`)."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
-    space = Space(call)
+    space = IndexSpace(call)
     kept = space.free_dims(before[:-rank])
     mean = set(after[-rank:]) == {1}
     pooled = (space.free_dims if mean else space.fixed_dims)(before[-rank:])
@@ -195,9 +206,9 @@ def _adaptive_pool(call: Call, *, rank: int) -> OperatorRule:
 
 
 def _upsample(call: Call, *, rank: int, reach: int = 0) -> OperatorRule:
-    """Each place becomes a whole number of places, made of so many neighbours to either side."""
+    """Each position becomes an integer number of positions, from `reach` neighbours per side."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
-    space = Space(call)
+    space = IndexSpace(call)
     kept = space.free_dims(before[:-rank])
     aligned = bool(reach) and call.flag("align_corners")
     factors = call.argument("scale_factors")
@@ -221,9 +232,9 @@ def _upsample(call: Call, *, rank: int, reach: int = 0) -> OperatorRule:
 
 
 def _grid_sampler(call: Call) -> OperatorRule:
-    """input[n,c,*], grid[n,places,rank] -> [n,c,places]: every place reads on its own."""
+    """input[n,c,*], grid[n,places,rank] -> [n,c,places]: output positions are independent."""
     image, grid = (tensor.shape for tensor in call.inputs)
-    space = Space(call)
+    space = IndexSpace(call)
     sample, channel = space.free(image[0]), space.free(image[1])
     places = space.free_dims(grid[1:-1])
     return space.rule(
@@ -233,22 +244,150 @@ def _grid_sampler(call: Call) -> OperatorRule:
     )
 
 
-_transposed: Rule = partial(_convolution, transposed=True)
+def _adaptive_pool_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    """Nothing for a single position, which is a mean."""
+    if set(call.integers("output_size")) == {1}:
+        return NOTHING_SAVED
+    return saved_by_name("self", call, gradients)
 
-RULES: Mapping[str, Rule] = {
-    **{f"aten.conv{r}d": _convolution for r in RANKS},
-    "aten.conv_transpose1d.default": _transposed,
-    "aten.conv_transpose2d.input": _transposed,
-    "aten.conv_transpose3d.input": _transposed,
-    **{f"aten.max_pool{r}d.default": partial(_pool, rank=r, linear=False) for r in RANKS},
-    **{f"aten.avg_pool{r}d.default": partial(_pool, rank=r, linear=True) for r in RANKS},
-    **{f"aten.adaptive_avg_pool{r}d.default": partial(_adaptive_pool, rank=r) for r in RANKS},
-    **{
-        f"aten.upsample_{name}.vec": partial(
-            _upsample, rank=int(name[-2]), reach=interpolation_reach(name)
+
+def _max_pool_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    """Also the index of each maximum."""
+    indices = like(call, len(call.inputs), DType.INT64.itemsize)
+    return saved_by_name("self", call, gradients, indices)
+
+
+_UNEVEN_WINDOWS = (
+    "Spatial dims if a shard would need more than its neighbours have, if strides do not divide "
+    "the image into as many positions as there are windows (no padding, odd sizes), and, if "
+    "windows overlap, unequal shards and sharding by two axes."
+)
+_NO_FACTOR = (
+    "Spatial dims if an output size is given, or corners are aligned: scales are then no integers."
+)
+
+
+def _upsampling(rank: int, arguments: str = "") -> str:
+    """An example that doubles each spatial dim."""
+    dims = "xyz"[:rank]
+    small, large = ",".join(dims), ",".join(f"({dim} 2)" for dim in dims)
+    factors = ",".join(["2.0"] * rank)
+    return (
+        f"input[b,c,{small}] output_size=None {arguments}scale_factors=({factors},)"
+        f" -> [b,c,{large}]"
+    )
+
+
+SPECS = (
+    OperatorSpec(
+        "conv2d conv1d conv3d",
+        _convolution,
+        saves="input weight",
+        kernel=Kernel.SHARDED_DIM,
+        kernel_argument="groups",
+        unsharded=_UNEVEN_WINDOWS,
+        examples="""
+            conv2d.default: input[b,i,x,y] weight[o,i,3,3] bias[o] padding=(1,1) -> [b,o,x,y]
+            conv2d.default: input[b,i,(x 2),(y 2)] weight[o,i,2,2] stride=(2,2) -> [b,o,x,y]
+            conv2d.default: input[b,g,x,y] weight[(g m),1,3,3] padding=(1,1) groups=g \
+                -> [b,(g m),x,y]
+            conv2d.padding: input[b,i,x,y] weight[o,i,3,3] padding='same' -> [b,o,x,y]
+            conv1d.default: input[b,i,x] weight[o,i,3] bias[o] padding=(1,) -> [b,o,x]
+        """,
+    ),
+    OperatorSpec(
+        "conv_transpose2d.input conv_transpose1d.default conv_transpose3d.input",
+        partial(_convolution, transposed=True),
+        saves="input weight",
+        kernel=Kernel.SHARDED_DIM,
+        kernel_argument="groups",
+        examples="input[b,i,x,y] weight[i,o,2,2] stride=(2,2) -> [b,o,(x 2),(y 2)]",
+    ),
+    *(
+        OperatorSpec(
+            f"max_pool{rank}d.default",
+            partial(_pool, rank=rank, linear=False),
+            saves=_max_pool_saves,
+            kernel=Kernel.SHARDED_DIM,
+            unsharded=_UNEVEN_WINDOWS,
+            examples=example,
+        )
+        for rank, example in enumerate(
+            (
+                "self[b,c,(x 2)] kernel_size=(2,) -> [b,c,x]",
+                """
+                self[b,c,(x 2),(y 2)] kernel_size=(2,2) -> [b,c,x,y]
+                self[b,c,(x 2),(y 2)] kernel_size=(3,3) stride=(2,2) padding=(1,1) -> [b,c,x,y]
+                """,
+                "self[b,c,(x 2),(y 2),(z 2)] kernel_size=(2,2,2) -> [b,c,x,y,z]",
+            ),
+            start=1,
+        )
+    ),
+    *(
+        OperatorSpec(
+            f"avg_pool{rank}d.default",
+            partial(_pool, rank=rank, linear=True),
+            saves="self",
+            kernel=Kernel.SHARDED_DIM,
+            unsharded=_UNEVEN_WINDOWS,
+            examples=example,
+        )
+        for rank, example in zip(
+            RANKS,
+            (
+                "self[b,c,(x 2)] kernel_size=(2,) -> [b,c,x]",
+                "self[b,c,(x 2),(y 2)] kernel_size=(2,2) -> [b,c,x,y]",
+                "self[b,c,(x 2),(y 2),(z 2)] kernel_size=(2,2,2) -> [b,c,x,y,z]",
+            ),
+            strict=True,
+        )
+    ),
+    *(
+        OperatorSpec(
+            f"adaptive_avg_pool{rank}d.default",
+            partial(_adaptive_pool, rank=rank),
+            saves=_adaptive_pool_saves,
+            kernel=Kernel.SCALED,
+            examples=example,
+        )
+        for rank, example in zip(
+            RANKS,
+            (
+                "self[b,c,x] output_size=(1,) -> [b,c,1]",
+                "self[b,c,x,y] output_size=(7,7) -> [b,c,7,7]",
+                "self[b,c,x,y,z] output_size=(1,1,1) -> [b,c,1,1,1]",
+            ),
+            strict=True,
+        )
+    ),
+    *(
+        OperatorSpec(
+            f"upsample_{name}.vec",
+            partial(_upsample, rank=int(name[-2]), reach=interpolation_reach(name)),
+            saves="",
+            kernel=Kernel.SHARDED_DIM,
+            unsharded=_NO_FACTOR,
+            examples=_upsampling(int(name[-2]), "align_corners=False "),
         )
         for name in INTERPOLATIONS
-    },
-    **{f"aten.upsample_nearest{r}d.vec": partial(_upsample, rank=r) for r in RANKS},
-    "aten.grid_sampler.default": _grid_sampler,
-}
+    ),
+    *(
+        OperatorSpec(
+            f"upsample_nearest{rank}d.vec",
+            partial(_upsample, rank=rank),
+            saves="",
+            examples=_upsampling(rank),
+        )
+        for rank in RANKS
+    ),
+    OperatorSpec(
+        "grid_sampler.default",
+        _grid_sampler,
+        saves="input grid",
+        examples="""
+            input[b,c,x,y] grid[b,u,v,2] interpolation_mode=0 padding_mode=0 align_corners=False \
+                -> [b,c,u,v]
+        """,
+    ),
+)

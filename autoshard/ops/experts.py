@@ -1,42 +1,50 @@
 """Mixtures of experts: rows of tokens ordered by expert (`autoshard.graph.experts`).
 
-An axis has three ways to share the work. It may cut tokens: each rank has its tokens, their ids,
-and their rows for all experts. It may cut experts: each rank takes the rows of its experts out of
-whole tokens, and what it gives back is part of a sum. Or tokens on the one side and experts on
-the other: an all-to-all inside then brings rows to their experts, or back. Ids are whole in that
-case, which is little, and from them follows which rows go where.
+An axis has three ways to share the work. It may shard tokens: each rank has its tokens, their
+ids, and their rows for all experts. It may shard experts: each rank takes the rows of its experts
+out of replicated tokens, and returns a partial sum. Or tokens on one side and experts on the
+other (expert parallelism): an all-to-all inside then sends rows to their experts, or back. Ids
+are replicated in that case, and determine the destination of each row.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 
-from autoshard.graph import Tensor
+from autoshard.graph import DType, Tensor
 from autoshard.graph.experts import COMBINE, DISPATCH, EXPERT_BIAS, GROUPED_MM
-from autoshard.ops.call import Call, Rule
-from autoshard.ops.reduction import Reductions
+from autoshard.ops.collectives import Reductions
+from autoshard.ops.index_space import IndexSpace
 from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.space import Space
+from autoshard.ops.spec import (
+    Call,
+    ExtraTensor,
+    Gradients,
+    Kernel,
+    OperatorSpec,
+    SavedByAutograd,
+    like,
+    saved_by_name,
+)
 
 _EXCHANGE = "move | move"
 
 
 class _Rows:
-    """The letters of a call on rows.
+    """The letters of a call on rows ordered by expert.
 
     Args:
         call: the call, with an argument `ids`.
         ragged: its rows.
 
     Attributes:
-        space: where they are from.
-        experts: groups of experts.
+        space: allocates the letters.
+        experts: letters of groups of experts.
         ids: dims of the ids.
-        rows: the first two dims of rows; ids and rows have a letter for tokens in common.
+        rows: the first two dims of the rows, which share a letter for tokens with the ids.
     """
 
     def __init__(self, call: Call, ragged: Tensor) -> None:
-        self.space = space = Space(call)
+        self.space = space = IndexSpace(call)
         num_tokens, slots = call.inputs[call.positions("ids")[0]].shape
         groups, share = ragged.shape[:2]
         common = gcd(num_tokens, share)
@@ -50,7 +58,7 @@ class _Rows:
         self.rows: Dims = (self.experts, (*self._tokens, *space.fixed(share // common)))
 
     def whole_tokens(self) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-        """The letters of tokens that are no ids, and which letters are cut along with which."""
+        """The letters of tokens other than ids, and the letters that are sharded together."""
         space = self.space
         new = space.free if self.experts else space.fixed
         tokens = space.in_order(new(self._num_tokens))
@@ -60,7 +68,7 @@ class _Rows:
     def exchange(
         self, tokens: tuple[str, ...], width: tuple[str, ...], itemsize: int
     ) -> Reductions:
-        """The all-to-all where tokens are cut on one side and experts on the other."""
+        """The all-to-all if tokens are sharded on one side and experts on the other."""
         per = (*self.experts, *self.rows[1], *width)
         return Reductions.of(_EXCHANGE, over=tokens, per=per, itemsize=itemsize)
 
@@ -124,9 +132,64 @@ def _expert_bias(call: Call) -> OperatorRule:
     return replace(rule, uneven=frozenset())
 
 
-RULES: Mapping[str, Rule] = {
-    DISPATCH: _dispatch,
-    GROUPED_MM: _grouped_mm,
-    EXPERT_BIAS: _expert_bias,
-    COMBINE: _combine,
-}
+def _row_indices(ids: int) -> ExtraTensor:
+    """An index for each row; `ids` counts inputs, then outputs."""
+    return ExtraTensor(((ids, 0), (ids, 1)), DType.INT64.itemsize)
+
+
+def _dispatch_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    return saved_by_name("", call, gradients, _row_indices(len(call.inputs)))
+
+
+def _combine_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    """Rows are saved in the order of their tokens."""
+    rows = (like(call, 0, call.inputs[0].dtype.itemsize),) if gradients[2] else ()
+    return saved_by_name("weights:rows", call, gradients, _row_indices(0), *rows)
+
+
+def _combine_workspace(call: Call, gradients: Gradients) -> tuple[ExtraTensor, ...]:
+    """The gradient of the sum for each row, and its product with rows or weights."""
+    itemsize = call.outputs[0].dtype.itemsize
+    return (like(call, 0, itemsize, times=2),) if any(gradients) else ()
+
+
+SPECS = (
+    OperatorSpec(
+        DISPATCH,
+        _dispatch,
+        saves=_dispatch_saves,
+        kernel=Kernel.ROUTED,
+        examples="""
+            tokens[tokens,d] ids:int64[tokens,slots] num_experts=experts \
+                -> [experts,share,d]
+        """,
+    ),
+    OperatorSpec(
+        GROUPED_MM,
+        _grouped_mm,
+        saves="rows:matrices matrices:rows",
+        kernel=Kernel.ROUTED,
+        examples="""
+            rows[experts,share,k] matrices[experts,k,n] ids:int64[tokens,slots] \
+                -> [experts,share,n]
+        """,
+    ),
+    OperatorSpec(
+        EXPERT_BIAS,
+        _expert_bias,
+        saves=_dispatch_saves,
+        kernel=Kernel.ROUTED,
+        examples="bias[experts,n] ids:int64[tokens,slots] -> [experts,share,n]",
+    ),
+    OperatorSpec(
+        COMBINE,
+        _combine,
+        saves=_combine_saves,
+        backward_workspace=_combine_workspace,
+        kernel=Kernel.ROUTED,
+        examples="""
+            rows[experts,share,d] ids:int64[tokens,slots] weights[tokens,slots] \
+                num_experts=experts -> [tokens,d]
+        """,
+    ),
+)

@@ -1,13 +1,17 @@
-"""Reading and writing at positions that are data: dims that are indexed stay whole."""
+"""Reading and writing at indices that are data: indexed dims stay whole, except in embeddings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
 from autoshard.graph import DType, Ref
-from autoshard.ops.call import Call, Rule
+from autoshard.ops.index_space import IndexSpace, broadcast, replicated
 from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.space import Shape, Space, broadcast, replicated
+from autoshard.ops.spec import Call, Kernel, OperatorSpec, addends
+from autoshard.ops.strides import Shape
+
+_SUM, _MAXIMUM = 0, 2
+"""Values of the mode of `embedding_bag`."""
 
 _MASKS = (DType.BOOL, DType.UINT8)
 
@@ -25,21 +29,21 @@ def _index(call: Call) -> OperatorRule:
 
 
 def _index_put(call: Call) -> OperatorRule:
-    """Writes `values`, broadcast to what the same index would read."""
+    """Writes `values`, broadcast to the shape that the same indices would read."""
     return _at_indices(call, writes=True) or replicated(call)
 
 
 def _at_indices(call: Call, *, writes: bool = False) -> OperatorRule | None:
-    """Letters that indices share may be cut where they are read: each reads on its own.
+    """The letters of the indices may be sharded for a read: each index reads on its own.
 
-    What is written may be cut by them if it is added up, with `self` added once. Otherwise
-    the last of two writes to one place counts, and a slice does not know which one that is.
+    Writes may be sharded by them if they accumulate, with `self` added once. Otherwise the last
+    of two writes to one position counts, and a shard does not know which one that is.
     """
     indexed = _indexed_dims(call)
     indices = [call.inputs[i] for i in call.positions("indices")]
     if any(index.dtype in _MASKS for index in indices):
         return None
-    space = Space(call)
+    space = IndexSpace(call)
     dims = space.free_dims(call.inputs[0].shape, fixed=indexed)
     rank = max(len(index.shape) for index in indices)
     sizes = [
@@ -57,7 +61,7 @@ def _at_indices(call: Call, *, writes: bool = False) -> OperatorRule | None:
 
 
 def _read_dims(dims: Dims, indexed: Sequence[int], shared: Dims) -> Dims:
-    """Letters of self[indices]: adjacent indices stay in place, others move to the front."""
+    """Letters of self[indices]: adjacent indexed dims stay in place, others move to the front."""
     first, last = indexed[0], indexed[-1]
     others = [letters for dim, letters in enumerate(dims) if dim not in indexed]
     place = first if last - first + 1 == len(indexed) else 0
@@ -65,16 +69,16 @@ def _read_dims(dims: Dims, indexed: Sequence[int], shared: Dims) -> Dims:
 
 
 def _scatter(call: Call, *, adds: bool = False) -> OperatorRule:
-    """self[index[i, j], j] = src[i, j]: equal sizes outside `dim` are independent.
+    """self[index[i, j], j] = src[i, j]: dims of equal size other than `dim` are independent.
 
-    Jointly linear in what is written and what is written over, with a reduction or not. What
-    is added may come from slices of the index: their letter is summed, `self` added once.
+    Jointly linear in `self` and `src`, with a reduction or not. If it adds, the index may be
+    sharded: its letter is summed, `self` added once.
     """
     shapes = [tensor.shape for tensor in call.inputs]
     if call.argument("reduce") is not None or () in shapes:
         return replicated(call)
     dim = call.dim("dim", 0)
-    space = Space(call)
+    space = IndexSpace(call)
     equal = [len({shape[d] for shape in shapes}) == 1 for d in range(len(shapes[0]))]
     dims = tuple(
         space.free(size) if equal[d] and d != dim else space.fixed(size)
@@ -100,16 +104,13 @@ def _scatter(call: Call, *, adds: bool = False) -> OperatorRule:
     )
 
 
-_scatter_add: Rule = partial(_scatter, adds=True)
-
-
 def _gather(call: Call) -> OperatorRule:
     """out[i, j] = self[index[i, j], j]: every element of the index reads on its own."""
     source, index = (tensor.shape for tensor in call.inputs)
     if not source or not index:
         return replicated(call)
     dim = call.dim("dim", 0)
-    space = Space(call)
+    space = IndexSpace(call)
     places = tuple(
         space.free(size) if d == dim or size == source[d] else space.fixed(size)
         for d, size in enumerate(index)
@@ -122,11 +123,8 @@ def _gather(call: Call) -> OperatorRule:
 
 
 def _masked_scatter(call: Call) -> OperatorRule:
-    """Takes the next element of `source` at every place that the mask holds.
-
-    Which element that is depends on all of the mask before it, so nothing is cut.
-    """
-    space = Space(call)
+    """Writes the next element of `source` where the mask is set, so nothing is sharded."""
+    space = IndexSpace(call)
     dims = [space.fixed_dims(tensor.shape) for tensor in call.inputs]
     return space.rule(dims, [space.fixed_dims(call.outputs[0].shape)], linear=[{0, 2}])
 
@@ -136,7 +134,7 @@ def _index_select(call: Call) -> OperatorRule:
     if not source or not index:
         return replicated(call)
     dim = call.dim("dim", 0)
-    space = Space(call)
+    space = IndexSpace(call)
     dims = space.free_dims(source, fixed={dim})
     place = space.free(index[0])
     after = (*dims[:dim], place, *dims[dim + 1 :])
@@ -150,7 +148,7 @@ def _index_add(call: Call) -> OperatorRule:
     if not shape or index is None or not index.shape:
         return replicated(call)
     dim = call.dim("dim", 0)
-    space = Space(call)
+    space = IndexSpace(call)
     dims = space.free_dims(shape, fixed={dim})
     place = space.free(index.shape[0])
     source = (*dims[:dim], place, *dims[dim + 1 :])
@@ -159,13 +157,125 @@ def _index_add(call: Call) -> OperatorRule:
     )
 
 
-RULES: Mapping[str, Rule] = {
-    "aten.index.Tensor": _index,
-    "aten.index_put.default": _index_put,
-    "aten.gather.default": _gather,
-    "aten.scatter": _scatter,
-    "aten.scatter_add.default": _scatter_add,
-    "aten.index_select.default": _index_select,
-    "aten.index_add.default": _index_add,
-    "aten.masked_scatter.default": _masked_scatter,
-}
+def _embedding(call: Call) -> OperatorRule:
+    """weight[v,h], ids[*] -> [*,h]: a product with one-hot rows, summed over v.
+
+    A rank with a shard of the rows returns zeros for other ids (`Kernel.VOCABULARY`).
+    `scale_grad_by_freq` counts ids, and so needs all of them.
+    """
+    if call.flag("sparse"):
+        return replicated(call)
+    weight, ids = call.inputs
+    space = IndexSpace(call)
+    if call.flag("scale_grad_by_freq"):
+        rows, places = space.fixed(weight.shape[0]), space.fixed_dims(ids.shape)
+    else:
+        rows, places = space.in_order(space.free(weight.shape[0])), space.free_dims(ids.shape)
+    columns = space.free(weight.shape[1])
+    return space.rule(
+        [(rows, columns), places], [(*places, columns)], contracted=rows, linear=[{0}]
+    )
+
+
+def _embedding_bag(call: Call) -> OperatorRule:
+    """weight[v,h], ids[n], offsets[b] -> [b,h], and three integer tables.
+
+    Bag lengths are data, so neither ids nor bags align with shards. The sum over the ids of a
+    shard of the rows would be partial, but the tables would not, and a mean or a maximum needs
+    the whole bag. Columns are independent; a maximum has a table entry for each.
+    """
+    if call.flag("sparse"):
+        return replicated(call)
+    weight, ids, offsets, *factors = call.inputs
+    space = IndexSpace(call)
+    rows, columns = space.fixed(weight.shape[0]), space.free(weight.shape[1])
+    entries = space.fixed_dims(ids.shape)
+    bags = space.fixed(call.outputs[0].shape[0])
+    ends = bags if offsets.shape[0] == call.outputs[0].shape[0] else space.fixed(offsets.shape[0])
+    tables = [space.fixed_dims(table.shape) for table in call.outputs[1:]]
+    if call.integer("mode", _SUM) == _MAXIMUM:
+        tables[-1] = (bags, columns)
+    return space.rule(
+        [(rows, columns), entries, (ends,), *[entries for _ in factors]],
+        [(bags, columns), *tables],
+        unaffected=(1, 2, 3),
+    )
+
+
+_LAST_WRITE = (
+    "The dim that is written, and the indices: of two writes to one position the last one counts."
+)
+
+SPECS = (
+    OperatorSpec(
+        "embedding.default",
+        _embedding,
+        saves="indices",
+        kernel=Kernel.VOCABULARY,
+        examples="weight[v,h] indices:int64[b,s] -> [b,s,h]",
+    ),
+    OperatorSpec(
+        "embedding_bag",
+        _embedding_bag,
+        saves="indices offsets out1 out2 out3 per_sample_weights weight:per_sample_weights",
+        kernel=Kernel.BAGS,
+        unsharded="Rows and bags: the lengths of bags are data, and the integer tables that come "
+        "with a sum over rows cannot be partial.",
+        examples="""
+            embedding_bag.padding_idx: weight[v,h] indices:int64[n] offsets:int64[b] \
+                scale_grad_by_freq=False mode=0 sparse=False per_sample_weights=None \
+                include_last_offset=False padding_idx=-1 \
+                -> [b,h] :int64[n] :int64[b] :int64[0]
+        """,
+    ),
+    OperatorSpec(
+        "index.Tensor", _index, saves="indices", examples="self[v,h] indices*:int64[b,s] -> [b,s,h]"
+    ),
+    OperatorSpec(
+        "index_put.default",
+        _index_put,
+        saves="indices",
+        unsharded=_LAST_WRITE,
+        examples="self[n,h] indices*:int64[m] values[m,h] -> [n,h]",
+    ),
+    OperatorSpec(
+        "index_select.default",
+        _index_select,
+        saves="index",
+        examples="self[n,h] index:int64[m] dim=0 -> [m,h]",
+    ),
+    OperatorSpec(
+        "index_add.default",
+        _index_add,
+        saves="index:source source:source",
+        passes_gradient=addends(self=""),
+        examples="self[n,h] index:int64[m] source[m,h] dim=0 -> [n,h]",
+    ),
+    OperatorSpec(
+        "gather.default",
+        _gather,
+        saves="self index",
+        examples="self[n,c] index:int64[n,k] dim=1 -> [n,k]",
+    ),
+    OperatorSpec(
+        "scatter",
+        _scatter,
+        saves="index",
+        unsharded=_LAST_WRITE,
+        examples="scatter.src: self[n,c] index:int64[n,k] src[n,k] dim=1 -> [n,c]",
+    ),
+    OperatorSpec(
+        "scatter_add.default",
+        partial(_scatter, adds=True),
+        saves="index:src",
+        passes_gradient=addends(self=""),
+        examples="self[n,h] index:int64[m,h] src[m,h] dim=0 -> [n,h]",
+    ),
+    OperatorSpec(
+        "masked_scatter.default",
+        _masked_scatter,
+        saves="mask",
+        unsharded="The element that is written next depends on all of the mask before it.",
+        examples="self[n] mask:bool[n] source[n] -> [n]",
+    ),
+)

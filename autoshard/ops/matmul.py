@@ -1,11 +1,26 @@
-"""Products of matrices: sums over a contracted letter, linear in each factor."""
+"""Matrix products and recurrent layers: sums over a contracted dim, linear in each factor."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
+from functools import partial
+from math import prod
 
-from autoshard.ops.call import Call, Rule
-from autoshard.ops.rule import OperatorRule
-from autoshard.ops.space import einsum, replicated
+from autoshard.ops.index_space import IndexSpace, einsum, replicated
+from autoshard.ops.rule import Dims, OperatorRule
+from autoshard.ops.spec import (
+    Call,
+    ExtraTensor,
+    Gradients,
+    Kernel,
+    OperatorSpec,
+    Rule,
+    SavedByAutograd,
+    addends,
+    like,
+    saved_by_name,
+    saves_everything,
+)
+from autoshard.ops.strides import Shape
 
 
 def _linear(call: Call) -> OperatorRule:
@@ -26,39 +41,18 @@ def _matmul(call: Call) -> OperatorRule:
     return einsum(call, patterns, stars + rows + columns)
 
 
-def _mm(call: Call) -> OperatorRule:
-    return einsum(call, {"self": "mk", "mat2": "kn"}, "mn")
-
-
-def _mv(call: Call) -> OperatorRule:
-    return einsum(call, {"self": "mk", "vec": "k"}, "m")
-
-
-def _dot(call: Call) -> OperatorRule:
-    return einsum(call, {"self": "k", "tensor": "k"}, "")
-
-
-def _bmm(call: Call) -> OperatorRule:
-    return einsum(call, {"self": "bmk", "mat2": "bkn"}, "bmn")
-
-
-def _addmm(call: Call) -> OperatorRule:
-    patterns = {"self": "mn", "mat1": "mk", "mat2": "kn"}
-    return einsum(call, patterns, "mn", addends={"self"})
-
-
-def _baddbmm(call: Call) -> OperatorRule:
-    patterns = {"self": "bmn", "batch1": "bmk", "batch2": "bkn"}
-    return einsum(call, patterns, "bmn", addends={"self"})
+def _product(output: str, *, addends: Collection[str] = (), **patterns: str) -> Rule:
+    """The rule of a product whose inputs always have these letters."""
+    return partial(einsum, patterns=patterns, output=output, addends=addends)
 
 
 def _grouped_mm(call: Call) -> OperatorRule:
     """rows[t,k], one matrix [k,n] per group of rows -> [t,n].
 
-    Which rows are whose is data: `offs` says where each group ends, and stays whole. Rows
-    may be cut anywhere, since a rank can tell which groups its rows are of. A slice of the
-    matrices (experts) makes the rows of their groups, and zeros elsewhere
-    (`Kernel.EXPERTS`): the letter g is summed, though each row meets one matrix only.
+    `offs` holds the end of each group, and stays whole. Rows may be sharded anywhere, since a
+    rank can tell which groups its rows are in. A shard of the matrices (experts) makes the rows
+    of their groups, and zeros elsewhere (`Kernel.EXPERTS`): the letter g is summed, though each
+    row meets one matrix only.
     """
     rows, matrices = call.inputs[:2]
     if len(rows.shape) != 2 or len(matrices.shape) != 3 or call.tensor("bias"):  # noqa: PLR2004  ranks
@@ -76,7 +70,7 @@ def _grouped_mm(call: Call) -> OperatorRule:
 
 
 def _einsum(call: Call) -> OperatorRule:
-    """An equation; dots are dims that broadcast. The dims of a diagonal would be cut at once."""
+    """An equation; an ellipsis stands for dims that broadcast. A diagonal's dims stay whole."""
     equation = str(call.argument("equation")).replace(" ", "").replace("...", "*")
     left, arrow, output = equation.partition("->")
     terms = left.split(",")
@@ -88,17 +82,160 @@ def _einsum(call: Call) -> OperatorRule:
     return einsum(call, terms, output, whole="".join(sorted(diagonal)))
 
 
-RULES: Mapping[str, Rule] = {
-    "aten.linear.default": _linear,
-    "aten.matmul.default": _matmul,
-    "aten.mm.default": _mm,
-    "aten.mv.default": _mv,
-    "aten.dot.default": _dot,
-    "aten.bmm.default": _bmm,
-    "aten.addmm.default": _addmm,
-    "aten.baddbmm.default": _baddbmm,
-    "aten.einsum.default": _einsum,
-    "aten._grouped_mm.default": _grouped_mm,
-    # what transformers has in its place where the element type is not bfloat16
-    "transformers.grouped_mm_fallback.default": _grouped_mm,
-}
+def _recurrent(call: Call) -> OperatorRule:
+    """A recurrence over a sequence: only samples are independent.
+
+    Each step needs the whole previous state, so time and state stay whole. The flops are two
+    per sample, step and weight.
+    """
+    source = call.inputs[0].shape
+    batched = len(source) == 3  # noqa: PLR2004  time, samples, features
+    batch = 0 if call.flag("batch_first") else 1
+    space = IndexSpace(call)
+    samples = space.free(source[batch]) if batched else ()
+
+    def dims(shape: Shape, at: int) -> Dims:
+        return tuple(
+            samples if batched and dim == at else space.fixed(size)
+            for dim, size in enumerate(shape)
+        )
+
+    states = call.positions("hx")
+    weights = [call.inputs[i] for i in call.positions("params")]
+    inputs = [
+        dims(source, batch),
+        *[dims(call.inputs[i].shape, 1) for i in states],
+        *[space.fixed_dims(weight.shape) for weight in weights],
+    ]
+    outputs = [dims(t.shape, batch if i == 0 else 1) for i, t in enumerate(call.outputs)]
+    flops = 2.0 * prod(source[:-1]) * sum(weight.numel for weight in weights)
+    return space.rule(inputs, outputs, flops=flops)
+
+
+def _matmul_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    """Each factor for the other's gradient; one whose batch dims broadcast as it is expanded."""
+    ranks = [len(tensor.shape) for tensor in call.inputs]
+    batch = call.outputs[0].shape[:-2]
+    saved = {i for i in (0, 1) if gradients[1 - i]}
+    broadcast = {i for i in saved if min(ranks) > 2 and call.inputs[i].shape[:-2] != batch}  # noqa: PLR2004  matrices
+    extras = tuple(
+        ExtraTensor(
+            (
+                *((2, dim) for dim in range(len(batch))),
+                *((i, dim) for dim in (ranks[i] - 2, ranks[i] - 1)),
+            ),
+            call.inputs[i].dtype.itemsize,
+        )
+        for i in sorted(broadcast)
+    )
+    return SavedByAutograd(frozenset(saved - broadcast), extras=extras)
+
+
+def _einsum_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    """Two factors are saved for each other; more are multiplied pair by pair."""
+    if len(call.inputs) != 2:  # noqa: PLR2004  a pair
+        return saves_everything(call, gradients)
+    return SavedByAutograd(frozenset(i for i in (0, 1) if gradients[1 - i]))
+
+
+def _recurrent_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    """The reserve of cuDNN, taken to be all gates, and the states of all layers but the last.
+
+    An LSTM has four gates, a cell and its hyperbolic tangent; a GRU three gates and the
+    hidden part of the last.
+    """
+    gates = 6 if call.operator == "aten.lstm.input" else 4
+    layers = call.integer("num_layers", 1)
+    itemsize = call.inputs[0].dtype.itemsize
+    reserve = like(call, len(call.inputs), itemsize, times=layers * gates + layers - 1)
+    return saved_by_name("input hx params out", call, gradients, reserve)
+
+
+SPECS = (
+    OperatorSpec(
+        "linear.default",
+        _linear,
+        saves="input:weight weight:input",
+        examples="input[b,s,k] weight[n,k] bias[n] -> [b,s,n]",
+    ),
+    OperatorSpec(
+        "matmul.default",
+        _matmul,
+        saves=_matmul_saves,
+        examples="self[b,h,s,k] other[b,h,k,t] -> [b,h,s,t]",
+    ),
+    OperatorSpec(
+        "mm.default",
+        _product("mn", self="mk", mat2="kn"),
+        saves="self:mat2 mat2:self",
+        examples="self[m,k] mat2[k,n] -> [m,n]",
+    ),
+    OperatorSpec(
+        "mv.default",
+        _product("m", self="mk", vec="k"),
+        saves="self:vec vec:self",
+        examples="self[m,k] vec[k] -> [m]",
+    ),
+    OperatorSpec(
+        "dot.default",
+        _product("", self="k", tensor="k"),
+        saves="self:tensor tensor:self",
+        examples="self[k] tensor[k] -> []",
+    ),
+    OperatorSpec(
+        "bmm.default",
+        _product("bmn", self="bmk", mat2="bkn"),
+        saves="self:mat2 mat2:self",
+        examples="self[b,m,k] mat2[b,k,n] -> [b,m,n]",
+    ),
+    OperatorSpec(
+        "addmm.default",
+        _product("mn", self="mn", mat1="mk", mat2="kn", addends={"self"}),
+        saves="mat1:mat2 mat2:mat1",
+        passes_gradient=addends(self="beta"),
+        examples="self[n] mat1[m,k] mat2[k,n] -> [m,n]",
+    ),
+    OperatorSpec(
+        "baddbmm.default",
+        _product("bmn", self="bmn", batch1="bmk", batch2="bkn", addends={"self"}),
+        saves="batch1:batch2 batch2:batch1",
+        passes_gradient=addends(self="beta"),
+        examples="self[b,m,n] batch1[b,m,k] batch2[b,k,n] -> [b,m,n]",
+    ),
+    OperatorSpec(
+        "einsum.default",
+        _einsum,
+        saves=_einsum_saves,
+        examples="tensors*[b,s,h,d] tensors*[b,t,h,d] equation='bshd,bthd->bhst' -> [b,h,s,t]",
+    ),
+    OperatorSpec(
+        "_grouped_mm.default",
+        _grouped_mm,
+        saves="self:mat2 mat2:self offs",
+        kernel=Kernel.EXPERTS,
+        kernel_argument="offs",
+        examples="self:bfloat16[t,k] mat2:bfloat16[e,k,n] offs:int32[e] -> :bfloat16[t,n]",
+    ),
+    OperatorSpec(
+        "transformers.grouped_mm_fallback.default",
+        _grouped_mm,
+        saves="input weight",
+        kernel=Kernel.EXPERTS,
+        kernel_argument="offs",
+    ),
+    OperatorSpec(
+        "lstm.input gru.input",
+        _recurrent,
+        saves=_recurrent_saves,
+        draws="dropout",
+        unsharded="Time and state: every step needs the whole previous state.",
+        examples="""
+            input[b,t,i] hx*[1,b,h] hx*[1,b,h] params*[(4 h),i] params*[(4 h),h] \
+                has_biases=False num_layers=1 dropout=0.0 train=True bidirectional=False \
+                batch_first=True -> [b,t,h] [1,b,h] [1,b,h]
+            gru.input: input[b,t,i] hx[1,b,h] params*[(3 h),i] params*[(3 h),h] \
+                has_biases=False num_layers=1 dropout=0.0 train=True bidirectional=False \
+                batch_first=True -> [b,t,h] [1,b,h]
+        """,
+    ),
+)

@@ -1,24 +1,33 @@
-"""Normalisations: where dims that share statistics are cut, ranks put these together.
+"""Normalisations: ranks combine statistics of dims that are sharded.
 
-Forward a mean and a mean of squares around it, backward two means of gradients; a root mean
-square is not centred and takes one of each.
+In forward a mean and a variance, in backward two means of gradients; a root mean square has no
+mean, and needs one of each.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 
-from autoshard.ops.call import Call, Rule
-from autoshard.ops.reduction import Reductions, statistic_bytes
+from autoshard.ops.collectives import Reductions, statistic_bytes
+from autoshard.ops.index_space import IndexSpace, broadcast
 from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.space import Space, broadcast
+from autoshard.ops.spec import (
+    Call,
+    Gradients,
+    Kernel,
+    OperatorSpec,
+    SavedByAutograd,
+    saved_by_name,
+    statistic,
+)
+
+_CENTRED, _NOT_CENTRED = "sum sum | sum*2", "sum | sum"
 
 
 def _over_last_dims(call: Call, *, shared: str) -> OperatorRule:
     """layer_norm and rms_norm: statistics over the dims of `normalized_shape`."""
     shape = call.inputs[0].shape
     first = len(shape) - len(call.integers("normalized_shape"))
-    space = Space(call)
+    space = IndexSpace(call)
     dims = space.free_dims(shape)
     scales = [dims[first:] for _ in call.inputs[1:]]
     reduced = _shared(call, shared, over=dims[first:], per=dims[:first])
@@ -26,15 +35,12 @@ def _over_last_dims(call: Call, *, shared: str) -> OperatorRule:
 
 
 def _group_norm(call: Call) -> OperatorRule:
-    """Statistics per sample and group of channels, whose number a rank shares in.
-
-    A rank with a slice of the groups is told how many it has (`Kernel.GROUPS`).
-    """
+    """Statistics per sample and group of channels; ranks may have some groups (`Kernel.GROUPS`)."""
     shape = call.inputs[0].shape
     num_groups = call.integer("num_groups", 1)
-    space = Space(call)
+    space = IndexSpace(call)
     samples, groups = space.free(shape[0]), space.free(num_groups)
-    within = space.in_order(space.free(shape[1] // num_groups))  # groups are told by place
+    within = space.in_order(space.free(shape[1] // num_groups))  # a group is a contiguous range
     places = space.free_dims(shape[2:])
     channels = (*groups, *within)
     dims = (samples, channels, *places)
@@ -45,10 +51,10 @@ def _group_norm(call: Call) -> OperatorRule:
 def _batch_norm(call: Call) -> OperatorRule:
     """Statistics per channel over everything else, or constants when not training.
 
-    What training tracks is written into buffers, which every rank has whole: channels are then
-    not cut, for a rank would know of its own only.
+    Running statistics are written into buffers that are replicated, so channels are not sharded
+    if there are any: a rank would know its own only.
     """
-    space = Space(call)
+    space = IndexSpace(call)
     training = call.flag("training")
     tracks = training and bool(call.positions("running_mean"))
     dims = space.free_dims(call.inputs[0].shape, fixed={1} if tracks else ())
@@ -62,22 +68,77 @@ def _shared(call: Call, text: str, *, over: Dims, per: Dims) -> Reductions:
     return Reductions.of(text, over=chain(*over), per=chain(*per), itemsize=itemsize)
 
 
-_CENTRED, _NOT_CENTRED = "sum sum | sum*2", "sum | sum"
-
-
 def _weight_norm(call: Call) -> OperatorRule:
     """Weights g v / |v|, the norm taken over all dims of v but one; linear in g."""
     shape = call.inputs[0].shape
     kept = call.integer("dim", 0)
-    space = Space(call)
+    space = IndexSpace(call)
     dims = space.free_dims(shape, fixed=set(range(len(shape))) - {kept})
     return space.rule([dims, broadcast(dims, call.inputs[1].shape)], [dims], linear=[{1}])
 
 
-RULES: Mapping[str, Rule] = {
-    "aten.layer_norm.default": partial(_over_last_dims, shared=_CENTRED),
-    "aten.rms_norm.default": partial(_over_last_dims, shared=_NOT_CENTRED),
-    "aten.group_norm.default": _group_norm,
-    "aten.batch_norm.default": _batch_norm,
-    "aten._weight_norm.default": _weight_norm,
-}
+def _layer_norm_saves(call: Call, gradients: Gradients, *, centred: bool) -> SavedByAutograd:
+    """A standard deviation per row, and a mean if it is centred."""
+    dims = range(len(call.inputs[0].shape) - len(call.integers("normalized_shape")))
+    extra = statistic(call, dims, times=2 if centred else 1)
+    return saved_by_name("input weight bias" if centred else "input weight", call, gradients, extra)
+
+
+def _group_norm_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    groups = call.integer("num_groups", 1)
+    extra = statistic(call, [0], times=2 * groups)
+    return saved_by_name("input weight", call, gradients, extra)
+
+
+def _batch_norm_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    extras = [statistic(call, [1], times=2)] if call.flag("training") else []
+    return saved_by_name("input weight running_mean running_var", call, gradients, *extras)
+
+
+def _weight_norm_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    dim = call.integer("dim", 0) % len(call.inputs[0].shape)
+    return saved_by_name("v g", call, gradients, statistic(call, [dim]))
+
+
+SPECS = (
+    OperatorSpec(
+        "layer_norm.default",
+        partial(_over_last_dims, shared=_CENTRED),
+        saves=partial(_layer_norm_saves, centred=True),
+        kernel=Kernel.SHARDED_DIM,
+        examples="input[b,s,h] weight[h] bias[h] normalized_shape=(h,) -> [b,s,h]",
+    ),
+    OperatorSpec(
+        "rms_norm.default",
+        partial(_over_last_dims, shared=_NOT_CENTRED),
+        saves=partial(_layer_norm_saves, centred=False),
+        kernel=Kernel.SHARDED_DIM,
+        examples="input[b,s,h] weight[h] normalized_shape=(h,) -> [b,s,h]",
+    ),
+    OperatorSpec(
+        "group_norm.default",
+        _group_norm,
+        saves=_group_norm_saves,
+        kernel=Kernel.SHARDED_DIM,
+        kernel_argument="num_groups",
+        examples="input[b,(g c),x] weight[(g c)] bias[(g c)] num_groups=g -> [b,(g c),x]",
+    ),
+    OperatorSpec(
+        "batch_norm.default",
+        _batch_norm,
+        saves=_batch_norm_saves,
+        kernel=Kernel.SHARDED_DIM,
+        examples="""
+            input[b,c,x] weight[c] bias[c] momentum=0.1 eps=1e-5 \
+                cudnn_enabled=False running_mean=None running_var=None training=True -> [b,c,x]
+            input[b,c,x] weight[c] bias[c] running_mean[c] running_var[c] momentum=0.1 eps=1e-5 \
+                cudnn_enabled=False training=False -> [b,c,x]
+        """,
+    ),
+    OperatorSpec(
+        "_weight_norm.default",
+        _weight_norm,
+        saves=_weight_norm_saves,
+        examples="v[o,i,x] g[o,1,1] dim=0 -> [o,i,x]",
+    ),
+)

@@ -1,199 +1,244 @@
-"""Collectives that an operator runs inside itself where a dim that it works along is cut.
+"""Reductions and scans over some dims of one tensor."""
 
-A softmax needs the largest number and a sum along its dim, a normalisation a mean and a
-variance. Where that dim is cut, each rank works these statistics out of its slice, and the
-ranks put them together. Statistics are small: one number per row, not per element.
+from functools import partial
+from itertools import chain
 
-A rule says what runs in a text such as `max sum*2 | sum`: forward a maximum and two sums per
-row, the sums together in one all-reduce, backward one sum.
-
-Operators on rows ordered by expert move the rows themselves, with an all-to-all (`move`). Windows
-that overlap need the edges of the neighbours' slices (`halo`, `autoshard.ops.windows`).
-"""
-
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from math import prod
-
-from autoshard.graph import DType, Tensor
-from autoshard.layouts import Action
-
-_TERM = re.compile(r"(?P<operation>[a-z]+)(\*(?P<times>\d+))?(:(?P<dtype>\w+))?")
+from autoshard.ops.collectives import Reductions, is_real, statistic_bytes
+from autoshard.ops.index_space import IndexSpace, along_dims, replicated
+from autoshard.ops.rule import Dims, OperatorRule
+from autoshard.ops.spec import Call, Kernel, OperatorSpec, same_dtype
 
 
-class Operation(StrEnum):
-    """What becomes of what the ranks have."""
-
-    SUM = "sum"
-    """Everybody gets the sum."""
-    MAX = "max"
-    """Everybody gets the largest."""
-    MOVE = "move"
-    """Each row goes to the rank that it is for."""
-    HALO = "halo"
-    """Everybody gets the edges of the slices next to its own."""
-
-    @property
-    def action(self) -> Action:
-        """The collective."""
-        return _ACTIONS.get(self, Action.ALL_REDUCE)
+def _reduced(call: Call, dims: Dims, over: frozenset[int]) -> Dims:
+    """Letters of an output: reduced dims are removed, or of size 1 with `keepdim`."""
+    if call.flag("keepdim"):
+        return tuple(() if dim in over else letters for dim, letters in enumerate(dims))
+    return tuple(letters for dim, letters in enumerate(dims) if dim not in over)
 
 
-_ACTIONS = {Operation.MOVE: Action.ALL_TO_ALL, Operation.HALO: Action.HALO_EXCHANGE}
+def _over(call: Call) -> frozenset[int]:
+    """The dims reduced over: all of them if none is named."""
+    return call.dims("dim") or frozenset(range(len(call.inputs[0].shape)))
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """One collective, run on each axis that cuts the letter that it is for.
-
-    Attributes:
-        operation: what becomes of what the ranks have.
-        per: letters whose local sizes multiply to the number of rows.
-        itemsize: bytes of a number.
-        times: numbers per row.
-        backward: whether it runs in the backward pass, for the gradient of the first input.
-    """
-
-    operation: Operation
-    per: tuple[str, ...]
-    itemsize: int
-    times: int = 1
-    backward: bool = False
-
-    @property
-    def is_back(self) -> bool:
-        """Whether it takes rows back that forward moved."""
-        return self.operation is Operation.MOVE and self.backward
-
-    def nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Bytes of a rank's statistics, given the letter sizes on the rank."""
-        return self.times * self.itemsize * prod(sizes[letter] for letter in self.per)
+def _sum(call: Call) -> OperatorRule:
+    """Summed letters may be sharded; a mean of shards is scaled (`Kernel.SCALED`)."""
+    over = _over(call)
+    space = IndexSpace(call)
+    dims = space.free_dims(call.inputs[0].shape)
+    summed = chain.from_iterable(letters for dim, letters in enumerate(dims) if dim in over)
+    return space.rule([dims], [_reduced(call, dims, over)], contracted=summed, linear=[{0}])
 
 
-@dataclass(frozen=True, slots=True)
-class InnerCollective:
-    """A collective that a strategy runs inside an operator.
-
-    Attributes:
-        axis: the mesh axis.
-        operation: what becomes of what the ranks have.
-        nbytes: bytes of a rank's statistics; of rows that move, on average over the ranks; of
-            halos, of the rank that sends or receives most.
-        backward: whether it runs in the backward pass.
-        copied: bytes that copies beside it make on the rank.
-    """
-
-    axis: int
-    operation: Operation
-    nbytes: int
-    backward: bool
-    copied: int = 0
+def _whole(call: Call) -> OperatorRule:
+    """A reduction whose dims stay whole."""
+    over = _over(call)
+    space = IndexSpace(call)
+    dims = space.free_dims(call.inputs[0].shape, fixed=over)
+    return space.rule([dims], [_reduced(call, dims, over) for _ in call.outputs])
 
 
-@dataclass(frozen=True, slots=True)
-class Reductions:
-    """What runs inside an operator where any of some letters is cut.
-
-    Attributes:
-        over: the letters that statistics are taken over.
-        listed: the collectives, in order.
-        spilled: letters of what goes through memory then, though a kernel that works along the
-            whole letter keeps it on the chip.
-        spilled_bytes: that are read and written of an element of it.
-    """
-
-    over: frozenset[str] = frozenset()
-    listed: tuple[Reduction, ...] = ()
-    spilled: tuple[str, ...] = ()
-    spilled_bytes: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        text: str,
-        *,
-        over: Iterable[str],
-        per: Iterable[str],
-        itemsize: int,
-        spilled: Iterable[str] = (),
-        spilled_bytes: int = 0,
-    ) -> "Reductions":
-        """The collectives that a text lists.
-
-        Args:
-            text: `forward | backward`; each is a row of `max`, `sum` or `move`, with the numbers
-                per row where there are several, as in `sum*2`, and their type where it is
-                another one, as in `max:int64`.
-            over: the letters that statistics are taken over.
-            per: the letters that tell rows apart.
-            itemsize: bytes of a number.
-            spilled: letters of what goes through memory.
-            spilled_bytes: of an element of it.
-        """
-        letters, rows = frozenset(over), tuple(per)
-        if not letters:
-            return cls()
-        return cls(
-            letters,
-            tuple(
-                Reduction(
-                    Operation(term["operation"]),
-                    rows,
-                    DType(term["dtype"]).itemsize if term["dtype"] else itemsize,
-                    int(term["times"] or 1),
-                    backward,
-                )
-                for part, backward in zip(text.split("|"), (False, True), strict=False)
-                for term in _TERM.finditer(part)
-            ),
-            tuple(spilled),
-            spilled_bytes,
-        )
-
-    def __str__(self) -> str:
-        """What runs, without the types of numbers."""
-        forward, backward = (
-            " ".join(
-                f"{r.operation}*{r.times}" if r.times > 1 else str(r.operation)
-                for r in self.listed
-                if r.backward is back
-            )
-            for back in (False, True)
-        )
-        return f"{forward} | {backward}" if backward else forward
-
-    def collectives(
-        self, cuts: Iterable[tuple[int, str | None]], sizes: Mapping[str, int]
-    ) -> tuple[InnerCollective, ...]:
-        """What ranks run inside an operator, in order.
-
-        Where several axes cut a dim, each goes over one after the other; what has moved moves back
-        in the opposite order.
-
-        Args:
-            cuts: axes, and the letter that each of them cuts; None for none.
-            sizes: letter sizes on a rank, after all cuts.
-        """
-        if not self.listed:
-            return ()
-        axes = sorted(axis for axis, letter in cuts if letter in self.over)
-        return tuple(
-            InnerCollective(axis, reduction.operation, reduction.nbytes(sizes), reduction.backward)
-            for reduction in self.listed
-            for axis in (axes[::-1] if reduction.is_back else axes)
-        )
+def _along(call: Call, text: str, *, finds_index: bool = False) -> OperatorRule:
+    """A reduction that ranks combine inside: the result is replicated."""
+    over = _over(call)
+    tensor = call.inputs[0]
+    if not is_real(tensor):
+        return _whole(call)
+    space = IndexSpace(call)
+    dims = space.free_dims(tensor.shape)
+    worked = tuple(chain.from_iterable(dims[dim] for dim in sorted(over)))
+    if finds_index:
+        space.in_order(worked)
+    reduced = Reductions.of(
+        text,
+        over=worked,
+        per=chain.from_iterable(letters for dim, letters in enumerate(dims) if dim not in over),
+        itemsize=statistic_bytes(tensor),
+    )
+    return space.rule([dims], [_reduced(call, dims, over) for _ in call.outputs], reduced=reduced)
 
 
-NO_REDUCTIONS = Reductions()
+def _extreme_index(call: Call) -> OperatorRule:
+    """The maximum or minimum along one dim, and the first index where it is."""
+    if not call.integers("dim"):
+        return _whole(call)
+    return _along(call, "max max:int64", finds_index=True)
 
 
-def is_real(tensor: Tensor) -> bool:
-    """Whether a tensor has floating-point numbers that can be compared."""
-    return tensor.dtype.is_differentiable and not tensor.dtype.startswith("complex")
+def _length(call: Call) -> OperatorRule:
+    """A norm; that of sums of squares is one sum."""
+    is_plain = call.number("ord", 2) == 2 and call.argument("dtype") is None  # noqa: PLR2004  squares
+    return _along(call, "sum") if is_plain else _whole(call)
 
 
-def statistic_bytes(tensor: Tensor) -> int:
-    """Bytes of a number in statistics of a tensor: they are taken in 32 bits at least."""
-    return max(tensor.dtype.itemsize, DType.FLOAT32.itemsize)
+def _softmax(call: Call) -> OperatorRule:
+    """Softmax along one dim, of which ranks combine the maximum and a sum."""
+    dim = call.dim("dim", 0)
+    space = IndexSpace(call)
+    dims = space.free_dims(call.inputs[0].shape)
+    reduced = Reductions.of(
+        "max sum | sum",
+        over=dims[dim] if dims else (),
+        per=chain(*dims[:dim], *dims[dim + 1 :]),
+        itemsize=statistic_bytes(call.outputs[0]),
+    )
+    return space.rule([dims], [dims], reduced=reduced)
+
+
+def _scan(call: Call, *, linear: bool = False, last: bool = False) -> OperatorRule:
+    """Along one dim: cumulative sums, sort, top-k."""
+    dim = call.dim("dim", -1) if last else call.dim("dim", 0)
+    return along_dims(call, {dim}, linear=[{0}] if linear else ())
+
+
+def _histogram(call: Call) -> OperatorRule:
+    """Counts of shards add up, if the bins do not depend on the values."""
+    if call.number("min", 0) == call.number("max", 0):
+        return replicated(call)
+    space = IndexSpace(call)
+    dims = space.free_dims(call.inputs[0].shape)
+    bins = space.fixed_dims(call.outputs[0].shape)
+    return space.rule([dims], [bins], contracted=chain(*dims))
+
+
+def _fourier(call: Call) -> OperatorRule:
+    """A Fourier transform over some dims (all if none is named), perhaps of another size."""
+    return along_dims(call, _over(call), linear=[{0}])
+
+
+_WHOLE = (
+    "The dim that the operator works along: results of shards cannot be combined by a sum or a "
+    "maximum, or models hardly ask for it."
+)
+
+SPECS = (
+    OperatorSpec(
+        "sum",
+        _sum,
+        saves="",
+        passes_gradient=same_dtype,
+        examples="sum.dim_IntList: self[b,s,h] dim=(1,) -> [b,h]",
+    ),
+    OperatorSpec(
+        "mean",
+        _sum,
+        saves="",
+        kernel=Kernel.SCALED,
+        examples="mean.dim: self[b,s,h] dim=(2,) keepdim=True -> [b,s,1]",
+    ),
+    OperatorSpec(
+        "prod",
+        _whole,
+        saves="self out",
+        unsharded=_WHOLE,
+        examples="prod.dim_int: self[b,s] dim=1 -> [b]",
+    ),
+    OperatorSpec(
+        "amax amin",
+        partial(_along, text="max | sum"),
+        saves="self out",
+        kernel=Kernel.SHARDED_DIM,
+        examples="amax.default: self[b,s] dim=(1,) -> [b]",
+    ),
+    OperatorSpec("max.default min.default", _whole, saves="self out", unsharded=_WHOLE),
+    OperatorSpec(
+        "max.dim min.dim",
+        _extreme_index,
+        saves="out1",
+        kernel=Kernel.SHARDED_DIM,
+        examples="self[b,s] dim=1 -> [b] :int64[b]",
+    ),
+    OperatorSpec(
+        "argmax argmin",
+        _extreme_index,
+        saves="",
+        kernel=Kernel.SHARDED_DIM,
+        examples="argmax.default: self[b,s] dim=1 -> :int64[b]",
+    ),
+    OperatorSpec(
+        "any all _is_all_true.default",
+        _whole,
+        saves="",
+        unsharded=_WHOLE,
+        examples="any.dim: self:bool[b,s] dim=1 -> :bool[b]",
+    ),
+    OperatorSpec(
+        "var",
+        partial(_along, text="sum sum"),
+        saves="self",
+        kernel=Kernel.SHARDED_DIM,
+        examples="var.correction: self[b,s] dim=(1,) -> [b]",
+    ),
+    OperatorSpec(
+        "std", partial(_along, text="sum sum"), saves="self out", kernel=Kernel.SHARDED_DIM
+    ),
+    OperatorSpec(
+        "logsumexp",
+        partial(_along, text="max sum"),
+        saves="self out",
+        kernel=Kernel.SHARDED_DIM,
+        examples="logsumexp.default: self[b,s] dim=(1,) -> [b]",
+    ),
+    OperatorSpec(
+        "linalg_vector_norm",
+        _length,
+        saves="self out",
+        kernel=Kernel.SHARDED_DIM,
+        examples="linalg_vector_norm.default: self[b,s] dim=(1,) -> [b]",
+    ),
+    OperatorSpec(
+        "softmax.int log_softmax.int",
+        _softmax,
+        saves="out",
+        kernel=Kernel.SHARDED_DIM,
+        examples="""
+            self[b,h,s,t] dim=3 -> [b,h,s,t]
+            log_softmax.int: self[n,c] dim=1 -> [n,c]
+        """,
+    ),
+    OperatorSpec(
+        "cumsum.default",
+        partial(_scan, linear=True),
+        saves="",
+        unsharded=_WHOLE,
+        examples="self[b,s] dim=1 -> [b,s]",
+    ),
+    OperatorSpec(
+        "cumprod.default logcumsumexp.default",
+        _scan,
+        saves="self out",
+        examples="self[b,s] dim=1 -> [b,s]",
+    ),
+    OperatorSpec("cummax.default cummin.default", _scan, saves="self out1"),
+    OperatorSpec(
+        "sort topk.default",
+        partial(_scan, last=True),
+        saves="out1",
+        unsharded=_WHOLE,
+        examples="""
+            sort.default: self[b,s] -> [b,s] :int64[b,s]
+            topk.default: self[b,e] k=2 -> [b,2] :int64[b,2]
+        """,
+    ),
+    OperatorSpec(
+        "argsort",
+        partial(_scan, last=True),
+        saves="",
+        unsharded=_WHOLE,
+        examples="argsort.default: self[b,s] -> :int64[b,s]",
+    ),
+    OperatorSpec(
+        "fft_fftn.default fft_ifftn.default",
+        _fourier,
+        saves="",
+        unsharded=_WHOLE,
+        examples="self:complex64[b,s,h] dim=(1,2) -> :complex64[b,s,h]",
+    ),
+    OperatorSpec(
+        "histc.default",
+        _histogram,
+        saves="",
+        kernel=Kernel.COUNTS,
+        examples="self[n] bins=e min=0 max=e -> [e]",
+    ),
+)

@@ -1,70 +1,87 @@
-"""What an operator may do on a mesh: its rule, and the strategies that follow from it.
+"""Sharding rules of operators, and the strategies that follow from them.
 
-A rule names the operator's index space with letters, as einsum does. `x[b,s,k] @ w[n,k]`
-has the letters b, s, n, k. A dim of a tensor is a product of letters, major first: a view
-from [b*s, h] to [b, s, h] has the input dims (b s), (h). What one mesh axis may do follows:
+A rule names the operator's iteration space with *index letters*, as einsum does: `x[b,s,k] @
+w[n,k] -> y[b,s,n]` has the letters b, s, n, k. The *dims* of a tensor list the letters of each
+dim. A dim may be a product of letters, major first: a view from [b*s, h] to [b, s, h] has the
+input dims (b s), (h). One mesh axis then has these options:
 
-* everything `I`, or everything `R`: true of every differentiable operator;
-* cut a letter: tensors that have it are `S`, the others `R`; outputs that lost it to a sum
-  are `P`, and those that lost it to statistics that ranks put together inside are `I`;
-* linearity: where the operator is linear in a group of inputs, `P` in gives `P` out.
+* all tensors `I`, or all tensors `R`: true of every differentiable operator;
+* shard a letter: tensors that have it are `S`, the others `R`. Outputs that lost it to a sum are
+  `P`; outputs that lost it to statistics which ranks combine inside the operator are `I`;
+* linearity: if the operator is linear in a group of inputs, `P` inputs give `P` outputs.
 
-An axis that does not divide a letter may still cut it, into slices of unequal length, where the
-letter is a dim by itself in every tensor that has it: two dims that a view merges are cut
-elsewhere than what they make together.
+Example: the rule of the product above, with `contracted={"k"}`, gives on an axis of two ranks
 
-A strategy is one such option per axis, applied from the outermost axis inwards: the next
-axis sees the operator that the previous ones left.
+    I,I->I   R,R->R   S(0),R->S(0)   S(1),R->S(1)   R,S(0)->S(2)   S(2),S(1)->P   P,R->P   R,P->P
 
-A dim may also hold several things one after the other, which a split takes apart and a join
-puts there. Its letter is then made of *pieces*. Cut as one it would leave a rank with all of one
-piece and nothing of another; cut in chunks it leaves a slice of each. Such types are many and
-rarely of use, so they are offered only for tensors of which the caller says so.
+An axis whose size does not divide a letter may still shard it, into shards of unequal length, if
+the letter is a dim of its own in every tensor that has it: two dims that a view merges would be
+split at other places than the merged dim.
+
+A strategy chooses one option per axis, from the outermost axis inwards: each axis sees the
+operator that the previous axes left.
+
+*Interleaved sub-shards.* A dim may concatenate several things (the fused projection of queries,
+keys and values), which a split takes apart and a `cat` joins. Its letter then has *pieces*. A
+plain shard would give a rank all of one piece and nothing of another; an interleaved shard gives
+it a slice of each. Such types are many and rarely useful, so they are offered only for the
+tensors for which the caller lists them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate, pairwise
 from math import prod
 
-from autoshard.layouts import AxisType, I, Layout, P, R, S, cuts_unevenly, largest_share
-from autoshard.ops.halo import NO_HALO, Halo
-from autoshard.ops.pieces import Pieces, within_pieces
-from autoshard.ops.reduction import NO_REDUCTIONS, InnerCollective, Reductions
+from autoshard.layouts import AxisType, I, Layout, P, R, S, cuts_unevenly, largest_share, reduced
+from autoshard.ops.collectives import (
+    NO_HALO,
+    NO_REDUCTIONS,
+    Halo,
+    InnerCollective,
+    Reductions,
+    ShardedLetters,
+)
 
 Dims = tuple[tuple[str, ...], ...]
 """The letters of each dim of one tensor, major first; () for a dim of size 1."""
 
-Chunked = Sequence[Collection[AxisType]]
-"""The types with chunks that each tensor of a call can have, inputs before outputs; empty where
-none has any."""
+Interleaved = Sequence[Collection[AxisType]]
+"""The interleaved types that each tensor of a call may have, inputs before outputs; an empty
+sequence if no tensor has any."""
+
+Pieces = tuple[tuple[int, str | None], ...]
+"""The pieces that a dim concatenates: relative size of each, and the letter of the dim that is
+this piece alone, if some tensor has one."""
 
 
 @dataclass(frozen=True)
 class OperatorRule:
-    """The rule of one operator call.
+    """The sharding rule of one operator call.
 
     Attributes:
         sizes: size of each letter.
         inputs: letters of each tensor input, in the order of `Node.inputs`.
         outputs: letters of each output.
-        contracted: letters that are summed over; cutting one makes the outputs partial.
-        whole: letters that may not be cut.
-        linear: groups of inputs (by position) in which the operator is jointly linear,
-            the other inputs held fixed.
+        contracted: letters that are summed over; sharding one makes the outputs partial.
+        whole: letters that must not be sharded.
+        linear: groups of inputs (by position) in which the operator is jointly linear, the
+            other inputs fixed.
         addends: inputs that are added to a contraction, and so must enter its sum once.
-        unaffected: outputs that come out whole from a cut of a letter that they lack.
-        reduced: what ranks put together inside the operator where a letter is cut.
-        halo: what they need of their neighbours' slices where a letter is cut; one axis may
-            cut such a letter, since an axis knows its own neighbours only.
-        pieces: of letters that others follow each other in; only their chunks may be cut.
-        ordered: letters along which a rank must know where its elements are in the whole, so
-            that they must lie in one row.
-        causal: letters of rows and of columns, if a row sees the columns up to its own place
-            only and the others are not computed.
-        uneven: letters that one axis may cut into slices of unequal length.
-        follows: letters that are cut along with a letter.
-        flops_per_point: floating-point operations per point of the index space.
+        unaffected: outputs that stay replicated when a letter that they lack is sharded.
+        reduced: reductions that ranks run inside the operator when a letter is sharded.
+        halo: edges that ranks exchange when a letter is sharded; only one axis may shard such a
+            letter, since an axis knows its own neighbours only.
+        pieces: pieces of the letters whose dim is a concatenation; such letters have interleaved
+            shards only.
+        ordered: letters of which a rank must know the global index of its first element, so
+            that a shard must be one contiguous range.
+        causal: letters of rows and columns, if a row uses the columns up to its own index only
+            and the others are not computed.
+        uneven: letters that one axis may shard into unequal lengths.
+        follows: letters that are sharded together with a letter.
+        flops_per_point: floating-point operations per point of the iteration space.
     """
 
     sizes: Mapping[str, int]
@@ -84,8 +101,8 @@ class OperatorRule:
     follows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     flops_per_point: float = 0.0
 
-    def can_cut(self, letter: str, parts: int) -> bool:
-        """Whether an axis of so many ranks may cut a letter as one."""
+    def can_shard(self, letter: str, parts: int) -> bool:
+        """Whether an axis of `parts` ranks may shard a letter into contiguous ranges."""
         size = self.sizes[letter]
         if letter in self.whole or not size:
             return False
@@ -95,52 +112,52 @@ class OperatorRule:
             return False
         return size % parts == 0 or (letter in self.uneven and cuts_unevenly(size, parts))
 
-    def cut(self, letter: str, parts: int) -> "OperatorRule":
-        """The rule of the largest share that a rank has after an axis cut a letter.
+    def sharded(self, letter: str, parts: int) -> "OperatorRule":
+        """The rule of the largest share that a rank has after an axis sharded a letter.
 
-        Slices of unequal length are not cut again, nor is a slice cut unevenly. A letter that
-        another one has been cut without no longer follows that one.
+        Shards of unequal length are not sharded again, nor is a shard split unevenly. A letter
+        that was sharded alone no longer follows another one.
         """
         pieces = (piece for _, piece in self.pieces.get(letter, ()) if piece)
-        cut = (letter, *pieces, *self.follows.get(letter, ()))
+        together = (letter, *pieces, *self.follows.get(letter, ()))
         left = frozenset(x for x, others in self.follows.items() if letter in others)
         again = self.sizes[letter] % parts == 0 and letter not in self.halo.edges
         return replace(
             self,
-            sizes={**self.sizes, **{x: largest_share(self.sizes[x], parts) for x in cut}},
+            sizes={**self.sizes, **{x: largest_share(self.sizes[x], parts) for x in together}},
             whole=self.whole | left if again else self.whole | left | {letter},
             uneven=self.uneven - {letter},
         )
 
     def collectives(
-        self, cuts: Iterable[tuple[int, str | None]], sizes: Mapping[str, int]
+        self, sharded: ShardedLetters, sizes: Mapping[str, int]
     ) -> tuple[InnerCollective, ...]:
-        """What ranks run inside the operator, in order.
+        """The collectives that ranks run inside the operator, in order.
 
         Args:
-            cuts: axes, and the letter that each of them cuts; None for none.
-            sizes: letter sizes on a rank, after all cuts.
+            sharded: mesh axes with the letter that each shards.
+            sizes: letter sizes on a rank, after all axes.
         """
-        cuts = tuple(cuts)
+        sharded = tuple(sharded)
         return (
-            *self.reduced.collectives(cuts, sizes),
-            *self.halo.collectives(cuts, self.sizes, sizes),
+            *self.reduced.collectives(sharded, sizes),
+            *self.halo.collectives(sharded, self.sizes, sizes),
         )
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks run something inside the operator where some letter is cut."""
+        """Whether ranks run collectives inside the operator when some letter is sharded."""
         return bool(self.reduced.listed or self.halo.edges)
 
 
 @dataclass(frozen=True, slots=True)
 class AxisRule:
-    """What one mesh axis does to an operator: types of inputs -> types of outputs.
+    """One option of a mesh axis: types of the inputs -> types of the outputs.
 
     Attributes:
         inputs: type of each tensor input.
         outputs: type of each output.
-        letter: the letter that is cut, or None.
+        letter: the letter that is sharded, or None.
     """
 
     inputs: tuple[AxisType, ...]
@@ -153,13 +170,13 @@ class AxisRule:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Layouts of all inputs and outputs of one operator, and what a rank then computes.
+    """Layouts of all inputs and outputs of one operator, and a rank's share of its work.
 
     Attributes:
         inputs: layout of each tensor input.
         outputs: layout of each output.
         sizes: size of each letter on the rank with the largest share.
-        collectives: what ranks run inside the operator.
+        collectives: the collectives that ranks run inside the operator.
     """
 
     inputs: tuple[Layout, ...]
@@ -171,35 +188,37 @@ class Strategy:
         return f"{' '.join(map(str, self.inputs))} -> {' '.join(map(str, self.outputs))}"
 
 
-def axis_rules(rule: OperatorRule, parts: int, chunked: Chunked = ()) -> Iterator[AxisRule]:
-    """Everything that one axis of `parts` ranks may do to an operator."""
+def axis_rules(rule: OperatorRule, parts: int, interleaved: Interleaved = ()) -> Iterator[AxisRule]:
+    """All options of one axis of `parts` ranks for an operator."""
     num_inputs, num_outputs = len(rule.inputs), len(rule.outputs)
     for same in (I, R):
         yield AxisRule((same,) * num_inputs, (same,) * num_outputs)
     for letter in rule.sizes:
-        if rule.can_cut(letter, parts):
-            along = (letter, *rule.follows.get(letter, ()))
-            cut = _cut_types(rule, dict.fromkeys(along, ()), letter, chunked)
-            if cut is not None:
-                yield cut
-        for chunks in _chunkings(rule, letter, chunked):
-            cut = _cut_chunks(rule, letter, chunks, parts, chunked)
-            if cut is not None:
-                yield cut
+        if rule.can_shard(letter, parts):
+            together = (letter, *rule.follows.get(letter, ()))
+            option = _shard(rule, dict.fromkeys(together, ()), letter, interleaved)
+            if option is not None:
+                yield option
+        for chunks in _chunkings(rule, letter, interleaved):
+            option = _shard_interleaved(rule, letter, chunks, parts, interleaved)
+            if option is not None:
+                yield option
     for group in rule.linear:
         inputs = tuple(P if i in group else R for i in range(num_inputs))
         yield AxisRule(inputs, (P,) * num_outputs)
 
 
-def _chunkings(rule: OperatorRule, letter: str, chunked: Chunked) -> Iterator[tuple[int, ...]]:
-    """The chunks of a letter that could be cut."""
+def _chunkings(
+    rule: OperatorRule, letter: str, interleaved: Interleaved
+) -> Iterator[tuple[int, ...]]:
+    """The interleavings (relative chunk sizes) in which a letter might be sharded."""
     if (
-        not chunked
+        not interleaved
         or letter in rule.ordered
         or (letter in rule.whole and letter not in rule.pieces)
     ):
         return
-    tensors = zip((*rule.inputs, *rule.outputs), chunked, strict=True)
+    tensors = zip((*rule.inputs, *rule.outputs), interleaved, strict=True)
     found = {
         t.chunks: None
         for dims, types in tensors
@@ -209,32 +228,48 @@ def _chunkings(rule: OperatorRule, letter: str, chunked: Chunked) -> Iterator[tu
     yield from found
 
 
-def _cut_chunks(
-    rule: OperatorRule, letter: str, chunks: tuple[int, ...], parts: int, chunked: Chunked
+def _shard_interleaved(
+    rule: OperatorRule, letter: str, chunks: tuple[int, ...], parts: int, interleaved: Interleaved
 ) -> AxisRule | None:
-    """A cut of the chunks of a letter; None where they or the pieces do not come out even."""
+    """The option that shards each chunk of a letter; None if chunks or pieces do not divide."""
     if rule.sizes[letter] % (sum(chunks) * parts):
         return None
-    cut = {letter: chunks}
+    sharded = {letter: chunks}
     if letter in rule.pieces:
         pieces = rule.pieces[letter]
-        within = within_pieces(chunks, [size for size, _ in pieces])
+        within = _chunks_within(chunks, [size for size, _ in pieces])
         if within is None:
             return None
-        cut |= {piece: own for (_, piece), own in zip(pieces, within, strict=True) if piece}
-    return _cut_types(rule, cut, letter, chunked)
+        sharded |= {piece: own for (_, piece), own in zip(pieces, within, strict=True) if piece}
+    return _shard(rule, sharded, letter, interleaved)
 
 
-def _cut_types(
-    rule: OperatorRule, cut: Mapping[str, tuple[int, ...]], letter: str, chunked: Chunked
+def _chunks_within(chunks: Sequence[int], pieces: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """The chunks of each piece; None if a chunk crosses the boundary of a piece."""
+    whole, total = sum(pieces), sum(chunks)
+    ends = [end * whole for end in accumulate(chunks)]
+    bounds = [0, *(end * total for end in accumulate(pieces))]
+    if not set(ends).issuperset(bounds[1:]):
+        return None
+    return [
+        reduced([size for size, end in zip(chunks, ends, strict=True) if first < end <= last])
+        for first, last in pairwise(bounds)
+    ]
+
+
+def _shard(
+    rule: OperatorRule,
+    sharded: Mapping[str, tuple[int, ...]],
+    letter: str,
+    interleaved: Interleaved,
 ) -> AxisRule | None:
-    """What a cut of a letter, and of its pieces, does to each tensor.
+    """The types of all tensors when a letter, its pieces and its followers are sharded.
 
     Args:
         rule: the operator's rule.
-        cut: chunks of each letter that is cut; () where it is cut as one.
+        sharded: chunks of each letter that is sharded; () for one contiguous range.
         letter: the letter itself.
-        chunked: the types with chunks that there may be.
+        interleaved: the interleaved types that tensors may have.
     """
     contracted = letter in rule.contracted
     lost = P if contracted else I if letter in rule.reduced.over else None
@@ -244,7 +279,7 @@ def _cut_types(
         *(R if i in rule.unaffected else lost for i in range(len(rule.outputs))),
     ]
     types = [
-        _cut_type(rule, dims, cut, chunked[i] if chunked else (), absent=absent[i])
+        _axis_type(rule, dims, sharded, interleaved[i] if interleaved else (), absent=absent[i])
         for i, dims in enumerate((*rule.inputs, *rule.outputs))
     ]
     known = tuple(t for t in types if t)
@@ -253,25 +288,33 @@ def _cut_types(
     return AxisRule(known[:num_inputs], known[num_inputs:], letter)
 
 
-def _cut_type(
+def _axis_type(
     rule: OperatorRule,
     dims: Dims,
-    cut: Mapping[str, tuple[int, ...]],
-    chunked: Collection[AxisType],
+    sharded: Mapping[str, tuple[int, ...]],
+    interleaved: Collection[AxisType],
     *,
     absent: AxisType | None,
 ) -> AxisType | None:
-    """Type of one tensor when letters are cut; None where it may have none."""
+    """Type of one tensor when letters are sharded; None if there is no such type.
+
+    Args:
+        rule: the operator's rule.
+        dims: letters of the tensor.
+        sharded: chunks of each letter that is sharded.
+        interleaved: the interleaved types that the tensor may have.
+        absent: type of a tensor that has none of the letters.
+    """
     for dim, letters in enumerate(dims):
         for letter in letters:
-            if letter in cut:
-                chunks, outer = cut[letter], _outer(rule, letters, letter)
+            if letter in sharded:
+                chunks, outer = sharded[letter], _outer(rule, letters, letter)
                 if outer == 1:
-                    return S(dim, chunks) if not chunks or S(dim, chunks) in chunked else None
+                    return S(dim, chunks) if not chunks or S(dim, chunks) in interleaved else None
                 if chunks or letter in rule.ordered:
                     return None
                 # Every slice of an outer letter is a chunk to the inner one.
-                fitting = (t for t in chunked if t.dim == dim and t.chunks == (1,) * outer)
+                fitting = (t for t in interleaved if t.dim == dim and t.chunks == (1,) * outer)
                 return next(fitting, None)
     return absent
 
@@ -284,7 +327,7 @@ def lone_letters(tensors: Iterable[Dims]) -> frozenset[str]:
 
 
 def _outer(rule: OperatorRule, letters: Sequence[str], letter: str) -> int:
-    """How many slices of a dim there are outside of one of its letters."""
+    """Product of the sizes of the letters outside of one letter of a dim."""
     return prod(rule.sizes[x] for x in letters[: letters.index(letter)])
 
 
@@ -293,32 +336,32 @@ def strategies(
     axis_sizes: tuple[int, ...],
     *,
     partial: Collection[int] | None = None,
-    chunked: Chunked = (),
+    interleaved: Interleaved = (),
 ) -> tuple[Strategy, ...]:
-    """Every strategy of an operator on a mesh, each combination of layouts once.
+    """All strategies of an operator on a mesh, each combination of layouts once.
 
-    The order in which axes are applied matters only where two of them cut one dim; it then
-    is the nesting order of that dim.
+    The order in which axes are applied matters only if two of them shard one dim; it then is
+    the nesting order of that dim.
 
     Args:
         rule: the operator's rule.
         axis_sizes: size of each mesh axis.
-        partial: inputs that arrive as sums over ranks, if known. Linearity is offered only
-            where one of them takes part: making a sum out of whole tensors never pays,
-            since the same work on whole tensors needs no reduction afterwards.
-        chunked: the types with chunks that the tensors can have.
+        partial: inputs that may arrive partial, if known. Linearity is offered only for groups
+            with one of them: making replicated tensors partial never pays, since the same work
+            on replicated tensors needs no reduction afterwards.
+        interleaved: the interleaved types that the tensors may have.
     """
     if partial is not None:
         linear = tuple(group for group in rule.linear if not group.isdisjoint(partial))
         rule = replace(rule, linear=linear)
     found: dict[Strategy, None] = {}
-    for sequence, local in _sequences(_Options(rule, chunked), rule, axis_sizes, ()):
+    for sequence, local in _sequences(_Options(rule, interleaved), rule, axis_sizes, ()):
         order = tuple(axis for axis, _ in sequence)
         options = [option for _, option in sorted(sequence, key=lambda pair: pair[0])]
         inputs = _layouts([option.inputs for option in options], len(rule.inputs), order)
         outputs = _layouts([option.outputs for option in options], len(rule.outputs), order)
-        cuts = ((axis, option.letter) for axis, option in sequence)
-        collectives = rule.collectives(cuts, local.sizes)
+        sharded = ((axis, option.letter) for axis, option in sequence)
+        collectives = rule.collectives(sharded, local.sizes)
         found.setdefault(Strategy(inputs, outputs, local.sizes, collectives))
     return tuple(found)
 
@@ -327,21 +370,21 @@ _Sequence = tuple[tuple[int, AxisRule], ...]
 
 
 class _Options:
-    """What axes may do to the shares of an operator, and the shares that this leaves."""
+    """The options of axes for the shares of an operator, computed once per share."""
 
-    def __init__(self, rule: OperatorRule, chunked: Chunked) -> None:
-        self.chunked = chunked
+    def __init__(self, rule: OperatorRule, interleaved: Interleaved) -> None:
+        self.interleaved = interleaved
         self._letters = tuple(rule.sizes)
         self._known: dict[tuple[int, ...], tuple[tuple[AxisRule, OperatorRule], ...]] = {}
 
     def of(self, share: OperatorRule, parts: int) -> tuple[tuple[AxisRule, OperatorRule], ...]:
-        """Each option of an axis of `parts` ranks, with what it leaves a rank."""
-        # Many ways lead to the same share.
+        """Each option of an axis of `parts` ranks, with the share that it leaves a rank."""
+        # Many sequences of options lead to the same share.
         key = (parts, *(share.sizes[letter] for letter in self._letters))
         if key not in self._known:
             self._known[key] = tuple(
-                (option, share.cut(option.letter, parts) if option.letter else share)
-                for option in axis_rules(share, parts, self.chunked)
+                (option, share.sharded(option.letter, parts) if option.letter else share)
+                for option in axis_rules(share, parts, self.interleaved)
             )
         return self._known[key]
 
@@ -349,7 +392,7 @@ class _Options:
 def _sequences(
     options: _Options, rule: OperatorRule, axis_sizes: tuple[int, ...], before: _Sequence
 ) -> Iterator[tuple[_Sequence, OperatorRule]]:
-    """Options applied axis by axis; of orders that make no difference only the ascending one."""
+    """Options applied axis by axis; of equivalent orders only the ascending one."""
     taken = {axis for axis, _ in before}
     if len(taken) == len(axis_sizes):
         yield before, rule
@@ -360,7 +403,7 @@ def _sequences(
         for option, local in options.of(rule, parts):
             if before and axis < before[-1][0] and not _share_a_dim(before[-1][1], option):
                 continue
-            if options.chunked and any(_mix_chunks(earlier, option) for _, earlier in before):
+            if options.interleaved and any(_mix_chunks(earlier, option) for _, earlier in before):
                 continue
             yield from _sequences(options, local, axis_sizes, (*before, (axis, option)))
 
@@ -373,7 +416,7 @@ def _share_a_dim(one: AxisRule, other: AxisRule) -> bool:
 
 
 def _mix_chunks(one: AxisRule, other: AxisRule) -> bool:
-    """Whether they cut one dim of a tensor in different chunks, which no layout does."""
+    """Whether two options interleave one dim differently, which no layout can express."""
     pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
     return any(a.is_shard and a.dim == b.dim and a.chunks != b.chunks for a, b in pairs)
 

@@ -1,141 +1,118 @@
 """The page of all operators: `python -m autoshard.ops.table` writes docs/operators.md."""
 
-import re
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import groupby
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
+from types import ModuleType
 
-from autoshard.graph import Argument, DType, Ref, Tensor
 from autoshard.layouts import P
-from autoshard.ops.call import Call
-from autoshard.ops.examples import EXAMPLES, SIZES, ExampleCall
-from autoshard.ops.kept import Extra
-from autoshard.ops.local_kernels import Kernel, kernel_for
-from autoshard.ops.registry import FAMILIES, rule_for
+from autoshard.ops.examples import Example, examples_of
+from autoshard.ops.index_space import replicated
+from autoshard.ops.registry import FAMILIES, SPECS, rule_for, saved_tensors
 from autoshard.ops.rule import AxisRule, OperatorRule, axis_rules
-from autoshard.ops.saved import saved_by
-from autoshard.ops.space import replicated
-from autoshard.ops.uncut import GONE, UNCUT
+from autoshard.ops.spec import Call, ExtraTensor, Kernel, OperatorSpec
 
 _HEAD = """# Operators
 
-What one axis of the mesh may do to each operator, beside running it whole everywhere. This page
-is made from the rules by `python -m autoshard.ops.table`.
+The options of one axis of the mesh for each operator, beside running it replicated. This page is
+generated from the operators' specs by `python -m autoshard.ops.table`.
 
-* **cut**: dims that may be cut, in every tensor that has them. Tensors that lack the dim are the
-  same on all ranks, and their gradients are summed.
-* **summed**: dims that may be cut, after which the output is to be summed over the ranks.
-* **inside**: dims of those that may be cut where ranks then run all-reduces inside the operator,
-  with the numbers per row that each puts together, forward | backward; where an all-to-all
-  brings rows to the ranks of their experts (`move`); or where ranks exchange the edges of their
-  slices with those next to them, so many elements from before and behind (`halo 1+1`).
-* **sums**: inputs that may be such sums themselves, as the output then is; `a + b` at once.
-* **kept**: what is kept for backward if every input has a gradient.
-* **on a rank**: what a rank does otherwise than the whole program (`Kernel`, `draws` random
-  numbers).
+* **sharded**: dims that may be sharded, in every tensor that has them. Tensors that lack the dim
+  are replicated, and their gradients are all-reduced.
+* **summed**: dims that may be sharded, and make the output partial.
+* **inside**: the sharded dims for which ranks run collectives inside the operator: all-reduces,
+  with the numbers per row of each, forward | backward; an all-to-all that sends rows to the ranks
+  of their experts (`move`); or an exchange of the edges of neighbouring shards, so many elements
+  from before and after (`halo 1+1`).
+* **partial**: inputs that may be partial, as the output then is; `a + b` together.
+* **saved**: tensors that autograd saves if every input has a gradient.
+* **local call**: how the call changes on a rank (`Kernel`); `draws` random numbers.
 
-A dim `(g c)` is a product: its outer factor may be cut, the inner one once the outer is used up.
-A dim that is part of no product in any tensor of a call may also be cut by an axis that does not
-divide it, if that axis alone cuts it: all ranks but the last have slices of one length.
-"""
+A dim `(g c)` is a product: its outer factor may be sharded, the inner one once the outer is used
+up. A dim that is part of no product in any tensor of a call may also be sharded by an axis that
+does not divide it, if that axis alone shards it: all ranks but the last have shards of one length.
 
-_REST = """
-## All operators with a rule
-
-A name without an overload stands for all of them. An operator that is not listed runs whole,
-which is right for every deterministic one. An operator that writes into its input is planned as
+An operator that is not listed is replicated, which is right for every deterministic one. A name
+without an overload stands for all of them. An operator that writes into its input is planned as
 the one that does not, `add_` as `add`.
 """
 
-_TENSOR = re.compile(r"(\w*)(\*?):?(\w*)\[([^\]]*)\]")
+_COLUMNS = "| operator | call | sharded | summed | inside | partial | saved | local call |\n"
+
+NOT_PLANNED: Mapping[str, str] = {
+    "_assert_tensor_metadata.default _assert_scalar.default _assert_async.default": "Removed.",
+    "_operator.getitem": "Outputs are values of their own.",
+    "sym_size.int _operator.mul _operator.le _operator.ge _operator.eq torch.sym_ite": "Sizes are "
+    "those of the example inputs.",
+    "item.default": "Removed if nothing uses the number; refused otherwise, because sizes "
+    "would depend on the data.",
+    "alias.default clone.default contiguous.default detach_.default to.device": "Removed: memory "
+    "formats do not matter, and all tensors of a rank are on its device.",
+    "copy_.default": "The source, cast and expanded.",
+    "broadcast_tensors.default": "One `expand` per tensor.",
+    "wrap_with_set_grad_enabled": "Its body, behind a `detach`.",
+    "wrap_with_autocast": "Its body if autocast is off; refused if it is on, since casts depend on "
+    "the device.",
+    "flex_attention": "Refused: its score function is a program of its own.",
+    "flat_apply torch._functorch.predispatch._add_batch_dim "
+    "torch._functorch.predispatch._remove_batch_dim "
+    "torch._functorch.predispatch._vmap_increment_nesting "
+    "torch._functorch.predispatch._vmap_decrement_nesting "
+    "torch._functorch.predispatch.lazy_load_decompositions": "Cannot be run: calls of Python "
+    "in the program, of `vmap` and of pytrees. Write the batched form.",
+}
+"""Operators that exports contain and plans do not, and what happens to them."""
 
 
 def page() -> str:
     """The page in Markdown."""
-    parts = [_HEAD]
-    for family, examples in EXAMPLES.items():
-        parts.append(f"\n## {family}\n\n")
-        parts.append("| operator | call | cut | summed | inside | sums | kept | on a rank |\n")
-        parts.append("|---|---|---|---|---|---|---|---|\n")
-        parts.extend(f"| {' | '.join(_row(example))} |\n" for example in examples)
-    parts.append(_REST)
-    parts.extend(_families())
-    parts.append("\n## What is not cut, and why\n\n| operators | reason |\n|---|---|\n")
-    parts.extend(f"| {_names(names.split())} | {why} |\n" for names, why in UNCUT.items())
+    parts = [_HEAD, *map(_family, FAMILIES)]
+    parts.append("\n## Dims that are not sharded, and why\n\n| operators | reason |\n|---|---|\n")
+    reasons: dict[str, list[str]] = {}
+    for name, spec in SPECS.items():
+        if spec.unsharded:
+            reasons.setdefault(spec.unsharded, []).append(name)
+    parts.extend(f"| {_names(names)} | {reason} |\n" for reason, names in reasons.items())
     parts.append(
-        "\n## What comes to no rule\n\n| in the export | what becomes of it |\n|---|---|\n"
+        "\n## Operators that are not planned\n\n| in the export | treatment |\n|---|---|\n"
     )
-    parts.extend(f"| {_names(names.split())} | {what} |\n" for names, what in GONE.items())
+    parts.extend(f"| {_names(names.split())} | {what} |\n" for names, what in NOT_PLANNED.items())
     return "".join(parts)
 
 
-def call_of_example(example: ExampleCall) -> Call:
-    """The call of an example.
-
-    Raises:
-        KeyError: a dim has a name without a size.
-    """
-    inputs, outputs = (_Tensors(text) for text in example.tensors.split("->"))
-    given: dict[str, Argument] = {}
-    for (name, listed), group in groupby(zip(inputs.names, inputs.listed, strict=True)):
-        count = len(list(group))
-        given[name] = (Ref(name),) * count if listed else Ref(name)
-    return Call(
-        operator=f"{example.namespace}.{example.operator}",
-        arguments=(*given.items(), *example.arguments.items()),
-        inputs=inputs.tensors,
-        outputs=outputs.tensors,
+def _family(family: ModuleType) -> str:
+    """A family's examples, and all of its operators."""
+    title = (family.__doc__ or "").partition("\n")[0]
+    specs: tuple[OperatorSpec, ...] = family.SPECS
+    rows = (
+        f"| {' | '.join(_row(spec, example))} |\n"
+        for spec in specs
+        for example in examples_of(spec)
     )
+    text = (
+        f"\n## {title.rstrip('.')}\n\n{_COLUMNS}|---|---|---|---|---|---|---|---|\n{''.join(rows)}"
+    )
+    sharded = chain.from_iterable(s.names for s in specs if s.rule is not replicated)
+    whole = [name for s in specs if s.rule is replicated for name in s.names]
+    text += f"\nAll operators: {_names(sharded)}\n"
+    return text + (f"\nAlways replicated: {_names(whole)}\n" if whole else "")
 
 
-class _Tensors:
-    """The tensors on one side of an example.
-
-    Attributes:
-        names: name of each; empty for outputs.
-        listed: whether each is one of a list.
-        dims: factors of each dim of each.
-        tensors: their shapes.
-    """
-
-    def __init__(self, text: str) -> None:
-        found = _TENSOR.findall(text)
-        self.names = [name for name, _, _, _ in found]
-        self.listed = [bool(star) for _, star, _, _ in found]
-        self.dims = [
-            [dim.strip("()").split() for dim in dims.split(",") if dim] for *_, dims in found
-        ]
-        self.tensors = tuple(
-            Tensor(tuple(prod(map(_size, dim)) for dim in dims), dtype, dtype.is_differentiable)
-            for (_, _, kind, _), dims in zip(found, self.dims, strict=True)
-            for dtype in [DType(kind or "float32")]
-        )
-
-
-def _size(factor: str) -> int:
-    return int(factor) if factor.isdigit() else SIZES[factor]
-
-
-def _row(example: ExampleCall) -> Iterator[str]:
-    call = call_of_example(example)
-    inputs, outputs = (_Tensors(text) for text in example.tensors.split("->"))
-    dims = [*inputs.dims, *outputs.dims]
+def _row(spec: OperatorSpec, example: Example) -> Iterator[str]:
+    call, dims = example.call, example.dims
     rule = rule_for(call)
     options = [option for option in axis_rules(rule, 2) if option.letter is not None]
-    yield f"`{example.name}`"
-    plain = example.tensors.replace("*", "").replace(" :", " ").strip()
-    yield f"`{plain}`"
-    yield _listed(_cut_dim(option, dims) for option in options if P not in option.outputs)
-    yield _listed(_cut_dim(option, dims) for option in options if P in option.outputs)
+    yield f"`{call.operator.removeprefix('aten.')}`"
+    yield f"`{example.text}`"
+    yield _listed(_sharded_dim(option, dims) for option in options if P not in option.outputs)
+    yield _listed(_sharded_dim(option, dims) for option in options if P in option.outputs)
     yield _inside(rule, dims)
-    groups = (dict.fromkeys(inputs.names[i] for i in sorted(group)) for group in rule.linear)
+    groups = (dict.fromkeys(call.names[i] for i in sorted(group)) for group in rule.linear)
     yield _listed(" + ".join(group) for group in groups)
-    yield _listed(_kept(call, dims))
-    kernel = kernel_for(call.operator)
-    kinds = [str(kernel.kind)] if kernel.kind is not Kernel.PLAIN else []
-    yield _listed([*kinds, *(["draws"] if kernel.draws is not None else [])])
+    yield _listed(_saved(call, dims))
+    kinds = [str(spec.kernel)] if spec.kernel is not Kernel.PLAIN else []
+    yield _listed([*kinds, *(["draws"] if spec.draws is not None else [])])
 
 
 def _listed(items: Iterable[str]) -> str:
@@ -143,10 +120,10 @@ def _listed(items: Iterable[str]) -> str:
 
 
 def _inside(rule: OperatorRule, dims: list[list[list[str]]]) -> str:
-    """What runs inside, by the names of the dims that it is for."""
+    """The collectives inside, by the names of the dims that they are for."""
     if not rule.communicates:
         return "-"
-    # Letters are handed out one per factor.
+    # One letter is allocated per factor.
     names = {
         letter: name
         for tensor, named in zip((*rule.inputs, *rule.outputs), dims, strict=True)
@@ -163,34 +140,23 @@ def _inside(rule: OperatorRule, dims: list[list[list[str]]]) -> str:
     return f"{over}: `{rule.reduced}`".replace("|", "\\|")
 
 
-def _cut_dim(option: AxisRule, dims: list[list[list[str]]]) -> str:
-    """Name of the dim that an option cuts."""
-    cuts = zip((*option.inputs, *option.outputs), dims, strict=True)
-    return next(names[t.dim][0] for t, names in cuts if t.is_shard)
+def _sharded_dim(option: AxisRule, dims: list[list[list[str]]]) -> str:
+    """Name of the dim that an option shards."""
+    types = zip((*option.inputs, *option.outputs), dims, strict=True)
+    return next(names[t.dim][0] for t, names in types if t.is_shard)
 
 
-def _kept(call: Call, dims: list[list[list[str]]]) -> Iterator[str]:
-    saved = saved_by(call, [tensor.dtype.is_differentiable for tensor in call.inputs])
+def _saved(call: Call, dims: list[list[list[str]]]) -> Iterator[str]:
+    saved = saved_tensors(call, [tensor.dtype.is_differentiable for tensor in call.inputs])
     yield from (call.names[i] for i in sorted(saved.inputs))
     yield from ("output" if i == 0 else f"output {i}" for i in sorted(saved.outputs))
     for extra in saved.extras:
         yield _per_element(extra, dims)
 
 
-def _per_element(extra: Extra, dims: list[list[list[str]]]) -> str:
+def _per_element(extra: ExtraTensor, dims: list[list[list[str]]]) -> str:
     names = " ".join(factor for i, dim in extra.dims for factor in dims[i][dim])
     return f"{extra.times * extra.itemsize} B per ({names})"
-
-
-def _families() -> Iterator[str]:
-    """Each family's operators, those first that are cut."""
-    for family in FAMILIES:
-        title = (family.__doc__ or "").partition("\n")[0]
-        cut = [name for name, rule in family.RULES.items() if rule is not replicated]
-        whole = [name for name, rule in family.RULES.items() if rule is replicated]
-        yield f"\n**{title}** {_names(cut)}\n"
-        if whole:
-            yield f"\nRun whole: {_names(whole)}\n"
 
 
 def _names(operators: Iterable[str]) -> str:

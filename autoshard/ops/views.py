@@ -1,29 +1,39 @@
-"""Operators that only move elements: reshapes, permutations, slices and joins. All linear."""
+"""Views and other operators that only move elements: all linear."""
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from itertools import chain
 from math import gcd
 
 from autoshard.graph import Tensor
-from autoshard.ops.call import Call, Rule
+from autoshard.ops.index_space import IndexSpace, along_dims, broadcast, replicated
+from autoshard.ops.pointwise import linear_in_self
 from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.space import Shape, Space, broadcast, replicated, touching
+from autoshard.ops.spec import (
+    Call,
+    Gradients,
+    Kernel,
+    OperatorSpec,
+    SavedByAutograd,
+    same_dtype,
+    saved_by_name,
+)
+from autoshard.ops.strides import FullStrides, Shape, reshaped_strides
 
 
 def _reshape(call: Call) -> OperatorRule:
-    space = Space(call)
+    space = IndexSpace(call)
     before, after = _common_factors(space, call.inputs[0].shape, call.outputs[0].shape)
     return space.rule([before], [after], linear=[{0}])
 
 
-def _common_factors(space: Space, before: Shape, after: Shape) -> tuple[Dims, Dims]:
+def _common_factors(space: IndexSpace, before: Shape, after: Shape) -> tuple[Dims, Dims]:
     """Letters of two shapes of the same elements in the same order.
 
-    Both shapes are read from the major end. What is left of the current dim on each side
-    shares the greatest common divisor as a letter: a cut of it takes the same run of
-    elements on both sides. Where the two are coprime, nothing below lines up until both
-    sides have used up the same number of elements, and the letters in between are whole.
+    Both shapes are read from the major end. The greatest common divisor of what is left of the
+    current dim on each side becomes a letter: a shard of it is the same range of elements on both
+    sides. If the two are coprime, dims do not align until both sides have covered the same number
+    of elements, and the letters up to there stay whole.
     """
     if 0 in before or 0 in after:
         return space.fixed_dims(before), space.fixed_dims(after)
@@ -48,12 +58,12 @@ def _common_factors(space: Space, before: Shape, after: Shape) -> tuple[Dims, Di
 
 
 def _skip_misaligned(
-    space: Space,
+    space: IndexSpace,
     sides: tuple[list[list[str]], list[list[str]]],
     shapes: tuple[list[int], list[int]],
     left: list[int],
 ) -> None:
-    """Give whole letters to dims until both sides have used up as many elements."""
+    """Allocate whole letters until both sides have covered the same number of elements."""
     used = list(left)
     for side in (0, 1):
         sides[side][-1].extend(space.fixed(left[side]))
@@ -66,7 +76,7 @@ def _skip_misaligned(
 
 
 def _permuted(call: Call, order: Collection[int]) -> OperatorRule:
-    space = Space(call)
+    space = IndexSpace(call)
     dims = space.free_dims(call.inputs[0].shape)
     return space.rule([dims], [tuple(dims[dim] for dim in order)], linear=[{0}])
 
@@ -76,12 +86,17 @@ def _permute(call: Call) -> OperatorRule:
     return _permuted(call, [dim % len(order) for dim in order])
 
 
-def _transpose(call: Call, *, first: str, second: str) -> OperatorRule:
+def _transpose(call: Call) -> OperatorRule:
+    return _permuted(call, _swapped_order(call))
+
+
+def _swapped_order(call: Call) -> list[int]:
+    """The order of dims that a transpose makes; its last two arguments are the dims."""
     order = list(range(len(call.inputs[0].shape)))
     if order:
-        a, b = call.dim(first, 0), call.dim(second, 0)
+        a, b = (call.dim(name, 0) for name, _ in call.arguments[-2:])
         order[a], order[b] = order[b], order[a]
-    return _permuted(call, order)
+    return order
 
 
 def _reverse(call: Call) -> OperatorRule:
@@ -89,89 +104,83 @@ def _reverse(call: Call) -> OperatorRule:
 
 
 def _expand(call: Call) -> OperatorRule:
-    """Dims that are new or were of size 1 have letters that only the output has."""
-    space = Space(call)
+    """New dims, and those that were of size 1, have letters that only the output has."""
+    space = IndexSpace(call)
     dims = space.free_dims(call.outputs[0].shape)
     return space.rule([broadcast(dims, call.inputs[0].shape)], [dims], linear=[{0}])
 
 
-def _within(call: Call, *, name: str = "dim") -> OperatorRule:
-    """Acts within the named dims, jointly linear in all inputs."""
-    dims = call.dims(name) or {0}
-    return touching(call, dims, linear=[range(len(call.inputs))])
-
-
 def _split(call: Call) -> OperatorRule:
-    """A dim is taken apart into pieces (`Kernel.SPLIT`)."""
+    """A dim is split into pieces (`Kernel.SPLIT`)."""
     dim = call.dim("dim", 0)
-    space = Space(call)
+    space = IndexSpace(call)
     whole, pieces = space.joined([tensor.shape[dim] for tensor in call.outputs])
     around = _around(space, call.inputs[0].shape, dim)
     return space.rule([around(whole)], map(around, pieces), linear=[{0}])
 
 
-def _run(call: Call, start: int) -> OperatorRule:
-    """A piece of a dim is taken, from `start` on (`Kernel.RUN`)."""
+def _range(call: Call, start: int) -> OperatorRule:
+    """A range of a dim, from `start` on (`Kernel.RANGE`)."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     dim = call.dim("dim", 0)
     if not after[dim]:
-        return touching(call, {dim}, linear=[{0}])
-    space = Space(call)
+        return along_dims(call, {dim}, linear=[{0}])
+    space = IndexSpace(call)
     sizes = (start, after[dim], before[dim] - start - after[dim])
     whole, pieces = space.joined(sizes, taken={1})
     around = _around(space, before, dim)
     return space.rule([around(whole)], [around(pieces[1])], linear=[{0}])
 
 
-def _around(space: Space, shape: Shape, dim: int) -> Callable[[tuple[str, ...]], Dims]:
-    """Puts letters of one dim between new ones for the others."""
+def _around(space: IndexSpace, shape: Shape, dim: int) -> Callable[[tuple[str, ...]], Dims]:
+    """A function that adds new letters for the other dims to the letters of one dim."""
     before, after = space.free_dims(shape[:dim]), space.free_dims(shape[dim + 1 :])
     return lambda letters: (*before, letters, *after)
 
 
 def _narrow(call: Call) -> OperatorRule:
     size = call.inputs[0].shape[call.dim("dim", 0)]
-    return _run(call, call.integer("start", 0) % max(size, 1))
+    return _range(call, call.integer("start", 0) % max(size, 1))
 
 
 def _slice(call: Call) -> OperatorRule:
-    """One element of every step, or a run of elements; else it acts within the dim."""
+    """One element of every step, or a range; otherwise the dim stays whole."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     dim, step = call.dim("dim", 0), call.integer("step", 1)
     first = call.argument("start") or 0
     within = step == 1 or (isinstance(first, int) and 0 <= first < step)
     if before and before[dim] == after[dim] * step and within:
-        space = Space(call)
+        space = IndexSpace(call)
         dims = space.free_dims(after)
         blocks = (*dims[:dim], (*dims[dim], *space.fixed(step)), *dims[dim + 1 :])
         return space.rule([blocks], [dims], linear=[{0}])
     if step == 1 and isinstance(first, int) and after[dim]:
-        return _run(call, max(first, -before[dim]) % before[dim])
-    return touching(call, {dim}, linear=[{0}])
+        return _range(call, max(first, -before[dim]) % before[dim])
+    return along_dims(call, {dim}, linear=[{0}])
 
 
 def _flip(call: Call) -> OperatorRule:
-    """Flips and rolls; a roll without dims acts on the flattened tensor."""
+    """Flips and rolls; a roll without dims works on the flattened tensor."""
     every = range(len(call.inputs[0].shape))
-    return touching(call, call.dims("dims") or every, linear=[{0}])
+    return along_dims(call, call.dims("dims") or every, linear=[{0}])
 
 
 def _diff(call: Call) -> OperatorRule:
-    return touching(call, {call.dim("dim", -1)}, linear=[range(len(call.inputs))])
+    return along_dims(call, {call.dim("dim", -1)}, linear=[range(len(call.inputs))])
 
 
 def _pad(call: Call) -> OperatorRule:
-    """Pads come in pairs, last dim first; filling with a number other than 0 is affine."""
+    """Pads are pairs, last dim first; filling with a number other than 0 is affine."""
     rank = len(call.inputs[0].shape)
     pads = call.integers("pad")
     dims = {rank - 1 - i // 2 for i, pad in enumerate(pads) if pad}
     filled = call.argument("mode", "constant") == "constant" and bool(call.argument("value"))
-    return touching(call, dims, linear=() if filled else [{0}])
+    return along_dims(call, dims, linear=() if filled else [{0}])
 
 
 def _triangle(call: Call) -> OperatorRule:
-    """A rank is told where the diagonal runs in its rows and columns (`Kernel.DIAGONAL`)."""
-    space = Space(call)
+    """Ranks need the diagonal of their rows and columns (`Kernel.DIAGONAL`)."""
+    space = IndexSpace(call)
     dims = space.free_dims(call.inputs[0].shape)
     for letters in dims[-2:]:
         space.in_order(letters)
@@ -179,9 +188,9 @@ def _triangle(call: Call) -> OperatorRule:
 
 
 def _select(call: Call) -> OperatorRule:
-    """One dim disappears."""
+    """One dim is removed."""
     dim = call.dim("dim", 0)
-    space = Space(call)
+    space = IndexSpace(call)
     dims = space.free_dims(call.inputs[0].shape, fixed={dim})
     kept = dims[:dim] + dims[dim + 1 :]
     return space.rule([dims], [kept] * len(call.outputs), linear=[{0}])
@@ -190,18 +199,18 @@ def _select(call: Call) -> OperatorRule:
 def _stack(call: Call) -> OperatorRule:
     shape = call.outputs[0].shape
     dim = call.integer("dim", 0) % len(shape)
-    space = Space(call)
+    space = IndexSpace(call)
     dims = space.free_dims(shape, fixed={dim})
     each = dims[:dim] + dims[dim + 1 :]
     return space.rule([each] * len(call.inputs), [dims], linear=[range(len(call.inputs))])
 
 
 def _cat(call: Call) -> OperatorRule:
-    """Tensors become pieces of a dim; empty ones may have one dim."""
+    """Tensors become pieces of a dim; empty ones may be 1-D."""
     shape = call.outputs[0].shape
     dim = call.integer("dim", 0) % len(shape)
     filling = [i for i, t in enumerate(call.inputs) if len(t.shape) == len(shape) and t.shape[dim]]
-    space = Space(call)
+    space = IndexSpace(call)
     whole, pieces = space.joined([call.inputs[i].shape[dim] for i in filling])
     around = _around(space, shape, dim)
     by_input = dict(zip(filling, pieces, strict=True))
@@ -216,13 +225,13 @@ def _cat(call: Call) -> OperatorRule:
 
 
 def _repeat(call: Call) -> OperatorRule:
-    """An output dim is (repeat, element); of a slice of the repeats a rank makes only those.
+    """An output dim is (repeat, element): the repeats may be sharded (`Kernel.REPEAT`).
 
-    See `Kernel.REPEAT`. Elements of a dim that is repeated stay whole.
+    Elements of a dim that is repeated stay whole.
     """
     before = call.inputs[0].shape
     repeats = call.integers("repeats")
-    space = Space(call)
+    space = IndexSpace(call)
     times = [space.free(number) for number in repeats]
     new = len(repeats) - len(before)
     dims = tuple(
@@ -236,11 +245,11 @@ def _repeat(call: Call) -> OperatorRule:
 def _repeat_interleave(call: Call) -> OperatorRule:
     """Each element repeated next to itself: an output dim is (element, repeat).
 
-    Without a dim the elements of the whole tensor are in one row.
+    Without a dim the tensor is flattened.
     """
     if call.argument("output_size") is not None:
         return replicated(call)
-    space = Space(call)
+    space = IndexSpace(call)
     dims = space.free_dims(call.inputs[0].shape)
     repeats = space.fixed(call.integer("repeats", 1))
     if call.argument("dim") is None:
@@ -252,7 +261,7 @@ def _repeat_interleave(call: Call) -> OperatorRule:
 
 def _meshgrid(call: Call) -> OperatorRule:
     """Rows a and columns b -> [a, b] each, or [b, a] for the indexing "xy"."""
-    space = Space(call)
+    space = IndexSpace(call)
     dims = [space.free(tensor.numel) for tensor in call.inputs]
     grid = list(dims)
     if call.argument("indexing") == "xy":
@@ -262,88 +271,298 @@ def _meshgrid(call: Call) -> OperatorRule:
 
 
 def _paired(call: Call) -> OperatorRule:
-    """view_as_real and view_as_complex: a last dim of two numbers appears or disappears."""
+    """view_as_real and view_as_complex: a last dim of two numbers is added or removed."""
 
     def letters(tensor: Tensor) -> Dims:
         return dims if tensor.dtype.value.startswith("complex") else (*dims, pair)
 
     tensors = (call.inputs[0], call.outputs[0])
     plain = next(t for t in tensors if t.dtype.value.startswith("complex"))
-    space = Space(call)
+    space = IndexSpace(call)
     dims, pair = space.free_dims(plain.shape), space.fixed(2)
     return space.rule([letters(tensors[0])], [letters(tensors[1])], linear=[{0}])
 
 
 def _real(call: Call) -> OperatorRule:
     """The real part of each number."""
-    return touching(call, (), linear=[{0}])
+    return along_dims(call, (), linear=[{0}])
 
 
 def _unfold(call: Call) -> OperatorRule:
-    """Windows on a dim, which overlap, so it stays whole; their elements are a new last dim."""
+    """Overlapping windows on a dim, which stays whole; their elements are a new last dim."""
     shape, dim = call.outputs[0].shape, call.dim("dimension", 0)
-    space = Space(call)
+    space = IndexSpace(call)
     around = _around(space, call.inputs[0].shape, dim)
     before, after = space.fixed(call.inputs[0].shape[dim]), space.fixed(shape[dim])
     windows = (*around(after), space.fixed(shape[-1]))
     return space.rule([around(before)], [windows], linear=[{0}])
 
 
-_swap: Rule = partial(_transpose, first="dim0", second="dim1")
-_swap_axes: Rule = partial(_transpose, first="axis0", second="axis1")
+def _same_strides(_: Call, __: Shape, strides: FullStrides, ___: Shape) -> FullStrides:
+    return strides
 
-_VIEWS: Mapping[str, Rule] = {
-    "aten.reshape.default": _reshape,
-    "aten.view.default": _reshape,
-    "aten._unsafe_view.default": _reshape,
-    "aten.flatten.using_ints": _reshape,
-    "aten.unflatten.int": _reshape,
-    "aten.squeeze": _reshape,
-    "aten.unsqueeze.default": _reshape,
-    "aten.transpose.int": _swap,
-    "aten.swapaxes.default": _swap_axes,
-    "aten.permute.default": _permute,
-    "aten.t.default": _reverse,
-    "aten.numpy_T.default": _reverse,
-    "aten.expand.default": _expand,
-    "aten.broadcast_to.default": _expand,
-    "aten.slice.Tensor": _slice,
-    "aten.narrow.default": _narrow,
-    "aten.select.int": _select,
-    "aten.unbind.int": _select,
-    "aten.split": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.chunk.default": _split,
-    "aten.view_as_real.default": _paired,
-    "aten.view_as_complex.default": _paired,
-    "aten.real.default": _real,
-    "aten.unfold.default": _unfold,
-}
-"""Operators that copy nothing."""
 
-RULES: Mapping[str, Rule] = {
-    **_VIEWS,
-    "aten.cat.default": _cat,
-    "aten.stack.default": _stack,
-    "aten.pad.default": _pad,
-    "aten.constant_pad_nd.default": _pad,
-    "aten.diff.default": _diff,
-    "aten.roll.default": _flip,
-    "aten.flip.default": _flip,
-    "aten.tril.default": _triangle,
-    "aten.triu.default": _triangle,
-    "aten.repeat.default": _repeat,
-    "aten.repeat_interleave.self_int": _repeat_interleave,
-    "aten.meshgrid": _meshgrid,
-}
+def _reshaped(_: Call, shape: Shape, strides: FullStrides, output: Shape) -> FullStrides | None:
+    """None if the reshape must copy."""
+    return reshaped_strides(tuple(shape), strides, tuple(output))
+
+
+def _swapped_strides(call: Call, _: Shape, strides: FullStrides, __: Shape) -> FullStrides:
+    return tuple(strides[dim] for dim in _swapped_order(call))
+
+
+def _permuted_strides(call: Call, _: Shape, strides: FullStrides, __: Shape) -> FullStrides:
+    return tuple(strides[dim] for dim in call.integers("dims"))
+
+
+def _reversed_strides(_: Call, __: Shape, strides: FullStrides, ___: Shape) -> FullStrides:
+    return strides[::-1]
+
+
+def _expanded_strides(_: Call, shape: Shape, strides: FullStrides, output: Shape) -> FullStrides:
+    """0 along dims that repeat one element."""
+    new = len(output) - len(shape)
+    kept = (0 if shape[d] != output[new + d] else stride for d, stride in enumerate(strides))
+    return (*(0 for _ in range(new)), *kept)
+
+
+def _selected_strides(call: Call, _: Shape, strides: FullStrides, __: Shape) -> FullStrides:
+    dim = call.dim("dim", 0)
+    return strides[:dim] + strides[dim + 1 :]
+
+
+def _sliced_strides(call: Call, _: Shape, strides: FullStrides, __: Shape) -> FullStrides:
+    dim, step = call.dim("dim", 0), call.integer("step", 1)
+    return tuple(stride * step if d == dim else stride for d, stride in enumerate(strides))
+
+
+def _unfolded_strides(call: Call, _: Shape, strides: FullStrides, __: Shape) -> FullStrides:
+    dim, step = call.dim("dimension", 0), call.integer("step", 1)
+    moved = (stride * step if d == dim else stride for d, stride in enumerate(strides))
+    return (*moved, strides[dim])
+
+
+def _strides_as_real(_: Call, __: Shape, strides: FullStrides, ___: Shape) -> FullStrides:
+    return (*(2 * stride for stride in strides), 1)
+
+
+def _strides_as_complex(_: Call, __: Shape, strides: FullStrides, ___: Shape) -> FullStrides:
+    return tuple(stride // 2 for stride in strides[:-1])
+
+
+def _strides_of_real_parts(_: Call, __: Shape, strides: FullStrides, ___: Shape) -> FullStrides:
+    return tuple(2 * stride for stride in strides)
+
+
+def _same_shape(call: Call, position: int) -> bool:
+    same = call.inputs[position].shape == call.outputs[0].shape
+    return same and same_dtype(call, position)
+
+
+def _always(_: Call, __: int) -> bool:
+    return True
+
+
+def _pad_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    """The input, unless it fills with a constant."""
+    names = "" if call.argument("mode", "constant") == "constant" else "self"
+    return saved_by_name(names, call, gradients)
+
+
+_HALVES = "self[b,(2 h)] -> [b,h] [b,h]"
+
+_VIEWS = (
+    OperatorSpec(
+        """
+            reshape.default view.default _unsafe_view.default flatten.using_ints unflatten.int
+            squeeze unsqueeze.default
+        """,
+        _reshape,
+        saves="",
+        strides=_reshaped,
+        passes_gradient=same_dtype,
+        kernel=Kernel.RESHAPE,
+        examples="""
+            self[b,s,(h d)] shape=(b,s,h,d) -> [b,s,h,d]
+            self[b,s,h] shape=(b*s,h) -> [(b s),h]
+            unsqueeze.default: self[b,h] dim=1 -> [b,1,h]
+            squeeze.dim: self[b,1,h] dim=1 -> [b,h]
+        """,
+    ),
+    OperatorSpec(
+        "transpose.int swapaxes.default",
+        _transpose,
+        saves="",
+        strides=_swapped_strides,
+        passes_gradient=same_dtype,
+        examples="self[b,s,h,d] dim0=1 dim1=2 -> [b,h,s,d]",
+    ),
+    OperatorSpec(
+        "permute.default",
+        _permute,
+        saves="",
+        strides=_permuted_strides,
+        passes_gradient=same_dtype,
+        examples="self[b,c,x] dims=(2,0,1) -> [x,b,c]",
+    ),
+    OperatorSpec(
+        "t.default numpy_T.default",
+        _reverse,
+        saves="",
+        strides=_reversed_strides,
+        passes_gradient=same_dtype,
+        examples="self[n,k] -> [k,n]",
+    ),
+    OperatorSpec(
+        "expand.default broadcast_to.default",
+        _expand,
+        saves="",
+        strides=_expanded_strides,
+        passes_gradient=_same_shape,
+        kernel=Kernel.RESIZE,
+        kernel_argument="size",
+        examples="self[b,g,1,s,d] size=(b,g,m,s,d) -> [b,g,m,s,d]",
+    ),
+    OperatorSpec(
+        "slice.Tensor",
+        _slice,
+        saves="",
+        strides=_sliced_strides,
+        kernel=Kernel.RANGE,
+        examples="""
+            self[b,s,h] dim=1 start=0 end=1 -> [b,1,h]
+            self[b,(x 2),h] dim=1 start=1 step=2 -> [b,x,h]
+        """,
+    ),
+    OperatorSpec(
+        "narrow.default",
+        _narrow,
+        saves="",
+        strides=_same_strides,
+        kernel=Kernel.RANGE,
+        examples="self[b,s,h] dim=1 start=1 length=2 -> [b,2,h]",
+    ),
+    OperatorSpec(
+        "select.int unbind.int",
+        _select,
+        saves="",
+        strides=_selected_strides,
+        examples="""
+            self[b,s,h] dim=1 index=0 -> [b,h]
+            unbind.int: self[2,b,h] -> [b,h] [b,h]
+        """,
+    ),
+    OperatorSpec(
+        "split split_with_sizes.default chunk.default",
+        _split,
+        saves="",
+        strides=_same_strides,
+        kernel=Kernel.SPLIT,
+        examples="""
+            split.Tensor: self[b,(2 h)] split_size=h dim=1 -> [b,h] [b,h]
+            split_with_sizes.default: self[b,(2 h)] split_sizes=(h,h) dim=1 -> [b,h] [b,h]
+            chunk.default: self[b,(2 h)] chunks=2 dim=1 -> [b,h] [b,h]
+        """,
+    ),
+    OperatorSpec(
+        "view_as_complex.default",
+        _paired,
+        saves="",
+        strides=_strides_as_complex,
+        passes_gradient=_always,
+        examples="self[b,s,d,2] -> :complex64[b,s,d]",
+    ),
+    OperatorSpec(
+        "view_as_real.default",
+        _paired,
+        saves="",
+        strides=_strides_as_real,
+        passes_gradient=_always,
+        examples="self:complex64[b,s,d] -> [b,s,d,2]",
+    ),
+    OperatorSpec(
+        "real.default",
+        _real,
+        saves="",
+        strides=_strides_of_real_parts,
+        examples="self:complex64[b,s,d] -> [b,s,d]",
+    ),
+    OperatorSpec(
+        "unfold.default",
+        _unfold,
+        saves="",
+        strides=_unfolded_strides,
+        unsharded="The dim that windows slide along.",
+        examples="self[b,16,h] dimension=1 size=4 step=2 -> [b,7,h,4]",
+    ),
+    OperatorSpec(
+        "alias", linear_in_self, saves="", strides=_same_strides, passes_gradient=same_dtype
+    ),
+    OperatorSpec("detach", linear_in_self, saves="", strides=_same_strides),
+)
+
+SPECS = (
+    *(replace(spec, is_view=True) for spec in _VIEWS),
+    OperatorSpec(
+        "cat.default",
+        _cat,
+        saves="",
+        passes_gradient=same_dtype,
+        examples="tensors*[b,s,h] tensors*[b,s,h] dim=2 -> [b,s,(2 h)]",
+    ),
+    OperatorSpec(
+        "stack.default",
+        _stack,
+        saves="",
+        passes_gradient=same_dtype,
+        examples="tensors*[b,h] tensors*[b,h] dim=1 -> [b,2,h]",
+    ),
+    OperatorSpec("pad.default", _pad, saves=_pad_saves, examples="self[b,s] pad=(0,1) -> [b,s+1]"),
+    OperatorSpec("constant_pad_nd.default", _pad, saves=""),
+    OperatorSpec("diff.default", _diff, saves="", examples="self[b,s+1] -> [b,s]"),
+    OperatorSpec(
+        "flip.default roll.default",
+        _flip,
+        saves="",
+        examples="""
+            self[b,s] dims=(1,) -> [b,s]
+            roll.default: self[b,x,h] shifts=(1,) dims=(1,) -> [b,x,h]
+        """,
+    ),
+    OperatorSpec(
+        "tril.default triu.default",
+        _triangle,
+        saves="",
+        kernel=Kernel.DIAGONAL,
+        kernel_argument="diagonal",
+        examples="self[b,s,t] -> [b,s,t]",
+    ),
+    OperatorSpec(
+        "repeat.default",
+        _repeat,
+        saves="",
+        kernel=Kernel.REPEAT,
+        kernel_argument="repeats",
+        examples="self[1,q,h] repeats=(b,1,1) -> [b,q,h]",
+    ),
+    OperatorSpec(
+        "repeat_interleave.self_int",
+        _repeat_interleave,
+        saves="",
+        examples="self[b,g,s] repeats=m dim=1 -> [b,(g m),s]",
+    ),
+    OperatorSpec(
+        "meshgrid",
+        _meshgrid,
+        saves="",
+        examples="meshgrid.indexing: tensors*[x] tensors*[y] indexing='ij' -> [x,y] [x,y]",
+    ),
+)
 
 JOINING = frozenset(
     {"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.slice", "aten.narrow", "aten.cat"}
 )
-"""Packets that take a dim apart into pieces, or put it together."""
+"""Packets that split a dim into pieces, or concatenate pieces."""
 
 SELECTING = frozenset({"aten.select", "aten.unbind"})
-"""Packets that take a dim apart into its elements."""
-
-VIEWS = frozenset(_VIEWS) | {"aten.alias", "aten.detach"}
-"""Operators, or packets whose overloads all, return the memory of their input."""
+"""Packets that split a dim into its elements."""

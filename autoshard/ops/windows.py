@@ -1,9 +1,9 @@
-"""How the windows of convolutions and pooling lie over an image.
+"""Sliding windows of convolutions and pooling.
 
-A dim has a window for each of its `few` places, over `many` places: place o of the few belongs
-to the places `o * stride - padding` up to `o * stride - padding + extent - 1` of the many, where
-these exist. A rank with every n-th part of both has all that its windows cover, but for
-`padding` places before its own and `extent - stride - padding` behind them.
+Window o of the small image (the output, or the input of a transposed convolution) covers the
+positions `o * stride - padding` to `o * stride - padding + extent - 1` of the large image. If
+both images are sharded into n parts, a rank lacks `padding` positions before its shard of the
+large image, and `extent - stride - padding` after it.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from typing import Protocol
 from autoshard.graph import Argument
 
 RANKS = (1, 2, 3)
-"""Dims that windows may have."""
+"""Numbers of spatial dims."""
 
 INTERPOLATIONS = ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
-"""Operators that make places of their neighbours."""
+"""Interpolating upsampling operators, without the `upsample_` of their names."""
 
 
 class Arguments(Protocol):
-    """What has the arguments of a call."""
+    """The arguments of a call: a `Call` or a `Node`."""
 
     def argument(self, name: str, default: Argument = None) -> Argument:
-        """The argument of that schema name, or the default where it was left out."""
+        """The argument of that schema name, or the default if it was left out."""
         ...
 
 
@@ -32,11 +32,11 @@ class Window:
     """The windows along one dim.
 
     Attributes:
-        stride: from one to the next.
-        dilation: from one element of the kernel to the next.
-        extent: places from the first to the last element of the kernel.
-        padding: places before the first that windows may begin at.
-        trailing: places behind the last that windows may end at.
+        stride: positions from one window to the next.
+        dilation: positions from one element of the kernel to the next.
+        extent: positions from the first to the last element of the kernel.
+        padding: positions before the image that windows may cover.
+        trailing: positions after the image that windows may cover.
     """
 
     stride: int
@@ -47,20 +47,20 @@ class Window:
 
     @property
     def behind(self) -> int:
-        """Places that the last window of a slice covers behind it; negative where none."""
+        """Positions that the last window of a shard covers after it; negative if none."""
         return self.extent - self.stride - self.padding
 
     @property
     def is_apart(self) -> bool:
-        """Whether windows neither overlap nor lie beyond the image."""
+        """Whether windows neither overlap nor extend beyond the image."""
         return self.extent <= self.stride and not self.padding
 
     def gathered(self) -> tuple[int, int]:
-        """What a slice of the many lacks before and behind it, to make its part of the few."""
+        """Halo before and after a shard of the large image, to compute the small one."""
         return self.padding, max(self.behind, 0)
 
     def scattered(self) -> tuple[int, int]:
-        """What a slice of the few lacks before and behind it, to make its part of the many."""
+        """Halo before and after a shard of the small image, to compute the large one."""
         before = (self.extent - 1 - self.padding) // self.stride
         return max(before, 0), -(-self.padding // self.stride)
 
@@ -94,16 +94,16 @@ def pooling_windows(call: Arguments, rank: int) -> tuple[Window, ...]:
 
 
 def interpolation_reach(packet: str) -> int:
-    """How many places to either side of its own a place of an interpolated image is made of.
+    """Neighbours to either side that an interpolated position is computed from.
 
     Args:
-        packet: of ATen, as in `upsample_bicubic2d`.
+        packet: name of the operator, as in `upsample_bicubic2d`.
     """
     return 2 if "cubic" in packet else 1
 
 
 def per_dim(call: Arguments, name: str, default: Sequence[int]) -> tuple[int, ...]:
-    """A list with a number per dim, or one number for all of them."""
+    """An argument that is one number per spatial dim, or one for all of them."""
     value = call.argument(name)
     items = value if isinstance(value, tuple) else () if value is None else (value,)
     given = tuple(item for item in items if isinstance(item, int))

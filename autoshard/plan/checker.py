@@ -30,7 +30,14 @@ from autoshard.layouts import (
     step_price,
 )
 from autoshard.mesh import Mesh
-from autoshard.ops import InnerCollective, Saved, Strategy, call_of, rule_for, saved_by
+from autoshard.ops import (
+    InnerCollective,
+    SavedByAutograd,
+    Strategy,
+    call_of,
+    rule_for,
+    saved_tensors,
+)
 from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.buckets import bucket_fill_factors
 from autoshard.plan.constraints import PlanConstraints, plan_constraints
@@ -229,7 +236,7 @@ class _StageCheck:
     def _saves(self, node: Node) -> bool:
         """Whether autograd saves a tensor for a node."""
         flags = [self._gradients.exists(value) for value in node.inputs]
-        return saved_by(call_of(self._graph, node), flags) != Saved()
+        return saved_tensors(call_of(self._graph, node), flags) != SavedByAutograd()
 
     def _check_input(self, placed: PlacedInput) -> Iterator[str]:
         tensor = self._graph.values[placed.name]

@@ -6,12 +6,18 @@ from pydantic import Field
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_digest
-from autoshard.ops import Call, OperatorRule, axis_rules, call_of, has_rule, rule_for
-from autoshard.ops.uncut import UNCUT
+from autoshard.ops import (
+    Call,
+    OperatorRule,
+    axis_rules,
+    call_of,
+    has_rule,
+    rule_for,
+    spec_for,
+)
 from autoshard.plan.document import Document, Plan, Resharding, Seconds
 
 _SCALAR = "Tensors of at most one element: there is nothing to cut."
-_UNCUT = {name: reason for names, reason in UNCUT.items() for name in names.split()}
 
 
 class OperatorUse(Document):
@@ -177,9 +183,7 @@ class _Survey:
         if self._is_cut(rule, ()):
             sizes = " or ".join(map(str, sorted(self._axis_sizes)))
             return f"No size that may be cut divides into {sizes} slices."
-        name = call.operator.removeprefix("aten.")
-        default = "Nothing of this call may be cut."
-        return _UNCUT.get(name) or _UNCUT.get(name.rpartition(".")[0]) or default
+        return spec_for(call.operator).unsharded or "No dim of this call can be sharded."
 
     @staticmethod
     def _is_cut(rule: OperatorRule, axis_sizes: Collection[int]) -> bool:

@@ -57,7 +57,7 @@ def share_of(
         axis, rest = axes[0], axes[1:]
         for option in axis_rules(local, axis_sizes[axis], chunked):
             if _fits(option, axis, seen, gradients):
-                sharded = local.cut(option.letter, axis_sizes[axis]) if option.letter else local
+                sharded = local.sharded(option.letter, axis_sizes[axis]) if option.letter else local
                 found = search(sharded, rest)
                 if found is not None:
                     sizes, letters = found

@@ -12,15 +12,15 @@ from autoshard.graph import Graph, Tensor
 from autoshard.layouts import Action, S, parse_type
 from autoshard.ops import (
     Strides,
-    backward_working,
+    backward_workspace,
     call_of,
     made_strides,
     passes_gradient,
     rule_for,
-    saved_by,
+    saved_tensors,
     view_strides,
 )
-from autoshard.ops.halo import NO_BORDERS
+from autoshard.ops.collectives import NO_HALO_BYTES
 from autoshard.plan.document import PlannedStep, Use
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.lowering import BeginBucket, Call, EndBucket, Lowering, Reshard, Shape
@@ -306,12 +306,12 @@ class StageMemory:
         ]
         # Where no gradient flows, what autograd would save is made all the same, and freed.
         needed = [tensor.requires_grad or not flows for tensor in inputs]
-        saved = saved_by(call, needed)
+        saved = saved_tensors(call, needed)
         local = [*(tensor.shape for tensor in inputs), *shapes]
         halo = rule_for(call).halo
-        borders = halo.borders(call.inputs[0].shape, local[0]) if halo.edges else NO_BORDERS
-        saved_bytes = sum(extra.nbytes(local) for extra in saved.extras) + borders.kept
-        backward = sum(extra.nbytes(local) for extra in backward_working(call, needed))
+        borders = halo.nbytes(call.inputs[0].shape, local[0]) if halo.edges else NO_HALO_BYTES
+        saved_bytes = sum(extra.nbytes(local) for extra in saved.extras) + borders.saved
+        backward = sum(extra.nbytes(local) for extra in backward_workspace(call, needed))
         outputs = [
             LocalTensor(_nbytes(shape, tensor), self._gradients.exists(value), shape, stride)
             for value, tensor, shape, stride in zip(
@@ -325,7 +325,7 @@ class StageMemory:
             tuple(sorted(saved.outputs)) if flows else (),
             saved_bytes if flows else 0,
             borders.extended + (0 if flows else saved_bytes),
-            backward + borders.working_backward if flows else 0,
+            backward + borders.backward_workspace if flows else 0,
             tuple(passes_gradient(call, i) for i in range(len(inputs))),
         )
 

@@ -11,10 +11,10 @@ from autoshard.costs import (
     ForwardBackward,
     OptimizerSpec,
     activation_bytes,
-    border_bytes,
+    efficiency_key,
+    halo_bytes,
     operator_times,
     optimizer_time,
-    pace_name,
     parameter_bytes,
     saved_bytes,
 )
@@ -25,10 +25,10 @@ from autoshard.ops import (
     InnerCollective,
     Strategy,
     call_of,
-    chunked_types,
+    interleaved_types,
     is_view,
     rule_for,
-    saved_by,
+    saved_tensors,
     strategies,
 )
 from autoshard.plan.gradients import Gradients
@@ -109,7 +109,7 @@ class Prices:
     @cached_property
     def chunked(self) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
         """The interleaved shard types that a tensor can have, by shape."""
-        return chunked_types(self.graph)
+        return interleaved_types(self.graph)
 
     def input(
         self, graph_input: Input, local_shapes: Sequence[tuple[int, ...]]
@@ -177,8 +177,8 @@ class Prices:
         rule = rule_for(call_of(self.graph, node))
         values = (self.graph.values[value] for value in (*node.inputs, *node.outputs))
         types = tuple(self.chunked.get(tensor.shape, ()) for tensor in values)
-        chunked = types if any(types) else ()
-        found = strategies(rule, self._axes.sizes, partial=partial, chunked=chunked)
+        interleaved = types if any(types) else ()
+        found = strategies(rule, self._axes.sizes, partial=partial, interleaved=interleaved)
         seen = [_without_gradient(s, flags, backward=backward) for s in found]
         times = self._times(node, found, backward=backward)
         if rule.communicates:
@@ -208,8 +208,8 @@ class Prices:
             return activation_bytes(rule, chosen, outputs, is_view=is_view(node.operator))
         if not gradients or not self.gradients.flows(node):
             return np.zeros(len(chosen))
-        nbytes = saved_bytes(rule, chosen, inputs, outputs, saved_by(call, gradients))
-        return sum(nbytes.outputs.values(), nbytes.extra + border_bytes(rule, chosen).kept)
+        nbytes = saved_bytes(rule, chosen, inputs, outputs, saved_tensors(call, gradients))
+        return sum(nbytes.outputs.values(), nbytes.extra + halo_bytes(rule, chosen)[0])
 
     def _inside(self, chosen: Sequence[Strategy], *, backward: bool) -> FloatArray:
         """Seconds of the collectives inside an operator, forward or both ways, shape [S]."""
@@ -229,7 +229,7 @@ class Prices:
             outputs=[self.graph.values[v] for v in node.outputs],
             device=self._device,
             training=backward,
-            name=pace_name(call) if self._device.operators else "",
+            name=efficiency_key(call) if self._device.operators else "",
             is_view=is_view(node.operator),
         )
 

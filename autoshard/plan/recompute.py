@@ -10,7 +10,7 @@ from enum import Enum
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node
-from autoshard.ops import Saved, call_of, saved_by
+from autoshard.ops import SavedByAutograd, call_of, saved_tensors
 from autoshard.plan.document import Stage, Use
 
 
@@ -24,7 +24,7 @@ class Keeps(Enum):
     """Some of its outputs or internal tensors."""
 
     @classmethod
-    def of(cls, saved: Saved) -> "Keeps":
+    def of(cls, saved: SavedByAutograd) -> "Keeps":
         """The kind for an operator, from the tensors that autograd saves."""
         if saved.outputs or saved.extras:
             return cls.MADE
@@ -144,5 +144,5 @@ def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Itera
         yield reader if inside else None
 
 
-def _saved(graph: Graph, node: Node) -> Saved:
-    return saved_by(call_of(graph, node), [graph.values[v].requires_grad for v in node.inputs])
+def _saved(graph: Graph, node: Node) -> SavedByAutograd:
+    return saved_tensors(call_of(graph, node), [graph.values[v].requires_grad for v in node.inputs])

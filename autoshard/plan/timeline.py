@@ -8,14 +8,14 @@ optimizer's step. A checkpoint runs forward again right before its own backward.
 | parameters, buffers, inputs, optimizer | always                                              |
 | gradients   | of parameters: from the last backward that adds to one until the optimizer's   |
 |             | step, which frees them                                                         |
-| activations | what autograd saves (`autoshard.ops.saved_by`), from forward until the         |
+| activations | what autograd saves (`autoshard.ops.saved_tensors`), from forward until the    |
 |             | backward of the first operator that saves it; outputs of the program, until    |
 |             | the end; in inference all that operators make, until its last use              |
 | temporaries | all else: outputs until their last use, resharded tensors, full parameters     |
 |             | and full gradients, gradients of activations, what backward recomputes         |
 
 Views count as the storage that they view, once. Working memory of reshardings is counted, of
-operators only what `autoshard.ops.backward_working` names. The optimizer is taken to be a fused
+operators only what `autoshard.ops.backward_workspace` names. The optimizer is taken to be a fused
 one, which needs none.
 """
 

@@ -8,7 +8,14 @@ import numpy as np
 
 from autoshard.arrays import FloatArray
 from autoshard.graph import Graph
-from autoshard.ops import Saved, Strides, call_of, made_strides, saved_by, view_strides
+from autoshard.ops import (
+    SavedByAutograd,
+    Strides,
+    call_of,
+    made_strides,
+    saved_tensors,
+    view_strides,
+)
 from autoshard.plan.recompute import Keeps, recomputed_part
 from autoshard.planner.formulation import Formulation, Role, local_bytes
 
@@ -49,11 +56,11 @@ class SavedTensors:
         self._graph = graph = formulation.graph
         gradients = formulation.gradients
         saves = [
-            saved_by(call_of(graph, node), [gradients.exists(v) for v in node.inputs])
+            saved_tensors(call_of(graph, node), [gradients.exists(v) for v in node.inputs])
             for node in graph.nodes
         ]
         self.saved = tuple(
-            saved if gradients.flows(node) else Saved()
+            saved if gradients.flows(node) else SavedByAutograd()
             for node, saved in zip(graph.nodes, saves, strict=True)
         )
         self.is_view = tuple(_views(graph))

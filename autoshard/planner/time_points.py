@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from autoshard.arrays import FloatArray
-from autoshard.costs import border_bytes, saved_bytes
+from autoshard.costs import halo_bytes, saved_bytes
 from autoshard.layouts import Action, Layout, Step
-from autoshard.ops import Saved, backward_working, call_of, passes_gradient, rule_for
+from autoshard.ops import SavedByAutograd, backward_workspace, call_of, passes_gradient, rule_for
 from autoshard.plan.gradients import Gradient
 from autoshard.plan.memory import step_working
 from autoshard.planner.formulation import EdgeCosts, Formulation, Role, Use, local_bytes
@@ -86,11 +86,13 @@ class TimePoints:
         flags = [gradients.exists(v) for v in node.inputs]
         made = {i for i, flag in enumerate(flags) if flag and not passes_gradient(call, i)}
         given = {i for i, v in enumerate(node.outputs) if self._has_full_gradient(v)}
-        counted = Saved(frozenset(made), frozenset(given), tuple(backward_working(call, flags)))
+        counted = SavedByAutograd(
+            frozenset(made), frozenset(given), tuple(backward_workspace(call, flags))
+        )
         rule = rule_for(call)
         nbytes = saved_bytes(rule, chosen.strategies, inputs, outputs, counted)
         largest = np.max([np.zeros(len(chosen.strategies)), *nbytes.outputs.values()], axis=0)
-        working = nbytes.extra + border_bytes(rule, chosen.strategies).working_backward
+        working = nbytes.extra + halo_bytes(rule, chosen.strategies)[1]
         return sum(nbytes.inputs.values(), working + largest)
 
     def resharding_bytes(self, use: Use, costs: EdgeCosts) -> FloatArray:

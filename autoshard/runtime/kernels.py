@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from autoshard.graph import Node
 from autoshard.layouts import Kind
-from autoshard.ops import Kernel, kernel_for
+from autoshard.ops import Kernel, spec_for
 from autoshard.runtime.local_node import LocalKernel, LocalNode
 from autoshard.runtime.operators import OperatorCall
 from autoshard.runtime.sharded_kernels import bind_sharded_kernel
@@ -27,14 +27,14 @@ def bind_kernel(local: LocalNode) -> LocalKernel:
     Raises:
         PlanError: the operator may not be called, or an argument does not fit its schema.
     """
-    kernel = kernel_for(local.node.operator)
-    run = _BINDERS[kernel.kind](local, kernel.argument)
+    spec = spec_for(local.node.operator)
+    run = _BINDERS[spec.kernel](local, spec.kernel_argument)
     return _seeded(local, run) if draws_random_numbers(local.node) else run
 
 
 def draws_random_numbers(node: Node) -> bool:
     """Whether a node draws random numbers, so that its result depends on the step."""
-    draws = kernel_for(node.operator).draws
+    draws = spec_for(node.operator).draws
     if not draws:
         return draws is not None
     return bool(node.argument(draws, _DEFAULT_PROBABILITY.get(draws)))
@@ -273,7 +273,7 @@ _BINDERS: Mapping[Kernel, Callable[[LocalNode, str], LocalKernel]] = {
     Kernel.CLASSES: _classes,
     Kernel.REPEAT: _repeat,
     Kernel.SPLIT: _split,
-    Kernel.RUN: _run,
+    Kernel.RANGE: _run,
     Kernel.GROUPS: _groups,
     Kernel.BAGS: _bags,
     Kernel.COUNTS: _counts,

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.costs import Category, categorise, operator_times, pace_name
+from autoshard.costs import Category, categorise, efficiency_key, operator_times
 from autoshard.graph import Argument, DType, Tensor
 from autoshard.mesh import Device, OperatorFit, RooflineFit
 from autoshard.mesh.topology import MATMUL_EFFICIENCY, TILE
 from autoshard.ops import Call, Dims, OperatorRule, Strategy, strategies
-from autoshard.ops.reduction import Reductions
+from autoshard.ops.collectives import Reductions
 
 DEVICE = Device(
     "toy",
@@ -375,4 +375,4 @@ def test_attention_goes_by_the_kernel_that_it_takes(
     arguments: dict[str, Argument], name: str
 ) -> None:
     call = Call("aten.scaled_dot_product_attention.default", tuple(arguments.items()), (), ())
-    assert pace_name(call) == name
+    assert efficiency_key(call) == name

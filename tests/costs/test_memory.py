@@ -14,7 +14,7 @@ from autoshard.costs import (
 )
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Tensor
-from autoshard.ops import Extra, OperatorRule, Saved, strategies
+from autoshard.ops import ExtraTensor, OperatorRule, SavedByAutograd, strategies
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,9 @@ def test_what_is_kept_follows_the_local_sizes() -> None:
     )
     tensors = [Tensor((8, 16, 32), DType.BFLOAT16), Tensor((32,), DType.BFLOAT16)]
     # a norm: its inputs, and two numbers per position
-    saved = Saved(frozenset({0, 1}), extras=(Extra(((0, 0), (2, 1)), itemsize=4, times=2),))
+    saved = SavedByAutograd(
+        frozenset({0, 1}), extras=(ExtraTensor(((0, 0), (2, 1)), itemsize=4, times=2),)
+    )
     found = strategies(rule, (2, 4))
     kept = saved_bytes(rule, found, tensors, tensors[:1], saved)
     for i, strategy in enumerate(found):

@@ -33,7 +33,7 @@ from autoshard.graph import (
     rules_to_json,
 )
 from autoshard.ops import Call, axis_rules, with_rules
-from autoshard.ops.given import given_rule
+from autoshard.ops.index_space import given_rule
 from autoshard.plan import PlanOptions, check_plan
 from autoshard.planner import make_plan
 from autoshard_solver_cache import MemoryCache, NamespacedCache

@@ -23,19 +23,19 @@ from autoshard.ops import (
     OperatorRule,
     axis_rules,
     is_view,
-    kernel_for,
     rule_for,
+    spec_for,
     strategies,
 )
-from autoshard.ops.examples import EXAMPLES
-from autoshard.ops.given import given_rule
-from autoshard.ops.table import call_of_example
+from autoshard.ops.examples import examples_of
+from autoshard.ops.index_space import given_rule
+from autoshard.ops.registry import FAMILIES
 
 CASES = [
     (operator, arguments)
     for operator, arguments in [*PRODUCTS, *SHAPES, *IMAGES]
-    if kernel_for(operator).kind is Kernel.PLAIN
-    and kernel_for(operator).draws is None
+    if spec_for(operator).kernel is Kernel.PLAIN
+    and spec_for(operator).draws is None
     and not is_view(operator)
 ]
 """Calls that a rank runs as they are: no other operator can be discovered."""
@@ -132,10 +132,11 @@ CANNOT_BE_SMALL = {
 
 LARGE = [
     call
-    for examples in EXAMPLES.values()
-    for call in map(call_of_example, examples)
-    if kernel_for(call.operator).kind is Kernel.PLAIN
-    and kernel_for(call.operator).draws is None
+    for family in FAMILIES
+    for spec in family.SPECS
+    for call in (example.call for example in examples_of(spec))
+    if spec.kernel is Kernel.PLAIN
+    and spec.draws is None
     and call.inputs
     and call.operator not in CANNOT_BE_SMALL
     and not is_view(call.operator)

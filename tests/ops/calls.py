@@ -1,15 +1,26 @@
 """Calls of operators with real tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoshard.graph import Argument, DType, Ref, Tensor, Token, TokenKind
-from autoshard.ops import (
-    Call,
+from autoshard.graph.experts import EXPERT_OPERATORS
+from autoshard.ops import Call
+from autoshard.ops.examples import SIZES, examples_of
+from autoshard.ops.pointwise import SPECS, pointwise
+from autoshard.ops.registry import FAMILIES
+
+ELEMENTWISE = dict.fromkeys(
+    name.split(".")[1]
+    for spec in SPECS
+    if spec.rule is pointwise
+    for name in spec.names
+    if name not in {"aten.max.other", "aten.min.other"}
 )
+"""Packets with overloads that are elementwise, and linear in no input."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +84,36 @@ def _concrete(argument: Argument, values: Any) -> Any:
 
 def _flat(outputs: Any) -> tuple[torch.Tensor, ...]:
     return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+
+
+SMALL = dict.fromkeys(SIZES, 4) | {"tokens": 8, "slots": 2}
+"""A size of each named dim of examples that is small enough to compute with."""
+
+PROVED_ELSEWHERE = {
+    "aten._grouped_mm.default": "Its kernel takes long rows of bfloat16 only.",
+    "aten.to.dtype": "Sums of bfloat16 are rounded.",
+    **dict.fromkeys(EXPERT_OPERATORS, "Sizes of local rows are data, see test_expert_rules."),
+}
+"""Operators whose examples are not computed with, and why; they have cases of their own."""
+
+
+def example_cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The examples of all specs but random ones, as operators and real arguments."""
+    for spec in (spec for family in FAMILIES for spec in family.SPECS):
+        for example in examples_of(spec, SMALL):
+            call = example.call
+            if spec.draws is None and call.inputs and call.operator not in PROVED_ELSEWHERE:
+                values = map(_numbers, call.inputs)
+                yield call.operator, {k: _concrete(v, values) for k, v in call.arguments}
+
+
+def _numbers(tensor: Tensor) -> torch.Tensor:
+    """Floating-point numbers between 0.2 and 0.8, or indices below 4 in turn."""
+    generator = torch.Generator().manual_seed(4)
+    dtype = getattr(torch, tensor.dtype.value)
+    if dtype is torch.bool:
+        return torch.arange(tensor.numel).reshape(tensor.shape) % 3 != 1
+    if not tensor.dtype.is_differentiable:
+        return (torch.arange(tensor.numel) % 4).reshape(tensor.shape).to(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.rand(tensor.shape, generator=generator, dtype=wide) * 0.6 + 0.2

@@ -19,7 +19,7 @@ from ops.simulation import CONSTANTS
 from autoshard.discovery.trial import Option, PerRank, Tensors, Trial, Types, cut_types
 from autoshard.graph import Node
 from autoshard.layouts import AxisType, I, Layout, P, R
-from autoshard.ops import Kernel, OperatorRule, axis_rules, kernel_for, rule_for
+from autoshard.ops import Kernel, OperatorRule, axis_rules, rule_for, spec_for
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, Place
 
@@ -97,7 +97,7 @@ def trial_of(example: Example) -> Trial:
 def _run_ranks(example: Example, inputs: Types, ranks: PerRank) -> Iterator[PerRank]:
     """What both ranks make, for each layout of the output that the kernel may look at."""
     whole = example.call.outputs[0]
-    looks = kernel_for(example.call.operator).kind in LOOKS_AT_OUTPUT
+    looks = spec_for(example.call.operator).kernel in LOOKS_AT_OUTPUT
     for first in cut_types(torch.empty(whole.shape)) if looks else [R]:
         try:
             yield [_run_rank(example, rank, inputs, first, ranks[rank]) for rank in (0, 1)]

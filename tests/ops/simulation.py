@@ -230,7 +230,7 @@ def _in_chunks(call: Call, rule: OperatorRule, mesh: tuple[int, ...]) -> list[St
     ]
     found = [
         strategy
-        for strategy in strategies(rule, mesh, chunked=chunked)
+        for strategy in strategies(rule, mesh, interleaved=chunked)
         if any(t.chunks for x in (*strategy.inputs, *strategy.outputs) for t in x.types)
     ]
     return random.Random(0).sample(found, min(CHUNKED_PER_MESH, len(found)))

@@ -14,7 +14,7 @@ from support.expert_operators import ordered
 
 from autoshard.graph.experts import groups_of_rows
 from autoshard.layouts import Kind, Layout, R
-from autoshard.ops import rule_for, saved_by, strategies
+from autoshard.ops import rule_for, saved_tensors, strategies
 
 GENERATOR = torch.Generator().manual_seed(7)
 
@@ -154,7 +154,7 @@ def test_what_backward_keeps_is_what_the_table_says(operator: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         OfRows(example, whole, (1,)).run_rank((0,), values)
-    saved = saved_by(call, [tensor.requires_grad for tensor in call.inputs])
+    saved = saved_tensors(call, [tensor.requires_grad for tensor in call.inputs])
     given = {value.untyped_storage().data_ptr(): i for i, value in enumerate(values)}
     shapes = [tensor.shape for tensor in (*call.inputs, *call.outputs)]
     extra = sum(extra.nbytes(shapes) for extra in saved.extras)

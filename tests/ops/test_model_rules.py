@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from autoshard.graph import Argument, DType, Ref, Tensor, Token
-from autoshard.ops import Call, call_of, has_rule, kernel_for
+from autoshard.ops import Call, call_of, has_rule, spec_for
 
 MakeExample = Callable[..., Any]
 Prove = Callable[..., set[str]]
@@ -112,7 +112,7 @@ def test_every_operator_has_a_rule(calls: list[Call]) -> None:
 
 def test_every_call_keeps_its_rule(calls: list[Call], example: MakeExample, prove: Prove) -> None:
     for call in calls:
-        probability = kernel_for(call.operator).draws
+        probability = spec_for(call.operator).draws
         draws = probability is not None and (not probability or call.number(probability, 0) > 0)
         if not draws and "empty" not in call.operator:
             made = iter(_values(tensor) for tensor in call.inputs)

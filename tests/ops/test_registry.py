@@ -1,4 +1,4 @@
-"""The tables: what they name exists, and what they promise is complete."""
+"""The specs: operators that they name exist, and they are complete."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,9 +9,7 @@ import transformers.integrations.moe  # noqa: F401  registers an operator
 
 from autoshard.errors import SchemaError
 from autoshard.graph import DType, Graph, Node, Ref, Tensor
-from autoshard.ops import Call, call_of, has_rule, is_view, kernel_for, registry, rule_for
-from autoshard.ops.local_kernels import KERNELS
-from autoshard.ops.views import VIEWS
+from autoshard.ops import Call, call_of, has_rule, is_view, registry, rule_for, spec_for
 
 MakeExample = Callable[..., Any]
 
@@ -23,16 +21,14 @@ def named(name: str) -> Any:
     return getattr(found, overload[0]) if overload else found
 
 
-@pytest.mark.parametrize(
-    "table", [registry.RULES, KERNELS, VIEWS], ids=["rules", "kernels", "views"]
-)
-def test_every_operator_in_a_table_exists(table: Any) -> None:
-    for name in table:
+def test_every_operator_of_a_spec_exists() -> None:
+    for name in registry.SPECS:
         assert named(name), name
 
 
-def test_no_operator_is_in_two_families() -> None:
-    assert len(registry.RULES) == sum(len(family.RULES) for family in registry.FAMILIES)
+def test_no_operator_has_two_specs() -> None:
+    names = [name for family in registry.FAMILIES for s in family.SPECS for name in s.names]
+    assert sorted(names) == sorted(registry.SPECS)
 
 
 def aten_overloads() -> Iterator[tuple[str, Any]]:
@@ -53,18 +49,18 @@ def test_every_random_operator_is_seeded() -> None:
     assert len(drawing) > 50
     for name in drawing:
         assert has_rule(name), name
-        assert kernel_for(name).draws is not None, name
+        assert spec_for(name).draws is not None, name
 
 
 def test_named_arguments_of_kernels_are_in_the_schema() -> None:
-    for name, kernel in KERNELS.items():
+    for name, spec in registry.SPECS.items():
         found = named(name)
         overloads = (
             [getattr(found, o) for o in found.overloads()] if name.count(".") == 1 else [found]
         )
         for overload in overloads:
             arguments = {argument.name for argument in overload._schema.arguments}
-            assert {kernel.argument, kernel.draws or ""} - {""} <= arguments, name
+            assert {spec.kernel_argument, spec.draws or ""} - {""} <= arguments, name
 
 
 def test_views_cost_nothing() -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from ops.calls import ELEMENTWISE, example_cases
 from ops.test_image_rules import CASES as IMAGES
 from ops.test_product_rules import CASES as PRODUCTS
 from ops.test_product_rules import SDPA, SQUARE, mask
 from ops.test_shape_rules import CASES as SHAPES
 from ops.test_shape_rules import X, real
 
-from autoshard.ops import backward_working, has_saved_row, registry, saved_by
-from autoshard.ops.pointwise import NONLINEAR
-from autoshard.ops.random import DRAWING
-from autoshard.ops.saved import ROWS
+from autoshard.ops import backward_workspace, saved_tensors
+from autoshard.ops.registry import FAMILIES
+from autoshard.ops.spec import saves_everything
 
 MakeExample = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -65,7 +65,7 @@ def pointwise_cases() -> Iterator[tuple[str, Arguments]]:
     """Every operator that acts element by element, on numbers between 0.2 and 1."""
     value = torch.linspace(0.2, 0.8, 24, dtype=torch.float64).reshape(4, 6)
     numbers = {"number": 0.7, "float": 0.3, "int": 1}
-    for packet in NONLINEAR:
+    for packet in ELEMENTWISE:
         overloads = getattr(torch.ops.aten, packet)
         for name in overloads.overloads():
             schema = getattr(overloads, name)._schema
@@ -101,7 +101,7 @@ def is_fused(operator: str, arguments: Arguments) -> bool:
 
 CASES = [
     case
-    for case in [*PRODUCTS, *SHAPES, *IMAGES, *MORE, *pointwise_cases()]
+    for case in [*PRODUCTS, *SHAPES, *IMAGES, *MORE, *pointwise_cases(), *example_cases()]
     if is_fused(case[0], case[1])
 ]
 
@@ -171,7 +171,7 @@ def test_table_says_what_is_kept(operator: str, arguments: Arguments, example: M
         really = kept_by(made.run, made.values, gradients)
         if really is None:
             continue
-        saved = saved_by(made.call, gradients)
+        saved = saved_tensors(made.call, gradients)
         assert really.inputs <= saved.inputs
         assert really.outputs <= saved.outputs
         if operator in UPPER_ESTIMATE:
@@ -201,7 +201,7 @@ def test_attention_keeps_what_the_kernels_of_cuda_keep(
     really = kept_by(lambda tensors: kernel(*tensors), heads, [True] * 3)
     assert really is not None
     whole = example(SDPA, **dict(zip(("query", "key", "value"), heads, strict=True)))
-    saved = saved_by(whole.call, [True] * 3)
+    saved = saved_tensors(whole.call, [True] * 3)
     assert really.inputs == saved.inputs
     assert {0, 1} <= really.outputs  # the second holds a number per query
     made = [tensor for tensor in kernel(*heads) if isinstance(tensor, torch.Tensor)]
@@ -213,19 +213,19 @@ def test_attention_keeps_what_the_kernels_of_cuda_keep(
 
 def test_dropout_keeps_the_mask_of_its_fused_kernel(example: MakeExample) -> None:
     made = example("aten.dropout.default", input=X, p=0.5, train=True)
-    (extra,) = saved_by(made.call, [True]).extras
+    (extra,) = saved_tensors(made.call, [True]).extras
     fused = example("aten.native_dropout.default", input=X, p=0.5, train=True)
     really = kept_by(fused.run, fused.values, [True])
     assert really is not None
     assert really.outputs == {1}
     assert extra.nbytes([X.shape]) == fused.run((X,))[1].nbytes
     whole = example("aten.dropout.default", input=X, p=0.0, train=True)
-    assert saved_by(whole.call, [True]).extras == ()
+    assert saved_tensors(whole.call, [True]).extras == ()
 
 
 def test_fused_norm_of_squares_keeps_its_input_and_a_number_per_row(example: MakeExample) -> None:
     made = example("aten.rms_norm.default", input=X, normalized_shape=[8], weight=real(8))
-    saved = saved_by(made.call, [True, True])
+    saved = saved_tensors(made.call, [True, True])
     (extra,) = saved.extras
     assert saved.inputs == {0, 1}
     assert extra.nbytes([X.shape]) == 4 * 6 * 8  # a double each
@@ -233,37 +233,28 @@ def test_fused_norm_of_squares_keeps_its_input_and_a_number_per_row(example: Mak
 
 def test_a_factor_is_kept_for_the_other_alone(example: MakeExample) -> None:
     made = example("aten.linear.default", input=X, weight=real(12, 8), bias=real(12))
-    assert saved_by(made.call, [True, False, False]).inputs == {1}
-    assert saved_by(made.call, [False, True, True]).inputs == {0}
-    assert saved_by(made.call, [False, False, True]).inputs == set()
-    assert saved_by(made.call, [False] * 3).inputs == set()
+    assert saved_tensors(made.call, [True, False, False]).inputs == {1}
+    assert saved_tensors(made.call, [False, True, True]).inputs == {0}
+    assert saved_tensors(made.call, [False, False, True]).inputs == set()
+    assert saved_tensors(made.call, [False] * 3).inputs == set()
 
 
 def test_unknown_operators_keep_everything(example: MakeExample) -> None:
     made = example("aten.cdist.default", x1=real(4, 2), x2=real(6, 2))
-    assert not has_saved_row("aten.cdist.default")
-    saved = saved_by(made.call, [True, False])
+    saved = saved_tensors(made.call, [True, False])
     assert saved.inputs == {0, 1}
     assert saved.outputs == {0}
 
 
-def test_which_operators_with_a_rule_have_no_row() -> None:
-    without = {
-        name
-        for name in registry.RULES
-        if not has_saved_row(name) and not any(row.startswith(f"{name}.") for row in ROWS)
-    }
-    assert without - {f"aten.{packet}" for packet in DRAWING} == {"aten.ldexp"}
-
-
-def test_every_row_is_of_an_operator_with_a_rule() -> None:
-    packets = {".".join(name.split(".")[:2]) for name in registry.RULES}
-    assert {".".join(name.split(".")[:2]) for name in ROWS} <= packets
+def test_only_random_operators_are_taken_to_save_everything() -> None:
+    """A spec has to say what it saves; that of the others is an upper estimate."""
+    specs = [spec for family in FAMILIES for spec in family.SPECS]
+    assert all(spec.draws == "" for spec in specs if spec.saves is saves_everything)
 
 
 def test_backward_of_a_loss_works_on_two_gradients_of_its_scores(example: MakeExample) -> None:
     scores, target = real(12, 5), torch.zeros(12, dtype=torch.int64)
     made = example("aten.cross_entropy_loss.default", self=scores, target=target, reduction=2)
-    (working,) = backward_working(made.call, [True, False])
+    (working,) = backward_workspace(made.call, [True, False])
     assert working.nbytes([scores.shape, target.shape]) == scores.nbytes
-    assert backward_working(example("aten.relu.default", self=scores).call, [True]) == ()
+    assert backward_workspace(example("aten.relu.default", self=scores).call, [True]) == ()

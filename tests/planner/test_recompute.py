@@ -11,7 +11,7 @@ from support.models import Planner, gpt2, graph_of, meta
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
 from autoshard.layouts import Action
-from autoshard.ops import Saved, call_of, saved_by
+from autoshard.ops import SavedByAutograd, call_of, saved_tensors
 from autoshard.plan import Checkpoint, Stage
 from autoshard.plan.document import Use
 from autoshard.plan.lowering import count_collectives
@@ -42,10 +42,10 @@ def checkpointing(graph: Graph, stage: Stage, *spans: tuple[int, int]) -> Stage:
     return stage.model_copy(update={"checkpoints": tuple(checkpoints)})
 
 
-def saves(graph: Graph, number: int) -> Saved:
+def saves(graph: Graph, number: int) -> SavedByAutograd:
     node = graph.nodes[number]
     gradients = [graph.values[value].requires_grad for value in node.inputs]
-    return saved_by(call_of(graph, node), gradients)
+    return saved_tensors(call_of(graph, node), gradients)
 
 
 def test_nothing_runs_again_unless_the_plan_says_so(made: Made) -> None:
@@ -62,7 +62,7 @@ def test_a_checkpoint_runs_again_up_to_what_backward_needs(made: Made, data: st.
     first = data.draw(st.integers(0, len(graph.nodes) - 1))
     last = data.draw(st.integers(first, len(graph.nodes) - 1))
     found = recomputed(graph, checkpointing(graph, stage, (first, last)))
-    saving = [i for i in range(first, last + 1) if saves(graph, i) != Saved()]
+    saving = [i for i in range(first, last + 1) if saves(graph, i) != SavedByAutograd()]
     stop = saving[-1] if saving else first
     names = {node.name for node in graph.nodes[first:stop]}
     runs = bool(saving) and bool(saves(graph, stop).outputs or saves(graph, stop).extras)

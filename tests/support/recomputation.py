@@ -11,7 +11,7 @@ from torch import nn
 
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.layouts import Action
-from autoshard.ops import Kernel, call_of, is_view, kernel_for, saved_by
+from autoshard.ops import Kernel, call_of, is_view, saved_tensors, spec_for
 from autoshard.plan import Checkpoint, CollectiveCount, Plan, Resharding
 from autoshard.plan.document import Use
 from autoshard.plan.lowering import count_collectives
@@ -123,9 +123,9 @@ def _keeps(graph: Graph, resharded: set[Use], number: int, position: int) -> boo
     """Whether a node, or a reader of its view, keeps what it reads."""
     node = graph.nodes[number]
     gradients = [graph.values[value].requires_grad for value in node.inputs]
-    if position in saved_by(call_of(graph, node), gradients).inputs:
+    if position in saved_tensors(call_of(graph, node), gradients).inputs:
         return True
-    if not is_view(node.operator) or kernel_for(node.operator).kind is Kernel.RESHAPE:
+    if not is_view(node.operator) or spec_for(node.operator).kernel is Kernel.RESHAPE:
         return False
     return any(
         _keeps(graph, resharded, *use)

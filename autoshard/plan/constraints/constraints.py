@@ -56,7 +56,7 @@ def shard_any(rule: OperatorRule, num_ranks: int, dims: frozenset[Dim]) -> Opera
     for option in axis_rules(rule, num_ranks):
         types = (*option.inputs, *option.outputs)
         if option.letter and any(types[i].is_shard and types[i].dim == d for i, d in dims):
-            return rule.cut(option.letter, num_ranks)
+            return rule.sharded(option.letter, num_ranks)
     return None
 
 

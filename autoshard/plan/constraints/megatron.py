@@ -123,7 +123,7 @@ class _Pattern:
         for value, dims in zip(node.outputs, rule.outputs, strict=True):
             for dim, letter in _outermost(rule, dims).items():
                 divides = rule.sizes[letter] % num_ranks == 0
-                if letter in letters and (divides or rule.can_cut(letter, num_ranks)):
+                if letter in letters and (divides or rule.can_shard(letter, num_ranks)):
                     self._sharded.add((value, dim))
         return required
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.arrays import FloatArray
-from autoshard.costs import Category, categorise, operator_times, pace_name
+from autoshard.costs import Category, categorise, efficiency_key, operator_times
 from autoshard.graph import Argument, DType, Node, Ref, Tensor
 from autoshard.layouts import Layout
 from autoshard.mesh import Device, OperatorFit, RooflineFit
@@ -166,7 +166,7 @@ def measure_operators(
         work, back = _roofline(case.call, roofline)
         views = is_view(case.call.operator)
         category = categorise(rule_for(case.call), case.call.inputs, is_view=views)
-        yield OperatorSample(pace_name(case.call), category, (work, forward), (back, backward))
+        yield OperatorSample(efficiency_key(case.call), category, (work, forward), (back, backward))
 
 
 def _calls(elements: int) -> Iterator[tuple[str, dict[str, Any], tuple[Shape, ...]]]:

@@ -1,8 +1,8 @@
 """Convolutions, pooling and interpolation of a shard whose windows reach into its neighbours.
 
 Along sharded dims an operator runs without padding on the shard extended by its halo: the edges
-that the neighbouring ranks send, see `autoshard.ops.halo`. Saved for backward are the shard and
-the received edges, not the extended shard.
+that the neighbouring ranks send, see `autoshard.ops.collectives.Halo`. Saved for backward are
+the shard and the received edges, not the extended shard.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,22 +1,20 @@
-"""Building a rule: the index space of a call, letter by letter."""
+"""Building a rule: the iteration space of a call, index letter by index letter."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from math import prod
 
 from autoshard.errors import SchemaError
-from autoshard.graph import Tensor
+from autoshard.graph import CallRule, Tensor
 from autoshard.layouts import reduced
-from autoshard.ops.call import Call
-from autoshard.ops.pieces import Pieces
-from autoshard.ops.reduction import NO_REDUCTIONS, Reductions
-from autoshard.ops.rule import Dims, OperatorRule, lone_letters
-
-Shape = Sequence[int]
+from autoshard.ops.collectives import NO_REDUCTIONS, Reductions
+from autoshard.ops.rule import Dims, OperatorRule, Pieces, lone_letters
+from autoshard.ops.spec import Call
+from autoshard.ops.strides import Shape
 
 
-class Space:
-    """Hands out letters for one call and makes the rule of them.
+class IndexSpace:
+    """Allocates letters for the dims of one call, and builds its rule.
 
     Args:
         call: the call that the rule is for.
@@ -31,7 +29,7 @@ class Space:
         self._names = (f"d{i}" for i in count())
 
     def free(self, size: int) -> tuple[str, ...]:
-        """The letters of a dim that may be cut."""
+        """The letters of a dim that may be sharded."""
         if size == 1:
             return ()
         letter = next(self._names)
@@ -39,25 +37,25 @@ class Space:
         return (letter,)
 
     def fixed(self, size: int) -> tuple[str, ...]:
-        """The letters of a dim that may not be cut."""
+        """The letters of a dim that must not be sharded."""
         letters = self.free(size)
         self._whole.update(letters)
         return letters
 
     def in_order(self, letters: tuple[str, ...]) -> tuple[str, ...]:
-        """The letters, of which a rank must know where in the whole its elements are."""
+        """The letters, marked as those of which a rank must know its first global index."""
         self._ordered.update(letters)
         return letters
 
     def joined(
         self, sizes: Sequence[int], *, taken: Collection[int] | None = None
     ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """The letters of a dim that holds pieces one after the other, and of each piece.
+        """The letters of a dim that concatenates pieces, and of each piece.
 
-        They may not be cut but in chunks that fit into the pieces; a single piece is the dim.
+        They have interleaved shards only, whose chunks fit the pieces; a single piece is the dim.
 
         Args:
-            sizes: of the pieces; one may be empty.
+            sizes: sizes of the pieces; a piece may be empty.
             taken: the pieces that are a dim of some tensor; None for all.
         """
         present = [size for size in sizes if size]
@@ -74,13 +72,13 @@ class Space:
         return whole, letters
 
     def free_dims(self, shape: Shape, *, fixed: Collection[int] = ()) -> Dims:
-        """New letters for every dim of a tensor, some of which may not be cut."""
+        """New letters for every dim of a tensor; those in `fixed` must not be sharded."""
         return tuple(
             self.fixed(size) if dim in fixed else self.free(size) for dim, size in enumerate(shape)
         )
 
     def fixed_dims(self, shape: Shape) -> Dims:
-        """New letters for every dim of a tensor, none of which may be cut."""
+        """New letters for every dim of a tensor, none of which may be sharded."""
         return tuple(self.fixed(size) for size in shape)
 
     def rule(
@@ -96,10 +94,7 @@ class Space:
         causal: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
         flops: float = 0.0,
     ) -> OperatorRule:
-        """The rule; linear groups without a gradient are left out.
-
-        A partial value stands for a sum of floating-point numbers, so a group counts only if
-        all its inputs and all outputs are such.
+        """The rule, with those linear groups that have floating-point inputs and outputs only.
 
         Args:
             inputs: letters of each input.
@@ -107,12 +102,12 @@ class Space:
             contracted: letters that are summed over.
             linear: groups of inputs in which the operator is jointly linear.
             addends: inputs that are added to a contraction.
-            unaffected: outputs that come out whole from a cut of a letter that they lack.
-            reduced: what ranks put together inside where a letter is cut.
-            causal: rows and columns, if a row needs the columns up to its own place only.
+            unaffected: outputs that stay replicated when a letter that they lack is sharded.
+            reduced: reductions that ranks run inside when a letter is sharded.
+            causal: rows and columns, if a row uses the columns up to its own index only.
             flops: floating-point operations of the whole call.
         """
-        taken, made = tuple(inputs), tuple(outputs)  # what is lazy makes letters only now
+        taken, made = tuple(inputs), tuple(outputs)  # generators allocate letters only now
         return OperatorRule(
             sizes=dict(self._sizes),
             inputs=taken,
@@ -132,23 +127,22 @@ class Space:
 
 
 def replicated(call: Call) -> OperatorRule:
-    """The rule that holds for every deterministic operator: no letter may be cut."""
-    space = Space(call)
+    """The rule of every deterministic operator: replicated on all ranks."""
+    space = IndexSpace(call)
     return space.rule(
         [space.fixed_dims(tensor.shape) for tensor in call.inputs],
         [space.fixed_dims(tensor.shape) for tensor in call.outputs],
     )
 
 
-def touching(
+def along_dims(
     call: Call, dims: Collection[int], *, linear: Iterable[Collection[int]] = ()
 ) -> OperatorRule:
-    """The rule of an operator that acts within some dims and repeats over the others.
+    """The rule of an operator that works along some dims, which stay whole, batched over others.
 
-    All inputs and outputs have the same number of dims, and the same sizes in those that
-    are not touched; a touched dim may differ in size and stays whole.
+    All inputs and outputs have the same number of dims, and the same sizes in the other dims.
     """
-    space = Space(call)
+    space = IndexSpace(call)
     shared = space.free_dims(call.inputs[0].shape, fixed=dims)
 
     def letters(tensor: Tensor) -> Dims:
@@ -161,10 +155,37 @@ def touching(
     return space.rule(inputs, [letters(tensor) for tensor in call.outputs], linear=linear)
 
 
+def given_rule(call: Call, rule: CallRule) -> OperatorRule:
+    """The rule of a call, from one that came with the graph (a custom or discovered rule).
+
+    Raises:
+        ValueError: its letters do not fit the call's tensors.
+    """
+    sizes = dict(rule.sizes)
+    tensors = (*call.inputs, *call.outputs)
+    for tensor, dims in zip(tensors, (*rule.inputs, *rule.outputs), strict=True):
+        shape = tuple(prod(sizes[letter] for letter in letters) for letters in dims)
+        if shape != tensor.shape:
+            raise ValueError(
+                f"its rule in the graph is for the shape {list(shape)}, not {list(tensor.shape)}"
+            )
+    return OperatorRule(
+        sizes=sizes,
+        inputs=rule.inputs,
+        outputs=rule.outputs,
+        contracted=rule.contracted,
+        whole=rule.whole,
+        linear=differentiable_groups(call, rule.linear),
+        addends=rule.addends,
+        unaffected=rule.unaffected,
+        ordered=frozenset(sizes),  # discovery tries contiguous shards only
+    )
+
+
 def differentiable_groups(
     call: Call, groups: Iterable[Collection[int]]
 ) -> tuple[frozenset[int], ...]:
-    """The groups of inputs whose members can all be partial, if the outputs can be."""
+    """The groups of inputs that can all be partial, if the outputs can: floating-point tensors."""
 
     def can_be_partial(tensors: Iterable[Tensor]) -> bool:
         return all(tensor.dtype.is_differentiable for tensor in tensors)
@@ -179,7 +200,7 @@ def differentiable_groups(
 
 
 def broadcast(dims: Dims, shape: Shape) -> Dims:
-    """Letters of a tensor of this shape that broadcasts to dims, aligned at the last dim."""
+    """Letters of a tensor that broadcasts to dims, aligned at the last dim."""
     aligned = dims[len(dims) - len(shape) :]
     return tuple(() if size == 1 else letters for size, letters in zip(shape, aligned, strict=True))
 
@@ -204,12 +225,12 @@ def einsum(
             stands for any number of dims that broadcast. A tensor with fewer dims than
             letters is aligned at the last.
         output: letters of the output.
-        whole: letters that may not be cut.
+        whole: letters that must not be sharded.
         addends: arguments that are added to the product.
         constants: arguments in which the product is not linear.
-        ordered: letters along which a rank must know where its elements are in the whole.
-        even: letters that may be cut into slices of equal length only.
-        flops_per_point: floating-point operations per point of the index space.
+        ordered: letters of which a rank must know its first global index.
+        even: letters that must be sharded evenly.
+        flops_per_point: floating-point operations per point of the iteration space.
     """
     sizes: dict[str, int] = {}
     if isinstance(patterns, Mapping):
@@ -247,6 +268,6 @@ def _bind(pattern: str, shape: Shape, sizes: dict[str, int]) -> Dims:
     dims = []
     for letter, size in zip(letters, shape, strict=True):
         if size != 1 and sizes.setdefault(letter, size) != size:
-            raise SchemaError(f"a dim of size {size} meets one of size {sizes[letter]}")
+            raise SchemaError(f"dims of sizes {size} and {sizes[letter]} should be equal")
         dims.append(() if size == 1 else (letter,))
     return tuple(dims)

@@ -1,10 +1,11 @@
-"""Which tensors of a program hold several things one after the other, worth cutting one by one.
+"""Interleaved shards worth offering: concatenated dims, such as fused projections.
 
-One product often makes queries, keys and values, or the two halves of a gated layer. What
-comes out is taken apart again, by a split, by slices, or by a view with a dim of three. Cut in
-chunks, the weight gives every rank its heads of each, and nothing has to move. The chunks are
-those of the operators that take apart or join; pointwise operators and products carry them to
-the weights. Where they reach none, a cut in chunks is of no use, and is not offered.
+One product often makes queries, keys and values, or the two halves of a gated layer. Its output
+is taken apart again, by a split, by slices, or by a view with a dim of three. With the weight in
+interleaved shards, every rank has its heads of each, and nothing has to move. The interleavings
+(relative sizes of the chunks that are sharded separately) come from the operators that split or
+concatenate; elementwise operators and products propagate them to the weights. Interleavings that
+reach no weight are useless, and not offered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,19 +13,19 @@ from itertools import accumulate, pairwise
 
 from autoshard.graph import Graph, InputKind, Node
 from autoshard.layouts import AxisType, S, reduced
-from autoshard.ops.call import call_of
 from autoshard.ops.registry import rule_for
 from autoshard.ops.rule import OperatorRule
+from autoshard.ops.spec import call_of
 from autoshard.ops.views import JOINING, SELECTING
 
-_Place = tuple[str, int]
+_Dim = tuple[str, int]
 """A value and one of its dims."""
 
 
-def chunked_types(graph: Graph) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
-    """The types with chunks that are worth offering, by the shape of a tensor.
+def interleaved_types(graph: Graph) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
+    """The interleaved types that are worth offering, by the shape of a tensor.
 
-    By shape and not by name, so that all that looks alike has the same layouts to choose from.
+    By shape and not by name, so that tensors of one shape all have the same layouts.
     """
     return {shape: tuple(types) for shape, types in _Search(graph).run().items()}
 
@@ -33,7 +34,7 @@ def weights_of(graph: Graph) -> dict[str, str]:
     """Parameters, and what operators of one input make of them: transposed or cast weights.
 
     Returns:
-        The parameter that each of these values is made of.
+        For each of these values, the parameter that it is made of.
     """
     found = {i.name: i.name for i in graph.parameters}
     for node in graph.nodes:
@@ -48,29 +49,29 @@ class _Search:
         self._rules: dict[int, OperatorRule] = {}
         self._weights = weights_of(graph)
         self._given = {i.name for i in graph.inputs if i.kind is InputKind.USER}
-        self._seen: set[tuple[_Place, tuple[int, ...]]] = set()
+        self._seen: set[tuple[_Dim, tuple[int, ...]]] = set()
 
     def run(self) -> dict[tuple[int, ...], dict[AxisType, None]]:
-        """Follow the chunks of everything that takes apart or joins."""
+        """Propagate the chunks of all operators that split or concatenate."""
         found: dict[tuple[int, ...], dict[AxisType, None]] = {}
-        for place, chunks in self._asked():
+        for place, chunks in self._sources():
             if (place, chunks) not in self._seen:
-                for value, dim in self._carried(place, chunks):
+                for value, dim in self._reached(place, chunks):
                     types = found.setdefault(self._graph.values[value].shape, {})
                     types[S(dim, chunks)] = None
         return found
 
-    def _asked(self) -> Iterator[tuple[_Place, tuple[int, ...]]]:
-        ends: dict[_Place, set[int]] = {}
+    def _sources(self) -> Iterator[tuple[_Dim, tuple[int, ...]]]:
+        ends: dict[_Dim, set[int]] = {}
         for number, node in enumerate(self._graph.nodes):
             packet = node.operator.rpartition(".")[0]
             if packet in JOINING:
                 for place, sizes in self._pieces(number):
                     ends.setdefault(place, {0}).update(accumulate(sizes))
             elif packet in SELECTING:
-                asked = self._outer_factor(node)
-                if asked is not None:
-                    yield asked
+                source = self._outer_factor(node)
+                if source is not None:
+                    yield source
         for place, bounds in ends.items():
             sizes = [last - first for first, last in pairwise(sorted(bounds))]
             yield place, reduced(sizes)
@@ -81,8 +82,8 @@ class _Search:
             self._rules[kind] = rule_for(call_of(self._graph, self._graph.nodes[number]))
         return self._rules[kind]
 
-    def _pieces(self, number: int) -> Iterator[tuple[_Place, list[int]]]:
-        """Each dim that an operator takes apart or joins, with the sizes of its pieces."""
+    def _pieces(self, number: int) -> Iterator[tuple[_Dim, list[int]]]:
+        """Each dim that an operator splits or concatenates, with the sizes of its pieces."""
         node, rule = self._graph.nodes[number], self._rule(number)
         tensors = zip((*node.inputs, *node.outputs), (*rule.inputs, *rule.outputs), strict=True)
         for value, dims in tensors:
@@ -92,8 +93,8 @@ class _Search:
                     unit = rule.sizes[letters[0]] // sum(relative)
                     yield (value, dim), [size * unit for size in relative]
 
-    def _outer_factor(self, node: Node) -> tuple[_Place, tuple[int, ...]] | None:
-        """Where a dim that is selected from was the outer factor of another, in a view before."""
+    def _outer_factor(self, node: Node) -> tuple[_Dim, tuple[int, ...]] | None:
+        """The dim of which a previous view made the dim that is selected from, as outer factor."""
         value = node.inputs[0]
         rule = rule_for(call_of(self._graph, node))
         dims = rule.inputs[0]
@@ -110,32 +111,32 @@ class _Search:
                 return (value, selected[0]), (1,) * rule.sizes[letters[0]]
         return None
 
-    def _carried(self, start: _Place, chunks: tuple[int, ...]) -> list[_Place]:
-        """The dims that are cut with one in chunks; none if no weight of a product is."""
+    def _reached(self, start: _Dim, chunks: tuple[int, ...]) -> list[_Dim]:
+        """The dims that are interleaved together with one; none if no weight of a product is."""
         found, waiting, is_fused = {start: None}, [start], False
         while waiting:
             value, _ = place = waiting.pop()
             self._seen.add((place, chunks))
             if value in self._given:
                 return []
-            for number in self._around(value):
-                for other, is_weight in self._cut_with(number, place, chunks):
+            for number in self._neighbours(value):
+                for other, is_weight in self._sharded_with(number, place, chunks):
                     is_fused = is_fused or is_weight
                     if other not in found:
                         found[other] = None
                         waiting.append(other)
         return list(found) if is_fused else []
 
-    def _around(self, value: str) -> Iterator[int]:
-        """The nodes that make and take a value."""
+    def _neighbours(self, value: str) -> Iterator[int]:
+        """The producer and the consumers of a value."""
         if value in self._graph.makers:
             yield self._graph.makers[value]
         yield from dict.fromkeys(number for number, _ in self._graph.consumers[value])
 
-    def _cut_with(
-        self, number: int, place: _Place, chunks: tuple[int, ...]
-    ) -> Iterator[tuple[_Place, bool]]:
-        """The dims of an operator that are cut with one of them, and whether of a weight."""
+    def _sharded_with(
+        self, number: int, place: _Dim, chunks: tuple[int, ...]
+    ) -> Iterator[tuple[_Dim, bool]]:
+        """The dims that an operator shards together with one, and whether of a weight."""
         node, rule = self._graph.nodes[number], self._rule(number)
         values, tensors = (*node.inputs, *node.outputs), (*rule.inputs, *rule.outputs)
         letters = {

@@ -10,7 +10,7 @@ from support.models import gpt2, graph_of, llama, small_graph
 from torch import nn
 
 from autoshard.layouts import S
-from autoshard.ops import chunked_types, rule_for, strategies
+from autoshard.ops import interleaved_types, rule_for, strategies
 
 MakeExample = Callable[..., Any]
 Prove = Callable[..., set[str]]
@@ -33,11 +33,11 @@ class Halved(nn.Module):
 
 def offered(module: nn.Module, *shape: int) -> dict[tuple[int, ...], set[str]]:
     graph = graph_of((module, {"x": torch.randn(shape)}))
-    return {shape: {str(t) for t in types} for shape, types in chunked_types(graph).items()}
+    return {shape: {str(t) for t in types} for shape, types in interleaved_types(graph).items()}
 
 
 def test_the_projection_of_gpt2_has_three_chunks() -> None:
-    assert chunked_types(small_graph(partial(gpt2, layers=1))) == {
+    assert interleaved_types(small_graph(partial(gpt2, layers=1))) == {
         (4, 8, 96): (S(2, THIRDS),),
         (32, 96): (S(1, THIRDS),),
         (96,): (S(0, THIRDS),),
@@ -46,7 +46,7 @@ def test_the_projection_of_gpt2_has_three_chunks() -> None:
 
 def test_llama_has_no_chunks() -> None:
     """Its rotary embedding halves heads, but no weight lies along their elements."""
-    assert not chunked_types(small_graph(partial(llama, layers=1)))
+    assert not interleaved_types(small_graph(partial(llama, layers=1)))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_slice_of_each_chunk_gives_a_slice_of_each_piece(
     prove(call)
     whole = S(1, chunks)
     chunked = [[whole], *([S(1, HALVES)] for _ in pieces)]
-    found = {str(s) for s in strategies(rule_for(call.call), (2,), chunked=chunked)}
+    found = {str(s) for s in strategies(rule_for(call.call), (2,), interleaved=chunked)}
     assert f"{whole} -> {' '.join(pieces)}" in found
     assert not any("S(1)" in text for text in map(str, strategies(rule_for(call.call), (2,))))
 
@@ -115,7 +115,7 @@ def test_a_slice_of_each_chunk_gives_a_slice_of_each_piece(
 def test_chunks_that_end_within_a_piece_are_not_cut(example: MakeExample) -> None:
     case = example("aten.chunk.default", self=X, chunks=2, dim=1)
     chunked = [[S(1, THIRDS)], [], []]
-    found = strategies(rule_for(case.call), (2,), chunked=chunked)
+    found = strategies(rule_for(case.call), (2,), interleaved=chunked)
     assert not any(t.chunks for s in found for t in s.inputs[0].types)
 
 
@@ -123,7 +123,7 @@ def test_what_is_joined_has_chunks(example: MakeExample, prove: Prove) -> None:
     case = example("aten.cat.default", tensors=[X, X[:, :12]], dim=1)
     prove(case)
     chunked = [[], [], [S(1, (2, 1))]]
-    found = {str(s) for s in strategies(rule_for(case.call), (2,), chunked=chunked)}
+    found = {str(s) for s in strategies(rule_for(case.call), (2,), interleaved=chunked)}
     assert "S(1) S(1) -> S(1)/2+1" in found
 
 
@@ -132,14 +132,16 @@ def test_an_inner_factor_is_cut_in_as_many_chunks_as_the_outer_one_has(
 ) -> None:
     case = example("aten.view.default", self=X, size=[4, 3, 8])
     prove(case)
-    found = {str(s) for s in strategies(rule_for(case.call), (2,), chunked=[[S(1, THIRDS)], []])}
+    found = {
+        str(s) for s in strategies(rule_for(case.call), (2,), interleaved=[[S(1, THIRDS)], []])
+    }
     assert "S(1)/1+1+1 -> S(2)" in found
 
 
 def test_axes_cut_the_same_chunks_of_a_dim(example: MakeExample) -> None:
     case = example("aten.tanh.default", self=X)
     types = [S(1, THIRDS), S(1, HALVES)]
-    found = strategies(rule_for(case.call), (2, 2), chunked=[types, types])
+    found = strategies(rule_for(case.call), (2, 2), interleaved=[types, types])
     cut = [s.inputs[0] for s in found if s.inputs[0].types[0].dim == s.inputs[0].types[1].dim == 1]
     assert {layout.chunks(1) for layout in cut} == {(), THIRDS, HALVES}
     assert not any(layout.mixes_chunks for layout in cut)
@@ -149,5 +151,5 @@ def test_where_the_place_of_an_element_matters_there_are_no_chunks(example: Make
     """A rank that looks up a slice of the vocabulary knows it by its first row."""
     case = example("aten.embedding.default", weight=X.T, indices=torch.arange(6))
     chunked = [[S(0, THIRDS), S(1, HALVES)], [], [S(1, HALVES)]]
-    found = strategies(rule_for(case.call), (2,), chunked=chunked)
+    found = strategies(rule_for(case.call), (2,), interleaved=chunked)
     assert {str(t) for s in found for t in s.inputs[0].types if t.chunks} == {"S(1)/1+1"}

@@ -1,21 +1,26 @@
-"""The page of operators: it is current, its calls are real, and nothing that models use lacks."""
+"""Examples of all operators, proved on ranks; the page of operators, and what models use."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ops.calls import example_cases
 
 from autoshard.graph import Argument, Node, Ref, Tensor, Token
 from autoshard.graph.normalise.functional import OVERWRITES, is_inplace, plain_form
-from autoshard.ops import has_rule, has_saved_row
-from autoshard.ops.examples import EXAMPLES, ExampleCall
-from autoshard.ops.table import call_of_example, page
-from autoshard.ops.uncut import GONE, UNCUT
+from autoshard.ops import has_rule, spec_for
+from autoshard.ops.examples import Example, examples_of
+from autoshard.ops.index_space import replicated
+from autoshard.ops.registry import FAMILIES
+from autoshard.ops.spec import saves_everything
+from autoshard.ops.table import NOT_PLANNED, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
-CALLS = [example for family in EXAMPLES.values() for example in family]
+SPECS = [spec for family in FAMILIES for spec in family.SPECS]
+EXAMPLES = [example for spec in SPECS for example in examples_of(spec)]
 
 SEEN = """
     __and__.Tensor _assert_scalar.default _assert_tensor_metadata.default
@@ -69,7 +74,7 @@ def test_the_committed_page_is_that_of_the_code() -> None:
 
 @pytest.mark.parametrize("name", SEEN)
 def test_what_models_use_has_a_rule_or_comes_to_none(name: str) -> None:
-    gone = {operator for names in GONE for operator in names.split()}
+    gone = {operator for names in NOT_PLANNED for operator in names.split()}
     if name in gone:
         return
     operator = f"aten.{name}"
@@ -77,13 +82,7 @@ def test_what_models_use_has_a_rule_or_comes_to_none(name: str) -> None:
         assert operator not in OVERWRITES
         operator = plain_form(Node("node", operator, (), ("out",)))
     assert has_rule(operator)
-    assert has_saved_row(operator)
-
-
-def test_what_is_left_whole_has_a_rule() -> None:
-    for names in UNCUT:
-        for name in names.split():
-            assert has_rule(f"aten.{name}") or has_rule(f"aten.{name}.default"), name
+    assert spec_for(operator).saves is not saves_everything
 
 
 def _meta(tensor: Tensor) -> torch.Tensor:
@@ -99,10 +98,12 @@ def _concrete(argument: Argument, values: Iterator[torch.Tensor]) -> Any:
     return getattr(torch, argument.value) if isinstance(argument, Token) else argument
 
 
-@pytest.mark.parametrize("example", CALLS, ids=[f"{i}-{c.operator}" for i, c in enumerate(CALLS)])
-def test_calls_of_the_page_are_real(example: ExampleCall) -> None:
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=[f"{i}-{e.call.operator}" for i, e in enumerate(EXAMPLES)]
+)
+def test_examples_are_real_calls(example: Example) -> None:
     """On the meta device the operator takes these shapes and makes those."""
-    call = call_of_example(example)
+    call = example.call
     values = iter([_meta(tensor) for tensor in call.inputs])
     arguments = {key: _concrete(value, values) for key, value in call.arguments}
     namespace, packet, overload = call.operator.split(".")
@@ -114,3 +115,25 @@ def test_calls_of_the_page_are_real(example: ExampleCall) -> None:
     for output, tensor in zip(outputs, call.outputs, strict=True):
         assert tuple(output.shape) == tensor.shape
         assert str(output.dtype) == f"torch.{tensor.dtype.value}"
+
+
+PROVED = list(example_cases())
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"), PROVED, ids=[f"{i}-{case[0]}" for i, case in enumerate(PROVED)]
+)
+def test_examples_compute_the_same_on_ranks(
+    operator: str, arguments: dict[str, Any], example: Callable[..., Any], prove: Callable[..., Any]
+) -> None:
+    """Rule and local kernel: values and gradients of every strategy are those of the operator."""
+    prove(example(operator, **arguments), meshes=((2,),))
+
+
+def test_every_rule_has_an_example() -> None:
+    shown = {_function(spec.rule) for spec in SPECS if spec.examples}
+    assert {_function(spec.rule) for spec in SPECS} - shown == {replicated}
+
+
+def _function(rule: Any) -> Any:
+    return rule.func if isinstance(rule, partial) else rule
