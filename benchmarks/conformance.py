@@ -21,7 +21,7 @@ import torch
 from autoshard.cli.demo import service
 from autoshard.graph import export_model
 from autoshard_server import Settings
-from autoshard_server.store.database import open_stores
+from autoshard_server.store.database import Stores
 from benchmarks.document import caption, replace_table
 
 _ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def conform(max_examples: int, *, phases: str = _PHASES, seed: int = 1) -> Confo
 
 
 def _key(store: str) -> str:
-    stores = open_stores(Settings(store_url=store))
+    stores = Stores(Settings(store_url=store))
     try:
         return stores.api_keys.create("conformance", ["admin"])[1]
     finally:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 from urllib.parse import urlsplit
 
 import typer
@@ -26,8 +26,6 @@ from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
 from autoshard.plan.options import Recomputing, StateDType
-
-T = TypeVar("T", bound=str)
 
 SERVER_VARIABLE = "AUTOSHARD_SERVER"
 
@@ -70,49 +68,33 @@ Import = Annotated[
 ]
 
 
+def _described(name: str) -> Any:
+    """An option of planning, with the description that `PlanOptions` has of it."""
+    field = PlanOptions.model_fields[name]
+    flags = (f"--{name.replace('_', '-')}",) if field.annotation is bool else ()
+    text = str(field.description).removeprefix("whether ")
+    return typer.Option(*flags, help=text[0].upper() + text[1:])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planning:
     """Options of planning."""
 
-    mode: Annotated[str, typer.Option(help="training or inference.")] = "training"
-    optimizer: Annotated[str, typer.Option(help="Optimizer whose state is counted in memory.")] = (
-        "adamw"
-    )
-    master_weights: Annotated[
-        bool,
-        typer.Option("--master-weights", help="The optimizer keeps a float32 copy of parameters."),
-    ] = False
-    state_dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of the optimizer's state: float32, float16 or bfloat16."),
-    ] = None
+    mode: Annotated[Mode, _described("mode")] = "training"
+    optimizer: Annotated[str, _described("optimizer")] = "adamw"
+    master_weights: Annotated[bool, _described("master_weights")] = False
+    state_dtype: Annotated[StateDType | None, _described("state_dtype")] = None
     memory_budget: Annotated[
         str | None,
         typer.Option(help="Memory per device, such as 80GB; default: all that the device has."),
     ] = None
-    reshard_after_forward: Annotated[
-        str,
-        typer.Option(
-            help="Free gathered parameters after forward and re-gather them in backward: auto, "
-            "never or always."
-        ),
-    ] = "auto"
-    activation_checkpointing: Annotated[
-        str,
-        typer.Option(help="Recompute repeated blocks in backward: auto, never or always."),
-    ] = "auto"
-    overlap: Annotated[
-        bool,
-        typer.Option(
-            "--overlap",
-            help="Parameter gathers and gradient reductions overlap with compute; only what does "
-            "not fit under it is priced.",
-        ),
-    ] = False
-    time_limit: Annotated[float, typer.Option(help="Seconds for the solver, per plan.")] = 60.0
-    algo: Annotated[
-        str, typer.Option(help="optimal, or megatron: that fixed pattern, as a baseline.")
-    ] = "optimal"
+    reshard_after_forward: Annotated[Recomputing, _described("reshard_after_forward")] = "auto"
+    activation_checkpointing: Annotated[Recomputing, _described("activation_checkpointing")] = (
+        "auto"
+    )
+    overlap: Annotated[bool, _described("overlap")] = False
+    time_limit: Annotated[float, _described("time_limit")] = 60.0
+    algo: Annotated[Algorithm, _described("algo")] = "optimal"
     pin: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,16 +108,8 @@ class Planning:
             help="Forbid COLLECTIVE or COLLECTIVE@AXIS, such as all_to_all@tp. Repeatable."
         ),
     ] = None
-    batch_axis: Annotated[
-        str | None, typer.Option(help="The data-parallel axis; no other axis shards the batch.")
-    ] = None
-    skip_fully_replicated: Annotated[
-        bool,
-        typer.Option(
-            "--skip-fully-replicated",
-            help="Never replicate an operator on all ranks if it can be sharded.",
-        ),
-    ] = False
+    batch_axis: Annotated[str | None, _described("batch_axis")] = None
+    skip_fully_replicated: Annotated[bool, _described("skip_fully_replicated")] = False
 
     def read(self) -> PlanOptions:
         """Read the options of planning.
@@ -144,23 +118,11 @@ class Planning:
             OptionError: one of them cannot be read; the message names it.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, choices in _CHOICES.items():
-            if given[name] is not None:
-                _check_choice(f"--{name.replace('_', '-')}", given[name], choices)
         budget = self.memory_budget
         given["memory_budget"] = None if budget is None else parse_bytes(budget)
         given["pins"] = _read_pins(given.pop("pin") or ())
         given["forbid"] = [_read_forbidden(text) for text in self.forbid or ()]
         return validate_options(given)
-
-
-_CHOICES = {
-    "mode": get_args(Mode),
-    "state_dtype": get_args(StateDType),
-    "reshard_after_forward": get_args(Recomputing),
-    "activation_checkpointing": get_args(Recomputing),
-    "algo": get_args(Algorithm),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,11 +303,6 @@ def _read_plan_file(path: Path) -> Plan:
         return Plan.from_json(path.read_bytes())
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
-
-
-def _check_choice(option: str, text: str, choices: Sequence[str]) -> None:
-    if text not in choices:
-        raise OptionError(f"{option} {text!r} is unknown; choose {' or '.join(choices)}")
 
 
 def _read_pins(texts: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -27,7 +27,7 @@ from autoshard_solver_cache import (
 )
 
 if TYPE_CHECKING:
-    from autoshard_server.store import ApiKey, ApiKeyStore
+    from autoshard_server.store.api_keys import ApiKey, ApiKeyStore
 
 cache = typer.Typer(
     no_args_is_help=True,
@@ -271,12 +271,12 @@ def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
 @contextmanager
 def _open_keys(url: str | None) -> "Iterator[ApiKeyStore]":
     from autoshard_server.settings import Settings  # noqa: PLC0415  the library works without it
-    from autoshard_server.store.database import open_stores  # noqa: PLC0415  as above
+    from autoshard_server.store.database import Stores  # noqa: PLC0415  as above
     from autoshard_solver_cache import StoreUnavailableError  # noqa: PLC0415  as above
 
     with reported():
         with _as_input_error(StoreUnavailableError):
-            stores = open_stores(Settings() if url is None else Settings(store_url=url))
+            stores = Stores(Settings() if url is None else Settings(store_url=url))
         with closing(stores):
             yield stores.api_keys
 

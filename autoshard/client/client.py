@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
 from autoshard.client import core
 from autoshard.client.local import Local
@@ -14,9 +14,10 @@ from autoshard.client.requests import (
     CoverageRequest,
     MeshLike,
     ModelLike,
+    PlanArguments,
     PlanRequest,
+    SearchArguments,
     SearchRequest,
-    merge_options,
     read_model,
 )
 from autoshard.client.results import (
@@ -39,10 +40,8 @@ from autoshard.errors import ServiceError
 from autoshard.mesh import Topology
 from autoshard.plan import (
     Coverage,
-    Mode,
     Plan,
     PlanDifference,
-    PlanOptions,
     compare_plans,
     export_plan,
 )
@@ -90,9 +89,14 @@ class _Base:
         made._backend = Local(made._transport, _offline_plans(cache), resources)
         return made
 
+    async def _resolve(self, plan: Plan | str) -> Plan:
+        return await self._backend.get_plan(plan) if isinstance(plan, str) else plan
+
 
 class AsyncClient(_Base):
     """As `Client`, with coroutines; an asynchronous context manager."""
+
+    # `Client` runs these methods too: none may call another one through `self`.
 
     _transport_class = AsyncTransport
 
@@ -102,13 +106,9 @@ class AsyncClient(_Base):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        mesh: MeshLike,
-        options: PlanOptions | None = None,
-        mode: Mode | None = None,
-        memory_budget: int | None = None,
-        discover: bool = True,
         on_progress: OnProgress | None = None,
         offline: Offline = "fallback",
+        **request: Unpack[PlanArguments],
     ) -> Plan:
         """Plan a model for a mesh, and wait for the plan.
 
@@ -138,11 +138,9 @@ class AsyncClient(_Base):
             RequestRejectedError: the service refused; carries the problem details.
             ServiceUnavailableError: the service does not answer, or is too busy.
         """
-        merged = merge_options(options, mode, memory_budget)
-        request = await self._transport.run(
-            lambda: PlanRequest(read_model(model, args, kwargs), mesh, merged, discover=discover)
+        result = await AsyncClient.request_plan(
+            self, model, args, kwargs, on_progress=on_progress, offline=offline, **request
         )
-        result = await self._backend.plan(request, on_progress, offline=offline)
         if result.plan is None:
             raise ServiceError("the service ended the request without a plan")
         return result.plan
@@ -153,25 +151,18 @@ class AsyncClient(_Base):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        mesh: MeshLike,
-        options: PlanOptions | None = None,
-        mode: Mode | None = None,
-        memory_budget: int | None = None,
-        discover: bool = True,
         on_progress: OnProgress | None = None,
         offline: Offline = "fallback",
         wait: bool = True,
+        **request: Unpack[PlanArguments],
     ) -> PlanResult:
         """As `plan`, with the source of the plan; need not wait for it.
 
         The arguments and errors are those of `plan`. With `wait=False`, it returns at once if the
         plan is not known yet: ask for the job with `get_job`, or wait with `wait_for_job`.
         """
-        merged = merge_options(options, mode, memory_budget)
-        request = await self._transport.run(
-            lambda: PlanRequest(read_model(model, args, kwargs), mesh, merged, discover=discover)
-        )
-        return await self._backend.plan(request, on_progress, offline=offline, wait=wait)
+        made = await self._transport.run(lambda: PlanRequest(model, args, kwargs, **request))
+        return await self._backend.plan(made, on_progress, offline=offline, wait=wait)
 
     async def search(
         self,
@@ -179,14 +170,8 @@ class AsyncClient(_Base):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        num_devices: int,
-        topology: str | Topology | None = None,
-        max_axes: int = 3,
-        options: PlanOptions | None = None,
-        mode: Mode | None = None,
-        memory_budget: int | None = None,
-        discover: bool = True,
         on_progress: OnProgress | None = None,
+        **request: Unpack[SearchArguments],
     ) -> MeshSearch:
         """Plan a model on every mesh of a number of devices, and wait for the ranking.
 
@@ -214,18 +199,9 @@ class AsyncClient(_Base):
             RequestRejectedError: the service refused; carries the problem details.
             ServiceUnavailableError: the service does not answer, or is too busy.
         """
-        merged = merge_options(options, mode, memory_budget)
-        request = await self._transport.run(
-            lambda: SearchRequest(
-                read_model(model, args, kwargs),
-                num_devices,
-                topology=topology,
-                max_axes=max_axes,
-                options=merged,
-                discover=discover,
-            )
+        result = await AsyncClient.request_search(
+            self, model, args, kwargs, on_progress=on_progress, **request
         )
-        result = await self._backend.search(request, on_progress)
         if result.search is None:
             raise ServiceError("the service ended the request without a search")
         return result.search
@@ -236,15 +212,9 @@ class AsyncClient(_Base):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        num_devices: int,
-        topology: str | Topology | None = None,
-        max_axes: int = 3,
-        options: PlanOptions | None = None,
-        mode: Mode | None = None,
-        memory_budget: int | None = None,
-        discover: bool = True,
         on_progress: OnProgress | None = None,
         wait: bool = True,
+        **request: Unpack[SearchArguments],
     ) -> SearchResult:
         """As `search`, with the source of the ranking; need not wait for it.
 
@@ -252,30 +222,15 @@ class AsyncClient(_Base):
         the search is not known yet: ask for the job with `get_job`, or wait with
         `wait_for_search`.
         """
-        merged = merge_options(options, mode, memory_budget)
-        request = await self._transport.run(
-            lambda: SearchRequest(
-                read_model(model, args, kwargs),
-                num_devices,
-                topology=topology,
-                max_axes=max_axes,
-                options=merged,
-                discover=discover,
-            )
-        )
-        return await self._backend.search(request, on_progress, wait=wait)
+        made = await self._transport.run(lambda: SearchRequest(model, args, kwargs, **request))
+        return await self._backend.search(made, on_progress, wait=wait)
 
     async def validate(
         self,
         model: ModelLike,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-        *,
-        mesh: MeshLike,
-        options: PlanOptions | None = None,
-        mode: Mode | None = None,
-        memory_budget: int | None = None,
-        discover: bool = True,
+        **request: Unpack[PlanArguments],
     ) -> Validation:
         """Check a request for a plan and measure its problem, without planning it.
 
@@ -292,11 +247,8 @@ class AsyncClient(_Base):
             RequestRejectedError: the service would refuse; carries the problem details.
             ServiceUnavailableError: the service does not answer, or is too busy.
         """
-        merged = merge_options(options, mode, memory_budget)
-        request = await self._transport.run(
-            lambda: PlanRequest(read_model(model, args, kwargs), mesh, merged, discover=discover)
-        )
-        return await self._backend.validate(request)
+        made = await self._transport.run(lambda: PlanRequest(model, args, kwargs, **request))
+        return await self._backend.validate(made)
 
     async def coverage(
         self,
@@ -329,7 +281,7 @@ class AsyncClient(_Base):
                 lambda: core.plan_coverage(read_model(model, args, kwargs), plan)
             )
         request = await self._transport.run(
-            lambda: CoverageRequest(read_model(model, args, kwargs), mesh, discover=discover)
+            lambda: CoverageRequest(model, args, kwargs, mesh, discover=discover)
         )
         return await self._backend.coverage(request)
 
@@ -401,10 +353,11 @@ class AsyncClient(_Base):
             RequestRejectedError: there is no such plan, or nothing of that name.
             ServiceUnavailableError: the service does not answer.
         """
-        if isinstance(plan, str):
+        if isinstance(plan, str) and isinstance(self._backend, Remote):
             return await self._backend.explain(plan, name, value=value, time_limit=time_limit)
+        made = await self._resolve(plan)
         explanation, _ = await self._transport.run(
-            lambda: core.explain(plan, name, value=value, time_limit=time_limit)
+            lambda: core.explain(made, name, value=value, time_limit=time_limit)
         )
         return explanation
 
@@ -419,11 +372,10 @@ class AsyncClient(_Base):
             RequestRejectedError: there is no such plan, or they are of different graphs.
             ServiceUnavailableError: the service does not answer.
         """
-        if isinstance(before, str) and isinstance(after, str):
+        if isinstance(before, str) and isinstance(after, str) and isinstance(self._backend, Remote):
             return await self._backend.compare(before, after)
-        first = await self._backend.get_plan(before) if isinstance(before, str) else before
-        second = await self._backend.get_plan(after) if isinstance(after, str) else after
-        return await self._transport.run(lambda: compare_plans(first, second))
+        plans = await self._resolve(before), await self._resolve(after)
+        return await self._transport.run(lambda: compare_plans(*plans))
 
     async def export(self, plan: Plan | str, target: str) -> str:
         """Export a plan as code or settings of another framework; as `autoshard.export_plan`.
@@ -436,9 +388,10 @@ class AsyncClient(_Base):
             RequestRejectedError: there is no such plan or target.
             ServiceUnavailableError: the service does not answer.
         """
-        if isinstance(plan, str):
+        if isinstance(plan, str) and isinstance(self._backend, Remote):
             return await self._backend.export(plan, target)
-        return await self._transport.run(lambda: export_plan(plan, target))
+        made = await self._resolve(plan)
+        return await self._transport.run(lambda: export_plan(made, target))
 
     async def list_plans(
         self, *, graph_digest: str | None = None, limit: int = 100

@@ -253,7 +253,7 @@ def search(
         if on_progress is not None:
             best = _finite(progress.latest.objective)
             elapsed = time.monotonic() - started
-            on_progress(JobProgress(progress.phase, best, None, None, elapsed))
+            on_progress(JobProgress(phase=progress.phase, incumbent=best, elapsed=elapsed))
 
     candidates = search_meshes(
         complete,
@@ -304,11 +304,11 @@ def _with_id(made: Plan, known: str) -> Plan:
 
 def _solver_progress(progress: Progress) -> JobProgress:
     return JobProgress(
-        progress.phase,
-        _finite(progress.incumbent),
-        _finite(progress.bound),
-        _finite(progress.gap),
-        progress.elapsed,
+        phase=progress.phase,
+        incumbent=_finite(progress.incumbent),
+        bound=_finite(progress.bound),
+        gap=_finite(progress.gap),
+        elapsed=progress.elapsed,
     )
 
 

@@ -27,8 +27,8 @@ from autoshard.client.transport import Transport
 from autoshard.errors import MeshError, RequestRejectedError
 from autoshard.mesh import Topology, get_topology, list_topologies
 from autoshard.outcome import SolveStatus
-from autoshard.plan import PLAN_VERSION, Coverage, Plan, PlanDifference, compare_plans, export_plan
-from autoshard.planner import Explanation, plan_id
+from autoshard.plan import PLAN_VERSION, Coverage, Plan
+from autoshard.planner import plan_id
 
 _POLL = 0.1
 """Seconds between two looks at a job."""
@@ -76,7 +76,7 @@ class LocalJob:
         self.created_at = datetime.now(UTC)
         self.done, self.cancel = Event(), Event()
         self.waiters, self.is_shared = 0, False
-        self.progress = JobProgress("running", None, None, None, 0.0)
+        self.progress = JobProgress(phase="running", elapsed=0.0)
         self.made: _Made | None = None
         self.failure: Exception | None = None
         self._make = make
@@ -395,26 +395,6 @@ class Local:
         # The solver checks the event often, but not at once.
         await self._transport.run(job.done.wait)
         return job.status()
-
-    async def explain(
-        self, plan_id: str, name: str, *, value: bool, time_limit: float
-    ) -> Explanation:
-        """As `Client.explain`."""
-        plan = await self.get_plan(plan_id)
-        explanation, _ = await self._transport.run(
-            lambda: core.explain(plan, name, value=value, time_limit=time_limit)
-        )
-        return explanation
-
-    async def compare(self, before: str, after: str) -> PlanDifference:
-        """As `Client.compare`."""
-        plans = await self.get_plan(before), await self.get_plan(after)
-        return await self._transport.run(lambda: compare_plans(*plans))
-
-    async def export(self, plan_id: str, target: str) -> str:
-        """As `Client.export`."""
-        plan = await self.get_plan(plan_id)
-        return await self._transport.run(lambda: export_plan(plan, target))
 
     async def list_plans(
         self, *, graph_digest: str | None = None, limit: int = 100

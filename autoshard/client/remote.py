@@ -28,7 +28,6 @@ from autoshard.client.results import (
     SearchResult,
     Validation,
     read_job,
-    read_progress,
 )
 from autoshard.client.transport import (
     Failures,
@@ -552,7 +551,9 @@ class JobFollower:
             if data.get("state") == "running" or self._started is None:
                 self._started = moment
             elapsed = max(0.0, (moment - self._started).total_seconds())
-            return read_progress({"phase": data.get("state", ""), **data}, elapsed)
+            return JobProgress.model_validate(
+                {"phase": data.get("state", ""), **data, "elapsed": elapsed}
+            )
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
 from pydantic import ValidationError
 
@@ -44,21 +44,58 @@ _MAX_DEFLATE_RATIO = 1032
 _log = logging.getLogger(__name__)
 
 
+class _ModelArguments(TypedDict, total=False):
+    """Keyword arguments of every request for plans."""
+
+    options: PlanOptions | None
+    mode: Mode | None
+    memory_budget: int | None
+    discover: bool
+
+
+class PlanArguments(_ModelArguments):
+    """Keyword arguments of `Client.plan` that describe the plan."""
+
+    mesh: MeshLike
+
+
+class SearchArguments(_ModelArguments):
+    """Keyword arguments of `Client.search` that describe the meshes and their plans."""
+
+    num_devices: int
+    topology: NotRequired[str | Topology | None]
+    max_axes: NotRequired[int]
+
+
 class GraphRequest:
     """A request about a graph.
 
     Args:
-        graph: bytes of an archive or of its model.json.
+        model: as of `Client.plan`.
+        args: likewise.
+        kwargs: likewise.
         members: of the JSON document of the request, besides the rules.
         discover: run the model's own operators on small tensors to find their sharding rules.
 
     Attributes:
+        graph: bytes of an archive or of its model.json.
         document: the JSON document of the request, without the graph.
+
+    Raises:
+        GraphError: the module cannot be exported, or the file cannot be read.
     """
 
-    def __init__(self, graph: bytes, members: dict[str, Any], *, discover: bool) -> None:
-        self.graph = graph
-        self.rules = _custom_rules(graph) if discover else []
+    def __init__(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        members: dict[str, Any],
+        *,
+        discover: bool,
+    ) -> None:
+        self.graph = read_model(model, args, kwargs)
+        self.rules = _custom_rules(self.graph) if discover else []
         self.document = members | ({"rules": self.rules} if self.rules else {})
 
     @cached_property
@@ -77,21 +114,21 @@ class GraphRequest:
 
 
 class PlanRequest(GraphRequest):
-    """A request for a plan, or for a validation.
-
-    Args:
-        graph: bytes of an archive or of its model.json.
-        mesh: as the caller gave it.
-        options: of planning.
-        discover: as in `GraphRequest`.
-    """
+    """A request for a plan, or for a validation; the arguments are those of `Client.plan`."""
 
     def __init__(
-        self, graph: bytes, mesh: MeshLike, options: PlanOptions, *, discover: bool
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        mesh: MeshLike,
+        discover: bool = True,
+        **options: Any,
     ) -> None:
-        members = {"mesh": _mesh_document(mesh), "options": options.model_dump(mode="json")}
-        super().__init__(graph, members, discover=discover)
-        self.options = options
+        self.options = _merge_options(**options)
+        members = {"mesh": _mesh_document(mesh), "options": self.options.model_dump(mode="json")}
+        super().__init__(model, args, kwargs, members, discover=discover)
 
     def mesh(self, topologies: Mapping[str, Topology]) -> Mesh:
         """Build the mesh.
@@ -106,38 +143,29 @@ class PlanRequest(GraphRequest):
 
 
 class SearchRequest(GraphRequest):
-    """A request for the best mesh of a number of devices.
-
-    Args:
-        graph: bytes of an archive or of its model.json.
-        num_devices: of each mesh.
-        topology: name of a topology, or a topology; the default one if None.
-        max_axes: largest number of mesh axes.
-        options: of planning, the same for all meshes.
-        discover: as in `GraphRequest`.
-    """
+    """A request for the best mesh; the arguments are those of `Client.search`."""
 
     def __init__(
         self,
-        graph: bytes,
-        num_devices: int,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
         *,
-        topology: str | Topology | None,
-        max_axes: int,
-        options: PlanOptions,
-        discover: bool,
+        num_devices: int,
+        topology: str | Topology | None = None,
+        max_axes: int = 3,
+        discover: bool = True,
+        **options: Any,
     ) -> None:
+        self.num_devices, self.topology, self.max_axes = num_devices, topology, max_axes
+        self.options = _merge_options(**options)
         members = {
             "num_devices": num_devices,
             "topology": _topology_document(topology),
             "max_axes": max_axes,
-            "options": options.model_dump(mode="json"),
+            "options": self.options.model_dump(mode="json"),
         }
-        super().__init__(graph, members, discover=discover)
-        self.num_devices = num_devices
-        self.topology = topology
-        self.max_axes = max_axes
-        self.options = options
+        super().__init__(model, args, kwargs, members, discover=discover)
 
     def digest(self, topology: str | Topology | None) -> str:
         """Digest of the whole request, with its topology resolved."""
@@ -147,17 +175,19 @@ class SearchRequest(GraphRequest):
 
 
 class CoverageRequest(GraphRequest):
-    """A request for the operators that can be sharded.
+    """A request for operators that can be sharded; the arguments are those of `Client.coverage`."""
 
-    Args:
-        graph: bytes of an archive or of its model.json.
-        mesh: as the caller gave it; None for axes of any size.
-        discover: as in `GraphRequest`.
-    """
-
-    def __init__(self, graph: bytes, mesh: MeshLike | None, *, discover: bool) -> None:
+    def __init__(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        mesh: MeshLike | None,
+        *,
+        discover: bool,
+    ) -> None:
         members = {} if mesh is None else {"mesh": _mesh_document(mesh)}
-        super().__init__(graph, members, discover=discover)
+        super().__init__(model, args, kwargs, members, discover=discover)
 
     def axis_sizes(self, topologies: Mapping[str, Topology]) -> frozenset[int]:
         """Sizes of the mesh axes; empty for any size.
@@ -168,19 +198,6 @@ class CoverageRequest(GraphRequest):
         document = self.document.get("mesh")
         sizes = () if document is None else _build_mesh(document, topologies).axis_sizes
         return frozenset(size for size in sizes if size > 1)
-
-
-def merge_options(
-    options: PlanOptions | None, mode: Mode | None, memory_budget: int | None
-) -> PlanOptions:
-    """Replace the options that were also given by themselves.
-
-    Raises:
-        OptionError: one of them is invalid.
-    """
-    given = {"mode": mode, "memory_budget": memory_budget}
-    changed = {name: value for name, value in given.items() if value is not None}
-    return validate_options((options or PlanOptions()).model_dump() | changed)
 
 
 def validate_options(document: Mapping[str, Any]) -> PlanOptions:
@@ -214,6 +231,21 @@ def read_model(
     from autoshard.graph import export_model  # noqa: PLC0415  torch is slow to import
 
     return export_model(model, args, dict(kwargs or {}))
+
+
+def _merge_options(
+    options: PlanOptions | None = None,
+    mode: Mode | None = None,
+    memory_budget: int | None = None,
+) -> PlanOptions:
+    """Replace the options that were also given by themselves.
+
+    Raises:
+        OptionError: one of them is invalid.
+    """
+    given = {"mode": mode, "memory_budget": memory_budget}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return validate_options((options or PlanOptions()).model_dump() | changed)
 
 
 def _unlimited(graph: bytes) -> ArchiveLimits:

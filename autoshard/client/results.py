@@ -13,23 +13,25 @@ from autoshard.plan import Certificate, Plan
 from autoshard.planner import ProblemSize
 
 
-@dataclass(frozen=True, slots=True)
-class JobProgress:
-    """Progress of a job.
+class _Document(BaseModel):
+    """A JSON document of the service."""
 
-    Attributes:
-        phase: step of the solver; the job's state before it starts.
-        incumbent: seconds of a step under the best plan so far; None before there is one.
-        bound: proven lower bound on these seconds; None before there is one.
-        gap: (incumbent - bound) / incumbent; None before both are known.
-        elapsed: seconds since the job was started.
-    """
+    # Later versions of the service may add members.
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
-    phase: str
-    incumbent: float | None
-    bound: float | None
-    gap: float | None
-    elapsed: float
+
+class JobProgress(_Document):
+    """Progress of a job."""
+
+    phase: str = Field(description="step of the solver; the job's state before it starts")
+    incumbent: float | None = Field(
+        default=None, description="seconds of a step under the best plan so far"
+    )
+    bound: float | None = Field(
+        default=None, description="proven lower bound on these seconds so far"
+    )
+    gap: float | None = Field(default=None, description="(incumbent - bound) / incumbent")
+    elapsed: float = Field(ge=0, description="seconds since the job was started; 0 before")
 
 
 OnProgress = Callable[[JobProgress], Awaitable[None] | None]
@@ -116,13 +118,6 @@ class PlanResult:
     source: Literal["service", "offline", "local"] = "service"
 
 
-class _Document(BaseModel):
-    """A JSON document of the service."""
-
-    # Later versions of the service may add members.
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
 class PlanEntry(_Document):
     """A plan in a list."""
 
@@ -199,7 +194,6 @@ def read_job(document: Any) -> JobStatus:
         PlanError: its result is not a plan of a version known here.
     """
     try:
-        metadata = document["metadata"]
         result = document.get("result")
         makes_plan = document.get("kind", "plan") == "plan"
         return JobStatus(
@@ -207,21 +201,10 @@ def read_job(document: Any) -> JobStatus:
             plan_id=str(document.get("plan_id") or ""),
             state=str(document["state"]),
             done=bool(document["done"]),
-            progress=read_progress(metadata, float(metadata["elapsed"])),
+            progress=JobProgress.model_validate(document["metadata"]),
             plan=Plan.from_document(result) if makes_plan and result is not None else None,
             error=document.get("error"),
             result=None if makes_plan else result,
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValidationError) as error:
         raise ServiceError(f"the service sent a document that is not a job: {error!r}") from error
-
-
-def read_progress(document: Any, elapsed: float) -> JobProgress:
-    """Read the progress members of a JSON document."""
-    return JobProgress(
-        phase=str(document["phase"]),
-        incumbent=document.get("incumbent"),
-        bound=document.get("bound"),
-        gap=document.get("gap"),
-        elapsed=elapsed,
-    )

@@ -23,7 +23,8 @@ from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan
 from autoshard.planner import make_plan
-from autoshard_server.store import EventKind, JobState, JobStore
+from autoshard_server.store.job_store import JobStore
+from autoshard_server.store.jobs import EventKind, JobState
 from autoshard_solver_cache import open_engine
 
 LEASE = 4.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from autoshard_server.store import PLANS
+from autoshard_server.store.artifacts import PLANS
 from autoshard_solver_cache import SolverCache
 from benchmarks.faults.harness import (
     LEASE,

@@ -90,7 +90,7 @@ def create_worker_app(workers: Workers, stores: Stores, settings: Settings) -> F
 
 @_worker_router.get("/livez")
 async def livez(request: Request) -> Alive:
-    """Whether jobs can be run here; 503 if solvers cannot be started, or die immediately."""
+    """Check that jobs can be run here; 503 if solvers cannot be started, or die immediately."""
     workers: Workers = request.app.state.workers
     if not workers.alive:
         raise ServerError(

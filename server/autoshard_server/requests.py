@@ -25,7 +25,7 @@ from autoshard.plan import PLAN_VERSION, PlanOptions
 from autoshard.planner import candidate_meshes, torch_version
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.settings import Settings
-from autoshard_server.store import JobKind
+from autoshard_server.store.jobs import JobKind
 
 Bandwidth = Annotated[float, Field(description="bytes per second per device and direction")]
 Latency = Annotated[float, Field(description="seconds per step")]

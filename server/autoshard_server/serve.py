@@ -19,7 +19,7 @@ from autoshard_server.http.auth import is_loopback
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import make_executor
 from autoshard_server.solvers.workers import Workers
-from autoshard_server.store.database import open_stores
+from autoshard_server.store.database import Stores
 from autoshard_server.telemetry import configure_logging, start_tracing
 from autoshard_solver_cache import StoreUnavailableError
 
@@ -110,7 +110,7 @@ def run_workers(
     start_tracing()
     try:
         listener = _listen(settings)
-        stores = open_stores(settings)
+        stores = Stores(settings)
         executor = make_executor(settings)
     except (StoreUnavailableError, RuntimeError, ConnectionError, OSError) as error:
         _fail_startup(str(error))
@@ -167,7 +167,7 @@ def _fail_startup(reason: str) -> NoReturn:
 
 
 def _auth_mode(host: str, settings: Settings, *, auth: bool | None) -> str:
-    """Whether keys are required; decided by the address by default."""
+    """The mode of authentication; decided by the address by default."""
     if auth is not None:
         return "required" if auth else "off"
     if settings.auth != "auto":
@@ -178,7 +178,7 @@ def _auth_mode(host: str, settings: Settings, *, auth: bool | None) -> str:
 def _require_keys(host: str, settings: Settings) -> None:
     """Refuse to start without a valid key, as nobody could use the service."""
     try:
-        stores = open_stores(settings)
+        stores = Stores(settings)
     except StoreUnavailableError as error:
         _fail_startup(str(error))
     try:

@@ -25,8 +25,8 @@ from autoshard_server.requests import PlanQuery, Task, check_limit
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
 from autoshard_server.solvers.workers import Workers
-from autoshard_server.store import Job, JobKind, known_kind
-from autoshard_server.store.database import open_stores
+from autoshard_server.store.database import Stores, is_current
+from autoshard_server.store.jobs import Job, JobKind, known_kind
 from autoshard_server.telemetry import trace_context
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _MAX_PARSERS = 2
 """Graphs parsed at once: parsing holds the interpreter lock, and other routes must answer."""
 
 _LRU_SECONDS = 1800.0
-"""How long an entry stays in memory: the cache must learn now and then that it is used."""
+"""Seconds that an entry stays in memory: the cache must learn now and then that it is used."""
 
 _LRU_OVERHEAD = 200
 """Approximate bytes of an entry besides its body."""
@@ -81,7 +81,7 @@ class Service:
     def __init__(self, settings: Settings, executor: Executor) -> None:
         self.settings = settings
         self.draining = False
-        self.stores = open_stores(settings)
+        self.stores = Stores(settings)
         self.cache = self.stores.cache
         self.jobs = self.stores.jobs
         self._lru = _LruCache(settings.hot_bytes)
@@ -256,10 +256,10 @@ class Service:
         if not self._workers.alive:
             raise _unavailable("a worker has died, or cannot start solvers; the log says why")
         try:
-            is_current = await anyio.to_thread.run_sync(self.stores.is_current)
+            is_migrated = await anyio.to_thread.run_sync(is_current, self.stores.engine)
         except Exception as error:
             raise _unavailable("the database does not answer; see the service's log") from error
-        if not is_current:
+        if not is_migrated:
             raise _unavailable(
                 "another release has migrated the database; restart with that release"
             )
@@ -382,7 +382,7 @@ def graph_unknown(sha256: str) -> ServerError:
 
 
 def _context() -> dict[str, str]:
-    """What the logs and traces of a job carry of the request that submitted it."""
+    """Fields of the current request that the logs and traces of its job carry."""
     bound = structlog.contextvars.get_contextvars()
     named = {"request_id": str(bound["request_id"])} if "request_id" in bound else {}
     return {**named, **trace_context()}

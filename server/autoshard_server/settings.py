@@ -141,7 +141,7 @@ class Settings(BaseSettings):
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the database is in the memory of one process, invisible to others."""
+        """True if the database is in the memory of one process, invisible to others."""
         url = make_url(self.store_url)
         return url.get_backend_name() == "sqlite" and url.database in {None, "", ":memory:"}
 

@@ -18,7 +18,6 @@ from autoshard_solver_cache.cache import (
     Cache,
     CacheStats,
     EntryInfo,
-    MemoryCache,
     NamespacedCache,
     NamespaceError,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "EntryInfo",
     "FolderCache",
     "ImportResult",
-    "MemoryCache",
     "NamespaceError",
     "NamespacedCache",
     "SolverCache",

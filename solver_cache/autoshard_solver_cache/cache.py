@@ -1,18 +1,20 @@
-"""The interface of every cache, the counting that they share, and the cache in memory."""
+"""The interface of every cache, and what all of them count."""
 
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
-from typing import ClassVar
 
 _log = logging.getLogger(__name__)
 
+_TOUCH_INTERVAL = 3600.0
+"""Seconds by which `used_at` may lag, so that a read is rarely also a write."""
+
 _CHECKS_PER_BUDGET = 50
-"""How often the budget is checked while as many bytes are written as it allows."""
+"""Number of checks of the budget while as many bytes are written as it allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,6 @@ class Cache(ABC):
             evicted first.
     """
 
-    _TOUCH_INTERVAL: ClassVar[float] = 3600.0
-    """Seconds by which `used_at` may lag, so that a read is rarely also a write."""
-
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -84,7 +83,7 @@ class Cache(ABC):
         if found is None:
             return None
         body, used_at = found
-        if time.time() - used_at >= self._TOUCH_INTERVAL:
+        if time.time() - used_at >= _TOUCH_INTERVAL:
             self._touch(namespace, key)
         return body
 
@@ -171,83 +170,6 @@ class Cache(ABC):
                 return
             self._unchecked = 0
         self.evict(max_bytes=self._max_bytes)
-
-
-class MemoryCache(Cache):
-    """A cache that lives as long as its process, for tests and for running without a disk.
-
-    Args:
-        max_bytes: budget for all entries together; the least recently used are evicted first.
-    """
-
-    _TOUCH_INTERVAL = 0.0
-
-    def __init__(self, *, max_bytes: int | None = None) -> None:
-        super().__init__(max_bytes)
-        self._entries: OrderedDict[tuple[str, str], tuple[bytes, EntryInfo]] = OrderedDict()
-
-    def put(self, namespace: str, key: str, body: bytes) -> bool:
-        """Store bytes under a key; False if the key exists, which leaves its entry unchanged."""
-        now = time.time()
-        entry = (body, EntryInfo(namespace, key, len(body), len(body), now, now))
-        with self._lock:
-            is_new = self._entries.setdefault((namespace, key), entry) is entry
-        if is_new and self._max_bytes is not None:
-            self.evict(max_bytes=self._max_bytes)
-        return is_new
-
-    def delete(self, namespace: str, key: str) -> bool:
-        """Delete an entry; False if there is none."""
-        with self._lock:
-            return self._entries.pop((namespace, key), None) is not None
-
-    def info(self, namespace: str, key: str) -> EntryInfo | None:
-        """Metadata of an entry, or None; does not count as a use."""
-        with self._lock:
-            entry = self._entries.get((namespace, key))
-            return None if entry is None else entry[1]
-
-    def namespaces(self) -> list[str]:
-        """Namespaces that have entries, sorted."""
-        with self._lock:
-            return sorted({namespace for namespace, _ in self._entries})
-
-    def entries(self, namespace: str) -> Iterator[EntryInfo]:
-        """Entries of a namespace, ordered by key."""
-        with self._lock:
-            found = [info for _, info in self._entries.values() if info.namespace == namespace]
-        return iter(sorted(found, key=lambda info: info.key))
-
-    def evict(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
-        """Delete the least recently used entries until both limits are met; returns how many."""
-        oldest = 0.0 if max_age is None else time.time() - max_age
-        deleted = 0
-        with self._lock:
-            nbytes = sum(info.size for _, info in self._entries.values())
-            while self._entries:
-                _, info = next(iter(self._entries.values()))
-                if (max_bytes is None or nbytes <= max_bytes) and info.used_at >= oldest:
-                    break
-                self._entries.popitem(last=False)
-                nbytes -= info.size
-                deleted += 1
-        return deleted
-
-    def close(self) -> None:
-        """Delete all entries."""
-        with self._lock:
-            self._entries.clear()
-
-    def _load(self, namespace: str, key: str) -> tuple[bytes, float] | None:
-        with self._lock:
-            entry = self._entries.get((namespace, key))
-            return None if entry is None else (entry[0], entry[1].used_at)
-
-    def _touch(self, namespace: str, key: str) -> None:
-        with self._lock:
-            body, info = self._entries[namespace, key]
-            self._entries[namespace, key] = body, replace(info, used_at=time.time())
-            self._entries.move_to_end((namespace, key))
 
 
 class NamespacedCache:

@@ -154,7 +154,7 @@ class FolderCache(Cache):
         return self._folder(namespace) / _file_name(key)
 
     def _is_ours(self, namespace: str) -> bool:
-        """Whether a cache made the folder of a namespace, so that files may be deleted in it."""
+        """True if a cache made the folder of a namespace, so that files may be deleted in it."""
         # The one of the user's cache folder is ours by its path: older releases wrote no tag.
         return (self._folder(namespace) / _TAG).is_file() or self.path == _default_folder()
 
@@ -208,7 +208,7 @@ def _file_name(key: str) -> str:
 
 
 def _is_entry(name: str) -> bool:
-    """Whether a file has a name that an entry can have."""
+    """True if a file has a name that an entry can have."""
     if name.startswith(_HASHED):
         return re.fullmatch(r"[0-9a-f]{64}", name[len(_HASHED) :]) is not None
     return _file_name(unquote(name)) == name

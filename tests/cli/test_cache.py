@@ -20,7 +20,6 @@ from autoshard_solver_cache import (
     Cache,
     CacheFileError,
     FolderCache,
-    MemoryCache,
     SolverCache,
     export_entries,
     import_entries,
@@ -179,7 +178,7 @@ def test_a_file_that_is_cut_off_says_so(filled: list[str], tmp_path: Path, keep:
 @pytest.mark.parametrize("coding", ["gz", "xz"])
 def test_a_file_that_was_damaged_says_so(tmp_path: Path, coding: str) -> None:
     file = tmp_path / "x.tar"
-    source = MemoryCache()
+    source = SolverCache("sqlite://")
     for i in range(20):
         source.put("plans", str(i), bytes((i * j * j) % 251 for j in range(300)))
     export_entries(source, file)
@@ -191,7 +190,7 @@ def test_a_file_that_was_damaged_says_so(tmp_path: Path, coding: str) -> None:
         content[at] ^= 1 << at % 8
         file.write_bytes(content)
         try:
-            import_entries(MemoryCache(), file)
+            import_entries(SolverCache("sqlite://"), file)
             outcomes.add("read")
         except CacheFileError:
             outcomes.add("refused")
@@ -210,7 +209,7 @@ def test_an_import_takes_no_entry_that_is_larger_than_it_looks(tmp_path: Path) -
             member = tarfile.TarInfo(f"plans/{key}/{hashlib.sha256(body).hexdigest()}")
             member.size = len(body)
             tar.addfile(member, io.BytesIO(body))
-    found = import_entries(cache := MemoryCache(), file)
+    found = import_entries(cache := SolverCache("sqlite://"), file)
     assert (found.num_added, len(found.rejected)) == (1, 3)
     assert [entry.key for entry in cache.entries("plans")] == ["k"]
 

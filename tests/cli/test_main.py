@@ -88,7 +88,6 @@ def test_check_finds_what_is_wrong(archive: Path, tmp_path: Path) -> None:
         (["--mesh", "2", "--topology", "abacus"], "abacus"),
         (["--mesh", "2,2", "--intra-bandwidth", "-1", "--inter-bandwidth", "1"], "bandwidth"),
         (["--mesh", "2,2", "--topology", "h100-sxm", "--intra-bandwidth", "1"], "leave one"),
-        (["--mesh", "2", "--mode", "dreaming"], "training or inference"),
         (["--mesh", "2", "--memory-budget", "much"], "much"),
         (["--mesh", "2", "--optimizer", "luck"], "luck"),
     ],
@@ -98,6 +97,13 @@ def test_bad_options_are_named(archive: Path, arguments: list[str], complaint: s
     assert result.exit_code == 1
     assert "error:" in result.output
     assert complaint in result.output
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones(archive: Path) -> None:
+    result = autoshard("plan", archive, "--mesh", "2", "--mode", "dreaming")
+    assert result.exit_code == 2
+    assert "training" in result.output
+    assert "inference" in result.output
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -157,8 +157,8 @@ def test_the_bar_shows_phase_best_bound_and_gap(monkeypatch: pytest.MonkeyPatch)
     console = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(output, "errors", console)
     with output.progress_bar() as hear:
-        hear(JobProgress("queued", None, None, None, 0.0))
-        hear(JobProgress("branching", 0.02, 0.019, 0.05, 1.0))
+        hear(JobProgress(phase="queued", elapsed=0.0))
+        hear(JobProgress(phase="branching", incumbent=0.02, bound=0.019, gap=0.05, elapsed=1.0))
     shown: Any = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     for text in ("branching", "best 20.000 ms", "bound 19.000 ms", "gap 5.00%"):
         assert text in shown, shown

@@ -103,11 +103,7 @@ def test_search_ranks_meshes_and_writes_the_best(archive: Path, tmp_path: Path) 
         (["--forbid", "broadcast"], "forbid.0.kind"),
         (["--forbid", "all_gather@pp"], "'pp'"),
         (["--batch-axis", "pp"], "'pp'"),
-        (["--algo", "guess"], "optimal or megatron"),
         (["--time-limit", "-1"], "time_limit"),
-        (["--activation-checkpointing", "often"], "auto or never or always"),
-        (["--reshard-after-forward", "often"], "auto or never or always"),
-        (["--state-dtype", "int8"], "float32 or float16 or bfloat16"),
     ],
 )
 def test_bad_options_are_named(archive: Path, arguments: list[str], complaint: str) -> None:
@@ -115,6 +111,24 @@ def test_bad_options_are_named(archive: Path, arguments: list[str], complaint: s
     assert result.exit_code == 1
     assert "error:" in result.output
     assert complaint in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "choices"),
+    [
+        ("--algo", ["optimal", "megatron"]),
+        ("--activation-checkpointing", ["auto", "never", "always"]),
+        ("--reshard-after-forward", ["auto", "never", "always"]),
+        ("--state-dtype", ["float32", "float16", "bfloat16"]),
+    ],
+)
+def test_an_unknown_choice_is_refused_with_the_known_ones(
+    archive: Path, option: str, choices: list[str]
+) -> None:
+    result = autoshard("plan", archive, "--mesh", "2,2", option, "luck")
+    assert result.exit_code == 2
+    assert "luck" in result.output
+    assert all(choice in result.output for choice in choices)
 
 
 def test_bad_questions_are_named(archive: Path, plans: tuple[Path, Path]) -> None:

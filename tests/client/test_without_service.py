@@ -28,7 +28,7 @@ from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
-from autoshard_server.store import ApiKeyStore
+from autoshard_server.store.api_keys import ApiKeyStore
 from autoshard_server.store.database import migrate
 from autoshard_solver_cache import open_engine
 

@@ -36,7 +36,7 @@ from autoshard.ops import Call, axis_rules, with_rules
 from autoshard.ops.index_space import given_rule
 from autoshard.plan import PlanOptions, check_plan
 from autoshard.planner import make_plan
-from autoshard_solver_cache import MemoryCache, NamespacedCache
+from autoshard_solver_cache import NamespacedCache, SolverCache
 
 FLOAT = DType.FLOAT32
 
@@ -359,17 +359,17 @@ def test_what_is_found_for_operators_of_torch_is_kept(monkeypatch: pytest.Monkey
     assert custom == {}
 
 
-class Kept(MemoryCache):
+class Kept(SolverCache):
     """A cache whose entries can be seen and damaged."""
 
     def __init__(self, entries: dict[str, bytes]) -> None:
-        super().__init__()
-        self.entries = entries
+        super().__init__("sqlite://")
+        self.entries_by_key = entries
         for key, body in entries.items():
             super().put("rules", key, body)
 
     def put(self, namespace: str, key: str, body: bytes) -> bool:
-        self.entries[key] = body
+        self.entries_by_key[key] = body
         return super().put(namespace, key, body)
 
 

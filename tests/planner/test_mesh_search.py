@@ -15,7 +15,7 @@ from autoshard.errors import MeshError, OptionError
 from autoshard.mesh import Topology, get_topology
 from autoshard.plan import Pins, PlanOptions, check_plan
 from autoshard.planner import SearchProgress, candidate_meshes, search_meshes
-from autoshard_solver_cache import MemoryCache, NamespacedCache
+from autoshard_solver_cache import NamespacedCache, SolverCache
 
 FLAT: Topology = slow_devices(a=2).topology
 
@@ -64,7 +64,7 @@ def test_a_search_ranks_the_plans_of_all_meshes(planned: Planner) -> None:
 
 def test_a_search_keeps_and_reuses_solved_blocks() -> None:
     graph = small_graph(partial(llama, layers=4))
-    block_cache = NamespacedCache(MemoryCache(), "blocks")
+    block_cache = NamespacedCache(SolverCache("sqlite://"), "blocks")
     fresh, first, second = (
         search_meshes(graph, 4, block_cache=store) for store in (None, block_cache, block_cache)
     )

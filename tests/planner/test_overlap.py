@@ -19,7 +19,7 @@ from autoshard.plan import Plan, PlanOptions, Resharding, check_plan, compare_pl
 from autoshard.planner import explain, make_plan
 from autoshard.planner.formulation import Formulation
 from autoshard.planner.stage_builder import Decisions, StageBuilder
-from autoshard_solver_cache import MemoryCache, NamespacedCache
+from autoshard_solver_cache import NamespacedCache, SolverCache
 
 ROUNDING = 1e-12
 NEARLY = 1e-5
@@ -205,7 +205,7 @@ def test_solved_blocks_are_not_mistaken_for_those_without() -> None:
     graph = graph_of(meta(llama, layers=4))
     mesh, block_cache = (
         slow_devices(latency=1e-4, dp=2, tp=2),
-        NamespacedCache(MemoryCache(), "blocks"),
+        NamespacedCache(SolverCache("sqlite://"), "blocks"),
     )
     make_plan(graph, mesh, PlanOptions(), block_cache=block_cache)
     first, second, fresh = (

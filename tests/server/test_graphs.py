@@ -14,7 +14,7 @@ from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import candidate_meshes, make_plan, problem_size
 from autoshard_server import ThreadExecutor
-from autoshard_server.solvers.solving import SolverCaches, solve
+from autoshard_server.solvers.solving import solve
 
 MESH = {"shape": [2, 2]}
 
@@ -194,7 +194,7 @@ class Deaf:
 
 def test_a_search_names_only_plans_that_are_kept(start_service: Any, graph: bytes) -> None:
     # A process of its own has a memory of its own; a full disk keeps nothing.
-    deaf = ThreadExecutor(partial(solve, caches=SolverCaches(plans=Deaf())))
+    deaf = ThreadExecutor(partial(solve, plans=Deaf()))
     for executor, cached in ((None, "hit"), (deaf, "miss")):
         service = start_service(executor=executor)
         body = {"graph_sha256": put(service, graph).json()["sha256"], "num_devices": 2}

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from autoshard_server.problems import ProblemType, ServerError
-from autoshard_server.store import TRANSITIONS, Claim, EventKind, JobState, JobStore
 from autoshard_server.store.database import migrate
+from autoshard_server.store.job_store import JobStore
+from autoshard_server.store.jobs import TRANSITIONS, Claim, EventKind, JobState
 from autoshard_solver_cache import open_engine
 
 PROBLEM = {"type": "x", "title": "x", "status": 500, "detail": "x"}

@@ -24,22 +24,19 @@ from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
 from autoshard_server import ProcessExecutor, Settings
 from autoshard_server.problems import TYPE_PREFIX
-from autoshard_server.store import (
-    PLANS,
-    IdempotencyRecord,
-    IdempotencyStore,
-    JobState,
-    JobStore,
-    TopologyStore,
-)
+from autoshard_server.store.artifacts import PLANS
 from autoshard_server.store.database import (
+    Stores,
     _config,
     is_current,
     migrate,
     newest_revision,
-    open_stores,
 )
+from autoshard_server.store.idempotency import IdempotencyRecord, IdempotencyStore
+from autoshard_server.store.job_store import JobStore
+from autoshard_server.store.jobs import JobState
 from autoshard_server.store.tables import metadata
+from autoshard_server.store.topologies import TopologyStore
 from autoshard_solver_cache import StoreUnavailableError
 
 OLD = Path(__file__).parent / "data" / "store-0.1.0.db"
@@ -108,7 +105,7 @@ def test_a_migration_that_fails_leaves_nothing_behind(open_one: OpenEngine) -> N
 def test_a_database_of_the_first_release_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite3"
     shutil.copy(OLD, path)
-    stores = open_stores(Settings(store_url=f"sqlite:///{path}"))
+    stores = Stores(Settings(store_url=f"sqlite:///{path}"))
     document = stores.cache.get(PLANS, OLD_PLAN)
     assert document is not None
     plan = json.loads(document)

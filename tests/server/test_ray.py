@@ -13,7 +13,7 @@ from support.worker_threads import RunningWorkers, await_end, is_running, runnin
 
 from autoshard_server.problems import TYPE_PREFIX
 from autoshard_server.solvers.messages import Died, SolverInput
-from autoshard_server.store import JobState
+from autoshard_server.store.jobs import JobState
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autoshard[ray]'")
 

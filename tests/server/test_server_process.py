@@ -19,7 +19,7 @@ from support.services import free_port
 from autoshard.client import Client
 from autoshard.plan import Plan
 from autoshard_server import Settings
-from autoshard_server.store.database import open_stores
+from autoshard_server.store.database import Stores
 
 
 def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> None:
@@ -54,7 +54,7 @@ def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> 
 
 def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path / 'store.sqlite3'}"
-    stores = open_stores(Settings(store_url=store))
+    stores = Stores(Settings(store_url=store))
     port = free_port()
     command = [sys.executable, "-m", "autoshard.cli", "worker", "--store", store, "--workers", "1"]
     shown = ["--port", str(port)]

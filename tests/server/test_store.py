@@ -10,15 +10,10 @@ import pytest
 from sqlalchemy import Engine, text
 
 from autoshard_server.problems import ServerError
-from autoshard_server.store import (
-    PLANS,
-    ApiKeyStore,
-    GraphStore,
-    IdempotencyRecord,
-    IdempotencyStore,
-    PlanIndex,
-    TopologyStore,
-)
+from autoshard_server.store.api_keys import ApiKeyStore
+from autoshard_server.store.artifacts import PLANS, GraphStore, PlanIndex
+from autoshard_server.store.idempotency import IdempotencyRecord, IdempotencyStore
+from autoshard_server.store.topologies import TopologyStore
 from autoshard_solver_cache import SolverCache
 
 
@@ -168,7 +163,7 @@ def test_plans_are_listed_from_new_to_old_without_opening_them(engine: Engine) -
         index.add(name, plan_document(i, "ab"[i % 2]))
         index.add(name, plan_document(i))
     (first,), _ = index.page(limit=1)
-    assert (first.mesh, first.peak_memory, first.mode) == ([("dp", 2)], 1 << 40, "training")
+    assert (first.mesh, first.peak_memory, first.mode) == ((("dp", 2),), 1 << 40, "training")
     assert first.size == len(plan_document(6))
     # What the cache has dropped is not listed, and leaves no gap in a page.
     for gone in ("plan 2", "plan 4"):

@@ -15,7 +15,7 @@ from autoshard.mesh import Topology, get_topology, topology_from_json, topology_
 from autoshard.plan import Plan
 from autoshard_server import Settings, ThreadExecutor
 from autoshard_server.solvers.solving import solve
-from autoshard_server.store.database import open_stores
+from autoshard_server.store.database import Stores
 
 
 def cluster(name: str, bandwidth: float = 1e9) -> Topology:
@@ -135,7 +135,7 @@ def test_sizes_and_numbers_have_limits(start_service: Any) -> None:
 
 def test_storing_needs_what_planning_needs(start_service: Any, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
-    stores = open_stores(Settings(store_url=url))
+    stores = Stores(Settings(store_url=url))
     tokens = {scope: stores.api_keys.create(scope, [scope])[1] for scope in ("read", "plan")}
     stores.close()
     service = start_service(store_url=url, auth="required", num_workers=0)

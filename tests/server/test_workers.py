@@ -18,8 +18,8 @@ from autoshard_server.app import create_worker_app
 from autoshard_server.problems import TYPE_PREFIX
 from autoshard_server.solvers.executor import Solver
 from autoshard_server.solvers.workers import MAX_LOST, SolverHealth
-from autoshard_server.store import EventKind, JobState
-from autoshard_server.store.database import open_stores
+from autoshard_server.store.database import Stores
+from autoshard_server.store.jobs import EventKind, JobState
 
 SCRIPTED = [sys.executable, str(Path(__file__).parent / "programs" / "scripted.py")]
 
@@ -163,7 +163,7 @@ def test_a_worker_that_stops_gives_its_job_back(tmp_path: Path) -> None:
     with running_workers(ProcessExecutor(SCRIPTED), store_url=url) as here:
         job_id = here.submit("p", seconds=3600, answer="1")
         here.await_job(job_id, lambda job: job.state is JobState.RUNNING)
-    stores = open_stores(Settings(store_url=url))
+    stores = Stores(Settings(store_url=url))
     job = stores.jobs.get(job_id)
     assert job is not None
     assert (job.state, job.attempts) == (JobState.QUEUED, 0)

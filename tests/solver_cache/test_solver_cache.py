@@ -18,7 +18,6 @@ from sqlalchemy import Engine, text
 from autoshard_solver_cache import (
     Cache,
     FolderCache,
-    MemoryCache,
     NamespacedCache,
     NamespaceError,
     SolverCache,
@@ -26,7 +25,7 @@ from autoshard_solver_cache import (
     open_engine,
 )
 
-KINDS = ("memory", "sqlite in memory", "sqlite file", "folder")
+KINDS = ("sqlite in memory", "sqlite file", "folder")
 MakeCache = Callable[..., Cache]
 
 
@@ -40,10 +39,8 @@ def make_cache(request: pytest.FixtureRequest, url: str, tmp_path: Path) -> Iter
     opened: list[Cache] = []
 
     def make(*, max_bytes: int | None = None) -> Cache:
-        if request.param == "memory":
-            cache: Cache = MemoryCache(max_bytes=max_bytes)
-        elif request.param == "folder":
-            cache = FolderCache(tmp_path / "folder", max_bytes=max_bytes)
+        if request.param == "folder":
+            cache: Cache = FolderCache(tmp_path / "folder", max_bytes=max_bytes)
         else:
             store = "sqlite://" if "in memory" in request.param else url
             cache = SolverCache(store, max_bytes=max_bytes)
@@ -278,7 +275,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_namespaced_cache_uses_one_namespace() -> None:
-    cache = MemoryCache()
+    cache = SolverCache("sqlite://")
     cached = NamespacedCache(cache, "blocks")
     cached.put("k", b"body")
     assert cached.get("k") == cache.get("blocks", "k") == b"body"

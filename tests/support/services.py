@@ -13,8 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from autoshard_server import Executor, Settings, ThreadExecutor, create_app
-from autoshard_server.solvers.solving import SolverCaches, solve
-from autoshard_server.store import JobKind
+from autoshard_server.solvers.solving import solve
+from autoshard_server.store.jobs import JobKind
 from autoshard_solver_cache import NamespacedCache, SolverCache, open_engine
 
 
@@ -51,7 +51,7 @@ def keeping(folder: Path) -> Iterator[str]:
                 # Progress is written down from time to time only.
                 cancel.wait(0.6)
 
-        return solve(work, slowly, cancel, SolverCaches(plans=plans))
+        return solve(work, slowly, cancel, plans=plans)
 
     with serving(ThreadExecutor(paced), store_url=store, retry_after=1) as url:
         yield url

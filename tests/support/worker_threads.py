@@ -11,8 +11,8 @@ import psutil
 
 from autoshard_server import Executor, Settings
 from autoshard_server.solvers.workers import Workers
-from autoshard_server.store import EventKind, Job
-from autoshard_server.store.database import Stores, open_stores
+from autoshard_server.store.database import Stores
+from autoshard_server.store.jobs import EventKind, Job
 
 
 @dataclass
@@ -57,7 +57,7 @@ class RunningWorkers:
 def running_workers(executor: Executor, **given: Any) -> Iterator[RunningWorkers]:
     defaults = {"store_url": "sqlite://", "num_workers": 2, "shutdown_grace": 0}
     settings = Settings(**{**defaults, **given})
-    stores = open_stores(settings)
+    stores = Stores(settings)
     workers = Workers(stores, executor, settings)
     workers.start()
     try:

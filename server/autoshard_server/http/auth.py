@@ -17,7 +17,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.settings import Settings
-from autoshard_server.store import ApiKey, ApiKeyStore
+from autoshard_server.store.api_keys import ApiKey, ApiKeyStore
 
 _TTL = 2.0
 """Seconds for which a key is used without reading it again, also if it was revoked meanwhile."""
@@ -104,7 +104,7 @@ class Authenticator:
         return Caller(key.name, frozenset().union(*scopes))
 
     def _is_required(self, request: Request) -> bool:
-        """Whether a key is required; `auto` decides by the address that the request reached."""
+        """True if a key is required; `auto` decides by the address that the request reached."""
         if self._mode == "auto":
             server = request.scope.get("server")
             return not is_loopback(server[0] if server else "")
@@ -112,7 +112,7 @@ class Authenticator:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address, such as a Unix socket."""
+    """True if only this machine can reach an address, such as a Unix socket."""
     if host == "localhost" or host.startswith("/"):
         return True
     try:

@@ -126,7 +126,7 @@ class _Decoder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the body may end here."""
+        """True if the body may end here."""
         return self._stream is None or self._stream.eof
 
     def feed(self, data: bytes) -> Iterator[bytes]:

@@ -5,18 +5,13 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autoshard.client.results import MeshSearch, Validation
+from autoshard.client.results import JobProgress, MeshSearch, Validation
 from autoshard.graph import Graph
 from autoshard.plan import Coverage, Plan
 from autoshard.planner import Explanation
-from autoshard_server.store import (
-    Job,
-    JobKind,
-    JobState,
-    PlanEntry,
-    StoredTopologyEntry,
-    known_kind,
-)
+from autoshard_server.store.artifacts import PlanEntry
+from autoshard_server.store.jobs import Job, JobKind, JobState, known_kind
+from autoshard_server.store.topologies import StoredTopologyEntry
 from autoshard_solver_cache import EntryInfo
 
 
@@ -41,18 +36,6 @@ class Problem(BaseModel):
     limit_name: str | None = Field(default=None, description="the setting of the limit")
 
 
-class JobMetadata(BaseModel):
-    """Progress of a job."""
-
-    phase: str = Field(description="what the solver does; the state before it starts")
-    incumbent: float | None = Field(
-        default=None, description="price of the best plan so far, seconds"
-    )
-    bound: float | None = Field(default=None, description="proven lower bound so far, seconds")
-    gap: float | None = Field(default=None, description="(incumbent - bound) / incumbent")
-    elapsed: float = Field(ge=0, description="seconds since the job was started; 0 before")
-
-
 class JobEntry(BaseModel):
     """A job in a list."""
 
@@ -67,7 +50,7 @@ class JobEntry(BaseModel):
     done: bool
     created_at: datetime
     attempts: int = Field(ge=0, description="how often it was started")
-    metadata: JobMetadata
+    metadata: JobProgress
     error: Problem | None = None
 
     @classmethod
@@ -83,7 +66,7 @@ class JobEntry(BaseModel):
             done=job.state.done,
             created_at=job.created_at,
             attempts=job.attempts,
-            metadata=JobMetadata.model_validate(progress),
+            metadata=JobProgress.model_validate(progress),
             error=None if job.error is None else Problem.model_validate(job.error),
         )
 

@@ -1,4 +1,4 @@
-"""What routes read from requests: paths, pages, bodies and headers."""
+"""Parameters of routes: paths, pages, bodies and headers."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.requests import CreatePlanRequest
 from autoshard_server.service import Service
 from autoshard_server.settings import Settings
-from autoshard_server.store import Cursor
+from autoshard_server.store.tables import Cursor
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -191,7 +191,7 @@ def preferred_wait(request: Request, *, cap: float) -> float | None:
 
 
 def is_not_modified(request: Request, tag: str) -> bool:
-    """Whether If-None-Match has the tag (RFC 9110, section 13); a weak tag matches too."""
+    """True if If-None-Match has the tag (RFC 9110, section 13); a weak tag matches too."""
     tags = _tags(request, "if-none-match") or frozenset()
     return not {"*", f'"{tag}"', f'W/"{tag}"'}.isdisjoint(tags)
 

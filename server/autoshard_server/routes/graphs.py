@@ -36,7 +36,7 @@ from autoshard_server.requests import (
 )
 from autoshard_server.routes.responses import DEFAULT_WAIT, result_response, run_once
 from autoshard_server.service import Result, graph_unknown
-from autoshard_server.store import Job
+from autoshard_server.store.jobs import Job
 
 router = APIRouter(tags=["graphs"])
 

@@ -15,7 +15,8 @@ from autoshard_server.http.parameters import ServiceParameter
 from autoshard_server.http.specification import describe, problem_answers
 from autoshard_server.problems import ProblemType
 from autoshard_server.service import Service, versions
-from autoshard_server.store import GRAPHS, JobKind
+from autoshard_server.store.artifacts import GRAPHS
+from autoshard_server.store.jobs import JobKind
 from autoshard_server.telemetry import process_metrics
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,13 +28,13 @@ router = APIRouter(tags=["health"])
 
 @router.get("/livez")
 async def livez() -> Alive:
-    """Whether the process is alive: answers without touching anything."""
+    """Answer that the process is alive, without touching anything."""
     return Alive()
 
 
 @router.get("/readyz", responses=problem_answers(ProblemType.UNAVAILABLE))
 async def readyz(service: ServiceParameter) -> Alive:
-    """Whether requests can be served: checks the workers, the database and its migrations."""
+    """Check that requests can be served: the workers, the database and its migrations."""
     await service.check()
     return Alive()
 

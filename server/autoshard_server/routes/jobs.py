@@ -24,7 +24,7 @@ from autoshard_server.http.parameters import (
 from autoshard_server.http.specification import describe
 from autoshard_server.problems import ProblemType
 from autoshard_server.routes.responses import job_response
-from autoshard_server.store import Job, JobState
+from autoshard_server.store.jobs import Job, JobState
 
 router = APIRouter(tags=["jobs"])
 

@@ -57,7 +57,7 @@ from autoshard_server.routes.responses import (
     tagged_response,
 )
 from autoshard_server.service import Service
-from autoshard_server.store import JobKind
+from autoshard_server.store.jobs import JobKind
 
 router = APIRouter(tags=["plans"])
 

@@ -14,7 +14,7 @@ from autoshard_server.http.errors import problem_response
 from autoshard_server.http.parameters import JSON, is_not_modified, preferred_wait
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.service import Result, Service
-from autoshard_server.store import Job, JobKind, JobState
+from autoshard_server.store.jobs import Job, JobKind, JobState
 from autoshard_server.telemetry import results_total
 
 IMMUTABLE = "private, max-age=31536000, immutable"

@@ -16,7 +16,7 @@ from autoshard_server.http.parameters import ServiceParameter, precondition, rea
 from autoshard_server.http.specification import BODY_PROBLEMS, TOPOLOGY_BODY, describe
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.routes.responses import REVALIDATE, tagged_response
-from autoshard_server.store import NAME_PATTERN, StoredTopologyEntry
+from autoshard_server.store.topologies import NAME_PATTERN, StoredTopologyEntry
 
 router = APIRouter(tags=["topologies"])
 

@@ -56,7 +56,7 @@ class Solver(Protocol):
         """
 
     def is_alive(self) -> bool:
-        """Whether it can still be started, as far as is known; never waits."""
+        """True if it can still be started, as far as is known; never waits."""
 
     def stop(self) -> None:
         """Stop immediately and release all resources; may be called again."""

@@ -99,7 +99,7 @@ class SolverActor:
         return kind.value, body
 
     def is_alive(self) -> bool:
-        """Whether the process still exists."""
+        """True if the process still exists."""
         return self._solver.is_alive()
 
     def stop(self) -> None:

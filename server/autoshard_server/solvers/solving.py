@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from threading import Event, Thread
 from typing import IO, Any
@@ -67,21 +67,6 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class SolverCaches:
-    """The caches of a solver; it works without them.
-
-    Attributes:
-        blocks: solved blocks.
-        rules: discovered rules.
-        plans: plan documents under their ids, for the plans of a search.
-    """
-
-    blocks: KeyValueStore | None = None
-    rules: KeyValueStore | None = None
-    plans: KeyValueStore | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Task:
     """A job, as it was checked when it was submitted."""
 
@@ -89,24 +74,15 @@ class _Task:
     payload: bytes
     report: Report
     cancel: Event
-    caches: SolverCaches
-
-    @property
-    def resources(self) -> core.Resources:
-        return core.Resources(
-            blocks=self.caches.blocks,
-            rules=self.caches.rules,
-            discovery_seconds=_DISCOVERY_SECONDS,
-            max_strategies=self.request.get("max_strategies", _MAX_STRATEGIES),
-            num_workers=1,
-        )
+    resources: core.Resources
+    plans: KeyValueStore | None
 
     def graph(self) -> Graph:
         limits = ArchiveLimits(**self.request["limits"])
         return core.load_request_graph(self.payload, self.request["rules"], limits)
 
     def mesh_and_options(self) -> tuple[Mesh, PlanOptions]:
-        """What to plan for; it was valid for the release that accepted the job."""
+        """The mesh and options, which were valid for the release that accepted the job."""
         try:
             mesh = mesh_from_json(json.dumps(self.request["mesh"]))
             return mesh, PlanOptions.model_validate(self.request["options"])
@@ -114,21 +90,15 @@ class _Task:
             raise _other_release() from error
 
     def report_progress(self, progress: JobProgress) -> None:
-        self.report(
-            {
-                "phase": progress.phase,
-                "incumbent": progress.incumbent,
-                "bound": progress.bound,
-                "gap": progress.gap,
-            }
-        )
+        self.report(progress.model_dump(exclude={"elapsed"}))
 
 
 def solve(
     work: SolverInput,
     on_progress: Report,
     cancel: Event,
-    caches: SolverCaches = SolverCaches(),
+    resources: core.Resources | None = None,
+    plans: KeyValueStore | None = None,
 ) -> Solved:
     """Run a job.
 
@@ -136,7 +106,8 @@ def solve(
         work: the job, as it was checked when it was submitted.
         on_progress: called with phase, incumbent, bound and gap; null where not yet known.
         cancel: set it to stop.
-        caches: shared with other jobs.
+        resources: caches that are shared with other jobs; none if left out.
+        plans: store of plan documents under their ids, for the plans of a search.
 
     Raises:
         InputError: the graph cannot be planned as asked.
@@ -148,7 +119,14 @@ def solve(
         kind = JobKind(request.get("kind", JobKind.PLAN))
     except ValueError:
         raise _other_release() from None
-    document, is_final = _RUNNERS[kind](_Task(request, work.graph, on_progress, cancel, caches))
+    limited = replace(
+        resources or core.Resources(),
+        discovery_seconds=_DISCOVERY_SECONDS,
+        max_strategies=request.get("max_strategies", _MAX_STRATEGIES),
+        num_workers=1,
+    )
+    task = _Task(request, work.graph, on_progress, cancel, limited, plans)
+    document, is_final = _RUNNERS[kind](task)
     return Solved(document, cacheable=is_final)
 
 
@@ -189,7 +167,7 @@ def _explain(task: _Task) -> tuple[bytes, bool]:
 
 
 def _search(task: _Task) -> tuple[bytes, bool]:
-    plans = task.caches.plans
+    plans = task.plans
 
     def keep(made: Plan, is_final: bool) -> bool:  # noqa: FBT001  as the core calls it
         if plans is None or not is_final:
@@ -246,7 +224,7 @@ def main() -> None:
 
     try:
         answer: Solved | Failed = solve(
-            SolverInput(request.decode(), graph), report, Event(), caches
+            SolverInput(request.decode(), graph), report, Event(), *caches
         )
     except Exception as error:  # noqa: BLE001  whatever it is becomes the answer
         if problem_type_of(error) is ProblemType.INTERNAL:
@@ -255,18 +233,19 @@ def main() -> None:
     write_frame(answers, *encode(answer))
 
 
-def _open_caches(settings: Settings) -> SolverCaches:
-    """The namespaces of the service's cache; none if it is unavailable."""
+def _open_caches(settings: Settings) -> tuple[core.Resources, KeyValueStore | None]:
+    """The service's cache: solved blocks, rules, and plans; none if it is unavailable."""
     try:
         engine = open_engine(settings.store_url, busy_timeout=_BUSY_TIMEOUT)
         cache = SolverCache(engine, max_bytes=settings.cache_max_bytes)
     except StoreUnavailableError as error:
         _log.warning("solving without the cache: %s", error)
-        return SolverCaches()
+        return core.Resources(), None
     # Plans in this process's memory could not be looked up.
     namespace = JobKind.PLAN.namespace
     plans = None if settings.is_in_memory else NamespacedCache(cache, namespace)
-    return SolverCaches(NamespacedCache(cache, BLOCKS), NamespacedCache(cache, RULES), plans)
+    blocks, rules = NamespacedCache(cache, BLOCKS), NamespacedCache(cache, RULES)
+    return core.Resources(blocks=blocks, rules=rules), plans
 
 
 def _claim_stdout() -> IO[bytes]:

@@ -17,8 +17,9 @@ from autoshard_server.problems import ProblemType, problem_document
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor, Solver
 from autoshard_server.solvers.messages import Died, Failed, Progressed, Solved, SolverInput
-from autoshard_server.store import Claim, JobKind, JobStore, known_kind
 from autoshard_server.store.database import Stores
+from autoshard_server.store.job_store import JobStore
+from autoshard_server.store.jobs import Claim, JobKind, known_kind
 from autoshard_server.telemetry import job_seconds, job_span
 from autoshard_solver_cache import StoreUnavailableError
 
@@ -65,7 +66,7 @@ class SolverHealth:
 
     @property
     def is_good(self) -> bool:
-        """Whether the worker can run jobs, as far as is known."""
+        """True if the worker can run jobs, as far as is known."""
         return self._lost < MAX_LOST
 
     @property
@@ -125,14 +126,14 @@ class Workers:
 
     @property
     def alive(self) -> bool:
-        """Whether all workers are stopping, or run and can start solvers."""
+        """True if all workers are stopping, or run and can start solvers."""
         if self._stopping.is_set():
             return True
         return self.are_running and all(health.is_good for health in self._health.values())
 
     @property
     def are_running(self) -> bool:
-        """Whether all threads run; one that has ended is not started again."""
+        """True if all threads run; one that has ended is not started again."""
         return all(thread.is_alive() for thread in self._threads)
 
     def drain(self) -> None:

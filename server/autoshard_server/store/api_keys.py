@@ -40,7 +40,7 @@ class ApiKey:
     revoked_at: float | None
 
     def is_valid(self, now: float) -> bool:
-        """Whether the key is neither expired nor revoked at a time."""
+        """True if the key is neither expired nor revoked at a time."""
         expired = self.expires_at is not None and now >= self.expires_at
         return self.revoked_at is None and not expired
 

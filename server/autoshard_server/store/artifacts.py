@@ -4,13 +4,13 @@ import hashlib
 import json
 import logging
 import time
-from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 from sqlalchemy import Engine, RowMapping, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
+from autoshard.client import results
 from autoshard_server.store.tables import Cursor, newest_first, plans
 from autoshard_solver_cache import Cache, EntryInfo, StoreUnavailableError, reader
 
@@ -63,21 +63,11 @@ class GraphStore:
         return self._cache.info(GRAPHS, digest)
 
 
-class PlanEntry(BaseModel):
-    """A plan in a list."""
+class PlanEntry(results.PlanEntry):
+    """A plan in a list, as the service describes it."""
 
-    id: str
-    created_at: datetime
     size: int = Field(ge=0, description="bytes of the document")
-    status: str = Field(description="of the certificate")
-    objective: float | None = Field(description="price of a step, seconds")
-    bound: float | None = Field(description="proven lower bound of it, seconds")
-    gap: float | None
-    peak_memory: int | None = Field(description="bytes per device")
-    mode: str
-    mesh: list[tuple[str, int]] = Field(description="name and size of each axis")
-    topology: str
-    graph_digest: str = Field(description="of the canonical program")
+    bound: float | None = Field(description="proven lower bound on a step, seconds")
     num_nodes: int
     num_parameters: int
 

@@ -1,7 +1,6 @@
 """Opening the service's database: its migrations, and all stores together."""
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -34,9 +33,11 @@ _log = logging.getLogger(__name__)
 logging.getLogger("alembic.runtime.migration").setLevel(logging.WARNING)
 
 
-@dataclass(frozen=True, slots=True)
 class Stores:
-    """The stores of one database.
+    """The stores of one database, which is opened and migrated.
+
+    Args:
+        settings: of the service, with the URL of the database.
 
     Attributes:
         engine: its connections.
@@ -47,45 +48,25 @@ class Stores:
         topologies: those that requests can name, besides the presets.
         idempotency: the Idempotency-Keys of requests.
         api_keys: the keys of callers.
-    """
-
-    engine: Engine
-    cache: Cache
-    jobs: JobStore
-    graphs: GraphStore
-    plans: PlanIndex
-    topologies: TopologyStore
-    idempotency: IdempotencyStore
-    api_keys: ApiKeyStore
-
-    def is_current(self) -> bool:
-        """Whether the database has the newest migration of this release."""
-        return is_current(self.engine)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.engine.dispose()
-
-
-def open_stores(settings: Settings) -> Stores:
-    """Open the database of the settings, and migrate it.
 
     Raises:
         StoreUnavailableError: it cannot be opened or written, or a newer release wrote it.
     """
-    engine = open_engine(settings.store_url, durable=True)
-    migrate(engine)
-    cached = SolverCache(engine, max_bytes=settings.cache_max_bytes)
-    return Stores(
-        engine=engine,
-        cache=cached,
-        jobs=JobStore(engine, lease=settings.lease, max_attempts=settings.max_attempts),
-        graphs=GraphStore(cached),
-        plans=PlanIndex(engine, cached),
-        topologies=TopologyStore(engine),
-        idempotency=IdempotencyStore(engine),
-        api_keys=ApiKeyStore(engine),
-    )
+
+    def __init__(self, settings: Settings) -> None:
+        self.engine = open_engine(settings.store_url, durable=True)
+        migrate(self.engine)
+        self.cache: Cache = SolverCache(self.engine, max_bytes=settings.cache_max_bytes)
+        self.jobs = JobStore(self.engine, lease=settings.lease, max_attempts=settings.max_attempts)
+        self.graphs = GraphStore(self.cache)
+        self.plans = PlanIndex(self.engine, self.cache)
+        self.topologies = TopologyStore(self.engine)
+        self.idempotency = IdempotencyStore(self.engine)
+        self.api_keys = ApiKeyStore(self.engine)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.engine.dispose()
 
 
 def migrate(engine: Engine) -> None:
@@ -106,7 +87,7 @@ def migrate(engine: Engine) -> None:
 
 
 def is_current(engine: Engine) -> bool:
-    """Whether the database has the newest migration of this release.
+    """True if the database has the newest migration of this release.
 
     Raises:
         StoreUnavailableError: the database cannot be read.

@@ -254,7 +254,7 @@ class JobStore:
             return renewed
 
     def is_leased(self, claim: Claim) -> bool:
-        """Whether the job is still the worker's."""
+        """True if the job is still the worker's."""
         with self._reader.begin() as connection:
             return bool(connection.execute(select(_jobs.c.id).where(_is_leased(claim))).all())
 

@@ -41,7 +41,7 @@ class JobState(StrEnum):
 
     @property
     def done(self) -> bool:
-        """Whether the state is final."""
+        """True if the state is final."""
         return not TRANSITIONS[self]
 
 
@@ -138,5 +138,5 @@ class JobEvent(BaseModel):
 
     @property
     def is_last(self) -> bool:
-        """Whether the job entered a final state."""
+        """True if the job entered a final state."""
         return self.kind is EventKind.STATE and JobState(str(self.data["state"])).done

@@ -20,7 +20,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _NAME = re.compile(NAME_PATTERN)
 
 Precondition = Callable[[str | None], bool]
-"""Whether a change is allowed, given the digest of what is stored; None if nothing is."""
+"""Returns true if a change is allowed, given the stored digest, or None if nothing is stored."""
 
 
 class StoredTopologyEntry(BaseModel):
