@@ -127,6 +127,8 @@ CANNOT_BE_SMALL = {
     "aten.meshgrid.indexing": "It makes views.",
     "aten.real.default": "It makes views.",
     "aten.unfold.default": "It makes views.",
+    "aten.type_as.default": "Floating-point inputs are tried in one type, so it returns its input.",
+    "aten.upsample_nearest3d.vec": "Trying combinations of five dims takes more than a minute.",
 }
 """Calls with no small form that can be tried, and why."""
 

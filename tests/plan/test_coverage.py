@@ -48,7 +48,7 @@ def test_operators_without_a_cut_are_named_with_their_reason() -> None:
     assert coverage.share_whole is None
     scan = use_of(coverage, "cumsum.default")
     assert (scan.has_rule, scan.num_whole) == (True, 1)
-    assert "worked along" in scan.reasons[0]
+    assert "works along" in scan.reasons[0]
     unknown = use_of(coverage, "matrix_exp.default")
     assert (unknown.has_rule, unknown.reasons) == (False, ("It has no rule.",))
     assert use_of(coverage, "linear.default").num_whole == 0
