@@ -11,7 +11,7 @@ RETIRED = {
     r"reconver\w*": "reshard_after_forward, regather",
     r"conversions?|ConversionTable": "resharding",
     r"steering": "constraints",
-    r"shared_nodes?": "shared nodes",
+    r"hubs?": "shared nodes",
     r"shelf|shelves": "namespaced cache",
     r"tape|bucket_tape": "lowering",
     r"hurr(y|ied)": "out of time",

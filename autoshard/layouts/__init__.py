@@ -8,12 +8,12 @@ from autoshard.layouts.layout import (
     P,
     R,
     S,
-    can_be_cut,
-    cuts_unevenly,
+    can_be_sharded,
     largest_share,
     legal_layouts,
     parse_type,
     reduced,
+    shards_unevenly,
 )
 from autoshard.layouts.placements import (
     from_placements,
@@ -48,8 +48,7 @@ __all__ = [
     "S",
     "Step",
     "again_price",
-    "can_be_cut",
-    "cuts_unevenly",
+    "can_be_sharded",
     "from_placements",
     "has_placements",
     "is_padded",
@@ -60,6 +59,7 @@ __all__ = [
     "parse_type",
     "placement_texts",
     "reduced",
+    "shards_unevenly",
     "step_price",
     "to_placements",
 ]

@@ -175,7 +175,7 @@ class Layout:
         """Whether the tensor is a sum over the ranks of some axis."""
         return any(t.kind is Kind.PARTIAL for t in self.types)
 
-    def cutting_axes(self, dim: int) -> tuple[int, ...]:
+    def sharding_axes(self, dim: int) -> tuple[int, ...]:
         """The axes that cut a dim, outermost first."""
         axes = tuple(a for a, t in enumerate(self.types) if t.is_shard and t.dim == dim)
         return next((order for order in self.nesting if set(order) == set(axes)), axes)
@@ -189,7 +189,7 @@ class Layout:
 
         Raises:
             LayoutError: an axis does not divide the dim it cuts, or a chunk of it, and may not
-                cut it into slices of unequal length (`cuts_unevenly`).
+                cut it into slices of unequal length (`shards_unevenly`).
         """
         local = list(shape)
         for axis, axis_type in enumerate(self.types):
@@ -198,7 +198,7 @@ class Layout:
             dim, num_ranks = axis_type.dim, axis_sizes[axis]
             if dim >= len(local) or (
                 local[dim] % (num_ranks * axis_type.num_units)
-                and not self._cuts_unevenly(dim, shape[dim], axis_sizes)
+                and not self._shards_unevenly(dim, shape[dim], axis_sizes)
             ):
                 raise LayoutError(
                     f"layout {self} does not divide shape {tuple(shape)} "
@@ -207,10 +207,10 @@ class Layout:
             local[dim] = largest_share(local[dim], num_ranks)
         return tuple(local)
 
-    def _cuts_unevenly(self, dim: int, size: int, axis_sizes: Sequence[int]) -> bool:
+    def _shards_unevenly(self, dim: int, size: int, axis_sizes: Sequence[int]) -> bool:
         """Whether a dim is cut into slices of unequal length, as one axis alone may."""
-        parts = [axis_sizes[axis] for axis in self.cutting_axes(dim) if axis_sizes[axis] > 1]
-        return len(parts) == 1 and not self.chunks(dim) and cuts_unevenly(size, parts[0])
+        parts = [axis_sizes[axis] for axis in self.sharding_axes(dim) if axis_sizes[axis] > 1]
+        return len(parts) == 1 and not self.chunks(dim) and shards_unevenly(size, parts[0])
 
     def local_slices(
         self, shape: Sequence[int], axis_sizes: Sequence[int], coordinate: Sequence[int]
@@ -256,31 +256,31 @@ class Layout:
     def slice_index(self, dim: int, axis_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
         """Number of a rank's slice of one dim, or of each chunk of it, counted along the dim."""
         index = 0
-        for axis in self.cutting_axes(dim):
+        for axis in self.sharding_axes(dim):
             index = index * axis_sizes[axis] + coordinate[axis]
         return index
 
     def is_legal(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
         """Whether axes may cut the dims as they do, and cut a dim in the same chunks.
 
-        They divide it, or one alone cuts it into slices of unequal length (`cuts_unevenly`).
+        They divide it, or one alone cuts it into slices of unequal length (`shards_unevenly`).
         """
         if len(self.types) != len(axis_sizes) or any(t.dim >= len(shape) for t in self.types):
             return False
         may_cut = all(
             size % self.num_parts(dim, axis_sizes) == 0
-            or self._cuts_unevenly(dim, size, axis_sizes)
+            or self._shards_unevenly(dim, size, axis_sizes)
             for dim, size in enumerate(shape)
         )
-        return may_cut and not self.mixes_chunks
+        return may_cut and not self.mixes_sub_shards
 
     def num_parts(self, dim: int, axis_sizes: Sequence[int]) -> int:
         """What a dim must be a multiple of to be cut into equal slices."""
         units = max((t.num_units for t in self.types if t.dim == dim), default=1)
-        return units * prod(axis_sizes[axis] for axis in self.cutting_axes(dim))
+        return units * prod(axis_sizes[axis] for axis in self.sharding_axes(dim))
 
     @property
-    def mixes_chunks(self) -> bool:
+    def mixes_sub_shards(self) -> bool:
         """Whether axes cut one dim in different chunks, which no tensor can lie in."""
         if not any(t.chunks for t in self.types):
             return False
@@ -295,7 +295,7 @@ class Layout:
                 cut a dim in other chunks than it is cut in.
         """
         old = self.types[axis]
-        if old.is_shard and self.cutting_axes(old.dim)[-1] != axis:
+        if old.is_shard and self.sharding_axes(old.dim)[-1] != axis:
             raise LayoutError(f"axis {axis} of {self} is not innermost on dim {old.dim}")
         if any(t.dim == axis_type.dim and t.chunks != axis_type.chunks for t in self.types):
             raise LayoutError(f"{self} cuts dim {axis_type.dim} in other chunks than {axis_type}")
@@ -305,7 +305,7 @@ class Layout:
         if old.is_shard and old.dim in orders:
             orders[old.dim] = orders[old.dim][:-1]
         if axis_type.is_shard:
-            orders[axis_type.dim] = (*self.cutting_axes(axis_type.dim), axis)
+            orders[axis_type.dim] = (*self.sharding_axes(axis_type.dim), axis)
         nesting = tuple(o for _, o in sorted(orders.items()) if list(o) != sorted(o))
         return Layout(tuple(types), nesting)
 
@@ -315,7 +315,7 @@ def largest_share(size: int, parts: int) -> int:
     return -(-size // parts)
 
 
-def cuts_unevenly(size: int, parts: int) -> bool:
+def shards_unevenly(size: int, parts: int) -> bool:
     """Whether an axis cuts a dim that it does not divide, as DTensor does: none gets nothing.
 
     Each rank but the last has `largest_share(size, parts)`, the last one what is left. Only an
@@ -328,9 +328,9 @@ def cuts_unevenly(size: int, parts: int) -> bool:
     return size % parts != 0 and (parts - 1) * largest_share(size, parts) < size
 
 
-def can_be_cut(size: int, parts: int) -> bool:
+def can_be_sharded(size: int, parts: int) -> bool:
     """Whether an axis of so many ranks may alone cut a dim, into slices of equal length or not."""
-    return size % parts == 0 or cuts_unevenly(size, parts)
+    return size % parts == 0 or shards_unevenly(size, parts)
 
 
 @lru_cache(maxsize=65536)
@@ -345,7 +345,7 @@ def _parse(text: str) -> Layout:
 
 
 def _checked(layout: Layout, text: str) -> Layout:
-    if layout.mixes_chunks:
+    if layout.mixes_sub_shards:
         raise LayoutError(f"{text!r} cuts one dim in different chunks")
     dims: list[int] = []
     for order in layout.nesting:
@@ -381,16 +381,16 @@ def legal_layouts(
     # Of a size only the divisors count that cuts can have, so many shapes are one.
     parts = prod(axis_sizes) * prod(sum(t.chunks) for t in chunked)
     divisors = tuple(gcd(size, parts) for size in shape)
-    return _legal_layouts(divisors, uneven_cuts(shape, axis_sizes), tuple(axis_sizes), options)
+    return _legal_layouts(divisors, uneven_shards(shape, axis_sizes), tuple(axis_sizes), options)
 
 
-def uneven_cuts(shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def uneven_shards(shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """The axes that cut a dim into slices of unequal length, where they alone do: (axis, dim)."""
     return tuple(
         (axis, dim)
         for axis, parts in enumerate(axis_sizes)
         for dim, size in enumerate(shape)
-        if cuts_unevenly(size, parts)
+        if shards_unevenly(size, parts)
     )
 
 
@@ -418,7 +418,7 @@ def _legal_layouts(
         layout = Layout(types)
         if not shared:
             found.append(layout)
-        elif not layout.mixes_chunks and all(
+        elif not layout.mixes_sub_shards and all(
             divisors[dim] % layout.num_parts(dim, axis_sizes) == 0 for dim in shared
         ):
             found.extend(_nestings(types))

@@ -59,7 +59,7 @@ def _split_factor(layout: Layout, axis: int, axis_sizes: Sequence[int]) -> int:
         if not has_placements(layout):
             raise LayoutError(f"{layout}: DTensor has no placement for these chunks")
         return len(cut.chunks)
-    order = layout.cutting_axes(cut.dim)
+    order = layout.sharding_axes(cut.dim)
     outer = order[: order.index(axis)]
     return prod(axis_sizes[other] for other in outer if other > axis)
 
@@ -67,7 +67,7 @@ def _split_factor(layout: Layout, axis: int, axis_sizes: Sequence[int]) -> int:
 def has_placements(layout: Layout) -> bool:
     """Whether DTensor can express a layout: chunks are of one size, and one axis cuts them."""
     return all(
-        len(set(t.chunks)) <= 1 and (not t.chunks or len(layout.cutting_axes(t.dim)) == 1)
+        len(set(t.chunks)) <= 1 and (not t.chunks or len(layout.sharding_axes(t.dim)) == 1)
         for t in layout.types
     )
 

@@ -30,7 +30,7 @@ from autoshard.layouts.layout import (
     S,
     largest_share,
     legal_layouts,
-    uneven_cuts,
+    uneven_shards,
 )
 
 
@@ -405,7 +405,7 @@ class ReshardingTable:
             shape, axis_sizes, differentiable=differentiable, partial=partial, chunked=chunked
         )
         self._cuts = (*(S(dim) for dim in range(len(shape))), *chunked)
-        self._uneven = uneven_cuts(shape, axis_sizes)
+        self._uneven = uneven_shards(shape, axis_sizes)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
 
     @property

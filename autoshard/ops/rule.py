@@ -34,7 +34,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
 
-from autoshard.layouts import AxisType, I, Layout, P, R, S, cuts_unevenly, largest_share, reduced
+from autoshard.layouts import AxisType, I, Layout, P, R, S, largest_share, reduced, shards_unevenly
 from autoshard.ops.collectives import (
     NO_HALO,
     NO_REDUCTIONS,
@@ -110,7 +110,7 @@ class OperatorRule:
             return False
         if not self.halo.allows(letter, self.sizes, parts):
             return False
-        return size % parts == 0 or (letter in self.uneven and cuts_unevenly(size, parts))
+        return size % parts == 0 or (letter in self.uneven and shards_unevenly(size, parts))
 
     def sharded(self, letter: str, parts: int) -> "OperatorRule":
         """The rule of the largest share that a rank has after an axis sharded a letter.
@@ -403,7 +403,9 @@ def _sequences(
         for option, local in options.of(rule, parts):
             if before and axis < before[-1][0] and not _share_a_dim(before[-1][1], option):
                 continue
-            if options.interleaved and any(_mix_chunks(earlier, option) for _, earlier in before):
+            if options.interleaved and any(
+                _mix_sub_shards(earlier, option) for _, earlier in before
+            ):
                 continue
             yield from _sequences(options, local, axis_sizes, (*before, (axis, option)))
 
@@ -415,7 +417,7 @@ def _share_a_dim(one: AxisRule, other: AxisRule) -> bool:
     return any(a.is_shard and a == b for a, b in pairs)
 
 
-def _mix_chunks(one: AxisRule, other: AxisRule) -> bool:
+def _mix_sub_shards(one: AxisRule, other: AxisRule) -> bool:
     """Whether two options interleave one dim differently, which no layout can express."""
     pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
     return any(a.is_shard and a.dim == b.dim and a.chunks != b.chunks for a, b in pairs)

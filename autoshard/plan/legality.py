@@ -89,7 +89,7 @@ def _fits(
 def _nests(layout: Layout, order: tuple[int, ...]) -> bool:
     """True if the axes that shard one dim do so in this order."""
     for dim in {t.dim for t in layout.types if t.is_shard}:
-        ranks = [order.index(axis) for axis in layout.cutting_axes(dim) if axis in order]
+        ranks = [order.index(axis) for axis in layout.sharding_axes(dim) if axis in order]
         if ranks != sorted(ranks):
             return False
     return True

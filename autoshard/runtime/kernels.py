@@ -127,7 +127,7 @@ def _split(local: LocalNode, _argument: str) -> LocalKernel:
 def _run(local: LocalNode, _argument: str) -> LocalKernel:
     dim, start = _dim(local), local.node.argument("start") or 0
     size, place = local.shapes[0][dim], local.place
-    parts = prod(place.axis_sizes[axis] for axis in local.inputs[0].cutting_axes(dim))
+    parts = prod(place.axis_sizes[axis] for axis in local.inputs[0].sharding_axes(dim))
     if parts == 1 or local.node.argument("step", 1) != 1:
         return _plain(local)
     assert isinstance(start, int)

@@ -43,7 +43,7 @@ def test_an_export_is_printed_or_written(plan: Path, tmp_path: Path, target: str
 def test_an_unknown_target_is_named(plan: Path) -> None:
     result = autoshard("export", plan, "--to", "abacus")
     assert result.exit_code == 1
-    assert "'abacus' is no target" in result.output
+    assert "unknown export target 'abacus'" in result.output
 
 
 def test_a_solution_of_mase_becomes_options_of_a_plan(archive: Path, tmp_path: Path) -> None:

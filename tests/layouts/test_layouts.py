@@ -137,12 +137,12 @@ def test_a_new_cut_goes_innermost() -> None:
 @given(layouts(chunkings=((),)), st.integers(0, 2), st.sampled_from([I, R, P, S(0), S(1)]))
 def test_a_step_keeps_the_nesting_of_the_others(layout: Layout, axis: int, new: AxisType) -> None:
     old = layout.types[axis]
-    assume(new != old and (not old.is_shard or layout.cutting_axes(old.dim)[-1] == axis))
+    assume(new != old and (not old.is_shard or layout.sharding_axes(old.dim)[-1] == axis))
     after = layout.replace(axis, new)
     for dim in range(2):
-        kept = [a for a in layout.cutting_axes(dim) if a != axis]
+        kept = [a for a in layout.sharding_axes(dim) if a != axis]
         expected = [*kept, axis] if new == S(dim) else kept
-        assert list(after.cutting_axes(dim)) == expected
+        assert list(after.sharding_axes(dim)) == expected
     assert Layout.parse(str(after)) == after
 
 

@@ -12,10 +12,10 @@ from autoshard.layouts import (
     Layout,
     ReshardingTable,
     S,
-    can_be_cut,
-    cuts_unevenly,
+    can_be_sharded,
     largest_share,
     legal_layouts,
+    shards_unevenly,
     step_price,
 )
 
@@ -28,8 +28,8 @@ SHAPE = (10, 7, 8)
 def test_slices_are_those_of_torch(size: int, parts: int) -> None:
     """`torch.chunk` is what DTensor cuts with; where it gives fewer chunks, a rank is empty."""
     chunks = torch.arange(size).chunk(parts)
-    assert can_be_cut(size, parts) == (len(chunks) == parts)
-    assert cuts_unevenly(size, parts) == (len(chunks) == parts and size % parts != 0)
+    assert can_be_sharded(size, parts) == (len(chunks) == parts)
+    assert shards_unevenly(size, parts) == (len(chunks) == parts and size % parts != 0)
     layout = Layout.parse("S(0)")
     assert layout.is_legal((size,), (parts,)) == (len(chunks) == parts)
     if len(chunks) < parts:

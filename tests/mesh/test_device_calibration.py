@@ -80,7 +80,7 @@ def operator(
     ]
 
 
-def test_paces_are_found_by_name_and_by_category() -> None:
+def test_operator_fits_are_found_by_name_and_by_category() -> None:
     known = {
         "aten.mul.Tensor": OperatorFit(RooflineFit(1e-5, 1.2), RooflineFit(2e-5, 1.5)),
         "aten.tanh.default": OperatorFit(RooflineFit(2e-5, 3.0), RooflineFit(3e-5, 2.0)),
@@ -135,7 +135,7 @@ def test_fits_survive_a_file() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("inf"), float("nan")])
-def test_paces_are_numbers(wrong: float) -> None:
+def test_operator_fits_are_numbers(wrong: float) -> None:
     with pytest.raises(MeshError, match="overhead of an operator"):
         RooflineFit(wrong, 1.0)
     with pytest.raises(MeshError, match="times of an operator"):
@@ -144,13 +144,13 @@ def test_paces_are_numbers(wrong: float) -> None:
         replace(DEVICE, tile=wrong)
 
 
-def test_paces_are_not_too_many() -> None:
+def test_operator_fits_are_not_too_many() -> None:
     fits = OperatorFit(RooflineFit(0.0, 1.0), RooflineFit(0.0, 1.0))
     with pytest.raises(MeshError, match=f"{MAX_OPERATORS} are enough"):
         replace(DEVICE, operators={str(i): fits for i in range(MAX_OPERATORS + 1)})
 
 
-def test_presets_know_no_paces() -> None:
+def test_presets_have_no_operator_fits() -> None:
     device = make_mesh((8,)).topology.device
     assert not device.operators
     assert device.tile == 32

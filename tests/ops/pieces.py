@@ -26,7 +26,7 @@ def slice_of(
     for dim, size in enumerate(shape):
         chunks = layout.chunks(dim) or (1,)
         places = np.split(np.arange(size), [size * n // sum(chunks) for n in np.cumsum(chunks)])
-        for axis in layout.cutting_axes(dim):
+        for axis in layout.sharding_axes(dim):
             places = [share_of(chunk, mesh[axis], at[axis]) for chunk in places]
         held.append(np.concatenate(places))
     return np.ix_(*held)

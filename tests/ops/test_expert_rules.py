@@ -93,9 +93,9 @@ class OfRows(Simulation):
     ) -> tuple[Any, ...]:
         """The rows of a rank's slice of the experts and of the tokens, by expert."""
         experts, tokens = np.arange(self._num_experts), np.arange(len(self._ids))
-        for axis in layout.cutting_axes(0):
+        for axis in layout.sharding_axes(0):
             experts = share_of(experts, mesh[axis], at[axis])
-        for axis in layout.cutting_axes(1):
+        for axis in layout.sharding_axes(1):
             tokens = share_of(tokens, mesh[axis], at[axis])
         by_expert, order = ordered(self._ids)
         token = (order // self._ids.shape[1]).numpy()
@@ -179,6 +179,6 @@ def test_tokens_and_their_ids_are_cut_alike_outside_of_an_exchange(operator: str
         tokens = layouts.get("tokens", layouts.get("weights"))
         assert tokens is not None
         assert (
-            layouts["ids"].cutting_axes(0)
-            == tokens.cutting_axes(0)[: len(layouts["ids"].cutting_axes(0))]
+            layouts["ids"].sharding_axes(0)
+            == tokens.sharding_axes(0)[: len(layouts["ids"].sharding_axes(0))]
         )

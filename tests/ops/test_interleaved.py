@@ -144,7 +144,7 @@ def test_axes_cut_the_same_chunks_of_a_dim(example: MakeExample) -> None:
     found = strategies(rule_for(case.call), (2, 2), interleaved=[types, types])
     cut = [s.inputs[0] for s in found if s.inputs[0].types[0].dim == s.inputs[0].types[1].dim == 1]
     assert {layout.chunks(1) for layout in cut} == {(), THIRDS, HALVES}
-    assert not any(layout.mixes_chunks for layout in cut)
+    assert not any(layout.mixes_sub_shards for layout in cut)
 
 
 def test_where_the_place_of_an_element_matters_there_are_no_chunks(example: MakeExample) -> None:

@@ -119,26 +119,29 @@ def test_a_batch_of_ten(axes: dict[str, int], planned: Planner) -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "fewer rows than ranks": (
         {"pins": {"inputs": {"x": "S(0),R"}}},
-        "dim 0 of size 3 does not divide into 4 slices, and slices of 1 leave nothing for",
+        "size 3 does not divide into 4 shards, and shards of 1 leave nothing for the last rank",
     ),
     "an empty last rank": (
         {"pins": {"parameters": {"up.weight": "S(0),I"}}},
-        "dim 0 of size 6 does not divide into 4 slices, and slices of 2 leave nothing for",
+        "size 6 does not divide into 4 shards, and shards of 2 leave nothing for the last rank",
     ),
     "two axes": (
         {"pins": {"parameters": {"down.weight": "S(0),S(0)"}}},
-        "dim 0 of size 10 does not divide into 8 slices, and only an axis that cuts it alone",
+        "size 10 does not divide into 8 shards, and unequal shards need a single axis on the dim",
     ),
     "chunks": (
         {"pins": {"parameters": {"down.weight": "S(0)/1+1,I"}}},
-        "dim 0 of size 10 does not divide into 4 slices, and only an axis that cuts it alone",
+        "size 10 does not divide into 4 shards, and unequal shards need a single axis on the dim",
     ),
-    "batch": ({"batch_axis": "a"}, "batch of 3, and in slices of 1 it leaves nothing for"),
+    "batch": (
+        {"batch_axis": "a"},
+        "the batch of 3, and shards of 1 leave nothing for the last rank",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_cut_is_named(name: str) -> None:
+def test_what_cannot_be_sharded_is_named(name: str) -> None:
     options, complaint = BAD[name]
     graph = graph_of(meta(mlp, 3, 8, 6, 10))
     with pytest.raises(OptionError, match=complaint):

@@ -231,13 +231,13 @@ def test_what_an_unfinished_job_made_is_not_taken_for_what_a_later_one_did(
 ) -> None:
     made: list[Solved] = []
 
-    def hurried(work: SolverInput, *more: Any, **options: Any) -> Solved:
+    def out_of_time(work: SolverInput, *more: Any, **options: Any) -> Solved:
         solved = solve(work, *more, **options)
         is_first = not made
         made.append(Solved(solved.document + b" " * is_first, cacheable=not is_first))
         return made[-1]
 
-    service = start_service(executor=ThreadExecutor(hurried))
+    service = start_service(executor=ThreadExecutor(out_of_time))
     first = {"Idempotency-Key": "first", "Prefer": "wait=60"}
     answer = service.post(graph, headers=first)
     assert answer.content == made[0].document

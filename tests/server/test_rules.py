@@ -114,9 +114,11 @@ def test_a_rule_of_other_shapes_is_not_for_these_calls(
 def test_a_rule_whose_outputs_do_not_fit_is_named(
     service: Any, archive: bytes, rules: list[dict[str, Any]]
 ) -> None:
-    answer = ask(service, archive, [{**gate_rule(rules), "outputs": [["d0", "d1", "d1"]]}])
+    repeated = [[["d0"], ["d1"], ["d1"]]]
+    answer = ask(service, archive, [{**gate_rule(rules), "outputs": repeated}])
     assert answer.status_code == 422
-    wrong = {**gate_rule(rules), "outputs": [["d1", "d0", "d2"]]}
+    assert "repeated letters" in answer.json()["detail"]
+    wrong = {**gate_rule(rules), "outputs": [[["d1"], ["d0"], ["d2"]]]}
     answer = ask(service, archive, [wrong])
     assert answer.status_code == 422, answer.text
     assert "shardtest.gate.default" in answer.json()["detail"]
@@ -227,12 +229,12 @@ def test_a_plan_is_not_kept_where_there_was_no_time_to_try(
     running = start_service(executor=ThreadExecutor(solve))
     with monkeypatch.context() as patched:
         patched.setattr("autoshard_server.solvers.solving._DISCOVERY_SECONDS", 0.0)
-        hurried = ask(running, archive, [])
-        assert "rules" not in hurried.json()["stages"][0]["program"]
+        untried = ask(running, archive, [])
+        assert "rules" not in untried.json()["stages"][0]["program"]
     full = ask(running, archive, [])
     assert full.headers["Autoshard-Cache"] == "miss"
     assert full.json()["stages"][0]["program"]["rules"]
-    assert full.json()["id"] == hurried.json()["id"]
+    assert full.json()["id"] == untried.json()["id"]
     assert ask(running, archive, []).headers["Autoshard-Cache"] == "hit"
 
 

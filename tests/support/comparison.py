@@ -89,8 +89,8 @@ def _compare_collectives(found: tuple[CollectiveCount, ...], plan: Plan, mesh: D
     if orders_rows(plan):
         found = mean_over_ranks(found)
     if exchanges_edges(plan):
-        found = most_over_ranks(found, uneven=cuts_unevenly(plan))
-    if any(mesh.get_coordinate() or ()) and mesh.ndim > 1 and cuts_unevenly(plan):
+        found = most_over_ranks(found, uneven=shards_unevenly(plan))
+    if any(mesh.get_coordinate() or ()) and mesh.ndim > 1 and shards_unevenly(plan):
         for one, planned_one in zip(found, plan.collectives, strict=True):
             assert one.nbytes <= planned_one.nbytes
             assert one.model_copy(update={"nbytes": planned_one.nbytes}) == planned_one
@@ -98,7 +98,7 @@ def _compare_collectives(found: tuple[CollectiveCount, ...], plan: Plan, mesh: D
         assert found == plan.collectives
 
 
-def cuts_unevenly(plan: Plan) -> bool:
+def shards_unevenly(plan: Plan) -> bool:
     """Whether some rank has less of a tensor than another."""
     return any(
         size % layout.num_parts(dim, plan.mesh.axis_sizes) != 0
@@ -180,7 +180,7 @@ def check_inference(
     _compare_outputs(outputs, expected)
     found = summarize(recorder.records)
     if exchanges_edges(plan):
-        found = most_over_ranks(found, uneven=cuts_unevenly(plan))
+        found = most_over_ranks(found, uneven=shards_unevenly(plan))
     assert (mean_over_ranks(found) if orders_rows(plan) else found) == plan.collectives
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, InputKind, Node
-from autoshard.layouts import can_be_cut, largest_share
+from autoshard.layouts import can_be_sharded, largest_share
 from autoshard.ops import Dims, OperatorRule, call_of, rule_for
 from autoshard.plan.constraints.constraints import (
     ChoiceId,
@@ -157,7 +157,7 @@ def batch_constraints(
     sizes = axes.sizes
     if origins.batch_size is None:
         raise OptionError("batch_axis is set, but no user input has dims")
-    if axis is not None and not can_be_cut(origins.batch_size, sizes[axis]):
+    if axis is not None and not can_be_sharded(origins.batch_size, sizes[axis]):
         raise OptionError(
             f"batch_axis {axes.mesh.axis_names[axes.axes[axis]]!r} of {sizes[axis]} ranks does "
             f"not divide the batch of {origins.batch_size}, and shards of "

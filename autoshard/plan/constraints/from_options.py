@@ -16,9 +16,9 @@ from autoshard.layouts import (
     P,
     R,
     S,
-    cuts_unevenly,
     largest_share,
     parse_type,
+    shards_unevenly,
 )
 from autoshard.mesh import Mesh
 from autoshard.ops import Strategy, axis_rules, call_of, is_view, rule_for
@@ -146,7 +146,7 @@ class LayoutPattern:
         allowed = tuple(_allowed(parts[axis], types[axis], exact=exact) for axis in axes.axes)
         layout = axes.narrow(layout)
         nesting = [
-            layout.cutting_axes(d) for d in sorted({t.dim for t in layout.types if t.is_shard})
+            layout.sharding_axes(d) for d in sorted({t.dim for t in layout.types if t.is_shard})
         ]
         return cls(allowed, tuple(order for order in nesting if len(order) > 1))
 
@@ -156,7 +156,8 @@ class LayoutPattern:
             allowed is None or axis_type in allowed
             for axis_type, allowed in zip(layout.types, self.allowed, strict=True)
         ) and all(
-            tuple(a for a in layout.cutting_axes(layout.types[order[0]].dim) if a in order) == order
+            tuple(a for a in layout.sharding_axes(layout.types[order[0]].dim) if a in order)
+            == order
             for order in self.orders
         )
 
@@ -186,7 +187,7 @@ def _why_uneven(size: int, sizes: Sequence[int], *, interleaved: bool) -> str | 
     """Why axes may not shard a dim into unequal shards; None where they may."""
     if len(sizes) > 1 or interleaved:
         return "unequal shards need a single axis on the dim, and no interleaving"
-    if not cuts_unevenly(size, sizes[0]):
+    if not shards_unevenly(size, sizes[0]):
         return f"shards of {largest_share(size, sizes[0])} leave nothing for the last rank"
     return None
 

@@ -268,8 +268,8 @@ class _Router:
         """
         layouts = (*local.inputs, *local.outputs)
         sizes = local.place.axis_sizes
-        experts = tuple(axis for axis in layouts[rows].cutting_axes(0) if sizes[axis] > 1)
-        moved = tuple(axis for axis in layouts[tokens].cutting_axes(0) if axis in experts)
+        experts = tuple(axis for axis in layouts[rows].sharding_axes(0) if sizes[axis] > 1)
+        moved = tuple(axis for axis in layouts[tokens].sharding_axes(0) if axis in experts)
         return cls(num_experts, experts, moved, sizes, local.place.coordinate)
 
     def routes(self, ids: torch.Tensor, *, back: bool = False) -> _Routes:

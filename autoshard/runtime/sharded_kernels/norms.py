@@ -109,7 +109,7 @@ def _groups_of(local: LocalNode, num_groups: int) -> tuple[int, list[int]]:
     """Groups on a rank, and the axes that shard within a group: those inside the group axes."""
     local_groups = max(num_groups * local.input_shapes[0][1] // local.shapes[0][1], 1)
     within = []
-    for axis in local.inputs[0].cutting_axes(1):
+    for axis in local.inputs[0].sharding_axes(1):
         size = local.place.axis_sizes[axis]
         if num_groups > 1:
             num_groups //= size
