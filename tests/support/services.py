@@ -44,7 +44,7 @@ def keeping(folder: Path) -> Iterator[str]:
     engine = open_engine(store)
     plans = NamespacedCache(SolverCache(engine), JobKind.PLAN.namespace)
 
-    def paced(work: Any, report: Callable[[Mapping[str, Any]], None], cancel: Event) -> Any:
+    def slowed(work: Any, report: Callable[[Mapping[str, Any]], None], cancel: Event) -> Any:
         def slowly(progress: Mapping[str, Any]) -> None:
             report(progress)
             if progress["phase"] == "planned 1 of 2 meshes":
@@ -53,7 +53,7 @@ def keeping(folder: Path) -> Iterator[str]:
 
         return solve(work, slowly, cancel, plans=plans)
 
-    with serving(ThreadExecutor(paced), store_url=store, retry_after=1) as url:
+    with serving(ThreadExecutor(slowed), store_url=store, retry_after=1) as url:
         yield url
     engine.dispose()
 
