@@ -43,7 +43,7 @@ def here() -> Iterator[RunningWorkers]:
 def actor_pids() -> set[int]:
     """Processes of our actors."""
     found = psutil.process_iter(["cmdline"])
-    return {p.pid for p in found if (p.info["cmdline"] or [""])[0].startswith("ray::Host")}
+    return {p.pid for p in found if (p.info["cmdline"] or [""])[0].startswith("ray::SolverActor")}
 
 
 def solvers_of(actor: int) -> list[int]:
