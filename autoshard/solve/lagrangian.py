@@ -1,24 +1,30 @@
-"""Lagrangian relaxation of the usage limits of a network.
+"""Lagrangian relaxation of usage limits, maximised by cutting planes.
 
-With a price on usage at each checkpoint the limits disappear, and what is left is solved
-exactly by elimination. Every price vector gives a lower bound. The bound is the least of many
-linear functions of the prices, one per choice; each choice evaluated so far gives one of them
-(cutting planes; Kelley, J. SIAM 8:703, 1960). New prices are taken half way between the optimum
-of these cuts and the best point so far, so that they do not oscillate (in-out separation,
-Ben-Ameur and Neto 2007).
+With a price on usage the limits disappear, and every price vector gives a lower bound (Fisher,
+Management Science 27:1, 1981). The bound is the least of many linear functions of the prices, one
+per choice; each choice evaluated so far gives one of them (cutting planes; Kelley, J. SIAM 8:703,
+1960). New prices are taken half way between the optimum of these cuts and the best point so far,
+so that they do not oscillate (in-out separation, Ben-Ameur and Neto 2007).
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linprog
 
-from autoshard.arrays import BoolArray, FloatArray
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.elimination import Elimination, Evaluation
 from autoshard.solve.local_search import CoordinateDescent
-from autoshard.solve.network import Network
 from autoshard.solve.presolve.drop_strategies import term_prices
 from autoshard.solve.reduced_problem import ReducedProblem
+from autoshard.solve.state import SolveState
+
+SAME = 1e-9
+"""Relative difference that is taken for rounding."""
+_GROWTH = 4.0
+_AT_EDGE = 0.999
+_REACH = 4.0
 
 
 def best_prices(price: FloatArray, slope: FloatArray, box: float) -> tuple[FloatArray, float]:
@@ -70,78 +76,155 @@ def best_mixture(values: FloatArray) -> FloatArray:
     return np.asarray(shares / shares.sum())
 
 
-@dataclass
+class CuttingPlanes:
+    """Maximise a Lagrangian bound over nonnegative prices.
+
+    Args:
+        state: of the problem; says when to stop.
+        cuts: the choices seen so far: the cost of each, shape [C], and its usage beyond the limit
+            at each price, shape [C, D]; both may grow.
+        negligible: usage beyond the limit that counts as rounding.
+    """
+
+    def __init__(
+        self,
+        state: SolveState,
+        cuts: Callable[[], tuple[FloatArray, FloatArray]],
+        *,
+        negligible: float = 0.0,
+    ) -> None:
+        self._state, self._settings = state, state.settings
+        self._cuts = cuts
+        self._negligible = negligible
+
+    def maximise(
+        self,
+        evaluate: Callable[[FloatArray], float | None],
+        *,
+        rounds: int,
+        max_stalled: int,
+        reach: float = 0.0,
+    ) -> FloatArray:
+        """Prices with a good bound, shape [D].
+
+        Args:
+            evaluate: proves a bound at some prices and adds a cut; None where it cannot.
+            rounds: evaluations at most.
+            max_stalled: evaluations without notable gain after which it ends.
+            reach: largest price to look at first, unless that is zero.
+        """
+        accuracy = self._settings.dual_gap_share * self._state.gap
+        best, reached, stalled = np.zeros(0), -float("inf"), 0
+        prices, evaluated = np.zeros(0), np.full(0, np.nan)
+        for _ in range(rounds):
+            if len(self._cuts()[0]):
+                best = self._padded(best)
+                most = max(_REACH * float(prices.max(initial=0.0)), reach)
+                target, promised = self.best_prices(most)
+                small = accuracy * max(abs(promised), SAME)
+                if stalled > max_stalled or promised - reached <= small:
+                    break
+                lonely = len(best) == 1 or not best.any()
+                prices = target if lonely else 0.5 * (target + best)
+            # Evaluating the same prices again gives nothing new.
+            again = len(evaluated) == len(prices) and np.allclose(
+                evaluated, prices, rtol=SAME, atol=0
+            )
+            if again or self._state.closed:
+                break
+            evaluated = prices
+            value = evaluate(prices)
+            if value is None or np.isinf(value):
+                break
+            gain = value - reached
+            stalled = 0 if gain > accuracy * abs(value) else stalled + 1
+            if gain > 0:
+                best, reached = prices, value
+        return self._padded(best)
+
+    def best_prices(self, most: float = 0.0) -> tuple[FloatArray, float]:
+        """The prices at which the choices seen promise the best bound, and that bound.
+
+        Where they promise ever more, prices end at `most`, unless that is zero.
+        """
+        cost, excess = self._cuts()
+        finite = np.isfinite(cost)
+        cost, excess = cost[finite], excess[finite]
+        scale = float(np.abs(excess).max(initial=0.0))
+        if scale <= self._negligible:
+            return np.zeros(excess.shape[1]), float(cost.min(initial=np.inf))
+        box = max(float(np.ptp(cost)), SAME) / scale
+        for _ in range(self._settings.dual_box_growths):
+            prices, promised = best_prices(cost, excess, box)
+            if prices.max() < _AT_EDGE * box or (0 < most <= box):
+                break
+            box *= _GROWTH
+            if 0 < most < box and not (excess < 0).all(axis=1).any():
+                box = most
+        return prices, promised
+
+    def _padded(self, prices: FloatArray) -> FloatArray:
+        num_prices = self._cuts()[1].shape[1]
+        return np.append(prices, np.zeros(num_prices - len(prices)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Multipliers:
-    """Best prices found.
+    """The best prices found.
 
     Attributes:
         prices: price of usage at each checkpoint, shape [T].
         bound: lower bound that they prove.
         result: the evaluation at these prices.
-        seen: every choice that was cheapest at some prices.
     """
 
     prices: FloatArray
     bound: float
     result: Evaluation
-    seen: list[dict[int, int]]
-
-
-@dataclass
-class _Cuts:
-    """Upper estimates `price[k] + slope[k] @ prices` of the bound, from the choices seen."""
-
-    price: list[float] = field(default_factory=list)
-    slope: list[FloatArray] = field(default_factory=list)
 
 
 class Lagrangian:
-    """Search for the prices with the best bound.
+    """Lagrangian relaxation of the usage limits of a network; elimination solves what is left.
 
     Args:
         reduced: the reduced problem; takes the choices found on the way.
         plan: its compiled elimination.
+
+    Attributes:
+        seen: every choice that was cheapest at some prices.
     """
 
     def __init__(self, reduced: ReducedProblem, plan: Elimination) -> None:
-        self._reduced = reduced
-        self._network: Network = reduced.network
-        self._plan = plan
-        self._state = reduced.state
-        self._settings = reduced.state.settings
+        self.seen: list[dict[int, int]] = []
+        self._reduced, self._network, self._plan = reduced, reduced.network, plan
+        self._state, self._settings = reduced.state, reduced.state.settings
         self._descent = CoordinateDescent(self._network, effort=self._state.effort)
-        self._cuts = _Cuts()
-        self._seen: list[dict[int, int]] = []
-        self._active: BoolArray = np.zeros(len(self._network.capacity), dtype=np.bool_)
-        self._box = 0.0
+        self._costs: list[float] = []
+        self._excesses: list[FloatArray] = []
+        self._priced: IntArray = np.zeros(0, dtype=np.intp)
+        self._best: Multipliers | None = None
 
     def run(self) -> Multipliers:
-        """Improve the prices until the bound stalls or the gap is closed."""
-        best = self._evaluate(np.zeros(len(self._network.capacity)))
-        growths = stalled = 0
-        for _ in range(self._settings.lagrangian_rounds):
-            finished = self._state.closed or not self._active.any()
-            if finished or stalled > self._settings.lagrangian_max_stalled:
-                break
-            target, promised = self._master()
-            at_edge = (target[self._active] >= 0.999 * self._box).any()
-            if at_edge and growths < self._settings.lagrangian_box_growths:
-                self._box *= 4.0
-                growths += 1
-            elif promised - best.bound <= 0.1 * self._tolerance(best.bound):
-                break
-            single = self._active.sum() == 1
-            evaluated = self._evaluate(target if single else 0.5 * (target + best.prices))
-            gain = evaluated.bound - best.bound
-            stalled = 0 if gain > self._tolerance(best.bound) or at_edge else stalled + 1
-            best = evaluated if gain > 0 else best
-        return best
+        """The best prices; found when the bound stalls or the gap is closed."""
+        self._evaluate(np.zeros(0))
+        spread = sum(float(np.ptp(x.cost)) for x in self._network.variables.values())
+        worst = float(self._excesses[0].max(initial=0.0))
+        CuttingPlanes(self._state, self._cuts).maximise(
+            self._evaluate,
+            rounds=self._settings.lagrangian_rounds,
+            max_stalled=self._settings.lagrangian_max_stalled,
+            reach=spread / worst if worst > 0 else 0.0,
+        )
+        assert self._best is not None, "evaluated above"
+        return self._best
 
-    def _tolerance(self, bound: float) -> float:
-        return max(self._state.gap * max(abs(bound), self._state.magnitude), 1e-300)
+    def _cuts(self) -> tuple[FloatArray, FloatArray]:
+        return np.array(self._costs), np.array(self._excesses)[:, self._priced]
 
-    def _evaluate(self, prices: FloatArray) -> Multipliers:
-        """Evaluate one point: a bound, a cut and a choice."""
+    def _evaluate(self, some: FloatArray) -> float:
+        """The bound at prices of the priced checkpoints; adds a cut and offers a choice."""
+        prices = np.zeros(len(self._network.capacity))
+        prices[self._priced[: len(some)]] = some
         costs = {
             v: x.cost + term_prices(x, prices) if x.terms else x.cost
             for v, x in self._network.variables.items()
@@ -150,28 +233,21 @@ class Lagrangian:
         bound = result.value - float(prices @ self._network.capacity)
         self._state.count("lagrangian.evaluations")
         self._reduced.raise_bound(bound)
-        excess = self._network.usage(result.picks) - self._network.capacity
-        self._cuts.price.append(self._network.price(result.picks))
-        self._cuts.slope.append(excess)
-        self._usage_weights(excess)
+        self.seen.append(result.picks)
+        self._add_cut(result.picks)
         repaired = self._descent.repair(result.picks, prices)
         if repaired is not None:
             self._reduced.offer(repaired)
-        self._seen.append(result.picks)
-        return Multipliers(prices, bound, result, self._seen)
+            self._add_cut(repaired)
+        if self._best is None or bound > self._best.bound:
+            self._best = Multipliers(prices, bound, result)
+        return bound
 
-    def _usage_weights(self, excess: FloatArray) -> None:
-        """Give prices to the checkpoints where the excess is largest."""
+    def _add_cut(self, picks: dict[int, int]) -> None:
+        """Add the cut of a choice; price the checkpoints where it exceeds the capacity most."""
+        excess = self._network.usage(picks) - self._network.capacity
+        self._costs.append(self._network.price(picks))
+        self._excesses.append(excess)
         worst = np.argsort(-excess)[: self._settings.lagrangian_new_checkpoints]
-        self._active[worst[excess[worst] > 0]] = True
-        if self._box == 0.0 and self._active.any():
-            spread = sum(float(np.ptp(x.cost)) for x in self._network.variables.values())
-            self._box = max(spread, 1e-300) / float(excess.max())
-
-    def _master(self) -> tuple[FloatArray, float]:
-        """The prices at which the cuts promise most, and the promise."""
-        active = np.flatnonzero(self._active)
-        prices = np.zeros(len(self._active))
-        slope = np.array(self._cuts.slope)[:, active]
-        prices[active], promised = best_prices(np.array(self._cuts.price), slope, self._box)
-        return prices, promised
+        fresh = np.setdiff1d(worst[excess[worst] > 0], self._priced)
+        self._priced = np.concatenate((self._priced, fresh))

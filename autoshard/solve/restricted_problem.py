@@ -117,7 +117,10 @@ class _Shared:
 
 
 class SolveRestricted(Protocol):
-    """Solves a restricted problem."""
+    """Solves a restricted problem within some seconds, up to a relative gap.
+
+    It takes a lower bound that is known, and the warm start left by other limits.
+    """
 
     def __call__(
         self,
@@ -128,15 +131,7 @@ class SolveRestricted(Protocol):
         bound: float,
         warm_start: WarmStart | None,
     ) -> Solution:
-        """Solve a restricted problem within some seconds.
-
-        Args:
-            restricted: the restricted problem.
-            seconds: after which the best choice so far is returned.
-            gap: relative gap that may be left.
-            bound: a lower bound that is known.
-            warm_start: left by solving it under other limits.
-        """
+        """Solve the problem."""
 
 
 @dataclass(eq=False)
@@ -323,10 +318,6 @@ def cheapest(prices: FloatArray, number: int) -> BoolArray:
     return mask
 
 
-_STEEP = 1e6
-"""Price of all usage that is allowed, in terms of the most that a choice can cost."""
-
-
 class LimitedRestriction:
     """Find bounds and choices of a wide problem whose limit binds.
 
@@ -368,7 +359,7 @@ class LimitedRestriction:
             gap = state.objective - state.bound
             self._solve_restricted()
             if state.choice is None:
-                if not self._is_possible():
+                if not self._can_fit():
                     return RunOutcome.INFEASIBLE
                 self._set_restricted(self._restricted_solver.tried)
                 continue
@@ -463,23 +454,15 @@ class LimitedRestriction:
                 [cheapest(bounds, self._settings.limited_width) for bounds in least]
             )
 
-    def _is_possible(self) -> bool:
-        """Look for a choice that keeps the limit; False if it is proven that none does.
-
-        At a price of usage beyond all other costs, the least total shows the least usage.
-        """
-        state, problem, limit = self._state, self._problem, self._problem.usage_limit
-        state.enter("find the least usage")
+    def _can_fit(self) -> bool:
+        """Look for a choice that keeps the limit; False if it is proven that none does."""
         self._add_peak_weights()
-        most = problem.most
-        steep = _STEEP * max(most, USAGE_TOLERANCE) / max(limit, USAGE_TOLERANCE)
         with self._restricted_solver.aside():
-            excess = self._lagrangian.evaluate(np.array([steep]), slack=USAGE_TOLERANCE)
-        if excess is None or excess <= most + steep * limit * USAGE_TOLERANCE:
-            return True
-        peaks = [problem.peak_usage(point.choice) for point in self._lagrangian.points]
-        state.statistics["minimum_usage"] = min(peaks)
-        return False
+            fits = self._lagrangian.can_fit(slack=USAGE_TOLERANCE)
+        if not fits:
+            peaks = (self._problem.peak_usage(point.choice) for point in self._lagrangian.points)
+            self._state.statistics["minimum_usage"] = min(peaks)
+        return fits
 
 
 def solve_wide(state: SolveState, solve: SolveRestricted) -> RunOutcome:

@@ -70,7 +70,6 @@ class SolverSettings:
         window_share: share of time for windows beside a Lagrangian bound.
 
         lagrangian_rounds: usage prices evaluated by the Lagrangian of a network.
-        lagrangian_box_growths: times that the range of prices is extended.
         lagrangian_max_stalled: evaluations without gain after which it ends.
         lagrangian_new_checkpoints: checkpoints that get a price after one evaluation.
         core_strategies: strategies per variable, on average, of the restricted problem that
@@ -94,7 +93,7 @@ class SolverSettings:
             looked for.
         dual_rounds: usage prices evaluated by the Lagrangian of runs.
         dual_max_stalled: evaluations without gain after which it ends.
-        dual_box_growths: times that the range of prices is extended.
+        dual_box_growths: times that the range of prices of either Lagrangian is extended.
         dual_gap_share: share of the gap asked for that an evaluation may leave.
         usage_mixtures: mixtures of times tried to prove a limit infeasible.
         reserve_rounds: times that the limit is lowered to leave slack for unpriced times.
@@ -179,7 +178,6 @@ class SolverSettings:
     window_share: float = 0.05
 
     lagrangian_rounds: int = 80
-    lagrangian_box_growths: int = 40
     lagrangian_max_stalled: int = 8
     lagrangian_new_checkpoints: int = 8
     core_strategies: int = 3

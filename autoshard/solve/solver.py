@@ -283,7 +283,8 @@ def _limited(reduced: ReducedProblem) -> bool:
         if plan is None:
             break
         state.enter("price the usage")
-        best = Lagrangian(reduced, plan).run()
+        lagrangian = Lagrangian(reduced, plan)
+        best = lagrangian.run()
         if state.closed:
             return True
         state.enter("drop strategies")
@@ -292,7 +293,7 @@ def _limited(reduced: ReducedProblem) -> bool:
         least = {v: bounds - shift for v, bounds in marginals.items()}
         share = state.settings.window_share * min(state.remaining, state.settings.core_seconds)
         search_windows(reduced, _close, seconds=share)
-        _search_restricted(reduced, least, best.seen)
+        _search_restricted(reduced, least, lagrangian.seen)
         before = reduced.network.num_strategies
         dropped = reduced.prune(least)
         reduced.reduce()

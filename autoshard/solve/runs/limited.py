@@ -15,23 +15,19 @@ from itertools import product
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.lagrangian import best_mixture
+from autoshard.solve.lagrangian import SAME
 from autoshard.solve.problem import USAGE_TOLERANCE, Problem
 from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.find import Run, find_runs
 from autoshard.solve.runs.run_solver import SLACK, RunSolver
 from autoshard.solve.runs.swap_search import SwapSearch
-from autoshard.solve.runs.usage_prices import SAME, Point, UsageLagrangian, UsageWeights
+from autoshard.solve.runs.usage_prices import Point, UsageLagrangian, UsageWeights
 from autoshard.solve.state import SolveState
 
-_STEEP = 1e6
-"""Price of all usage that is allowed, in terms of the most that a choice can cost."""
 _NUDGE = 1e-3
 """Price at all times, relative to this, that makes a choice sensible at unpriced times."""
 _STEEPER = 8.0
 """Factor of prices between the ends of a ray of prices."""
-_ACCURACY = 1e-5
-"""Relative accuracy of a least usage."""
 
 
 class LimitedRuns:
@@ -63,7 +59,10 @@ class LimitedRuns:
             least limit that one keeps, if that is known.
         """
         try:
-            if self._state.choice is None and not self._is_possible():
+            fits = self._state.choice is not None or self._lagrangian.can_fit(
+                slack=SLACK, mixtures=self._settings.usage_mixtures, nudges=(0.0, _NUDGE)
+            )
+            if not fits:
                 return False
             self._state.enter("price the usage of repeated groups")
             prices = self._maximise_bound(self._problem.usage_limit)
@@ -78,35 +77,6 @@ class LimitedRuns:
                 point.choice for point in self._lagrangian.points
             ]
         return True
-
-    def _is_possible(self) -> bool:
-        """Look for a choice that keeps the limit; False if it is proven that none does.
-
-        At a price of usage beyond all other costs, the least total shows the least usage.
-        """
-        state, limit, points = self._state, self._problem.usage_limit, self._lagrangian.points
-        state.enter("find the least usage of repeated groups")
-        most, rounding = self._problem.most, limit * USAGE_TOLERANCE
-        steep = _STEEP * max(most, SAME) / max(limit, SAME)
-        shares = np.ones(1)
-        for _ in range(self._settings.usage_mixtures):
-            for nudge in (0.0, _NUDGE * steep):
-                if self._lagrangian.evaluate(steep * shares, slack=SLACK, nudge=nudge) is None:
-                    return True
-                if state.choice is not None:
-                    return True
-            least = min(self._problem.peak_usage(point.choice) for point in points)
-            tight = steep * (least - limit) <= self._lagrangian.bound + _ACCURACY * steep * least
-            mixed = best_mixture(self._lagrangian.excesses(limit))
-            known = np.append(shares, np.zeros(len(mixed) - len(shares)))
-            if tight or np.allclose(mixed, known):
-                break
-            shares = mixed
-        if self._lagrangian.bound <= most + steep * rounding:
-            return True
-        if tight:
-            state.statistics["minimum_usage"] = least
-        return False
 
     def _maximise_bound(self, limit: float) -> FloatArray:
         prices = self._lagrangian.maximise_bound(limit)

@@ -1,8 +1,6 @@
 """Lagrangian relaxation of the usage limit of a problem with runs.
 
-Usage is priced instead of limited, which gives a lower bound for every price (Fisher, Management
-Science 27:1, 1981). Prices treat the groups of a run alike. The best ones are found by cutting
-planes, taken half way from the best point so far so that they do not oscillate.
+Prices treat the groups of a run alike: a price belongs to a mixture of times, not to one time.
 """
 
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.lagrangian import best_prices
+from autoshard.solve.lagrangian import SAME, CuttingPlanes, best_mixture
 from autoshard.solve.network import spread
 from autoshard.solve.problem import USAGE_TOLERANCE, Problem
 from autoshard.solve.runs.find import Run
@@ -124,12 +122,11 @@ class UsageWeights:
 
 ASKED = "runs.evaluations"
 """Name of the statistic that counts evaluations."""
-SAME = 1e-9
-"""Relative difference that is taken for rounding."""
 _ROUNDING = 1e-13
-_GROWTH = 4.0
-_AT_EDGE = 0.999
-_REACH = 4.0
+_STEEP = 1e6
+"""Price of all usage that is allowed, in terms of the most that a choice can cost."""
+_ACCURACY = 1e-5
+"""Relative accuracy of a least usage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,65 +228,63 @@ class UsageLagrangian:
 
     def best_prices(self, limit: float) -> FloatArray:
         """The prices at which the choices seen promise the best bound."""
-        return self._target(limit, 0.0)[0]
+        return self._planes(limit).best_prices()[0]
 
     def maximise_bound(self, limit: float) -> FloatArray:
         """Prices with a good bound for weighted usage below a limit, by weights known then.
 
         A limit below the problem's own leaves slack for what the weights do not see.
         """
-        best, reached, stalled = np.zeros(0), -float("inf"), 0
-        prices, evaluated = np.zeros(0), np.full(0, np.nan)
-        for _ in range(self._settings.dual_rounds):
-            if self.points:
-                best = self._padded(best)
-                target, promised = self._target(limit, _REACH * float(prices.max(initial=0.0)))
-                small = self._settings.dual_gap_share * self._state.gap * max(abs(promised), SAME)
-                if stalled > self._settings.dual_max_stalled or promised - reached <= small:
-                    break
-                lonely = len(best) == 1 or not best.any()
-                prices = target if lonely else 0.5 * (target + best)
-            # Evaluating the same prices again gives nothing new.
-            again = len(evaluated) == len(prices) and np.allclose(
-                evaluated, prices, rtol=SAME, atol=0
-            )
-            if again or self._state.closed:
-                break
-            evaluated = prices
-            bound = self.evaluate(prices, slack=self._settings.dual_gap_share * self._state.gap)
-            if bound is None or np.isinf(bound):
-                break
-            value = bound + float(prices.sum()) * (self._problem.usage_limit - limit)
-            gain = value - reached
-            stalled = (
-                0
-                if gain > self._settings.dual_gap_share * self._state.gap * abs(value)
-                else stalled + 1
-            )
-            if gain > 0:
-                best, reached = prices, value
-        return self._padded(best)
+        slack = self._settings.dual_gap_share * self._state.gap
 
-    def _padded(self, prices: FloatArray) -> FloatArray:
-        return np.append(prices, np.zeros(len(self.usage_weights.weights) - len(prices)))
+        def evaluate(prices: FloatArray) -> float | None:
+            bound = self.evaluate(prices, slack=slack)
+            reserve = float(prices.sum()) * (self._problem.usage_limit - limit)
+            return None if bound is None else bound + reserve
 
-    def _target(self, limit: float, most: float) -> tuple[FloatArray, float]:
-        """The prices at which the choices seen promise the best bound, and that bound.
+        return self._planes(limit).maximise(
+            evaluate,
+            rounds=self._settings.dual_rounds,
+            max_stalled=self._settings.dual_max_stalled,
+        )
 
-        Where they promise ever more, prices end at `most`, unless that is zero.
+    def _planes(self, limit: float) -> CuttingPlanes:
+        def cuts() -> tuple[FloatArray, FloatArray]:
+            return np.array([point.cost for point in self.points]), self.excesses(limit)
+
+        return CuttingPlanes(self._state, cuts, negligible=SAME * self._problem.usage_limit)
+
+    def can_fit(self, *, slack: float, mixtures: int = 1, nudges: Sequence[float] = (0.0,)) -> bool:
+        """Look for a choice that keeps the limit; False if it is proven that none does.
+
+        At a price of usage beyond all other costs, the least total shows the least usage. Where
+        none fits and the least usage is known, the statistic `minimum_usage` is set to it.
+
+        Args:
+            slack: relative difference that may be left between choice and bound.
+            mixtures: mixtures of weights to price at most, the first weight first.
+            nudges: prices at all times to try with each of them, relative to the steep price.
         """
-        cost = np.array([point.cost for point in self.points])
-        finite = np.isfinite(cost)
-        cost, excess = cost[finite], self.excesses(limit)[finite]
-        scale = float(np.abs(excess).max(initial=0.0))
-        if scale <= SAME * self._problem.usage_limit:
-            return np.zeros(excess.shape[1]), float(cost.min(initial=np.inf))
-        box = max(float(np.ptp(cost)), SAME) / scale
-        for _ in range(self._settings.dual_box_growths):
-            prices, promised = best_prices(cost, excess, box)
-            if prices.max() < _AT_EDGE * box or (0 < most <= box):
+        state, problem, limit = self._state, self._problem, self._problem.usage_limit
+        state.enter("find the least usage")
+        most, rounding = problem.most, limit * USAGE_TOLERANCE
+        steep = _STEEP * max(most, SAME) / max(limit, SAME)
+        shares, tight, least = np.ones(1), False, np.inf
+        for _ in range(mixtures):
+            for nudge in nudges:
+                if self.evaluate(steep * shares, slack=slack, nudge=nudge * steep) is None:
+                    return True
+                if state.choice is not None:
+                    return True
+            least = min(problem.peak_usage(point.choice) for point in self.points)
+            tight = steep * (least - limit) <= self.bound + _ACCURACY * steep * least
+            mixed = best_mixture(self.excesses(limit))
+            known = np.append(shares, np.zeros(len(mixed) - len(shares)))
+            if tight or np.allclose(mixed, known):
                 break
-            box *= _GROWTH
-            if 0 < most < box and not (excess < 0).all(axis=1).any():
-                box = most
-        return prices, promised
+            shares = mixed
+        if self.bound <= most + steep * rounding:
+            return True
+        if tight:
+            state.statistics["minimum_usage"] = least
+        return False
