@@ -453,9 +453,7 @@ class MinMarginals:
 
     @classmethod
     def of(cls, problem: Problem, *, effort: Effort = DEFAULT_EFFORT) -> "MinMarginals | None":
-        """The marginals of a problem; None where it has ties, or tables would be too large.
-
-        Closures stand for matrices that are too large.
+        """The marginals of a problem; None with ties, path costs or too large tables.
 
         Args:
             problem: what to look at.

@@ -41,16 +41,10 @@ def best_prices(price: FloatArray, slope: FloatArray, box: float) -> tuple[Float
     """
     slope = slope * box
     shift, unit = float(price.min()), max(float(np.ptp(price)), float(np.abs(slope).max()), 1e-300)
-    answer = linprog(
-        np.append(np.zeros(slope.shape[1]), -1.0),
-        A_ub=np.hstack([-slope / unit, np.ones((len(price), 1))]),
-        b_ub=(price - shift) / unit,
-        bounds=[(0.0, 1.0)] * slope.shape[1] + [(None, None)],
-        method="highs",
-    )
-    if answer.x is None:
+    answer = _maximin((price - shift) / unit, slope / unit)
+    if answer is None:
         return np.zeros(slope.shape[1]), -float("inf")
-    return answer.x[:-1] * box, float(answer.x[-1]) * unit + shift
+    return answer[:-1] * box, float(answer[-1]) * unit + shift
 
 
 def best_mixture(values: FloatArray) -> FloatArray:
@@ -59,21 +53,30 @@ def best_mixture(values: FloatArray) -> FloatArray:
     Args:
         values: of each cut at each place, shape [C, T].
     """
-    unit = max(float(np.abs(values).max()), 1e-300)
     num_cuts, num_places = values.shape
+    unit = max(float(np.abs(values).max()), 1e-300)
+    answer = _maximin(np.zeros(num_cuts), values / unit, shares=True)
+    if answer is None:
+        return np.full(num_places, 1.0 / num_places)
+    shares = np.maximum(answer[:-1], 0.0)
+    return np.asarray(shares / shares.sum())
+
+
+def _maximin(price: FloatArray, slope: FloatArray, *, shares: bool = False) -> FloatArray | None:
+    """The x in [0, 1] with the largest least of `price + slope @ x`, and that value behind it.
+
+    With `shares`, x adds up to one. None where the linear program fails.
+    """
     answer = linprog(
-        np.append(np.zeros(num_places), -1.0),
-        A_ub=np.hstack([-values / unit, np.ones((num_cuts, 1))]),
-        b_ub=np.zeros(num_cuts),
-        A_eq=np.append(np.ones(num_places), 0.0)[None],
-        b_eq=np.ones(1),
-        bounds=[(0.0, 1.0)] * num_places + [(None, None)],
+        np.append(np.zeros(slope.shape[1]), -1.0),
+        A_ub=np.hstack([-slope, np.ones((len(price), 1))]),
+        b_ub=price,
+        A_eq=np.append(np.ones(slope.shape[1]), 0.0)[None] if shares else None,
+        b_eq=np.ones(1) if shares else None,
+        bounds=[(0.0, 1.0)] * slope.shape[1] + [(None, None)],
         method="highs",
     )
-    if answer.x is None:
-        return np.full(num_places, 1.0 / num_places)
-    shares = np.maximum(answer.x[:-1], 0.0)
-    return np.asarray(shares / shares.sum())
+    return None if answer.x is None else np.asarray(answer.x)
 
 
 class CuttingPlanes:

@@ -198,7 +198,7 @@ class HighsSolver:
 
     Args:
         model: what to minimise.
-        state: gives the seed, the time and the wish to stop; hears of progress.
+        state: gives the seed, the time limit and the cancel token; takes progress.
         offer: takes an integral point found on the way, shape [n].
         cap: bounds reported on the way are cut to this.
         seconds: give up on a run after this time.

@@ -25,7 +25,7 @@ USAGE_TOLERANCE = 1e-9
 
 
 class ShortestPathCost:
-    """A matrix of prices, shape [N, N]: the cheapest ways over steps from state to state.
+    """A matrix of prices, shape [N, N]: the cheapest paths over steps from state to state.
 
     Where states are few thousands with a dozen steps each, a product with a vector is a
     hundred times cheaper than with the matrix. Staying is free.
@@ -51,7 +51,7 @@ class ShortestPathCost:
 
     @cached_property
     def dense(self) -> FloatArray:
-        """The matrix, inf where there is no way."""
+        """The matrix, inf where there is no path."""
         return self.between(np.arange(self.num_states), np.arange(self.num_states))
 
     @cached_property
@@ -59,7 +59,7 @@ class ShortestPathCost:
         """A price that no finite entry exceeds."""
         end = np.full(self.num_states, np.inf)
         end[0] = 0.0
-        # Going through one state is at least as expensive as the cheapest way.
+        # A path through one given state is at least as expensive as the cheapest path.
         through = float(self.backwards(end).max() + self.forwards(end).max())
         if np.isfinite(through):
             return through
@@ -114,7 +114,7 @@ def _grouped(
 def _relaxed(
     price: FloatArray, states: IntArray, starts: IntArray, there: IntArray, steps: FloatArray
 ) -> FloatArray:
-    """Bellman-Ford, all states at once; ways are short, so a few rounds suffice."""
+    """Bellman-Ford, all states at once; paths are short, so a few rounds suffice."""
     price = price.copy()
     while len(states):
         before = price[states]
@@ -434,7 +434,7 @@ def _validate_node(node: Node, where: str) -> None:
     if np.isneginf(node.cost).any():
         raise ProblemError(f"{where} has a cost of -inf; costs are numbers or +inf")
     if (node.usage < 0).any():
-        raise ProblemError(f"{where} has a negative usage; a node can only take room")
+        raise ProblemError(f"{where} has a negative usage; usage is at least 0")
 
 
 def _validate_edges(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:

@@ -163,12 +163,9 @@ class QuotientMessages:
             fixed = np.full(len(self.views[far].labels), np.inf)
             fixed[self.views[far].classes[picks[self.graph.ports[far].node_class]]] = 0.0
             paid = self.through(edge_class, fixed, is_source=is_source)
-            outgoing_message = self.offered(port)
-            shown = (
-                (paid, paid, outgoing_message)
-                if self.graph.ports[port].backward
-                else (paid, outgoing_message, paid)
-            )
+            offered = self.offered(port)
+            backward = self.graph.ports[port].backward
+            shown = (paid, paid, offered) if backward else (paid, offered, paid)
             prices += self.graph.weight(port) * np.stack(shown)[:, self.views[port].classes]
         return prices
 

@@ -136,7 +136,7 @@ class SolveRestricted(Protocol):
 
 @dataclass(eq=False)
 class _Answer:
-    """The best choice for some costs, and what every choice costs at least."""
+    """The best choice for some costs, and a lower bound of all choices."""
 
     bound: float = -float("inf")
     value: float = float("inf")

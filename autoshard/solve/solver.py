@@ -176,8 +176,8 @@ def _solve_restricted(
     try:
         outcome = _repeated(inner)
         infeasible = outcome is RunOutcome.INFEASIBLE
-        outgoing_message = inner.choice is not None and restricted.can_bind
-        if not infeasible and not inner.closed and not outgoing_message:
+        limit_binds = inner.choice is not None and restricted.can_bind
+        if not infeasible and not inner.closed and not limit_binds:
             infeasible = not _flat(inner, "highs")
     except Interrupted:
         state.count("restricted.interrupted")
@@ -260,12 +260,8 @@ def _meet_size(reduced: ReducedProblem) -> bool:
         return False
     if state.choice is None or reduced.pick_of(state.choice) is None:
         return False
-    search_windows(reduced, _close, seconds=state.remaining, patience=float("inf"))
+    search_windows(reduced, _branch, seconds=state.remaining, patience=float("inf"))
     return True
-
-
-def _close(window: ReducedProblem, seconds: float) -> bool:
-    return _branch(window, seconds=seconds)
 
 
 def _limited(reduced: ReducedProblem) -> bool:
@@ -292,7 +288,7 @@ def _limited(reduced: ReducedProblem) -> bool:
         shift = float(best.prices @ reduced.network.capacity)
         least = {v: bounds - shift for v, bounds in marginals.items()}
         share = state.settings.window_share * min(state.remaining, state.settings.core_seconds)
-        search_windows(reduced, _close, seconds=share)
+        search_windows(reduced, _branch, seconds=share)
         _search_restricted(reduced, least, lagrangian.seen)
         before = reduced.network.num_strategies
         dropped = reduced.prune(least)
@@ -325,7 +321,7 @@ def _search_restricted(
     )
 
 
-def _branch(reduced: ReducedProblem, *, seconds: float = float("inf")) -> bool:
+def _branch(reduced: ReducedProblem, seconds: float = float("inf")) -> bool:
     """Close the gap with HiGHS: the relaxation, then branch and bound."""
     state = reduced.state
     if reduced.done or state.closed:

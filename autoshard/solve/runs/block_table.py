@@ -1,4 +1,4 @@
-"""The table of one group of a run, over what the group shares with the rest.
+"""The table of one group of a run, over its boundary and shared nodes.
 
 Its key is a digest of its content; neither names nor depth are part of it. Where forbidden pairs
 split the strategies of a group into components (a block that is checkpointed or not, say), the
@@ -124,7 +124,7 @@ def _pieces(edges: Sequence[Edge]) -> list[list[int]]:
 
 
 class RunBlock:
-    """The second group of a run and its links, and which of its tables a store had.
+    """The second group of a run, its links, and its entries in a store of tables.
 
     Args:
         problem: what the run is of.
@@ -299,26 +299,28 @@ class BlockTemplate:
         solve = partial(self._solve, costs, most_work)
         found = None if kept is None else kept.find(self.shape)
         self._block.count(reused=found is not None)
-        solved = None
+        parts = None
         if found is None:
-            solved = solve()
-            found = TableEntry(None, 0.0)
-            if solved is not None:
-                found = TableEntry(solved.values, sum(way.plan.work for way in solved.ways))
+            found, parts = TableEntry(None, 0.0), solve()
+            if parts is not None:
+                values = np.minimum.reduce([part.values for part in parts])
+                found = TableEntry(values, sum(part.plan.work for part in parts))
             if kept is not None:
                 kept.keep(found)
         if found.values is None:
             return None
-        return BlockTable(self, found.values, found.work, _Interiors(self, kept, solve, solved))
+        return BlockTable(self, found.values, found.work, kept, solve, parts)
 
-    def interior(self, solved: "_Solved", seen: tuple[int, ...]) -> tuple[int, ...]:
-        """Strategies of the nodes of a group, given those of what it sees."""
-        way = min(solved.ways, key=lambda one: float(one.values[seen]))
+    def interior(
+        self, parts: Sequence["_ComponentTable"], seen: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Strategies of the nodes of a group, given those of the nodes of the table."""
+        best = min(parts, key=lambda part: float(part.values[seen]))
         choice = np.zeros(len(self._place), dtype=np.intp)
-        for i, s in way.plan.complete(way.result, dict(enumerate(seen))).items():
-            choice[i] = way.left[i][s]
-        way.inverse(choice)
-        for v, labels in way.labels.items():
+        for i, s in best.plan.complete(best.result, dict(enumerate(seen))).items():
+            choice[i] = best.left[i][s]
+        best.inverse(choice)
+        for v, labels in best.labels.items():
             choice[self._place[v]] = labels[choice[self._place[v]]]
         return tuple(int(choice[self._place[v]]) for v in self.run.instances[1])
 
@@ -340,19 +342,21 @@ class BlockTemplate:
         labels = [self.labels[v].tolist() for v in self._seen]
         return repr((kept, labels, most_work, self._component)).encode()
 
-    def _solve(self, costs: Mapping[int, FloatArray], most_work: float) -> "_Solved | None":
-        """Make the table, component by component."""
-        ways = []
+    def _solve(
+        self, costs: Mapping[int, FloatArray], most_work: float
+    ) -> list["_ComponentTable"] | None:
+        """The table of each component; None where one would be too large."""
+        parts = []
         for component in self._components:
-            way = self._solve_component(costs, {**component, **self.labels}, most_work)
-            if way is None:
+            part = self._solve_component(costs, {**component, **self.labels}, most_work)
+            if part is None:
                 return None
-            ways.append(way)
-        return _Solved(tuple(ways), np.minimum.reduce([way.values for way in ways]))
+            parts.append(part)
+        return parts
 
     def _solve_component(
         self, costs: Mapping[int, FloatArray], labels: Mapping[int, IntArray], most_work: float
-    ) -> "_Way | None":
+    ) -> "_ComponentTable | None":
         """The table of one component; `labels` are the strategies of nodes that are not free."""
         relaxed: dict[int, FloatArray] = {}
         every = (self._edge(edge, labels, relaxed) for edge in self._block.edges)
@@ -372,7 +376,7 @@ class BlockTemplate:
         cost_left = {v: x.cost for v, x in network.variables.items()}
         result = plan.evaluate(cost_left)
         left = {v: x.labels for v, x in network.variables.items()}
-        return _Way(labels, plan, result, left, inverse, plan.joint_table(result, seen))
+        return _ComponentTable(labels, plan, result, left, inverse, plan.joint_table(result, seen))
 
     def _edge(
         self, edge: Edge, labels: Mapping[int, IntArray], relaxed: dict[int, FloatArray]
@@ -392,8 +396,8 @@ class BlockTemplate:
 
 
 @dataclass(frozen=True, eq=False)
-class _Way:
-    """The table of one component, with the way back.
+class _ComponentTable:
+    """The table of one component, and its inverse.
 
     Attributes:
         labels: the strategies that it is about, of the nodes of which not all are.
@@ -412,60 +416,39 @@ class _Way:
     values: FloatArray
 
 
-@dataclass(frozen=True, eq=False)
-class _Solved:
-    """A table that was made: the elementwise least of those of all components."""
-
-    ways: tuple[_Way, ...]
-    values: FloatArray
-
-
 @dataclass(eq=False)
-class _Interiors:
-    """The way back from a table; a table that was kept is only made if that is not.
-
-    Attributes:
-        template: of which group.
-        kept: where the table is kept, if anywhere.
-        solve: makes the table.
-        solved: the table, once it was made.
-    """
-
-    template: BlockTemplate
-    kept: CachedTable | None
-    solve: Callable[[], _Solved | None]
-    solved: _Solved | None
-
-    def __call__(self, seen: tuple[int, ...]) -> tuple[int, ...]:
-        """Strategies of the nodes of a group, given those of what it sees."""
-        if self.solved is None and self.kept is not None:
-            found = self.kept.find_interior(seen, self.template.group_sizes())
-            if found is not None:
-                return found
-        self.solved = self.solved or self.solve()
-        assert self.solved is not None, "the same table was made before"
-        strategies = self.template.interior(self.solved, seen)
-        if self.kept is not None:
-            self.kept.keep_interior(seen, strategies)
-        return strategies
-
-
-@dataclass(frozen=True, eq=False)
 class BlockTable:
-    """A group's least price by what it sees.
+    """A group's least price by strategy of its boundary nodes and kept shared nodes.
 
     Attributes:
-        template: of which group.
+        template: the group.
         values: prices: one axis per boundary node before, per own boundary node, per kept shared
             node.
         work: additions that making it takes, whether it was made or kept.
-        interior: strategies of the nodes of a group, given those of what it sees.
     """
 
     template: BlockTemplate
     values: FloatArray
     work: float
-    interior: Callable[[tuple[int, ...]], tuple[int, ...]]
+    _kept: CachedTable | None
+    _solve: Callable[[], Sequence[_ComponentTable] | None]
+    _parts: Sequence[_ComponentTable] | None
+
+    def interior(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """Strategies of the nodes of a group, given an index of the table.
+
+        A table from the store is only made again if the store does not have the strategies.
+        """
+        if self._parts is None and self._kept is not None:
+            found = self._kept.find_interior(seen, self.template.group_sizes())
+            if found is not None:
+                return found
+        self._parts = self._parts or self._solve()
+        assert self._parts is not None, "the same table was made before"
+        strategies = self.template.interior(self._parts, seen)
+        if self._kept is not None:
+            self._kept.keep_interior(seen, strategies)
+        return strategies
 
     def as_batch(self, num_boundary: int) -> FloatArray:
         """The table per state of the shared nodes: boundary before it by its own."""

@@ -1,4 +1,4 @@
-"""Detection of runs: which hinted repetitions have equal prices and links, in a row."""
+"""Detection of runs: hinted repetitions with equal prices and links, in a row."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class Run:
         return tuple(self.instances[-1][p] for p in self.boundary)
 
     def before_of(self, k: int) -> tuple[int, ...]:
-        """The nodes that group `k` sees of what is before it."""
+        """The boundary nodes of the group before group `k`."""
         if k == 0:
             return self.before
         return tuple(self.instances[k - 1][p] for p in self.boundary)

@@ -158,7 +158,7 @@ class LimitedRuns:
         return float(prices @ (self._usage_weights.matrix[: len(prices)] @ point.uses))
 
     def _near(self, prices: FloatArray, near: Point, component: int | None) -> Point:
-        """The best choice at some prices, of those that share what another one does."""
+        """The best choice at some prices that agrees with another one at shared nodes."""
         self._state.check()
         choice = self._solver.near(self._lagrangian.priced(prices), near.choice, component)
         return near if choice is None else self._lagrangian.point(choice)

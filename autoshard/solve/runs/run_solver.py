@@ -93,7 +93,7 @@ class RunSolver:
     def near(
         self, costs: Sequence[FloatArray], choice: IntArray, component: int | None
     ) -> IntArray | None:
-        """The best choice of those that agree with another one on what groups share.
+        """The best choice of those that agree with another one at shared and boundary nodes.
 
         Args:
             costs: shape [S] for each node.
@@ -166,7 +166,7 @@ class RunSolver:
         relaxed: Answer,
         boundary: OpenStrategies,
     ) -> Answer | None:
-        """The best choice with shared nodes fixed at what suits the relaxed choice most."""
+        """The best choice with shared nodes fixed at the best for the relaxed choice."""
         suits = {
             shared_node: costs[shared_node].copy() for shared_node in self._contracted.shared_nodes
         }

@@ -1,4 +1,4 @@
-"""Local search over groups: swaps of what groups do, to use the slack that a limit leaves."""
+"""Swap local search: groups exchange strategies to use the slack that a limit leaves."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -147,7 +147,7 @@ class SwapSearch:
 
 
 def _representatives(moves: Iterable[_Swap]) -> list[_Swap]:
-    """A few moves of each sort, by what they save and by how usage grows."""
+    """A few moves of each combination of gain and growth of usage."""
     count: Counter[tuple[float, ...]] = Counter()
     kept = []
     for move in moves:

@@ -166,7 +166,7 @@ class UsageLagrangian:
         self._minimise = minimise
 
     def point(self, choice: IntArray) -> Point:
-        """A choice with what it costs and uses, offered to the solve state."""
+        """A choice with its cost and usage, offered to the solve state."""
         self._state.offer(choice)
         return Point(choice, self._problem.objective(choice), self.usage_weights.uses(choice))
 
