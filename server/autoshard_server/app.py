@@ -20,7 +20,8 @@ from autoshard_server.routes import routers
 from autoshard_server.routes.health import METRICS_TYPE, metrics_text
 from autoshard_server.service import Service
 from autoshard_server.settings import Settings
-from autoshard_server.solvers.executor import Executor, make_executor
+from autoshard_server.solvers import make_executor
+from autoshard_server.solvers.executor import Executor
 from autoshard_server.solvers.workers import Workers
 from autoshard_server.store.database import Stores
 

@@ -17,7 +17,7 @@ from sqlalchemy import make_url
 from autoshard_server.app import create_app, create_worker_app
 from autoshard_server.http.auth import is_loopback
 from autoshard_server.settings import Settings
-from autoshard_server.solvers.executor import make_executor
+from autoshard_server.solvers import make_executor
 from autoshard_server.solvers.workers import Workers
 from autoshard_server.store.database import Stores
 from autoshard_server.telemetry import configure_logging, start_tracing
