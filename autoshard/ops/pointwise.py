@@ -197,6 +197,12 @@ _SPECS = (
         examples="gelu.default: self[b,s,h] -> [b,s,h]",
     ),
     OperatorSpec(
+        "special_entr",
+        pointwise,
+        saves="self:self",
+        examples="special_entr.default: self[b,s,h] -> [b,s,h]",
+    ),
+    OperatorSpec(
         "pow.Tensor_Scalar",
         pointwise,
         saves="self",
