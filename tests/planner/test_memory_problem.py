@@ -19,7 +19,7 @@ from autoshard.plan import PlanOptions
 from autoshard.plan.timeline import timeline
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.memory_problem import MemoryProblem
-from autoshard.planner.saved_tensors import SavedByAutograd
+from autoshard.planner.saved_tensors import SavedTensors
 from autoshard.planner.stage_builder import Decisions, StageBuilder
 from autoshard.planner.time_points import BackwardPoint
 from autoshard.solve import minimum_usage, solve_problem
@@ -125,7 +125,7 @@ def measured(formulation: Formulation, decisions: Decisions) -> Measured:
 
 def every_plan(formulation: Formulation) -> Iterator[Measured]:
     """All choices, with everything resharded again and checkpointed that can be."""
-    saved = SavedByAutograd(formulation, checkpoints=True, negligible=0.0)
+    saved = SavedTensors(formulation, checkpoints=True, negligible=0.0)
     spans = [span.nodes for span in dict.fromkeys(saved.spans) if span is not None]
     allowed = [np.flatnonzero(np.isfinite(v.time)).tolist() for v in formulation.variables]
     for choice in product(*allowed):
