@@ -7,6 +7,7 @@ from typing import Any
 from autoshard.errors import SchemaError
 from autoshard.graph.ir import CallRule, Dynamic, Graph, InputKind, Node, references, value_of
 from autoshard.graph.ir import Path as DocumentPath
+from autoshard.graph.symbols import LARGEST
 
 RULES_VERSION = 1
 """Of the rules that `autoshard.discovery` finds; counts up when it searches differently."""
@@ -177,8 +178,8 @@ def _check_values(graph: Graph) -> None:
 def _check_dynamic(dynamic: Dynamic, document: object) -> None:
     planned = dynamic.planned
     numbers = (*planned.values(), *(factor for terms, _ in dynamic.sizes for factor, _ in terms))
-    if any(abs(number) >= _TOO_LARGE for number in numbers):
-        raise SchemaError("dynamic: a size has at most 62 bits")
+    if any(abs(number) >= LARGEST for number in numbers):
+        raise SchemaError("dynamic: a size has at most 63 bits")
     for terms, places in dynamic.sizes:
         if any(len(names) > MAX_FACTORS for _, names in terms):
             raise SchemaError(f"dynamic: a term is a product of at most {MAX_FACTORS} symbols")
