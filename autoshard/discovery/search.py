@@ -15,7 +15,7 @@ import torch
 
 from autoshard.discovery.probe import NotTriableError, Probe
 from autoshard.discovery.shapes import FAR, FAR_ELEMENTS
-from autoshard.discovery.trial import Option, Trial, Types, cut_types
+from autoshard.discovery.trial import Option, Trial, Types, axis_types
 from autoshard.graph import CallRule, Letters, Tensor
 from autoshard.graph.checks import MAX_FREE, MAX_GROUPS
 from autoshard.graph.ir import anonymous
@@ -97,7 +97,7 @@ class Search:
         for i, tensor in enumerate(call.inputs):
             for dim in range(len(tensor.shape)):
                 taken = {pair for cut in cuts for pair in cut.dims}
-                if (i, dim) not in taken and S(dim) in cut_types(self._values[i]):
+                if (i, dim) not in taken and S(dim) in axis_types(self._values[i]):
                     self._add(cuts, next(self._cuts(i, dim, taken), None))
         return self._assembled(cuts[:MAX_FREE], self._linear())
 
@@ -130,11 +130,11 @@ class Search:
         size = shapes[position][dim]
         cuts: list[list[AxisType]] = []
         for i, value in enumerate(self._values):
-            able = [t for t in cut_types(value) if t.is_shard and _related(shapes[i][t.dim], size)]
+            able = [t for t in axis_types(value) if t.is_shard and _related(shapes[i][t.dim], size)]
             able.sort(key=lambda t, shape=shapes[i]: shape[t.dim] != size)  # type: ignore[misc]  # a default
             cuts.append([S(dim)] if i == position else [*able, R])
         sums = [
-            types if i == position or P not in cut_types(value) else [*types, P]
+            types if i == position or P not in axis_types(value) else [*types, P]
             for i, (types, value) in enumerate(zip(cuts, self._values, strict=True))
         ]
         yield from islice(product(*cuts), MAX_COMBINATIONS)
@@ -215,8 +215,8 @@ class Search:
 
     def _linear(self) -> tuple[frozenset[int], ...]:
         """Groups of inputs that make a sum of the outputs if they are sums together."""
-        able = [i for i, value in enumerate(self._values) if P in cut_types(value)]
-        if not all(P in cut_types(output) for output in self._outputs):
+        able = [i for i, value in enumerate(self._values) if P in axis_types(value)]
+        if not all(P in axis_types(output) for output in self._outputs):
             return ()
         most = len(able) if len(able) <= _MAX_LINEAR else 1
         groups = (frozenset(g) for n in range(1, most + 1) for g in combinations(able, n))

@@ -170,7 +170,7 @@ _GRADIENT = {R: P, P: R, I: R}
 """How the gradient of a type lies, in terms of values."""
 
 
-def cut_types(value: torch.Tensor, parts: int = 2) -> list[AxisType]:
+def axis_types(value: torch.Tensor, parts: int = 2) -> list[AxisType]:
     """What an axis may do to a value; R stands for the same on all ranks."""
     cuts = [S(dim) for dim, size in enumerate(value.shape) if size and size % parts == 0]
     return [R, *cuts, *([P] if value.is_floating_point() or value.is_complex() else [])]

@@ -1,4 +1,4 @@
-"""The layout algebra: types, layouts, reshardings. Knows neither graphs nor meshes."""
+"""SPMD types, layouts and reshardings; independent of graphs and meshes."""
 
 from autoshard.layouts.layout import (
     AxisType,
@@ -9,10 +9,10 @@ from autoshard.layouts.layout import (
     R,
     S,
     can_be_sharded,
-    largest_share,
+    largest_shard,
     legal_layouts,
     parse_type,
-    reduced,
+    relative_sizes,
     shards_unevenly,
 )
 from autoshard.layouts.placements import (
@@ -28,9 +28,9 @@ from autoshard.layouts.resharding import (
     Pricer,
     ReshardingTable,
     Step,
-    again_price,
+    is_bucketable,
     is_padded,
-    makes_whole,
+    regather_price,
     step_price,
 )
 
@@ -47,18 +47,18 @@ __all__ = [
     "ReshardingTable",
     "S",
     "Step",
-    "again_price",
     "can_be_sharded",
     "from_placements",
     "has_placements",
+    "is_bucketable",
     "is_padded",
-    "largest_share",
+    "largest_shard",
     "layout_of_texts",
     "legal_layouts",
-    "makes_whole",
     "parse_type",
     "placement_texts",
-    "reduced",
+    "regather_price",
+    "relative_sizes",
     "shards_unevenly",
     "step_price",
     "to_placements",

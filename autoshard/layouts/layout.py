@@ -1,6 +1,6 @@
-"""Layouts: one SPMD type per mesh axis, and how axes nest where several shard one dim.
+"""Layouts: one SPMD type per mesh axis, and the nesting order of axes that shard the same dim.
 
-A type says how one axis divides a tensor, forward and backward:
+An SPMD type describes how one mesh axis divides a tensor and its gradient:
 
 | type | forward value on the axis | its gradient on the axis |
 |------|---------------------------|--------------------------|
@@ -9,12 +9,11 @@ A type says how one axis divides a tensor, forward and backward:
 | S(d) | slice along dim d         | slice along dim d        |
 | P    | partial: to be summed     | same on every rank       |
 
-These are the types of the `spmd_types` package, which also defines the collectives that
-lead from one to another.
+The types, and the collectives that convert one to another, are those of the `spmd_types` package.
 
-A dim may hold several things one after the other, as the queries, keys and values that one
-product makes. `S(d)/1+1+1` cuts each of three equal chunks of dim d: a rank holds its slice of
-the first, then of the second, then of the third.
+A dim may concatenate several sections, such as the queries, keys and values of a fused
+projection. `S(d)/1+1+1` is an interleaved shard: each of three equal sections of dim d is sharded,
+and a rank's shard consists of one sub-shard of each section, in order.
 """
 
 import re
@@ -29,50 +28,51 @@ from autoshard.errors import LayoutError
 
 
 class Kind(StrEnum):
-    """The four kinds of type."""
+    """Kind of an SPMD type."""
 
     INVARIANT = "I"
     REPLICATE = "R"
     SHARD = "S"
     PARTIAL = "P"
 
-    # Types are hashed often, and an enumeration would do it in Python.
+    # Types are hashed often, and the hash of an enumeration is slow Python code.
     __hash__ = str.__hash__
 
 
 @dataclass(frozen=True, slots=True)
 class AxisType:
-    """One type.
+    """SPMD type of a tensor on one mesh axis.
 
     Attributes:
-        kind: which of the four.
-        dim: what is cut; set exactly when the kind is a shard.
-        chunks: relative sizes of the chunks of the dim that are cut one by one, without a
-            common divisor; empty where the dim is cut as one.
+        kind: invariant, replicated, sharded or partial.
+        dim: the sharded tensor dim; -1 unless the kind is a shard.
+        sub_shards: relative sizes of the sub-shards of an interleaved shard, without a common
+            divisor; empty if the shard is one contiguous slice.
     """
 
     kind: Kind
     dim: int = -1
-    chunks: tuple[int, ...] = ()
+    sub_shards: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.kind is not Kind.SHARD:
             return self.kind.value
-        return f"S({self.dim})" + ("/" + "+".join(map(str, self.chunks)) if self.chunks else "")
+        sub_shards = "/" + "+".join(map(str, self.sub_shards)) if self.sub_shards else ""
+        return f"S({self.dim}){sub_shards}"
 
     @property
     def num_units(self) -> int:
-        """The least size of a dim that can be made of the chunks."""
-        return max(sum(self.chunks), 1)
+        """Sum of the relative sizes of the sub-shards; 1 for a contiguous shard."""
+        return max(sum(self.sub_shards), 1)
 
     @property
     def is_shard(self) -> bool:
-        """Whether the axis cuts a dim."""
+        """True if the axis shards a dim."""
         return self.kind is Kind.SHARD
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every rank of the axis holds the whole value."""
+    def is_replicated(self) -> bool:
+        """True for `I` and `R`: every rank of the axis has the full value."""
         return self.kind in (Kind.INVARIANT, Kind.REPLICATE)
 
 
@@ -82,31 +82,33 @@ P = AxisType(Kind.PARTIAL)
 
 
 @cache
-def S(dim: int, chunks: tuple[int, ...] = ()) -> AxisType:  # noqa: N802  its name in every paper
-    """The type that cuts dim `dim` (counted from 0), or each chunk of it, into equal slices.
+def S(dim: int, sub_shards: tuple[int, ...] = ()) -> AxisType:  # noqa: N802  the usual notation
+    """Return the type of a tensor that is sharded along a dim.
 
     Args:
-        dim: what is cut.
-        chunks: sizes of the chunks, up to a common factor; one chunk is the whole dim.
+        dim: the sharded dim, counted from 0.
+        sub_shards: relative sizes of interleaved sub-shards; a single one is a contiguous shard.
 
     Raises:
-        LayoutError: the dim is negative, or a chunk is empty.
+        LayoutError: the dim is negative, or a sub-shard is empty.
     """
     if dim < 0:
-        raise LayoutError(f"S({dim}) counts from the end; give the dim from the front")
-    return AxisType(Kind.SHARD, dim, reduced(chunks))
+        raise LayoutError(f"S({dim}): negative dims are not supported; count dims from 0")
+    return AxisType(Kind.SHARD, dim, relative_sizes(sub_shards))
 
 
-def reduced(chunks: Sequence[int]) -> tuple[int, ...]:
-    """Relative sizes of chunks without a common divisor; () for a single chunk.
+def relative_sizes(sub_shards: Sequence[int]) -> tuple[int, ...]:
+    """Return sizes divided by their greatest common divisor; () for a single size.
 
     Raises:
-        LayoutError: a chunk is empty.
+        LayoutError: a size is less than 1.
     """
-    if any(size < 1 for size in chunks):
-        raise LayoutError(f"chunks of the sizes {'+'.join(map(str, chunks))}: none may be empty")
-    common = gcd(*chunks)
-    return tuple(size // common for size in chunks) if len(chunks) > 1 else ()
+    if any(size < 1 for size in sub_shards):
+        raise LayoutError(
+            f"sub-shards of sizes {'+'.join(map(str, sub_shards))}: all must be at least 1"
+        )
+    common = gcd(*sub_shards)
+    return tuple(size // common for size in sub_shards) if len(sub_shards) > 1 else ()
 
 
 _SHARD = re.compile(r"S\((\d+)\)(?:/(\d+(?:\+\d+)+))?")
@@ -114,28 +116,32 @@ _PLAIN = {"I": I, "R": R, "P": P}
 
 
 def parse_type(text: str) -> AxisType:
-    """Read a type as `str` writes it: I, R, P, S(dim) or S(dim)/1+1."""
+    """Parse the text form of a type: I, R, P, S(dim) or S(dim)/1+1.
+
+    Raises:
+        LayoutError: the text is none of these.
+    """
     if text in _PLAIN:
         return _PLAIN[text]
     match = _SHARD.fullmatch(text)
     if match is None:
         raise LayoutError(f"{text!r} is not a type; write I, R, P, S(dim) or S(dim)/1+1")
-    chunks = tuple(int(size) for size in match[2].split("+")) if match[2] else ()
-    return S(int(match[1]), chunks)
+    sub_shards = tuple(int(size) for size in match[2].split("+")) if match[2] else ()
+    return S(int(match[1]), sub_shards)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies over the mesh.
+    """SPMD types of a tensor on all mesh axes.
 
-    Where several axes cut one dim, the outermost axis cuts the whole dim and the next one
-    cuts each slice. Only the innermost can be gathered, and a new cut goes innermost. All
-    axes that cut one dim cut the same chunks of it.
+    If several axes shard one dim, the outermost axis shards the whole dim and the next axis shards
+    each slice. Only the innermost axis can be gathered, and an axis that starts to shard the dim
+    becomes the innermost one. All axes that shard one dim have the same sub-shards.
 
     Attributes:
         types: one type per mesh axis.
-        nesting: for each dim whose cutting axes do not nest in ascending order (dims
-            ascending), those axes from outermost to innermost. Empty for nearly all layouts.
+        nesting: for each dim whose axes do not nest in ascending order (dims ascending), its axes
+            from outermost to innermost. Empty for nearly all layouts.
     """
 
     types: tuple[AxisType, ...]
@@ -143,7 +149,7 @@ class Layout:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Layouts are looked up far more often than made.
+        # Layouts are hashed far more often than constructed.
         object.__setattr__(self, "_hash", hash((self.types, self.nesting)))
 
     def __hash__(self) -> int:
@@ -156,12 +162,16 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read a layout as `str` writes it: `S(0),R` or `S(0),S(0);1>0`."""
+        """Parse the text form of a layout: `S(0),R` or `S(0),S(0);1>0`.
+
+        Raises:
+            LayoutError: the text is not a layout.
+        """
         return _parse(text)
 
     @classmethod
     def nested(cls, types: Sequence[AxisType], order: Sequence[int]) -> "Layout":
-        """The layout with these types whose axes nest in `order`, outermost first."""
+        """Return the layout with these types whose axes nest in `order`, outermost first."""
         rank = {axis: i for i, axis in enumerate(order)}
         nesting = []
         for dim in sorted({t.dim for t in types if t.is_shard}):
@@ -172,24 +182,24 @@ class Layout:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the tensor is a sum over the ranks of some axis."""
+        """True if some axis is `P`: the tensor is the sum over the ranks of that axis."""
         return any(t.kind is Kind.PARTIAL for t in self.types)
 
     def sharding_axes(self, dim: int) -> tuple[int, ...]:
-        """The axes that cut a dim, outermost first."""
+        """Mesh axes that shard a dim, outermost first."""
         axes = tuple(a for a, t in enumerate(self.types) if t.is_shard and t.dim == dim)
         return next((order for order in self.nesting if set(order) == set(axes)), axes)
 
-    def chunks(self, dim: int) -> tuple[int, ...]:
-        """Relative sizes of the chunks of a dim that are cut one by one; () where it is one."""
-        return next((t.chunks for t in self.types if t.dim == dim), ())
+    def sub_shards(self, dim: int) -> tuple[int, ...]:
+        """Relative sizes of the interleaved sub-shards of a dim; () if it has none."""
+        return next((t.sub_shards for t in self.types if t.dim == dim), ())
 
     def local_shape(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the largest slice that a rank holds: that of all ranks, or of all but the last.
+        """Shape of the largest shard: that of every rank, except the last if shards are uneven.
 
         Raises:
-            LayoutError: an axis does not divide the dim it cuts, or a chunk of it, and may not
-                cut it into slices of unequal length (`shards_unevenly`).
+            LayoutError: the size of an axis does not divide the dim or section that it shards,
+                and uneven shards are not allowed there (`shards_unevenly`).
         """
         local = list(shape)
         for axis, axis_type in enumerate(self.types):
@@ -204,30 +214,30 @@ class Layout:
                     f"layout {self} does not divide shape {tuple(shape)} "
                     f"over axes of {tuple(axis_sizes)}"
                 )
-            local[dim] = largest_share(local[dim], num_ranks)
+            local[dim] = largest_shard(local[dim], num_ranks)
         return tuple(local)
 
     def _shards_unevenly(self, dim: int, size: int, axis_sizes: Sequence[int]) -> bool:
-        """Whether a dim is cut into slices of unequal length, as one axis alone may."""
+        """True if a dim has uneven shards, which a single axis may have."""
         parts = [axis_sizes[axis] for axis in self.sharding_axes(dim) if axis_sizes[axis] > 1]
-        return len(parts) == 1 and not self.chunks(dim) and shards_unevenly(size, parts[0])
+        return len(parts) == 1 and not self.sub_shards(dim) and shards_unevenly(size, parts[0])
 
     def local_slices(
         self, shape: Sequence[int], axis_sizes: Sequence[int], coordinate: Sequence[int]
     ) -> tuple[tuple[slice, ...], ...]:
-        """The part of the whole tensor that a rank holds.
+        """Return the slices of the global tensor that make up a rank's shard.
 
         Args:
             shape: global shape.
             axis_sizes: size of each mesh axis.
-            coordinate: the rank's place on each mesh axis.
+            coordinate: coordinate of the rank on each mesh axis.
 
         Returns:
-            For each dim what is held of each of its chunks, in order; of most dims there is
-            one.
+            For each dim, one slice per sub-shard, in order; a single slice if the dim is not
+            interleaved.
 
         Raises:
-            LayoutError: as `local_shape`.
+            LayoutError: the shape cannot have this layout (see `local_shape`).
         """
         local = self.local_shape(shape, axis_sizes)
         return tuple(
@@ -239,66 +249,69 @@ class Layout:
         self,
         dim: int,
         size: int,
-        held: int,
+        local_size: int,
         axis_sizes: Sequence[int],
         coordinate: Sequence[int],
     ) -> tuple[slice, ...]:
-        chunks = self.chunks(dim) or (1,)
+        sub_shards = self.sub_shards(dim) or (1,)
         index, start, slices = self.slice_index(dim, axis_sizes, coordinate), 0, []
-        for chunk in chunks:
-            part = held * chunk // sum(chunks)
-            end = start + size * chunk // sum(chunks)
-            # The last slice is shorter where an axis does not divide the dim.
-            slices.append(slice(start + index * part, min(start + (index + 1) * part, end)))
+        for relative in sub_shards:
+            length = local_size * relative // sum(sub_shards)
+            end = start + size * relative // sum(sub_shards)
+            # The last slice of an uneven shard is shorter.
+            slices.append(slice(start + index * length, min(start + (index + 1) * length, end)))
             start = end
         return tuple(slices)
 
     def slice_index(self, dim: int, axis_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
-        """Number of a rank's slice of one dim, or of each chunk of it, counted along the dim."""
+        """Index of a rank's slice along a dim (or along each section of it)."""
         index = 0
         for axis in self.sharding_axes(dim):
             index = index * axis_sizes[axis] + coordinate[axis]
         return index
 
     def is_legal(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
-        """Whether axes may cut the dims as they do, and cut a dim in the same chunks.
+        """True if a tensor of this shape can have this layout.
 
-        They divide it, or one alone cuts it into slices of unequal length (`shards_unevenly`).
+        The axes of each dim must divide it, unless a single axis shards it unevenly
+        (`shards_unevenly`), and must have the same sub-shards.
         """
         if len(self.types) != len(axis_sizes) or any(t.dim >= len(shape) for t in self.types):
             return False
-        may_cut = all(
+        divides = all(
             size % self.num_parts(dim, axis_sizes) == 0
             or self._shards_unevenly(dim, size, axis_sizes)
             for dim, size in enumerate(shape)
         )
-        return may_cut and not self.mixes_sub_shards
+        return divides and not self.mixes_sub_shards
 
     def num_parts(self, dim: int, axis_sizes: Sequence[int]) -> int:
-        """What a dim must be a multiple of to be cut into equal slices."""
+        """Number that the size of a dim must be a multiple of for even shards."""
         units = max((t.num_units for t in self.types if t.dim == dim), default=1)
         return units * prod(axis_sizes[axis] for axis in self.sharding_axes(dim))
 
     @property
     def mixes_sub_shards(self) -> bool:
-        """Whether axes cut one dim in different chunks, which no tensor can lie in."""
-        if not any(t.chunks for t in self.types):
+        """True if two axes shard one dim with different sub-shards, which is illegal."""
+        if not any(t.sub_shards for t in self.types):
             return False
-        cuts = {t for t in self.types if t.is_shard}
-        return len(cuts) > len({t.dim for t in cuts})
+        shards = {t for t in self.types if t.is_shard}
+        return len(shards) > len({t.dim for t in shards})
 
     def replace(self, axis: int, axis_type: AxisType) -> "Layout":
-        """This layout after one step on one axis.
+        """Return this layout with the type of one axis replaced.
 
         Raises:
-            LayoutError: the axis cuts a dim that another axis cuts further inside, or would
-                cut a dim in other chunks than it is cut in.
+            LayoutError: the axis is not the innermost one on the dim that it shards, or its new
+                sub-shards differ from those of the dim's other axes.
         """
         old = self.types[axis]
         if old.is_shard and self.sharding_axes(old.dim)[-1] != axis:
             raise LayoutError(f"axis {axis} of {self} is not innermost on dim {old.dim}")
-        if any(t.dim == axis_type.dim and t.chunks != axis_type.chunks for t in self.types):
-            raise LayoutError(f"{self} cuts dim {axis_type.dim} in other chunks than {axis_type}")
+        if any(t.dim == axis_type.dim and t.sub_shards != axis_type.sub_shards for t in self.types):
+            raise LayoutError(
+                f"{self} and {axis_type} have different sub-shards of dim {axis_type.dim}"
+            )
         types = list(self.types)
         types[axis] = axis_type
         orders = {self.types[order[0]].dim: order for order in self.nesting}
@@ -310,26 +323,26 @@ class Layout:
         return Layout(tuple(types), nesting)
 
 
-def largest_share(size: int, parts: int) -> int:
-    """Length of the slices of a dim but the last, which may be shorter: that of `torch.chunk`."""
+def largest_shard(size: int, parts: int) -> int:
+    """Size of each shard of a dim except the last, which may be smaller (as in `torch.chunk`)."""
     return -(-size // parts)
 
 
 def shards_unevenly(size: int, parts: int) -> bool:
-    """Whether an axis cuts a dim that it does not divide, as DTensor does: none gets nothing.
+    """True if a dim is not divisible by an axis and every rank still gets a non-empty shard.
 
-    Each rank but the last has `largest_share(size, parts)`, the last one what is left. Only an
-    axis that alone cuts a dim, and cuts it as one, may do so.
+    As in DTensor, each rank except the last has `largest_shard(size, parts)` elements and the last
+    one has the remainder. Allowed only if a single axis shards the dim, without sub-shards.
 
     Args:
-        size: of the dim.
-        parts: ranks of the axis.
+        size: size of the dim.
+        parts: number of ranks of the axis.
     """
-    return size % parts != 0 and (parts - 1) * largest_share(size, parts) < size
+    return size % parts != 0 and (parts - 1) * largest_shard(size, parts) < size
 
 
 def can_be_sharded(size: int, parts: int) -> bool:
-    """Whether an axis of so many ranks may alone cut a dim, into slices of equal length or not."""
+    """True if a single axis of `parts` ranks can shard a dim, evenly or unevenly."""
     return size % parts == 0 or shards_unevenly(size, parts)
 
 
@@ -339,23 +352,25 @@ def _parse(text: str) -> Layout:
     try:
         nesting = tuple(tuple(int(axis) for axis in order.split(">")) for order in orders)
     except ValueError:
-        raise LayoutError(f"{text!r}: a nesting order reads like ';1>0'") from None
+        raise LayoutError(f"{text!r}: a nesting order must look like ';1>0'") from None
     types = tuple(parse_type(part) for part in head.split(",")) if head else ()
     return _checked(Layout(types, nesting), text)
 
 
 def _checked(layout: Layout, text: str) -> Layout:
     if layout.mixes_sub_shards:
-        raise LayoutError(f"{text!r} cuts one dim in different chunks")
+        raise LayoutError(f"{text!r} shards one dim with different sub-shards")
     dims: list[int] = []
     for order in layout.nesting:
-        cut = {layout.types[a].dim if a < len(layout.types) else -1 for a in order}
-        axes = [a for a, t in enumerate(layout.types) if t.is_shard and {t.dim} == cut]
-        if len(cut) != 1 or sorted(order) != axes or list(order) == axes:
-            raise LayoutError(f"{text!r}: {order} does not reorder the axes that cut one dim")
-        dims.extend(cut)
+        sharded = {layout.types[a].dim if a < len(layout.types) else -1 for a in order}
+        axes = [a for a, t in enumerate(layout.types) if t.is_shard and {t.dim} == sharded]
+        if len(sharded) != 1 or sorted(order) != axes or list(order) == axes:
+            raise LayoutError(
+                f"{text!r}: {order} is not a non-ascending order of the axes that shard one dim"
+            )
+        dims.extend(sharded)
     if dims != sorted(set(dims)):
-        raise LayoutError(f"{text!r}: nesting orders are listed once per dim, dims ascending")
+        raise LayoutError(f"{text!r}: list one nesting order per dim, dims ascending")
     return layout
 
 
@@ -365,27 +380,27 @@ def legal_layouts(
     *,
     differentiable: bool,
     partial: bool = True,
-    chunked: Collection[AxisType] = (),
+    interleaved: Collection[AxisType] = (),
 ) -> tuple[Layout, ...]:
-    """Every layout that a tensor of this shape can have, in a fixed order.
+    """Return all layouts that a tensor of this shape can have, in a deterministic order.
 
     Args:
         shape: global shape.
         axis_sizes: size of each mesh axis.
-        differentiable: without a gradient I and R are one type, written R.
-        partial: whether the element type can be summed.
-        chunked: the types with chunks that there may be.
+        differentiable: True if the tensor has a gradient; if not, I and R are the same, written R.
+        partial: True if the element type can be summed, so that `P` is possible.
+        interleaved: interleaved shard types to include.
     """
     whole = (I, R) if differentiable else (R,)
-    options = (*whole, *[P] * partial, *(S(d) for d in range(len(shape))), *chunked)
-    # Of a size only the divisors count that cuts can have, so many shapes are one.
-    parts = prod(axis_sizes) * prod(sum(t.chunks) for t in chunked)
+    options = (*whole, *[P] * partial, *(S(d) for d in range(len(shape))), *interleaved)
+    # Only the common divisors with the axes matter, so many shapes share one cache entry.
+    parts = prod(axis_sizes) * prod(sum(t.sub_shards) for t in interleaved)
     divisors = tuple(gcd(size, parts) for size in shape)
     return _legal_layouts(divisors, uneven_shards(shape, axis_sizes), tuple(axis_sizes), options)
 
 
 def uneven_shards(shape: Sequence[int], axis_sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The axes that cut a dim into slices of unequal length, where they alone do: (axis, dim)."""
+    """Return the (axis, dim) pairs where the axis alone would shard the dim unevenly."""
     return tuple(
         (axis, dim)
         for axis, parts in enumerate(axis_sizes)
@@ -401,11 +416,11 @@ def _legal_layouts(
     axis_sizes: tuple[int, ...],
     options: tuple[AxisType, ...],
 ) -> tuple[Layout, ...]:
-    """The legal layouts whose types are among the options, in their order."""
+    """Legal layouts whose types are among the options, in the order of the options."""
 
-    def divides(axis: int, cut: AxisType) -> bool:
-        even = divisors[cut.dim] % (axis_sizes[axis] * cut.num_units) == 0
-        return even or (not cut.chunks and (axis, cut.dim) in uneven)
+    def divides(axis: int, shard: AxisType) -> bool:
+        even = divisors[shard.dim] % (axis_sizes[axis] * shard.num_units) == 0
+        return even or (not shard.sub_shards and (axis, shard.dim) in uneven)
 
     alone = [
         [t for t in options if not t.is_shard or divides(axis, t)]

@@ -1,14 +1,13 @@
-"""Layouts as DTensor placements, and back.
+"""Conversion between layouts and DTensor placements.
 
-A layout says more than placements do: `I` and `R` are both `Replicate()`, since DTensor
-does not say what the gradient is. Going back, the caller says which one is meant.
+A layout has more information than placements: `I` and `R` are both `Replicate()`, since DTensor
+does not track the type of the gradient. In the other direction the caller chooses I or R.
 
-DTensor cuts a dim by its axes in mesh order. Where a layout nests them in another order,
-DTensor writes the outer-by-mesh-order axis as `_StridedShard(dim, split_factor=k)`: its
-slices are strided, because k slices were cut first by axes that come later in the mesh.
-Equal chunks that are cut one by one look the same to it: k chunks were there first. It has no
-placement for chunks of different sizes, and where several axes cut chunks (which it could write)
-torch 2.13 puts them together in the wrong order, so that counts as none.
+DTensor shards a dim by its axes in mesh order. If a layout nests them in another order, an axis
+that is inner to axes later in the mesh is `_StridedShard(dim, split_factor=k)`, where k is the
+number of slices that those later axes make. An interleaved shard with k equal sub-shards has the
+same form. Sub-shards of different sizes have no placement. Several axes with sub-shards of one dim
+would have one, but torch 2.13 reassembles it in the wrong order, so it is treated as unsupported.
 """
 
 import re
@@ -31,10 +30,10 @@ _TEXT = re.compile(
 
 
 def placement_texts(layout: Layout, axis_sizes: Sequence[int]) -> tuple[str, ...]:
-    """DTensor's placements of a layout, one per mesh axis, as text.
+    """Return the text of the DTensor placement of a layout on each mesh axis.
 
     Raises:
-        LayoutError: DTensor has no placement for the chunks.
+        LayoutError: DTensor has no placement for the sub-shards.
     """
     return tuple(
         _text(layout, axis, axis_type, axis_sizes) for axis, axis_type in enumerate(layout.types)
@@ -42,7 +41,7 @@ def placement_texts(layout: Layout, axis_sizes: Sequence[int]) -> tuple[str, ...
 
 
 def _text(layout: Layout, axis: int, axis_type: AxisType, axis_sizes: Sequence[int]) -> str:
-    if axis_type.is_whole:
+    if axis_type.is_replicated:
         return "Replicate()"
     if axis_type.kind is Kind.PARTIAL:
         return "Partial(sum)"
@@ -53,21 +52,21 @@ def _text(layout: Layout, axis: int, axis_type: AxisType, axis_sizes: Sequence[i
 
 
 def _split_factor(layout: Layout, axis: int, axis_sizes: Sequence[int]) -> int:
-    """Chunks, or slices that axes later in the mesh have cut, before this one cuts."""
-    cut = layout.types[axis]
-    if cut.chunks:
+    """DTensor's `split_factor` of a shard: number of sub-shards, or slices of later mesh axes."""
+    shard = layout.types[axis]
+    if shard.sub_shards:
         if not has_placements(layout):
-            raise LayoutError(f"{layout}: DTensor has no placement for these chunks")
-        return len(cut.chunks)
-    order = layout.sharding_axes(cut.dim)
+            raise LayoutError(f"{layout}: DTensor has no placement for these sub-shards")
+        return len(shard.sub_shards)
+    order = layout.sharding_axes(shard.dim)
     outer = order[: order.index(axis)]
     return prod(axis_sizes[other] for other in outer if other > axis)
 
 
 def has_placements(layout: Layout) -> bool:
-    """Whether DTensor can express a layout: chunks are of one size, and one axis cuts them."""
+    """True if DTensor can express a layout: equal sub-shards, and one axis per interleaved dim."""
     return all(
-        len(set(t.chunks)) <= 1 and (not t.chunks or len(layout.sharding_axes(t.dim)) == 1)
+        len(set(t.sub_shards)) <= 1 and (not t.sub_shards or len(layout.sharding_axes(t.dim)) == 1)
         for t in layout.types
     )
 
@@ -75,15 +74,15 @@ def has_placements(layout: Layout) -> bool:
 def layout_of_texts(
     texts: Sequence[str], axis_sizes: Sequence[int], *, whole: AxisType = I
 ) -> Layout:
-    """The layout that DTensor placements, as text, stand for.
+    """Return the layout for the text of DTensor placements.
 
     Args:
         texts: one per mesh axis, as `placement_texts` writes them.
         axis_sizes: size of each mesh axis.
-        whole: the type that `Replicate()` stands for, I or R.
+        whole: type to use for `Replicate()`, I or R.
 
     Raises:
-        LayoutError: a text is no placement, or no nesting order gives these split factors.
+        LayoutError: a text is not a placement, or no nesting order gives these split factors.
     """
     types: list[AxisType] = []
     factors: list[int] = []
@@ -111,17 +110,17 @@ def _orders(types: Sequence[AxisType]) -> list[Layout]:
 
 
 def to_placements(layout: Layout, axis_sizes: Sequence[int]) -> tuple["Placement", ...]:
-    """DTensor's placements of a layout, one per mesh axis.
+    """Return the DTensor placement of a layout on each mesh axis.
 
     Raises:
-        LayoutError: DTensor has no placement for the chunks.
+        LayoutError: DTensor has no placement for the sub-shards.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415  torch is slow
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 
     placements: list[Placement] = []
     for axis, axis_type in enumerate(layout.types):
-        if axis_type.is_whole:
+        if axis_type.is_replicated:
             placements.append(Replicate())
         elif axis_type.kind is Kind.PARTIAL:
             placements.append(Partial("sum"))
@@ -135,10 +134,10 @@ def to_placements(layout: Layout, axis_sizes: Sequence[int]) -> tuple["Placement
 def from_placements(
     placements: Sequence["Placement"], axis_sizes: Sequence[int], *, whole: AxisType = I
 ) -> Layout:
-    """The layout that DTensor placements stand for; `whole` says what Replicate() means.
+    """Return the layout for DTensor placements; `whole` is the type to use for `Replicate()`.
 
     Raises:
-        LayoutError: a placement that no layout can express, such as a partial maximum.
+        LayoutError: no layout can express a placement, such as a partial maximum.
     """
     return layout_of_texts([_describe(p) for p in placements], axis_sizes, whole=whole)
 

@@ -1,7 +1,7 @@
-"""Changing a tensor from one layout to another: steps, collectives, bytes and price.
+"""Reshardings: chains of steps that change the layout of a tensor, with their bytes and prices.
 
-A resharding is a chain of steps, each on one axis. The table `STEPS` is the whole truth
-about a step: what runs forward, and what autograd runs backward.
+Each step changes the type of one mesh axis. The table `STEPS` lists all steps, with the action that
+runs in forward and the one that autograd runs in backward.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,31 +28,31 @@ from autoshard.layouts.layout import (
     P,
     R,
     S,
-    largest_share,
+    largest_shard,
     legal_layouts,
     uneven_shards,
 )
 
 
 class Action(StrEnum):
-    """What a step runs on each rank, in one direction."""
+    """Operation that each rank runs for a step, in forward or in backward."""
 
     NOTHING = "nothing"
     SLICE = "slice"
     PAD = "pad"
-    """A slice is written into zeros: the slice's gradient as a partial value."""
+    """Write a slice into a tensor of zeros; turns the gradient of a slice into a partial value."""
     MASK = "mask"
-    """Kept on the axis's first rank, zero on the others."""
+    """Keep the value on the first rank of the axis, and set it to zero on the others."""
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     HALO_EXCHANGE = "halo_exchange"
-    """Ranks give the edges of their slices to those next to them: no step, but operators do."""
+    """Exchange the edges of slices with neighbouring ranks; used by operators, not by steps."""
 
     @property
     def is_collective(self) -> bool:
-        """Whether ranks communicate."""
+        """True if ranks communicate."""
         return self in _COLLECTIVES
 
 
@@ -74,22 +74,22 @@ STEPS: dict[tuple[Kind, Kind], tuple[Action, Action]] = {
     (_P, _R): (Action.ALL_REDUCE, Action.ALL_REDUCE),
     (_P, _S): (Action.REDUCE_SCATTER, Action.ALL_GATHER),
 }
-"""(from, to) -> (forward, backward). S -> P is legal but never pays, so it is not offered."""
+"""(source, target) -> (forward, backward). S -> P is valid but never useful, so it is left out."""
 
 
-def makes_whole(source: AxisType, target: AxisType) -> bool:
-    """Whether a step makes what is cut, or the same on all ranks, whole for use."""
+def is_bucketable(source: AxisType, target: AxisType) -> bool:
+    """True for steps to `R` from a shard (FSDP) or from `I` (DDP), which can share collectives."""
     return target.kind is _R and source.kind in (_I, _S)
 
 
 def is_padded(source: AxisType, target: AxisType, shape: Sequence[int], num_ranks: int) -> bool:
-    """Whether slices of unequal length meet in a step: its axis does not divide the dim.
+    """True if a step pads slices, because its axis does not divide the dim that it shards.
 
     Args:
-        source: type on the axis before.
-        target: type on the axis after.
-        shape: of the whole tensor.
-        num_ranks: of the axis.
+        source: type on the axis before the step.
+        target: type on the axis after the step.
+        shape: global shape.
+        num_ranks: size of the axis.
     """
     return any(t.is_shard and shape[t.dim] % num_ranks != 0 for t in (source, target))
 
@@ -103,15 +103,13 @@ class Step:
 
     Attributes:
         axis: the mesh axis.
-        source: type on the axis before.
-        target: type on the axis after.
-        nbytes: size of the larger of a rank's tensor before and after: what an all-gather
-            makes, what a reduce-scatter takes, and the tensor itself otherwise. Of ranks with
-            different shares it is that of the largest.
-        forward: what runs in the forward pass.
-        backward: what runs in the backward pass; nothing where no gradient flows.
-        padded: whether the axis cuts a dim into slices of unequal length: collectives have all
-            of them as long as the largest.
+        source: type on the axis before the step.
+        target: type on the axis after the step.
+        nbytes: bytes of a rank's tensor before or after the step, whichever is larger: the output
+            of an all-gather, the input of a reduce-scatter. The largest shard counts.
+        forward: action in the forward pass.
+        backward: action in the backward pass; nothing if no gradient flows.
+        padded: True if the axis has uneven shards, which are padded for collectives.
     """
 
     axis: int
@@ -124,79 +122,79 @@ class Step:
 
     @property
     def reorders(self) -> bool:
-        """Whether the slices of chunks are put in order by a copy, next to each action."""
-        return bool(self.source.chunks or self.target.chunks)
+        """True if each action also copies, to reorder interleaved sub-shards."""
+        return bool(self.source.sub_shards or self.target.sub_shards)
 
     @property
     def is_inner(self) -> bool:
-        """Whether a dim is cut that is not the first, so that slices do not lie in one piece."""
+        """True if a dim other than the first is sharded, so that slices are not contiguous."""
         return self.source.dim > 0 or self.target.dim > 0
 
     @property
     def copies(self) -> bool:
-        """Whether a copy stands next to each collective."""
+        """True if each collective needs a copy before or after it."""
         return self.reorders or self.padded
 
     @property
-    def shareable(self) -> bool:
-        """Whether it can share its collectives with like steps of other tensors."""
-        return makes_whole(self.source, self.target) and not self.padded
+    def is_bucketable(self) -> bool:
+        """True if the step can share collectives with steps of other tensors, in a bucket."""
+        return is_bucketable(self.source, self.target) and not self.padded
 
 
 class Pricer(Protocol):
-    """Prices in seconds; a mesh is one."""
+    """Prices of actions in seconds; `Mesh` implements it."""
 
     def collective_time(
         self, action: Action, axis: int, nbytes: int, *, inner: bool = False
     ) -> float:
-        """Seconds that a collective over one axis takes, with `Step.nbytes` and `is_inner`."""
+        """Seconds of a collective over one axis, for `Step.nbytes` and `Step.is_inner`."""
         ...
 
     def copy_time(self, nbytes: int) -> float:
-        """Seconds that a local copy takes that makes `nbytes`."""
+        """Seconds of a local copy of `nbytes`."""
         ...
 
 
 STEP_OVERHEAD = 1e-9
-"""Seconds added to every step but a mere slice, so that among equal chains the shortest wins."""
+"""Seconds added to every step except a slice, so that the shortest of equal chains is chosen."""
 
 
-def step_price(step: Step, pricer: Pricer, carried: float = 1.0) -> float:
-    """Seconds that a step takes, forward plus backward.
+def step_price(step: Step, pricer: Pricer, fill_factor: float = 1.0) -> float:
+    """Seconds of a step, forward plus backward.
 
     Args:
         step: the step.
         pricer: prices of collectives and copies.
-        carried: how many times its own bytes the collectives carry that it can share; it takes
-            its part of their time.
+        fill_factor: bytes of a full bucket relative to the tensor's, if the step is bucketable; the
+            step is charged its share of the bucket's collective.
     """
     if (step.forward, step.backward) == (Action.SLICE, Action.NOTHING) and not step.reorders:
         return 0.0
     return STEP_OVERHEAD + sum(
-        _action_price(action, step, pricer, carried) for action in (step.forward, step.backward)
+        _action_price(action, step, pricer, fill_factor) for action in (step.forward, step.backward)
     )
 
 
-def again_price(step: Step, pricer: Pricer, carried: float = 1.0) -> float:
-    """Seconds that the forward action of a step takes once more; arguments of `step_price`."""
+def regather_price(step: Step, pricer: Pricer, fill_factor: float = 1.0) -> float:
+    """Seconds of the forward action alone, when it runs again; arguments as in `step_price`."""
     if step.forward is Action.NOTHING or (step.forward is Action.SLICE and not step.reorders):
         return 0.0
-    return STEP_OVERHEAD + _action_price(step.forward, step, pricer, carried)
+    return STEP_OVERHEAD + _action_price(step.forward, step, pricer, fill_factor)
 
 
-def _action_price(action: Action, step: Step, pricer: Pricer, carried: float) -> float:
+def _action_price(action: Action, step: Step, pricer: Pricer, fill_factor: float) -> float:
     if action is Action.NOTHING:
         return 0.0
     reordered = pricer.copy_time(step.nbytes) if step.reorders else 0.0
-    # A slice is a view of what is there.
+    # A slice is a view.
     if action is Action.SLICE:
         return reordered
     if action.is_collective:
-        beside = pricer.copy_time(step.nbytes) if step.copies else 0.0
-        parts = carried if step.shareable else 1.0
-        together = round(step.nbytes * parts)
-        seconds = pricer.collective_time(action, step.axis, together, inner=step.is_inner)
-        return beside + seconds / parts
+        copy = pricer.copy_time(step.nbytes) if step.copies else 0.0
+        factor = fill_factor if step.is_bucketable else 1.0
+        bucket_nbytes = round(step.nbytes * factor)
+        seconds = pricer.collective_time(action, step.axis, bucket_nbytes, inner=step.is_inner)
+        return copy + seconds / factor
     return reordered + pricer.copy_time(step.nbytes)
 
 
@@ -204,24 +202,22 @@ _KINDS = tuple(Kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moves:
-    """Every move between some layouts; A of them, by the layout before, axis and new type.
+class StepTable:
+    """All steps between a set of layouts; M steps, sorted by source layout, axis and new type.
 
     Attributes:
-        types: the types there are.
-        sources: number of the layout before each move, ascending, shape [A].
-        targets: number of the layout after it, shape [A].
-        axes: the axis that changes its type, shape [A].
-        old: number of the type that it has before, shape [A].
-        new: number of the type that it has after, shape [A].
-        parts: how many of the larger tensor, before or after, make a whole one, shape [A]; one
-            whose dims are padded where they are cut into slices of unequal length.
-        padding: bit i is set where the i-th of the uneven cuts is there before or after, shape
-            [A].
-        classes: equal where the axis, the kinds of both types, whether slices of chunks are
-            put in order, whether the first dim is cut or another, the parts and the padding are,
-            shape [A]; counted from 0.
-        examples: a move of each class, shape [K].
+        types: the SPMD types.
+        sources: index of the layout before each step, ascending, shape [M].
+        targets: index of the layout after each step, shape [M].
+        axes: the axis whose type changes, shape [M].
+        old: index of the type before the step, shape [M].
+        new: index of the type after the step, shape [M].
+        parts: bytes of the (padded) global tensor divided by `Step.nbytes`, shape [M].
+        padding: bit i is set if the i-th uneven shard is present before or after the step,
+            shape [M].
+        classes: class of each step, shape [M]. Steps of a class have the same axis, kinds, parts,
+            padding, `Step.reorders` and `Step.is_inner`, and so the same price.
+        examples: index of one step of each class, shape [K].
     """
 
     types: tuple[AxisType, ...]
@@ -235,99 +231,100 @@ class Moves:
     classes: IntArray
     examples: IntArray
 
-    def number(self, source: int, target: int) -> int:
-        """The move from one layout to another; there must be one."""
+    def index(self, source: int, target: int) -> int:
+        """Index of the step from one layout to another, which must exist."""
         first, last = np.searchsorted(self.sources, (source, source + 1))
         return int(first + np.flatnonzero(self.targets[first:last] == target)[0])
 
 
 @lru_cache(maxsize=1 << 10)
-def moves_between(
+def step_table(
     layouts: tuple[Layout, ...],
-    cuts: tuple[AxisType, ...],
+    shards: tuple[AxisType, ...],
     axis_sizes: tuple[int, ...],
     offered: AbstractSet[tuple[Kind, Kind]],
     *,
     uneven: tuple[tuple[int, int], ...] = (),
-    still: AbstractSet[int] = frozenset(),
-) -> Moves:
-    """The moves are those of all tensors that can have these layouts.
+    fixed_dims: AbstractSet[int] = frozenset(),
+) -> StepTable:
+    """All steps between layouts, shared by all tensors that can have these layouts.
 
-    Only the innermost axis of a dim can be moved, and a new cut goes innermost.
+    Only the innermost axis of a dim can change, and an axis that starts to shard a dim becomes its
+    innermost one.
 
     Args:
         layouts: the layouts.
-        cuts: types that cut, in the order in which they are listed.
+        shards: the shard types that occur in them.
         axis_sizes: size of each mesh axis.
-        offered: kinds of type before and after a move.
-        uneven: the axes that cut a dim into slices of unequal length, as (axis, dim).
-        still: dims that no move cuts, gathers or exchanges for another.
+        offered: (source, target) kinds of the steps to include.
+        uneven: (axis, dim) pairs with uneven shards.
+        fixed_dims: dims whose sharding no step changes.
     """
-    types = (I, R, P, *cuts)
-    held = _held(layouts, types)
+    types = (I, R, P, *shards)
+    type_of = _type_indices(layouts, types)
     dims = np.array([t.dim for t in types])
-    ranks, counts, mixed = _nested(layouts, held, dims)
+    ranks, counts, mixed = _nested(layouts, type_of, dims)
     steps = np.array([[s != t and (s.kind, t.kind) in offered for t in types] for s in types])
-    steps[np.isin(dims, list(still))] = False
-    steps[:, np.isin(dims, list(still))] = False
-    at_dim = np.arange(len(layouts))[:, None], dims[held]
-    innermost = (dims[held] < 0) | (ranks == counts[at_dim] - 1)
-    allowed = innermost[:, :, None] & steps[held] & ~mixed[:, None, :]
+    steps[np.isin(dims, list(fixed_dims))] = False
+    steps[:, np.isin(dims, list(fixed_dims))] = False
+    at_dim = np.arange(len(layouts))[:, None], dims[type_of]
+    innermost = (dims[type_of] < 0) | (ranks == counts[at_dim] - 1)
+    allowed = innermost[:, :, None] & steps[type_of] & ~mixed[:, None, :]
     sources, axes, new = np.nonzero(allowed)
-    old = held[sources, axes]
-    # A number for each layout: what each axis has, and its place among those that cut the dim.
+    old = type_of[sources, axes]
+    # Encode each layout as a number: the type of each axis, and its rank in the nesting order.
     num_axes = len(axis_sizes)
     weights = (len(types) * num_axes) ** np.arange(num_axes)
-    numbers = (held * num_axes + ranks) @ weights
+    numbers = (type_of * num_axes + ranks) @ weights
     ranks_after = np.where(dims[new] < 0, 0, counts[sources, dims[new]])
     change = (new - old) * num_axes + ranks_after - ranks[sources, axes]
-    wanted = numbers[sources] + change * weights[axes]
+    numbers_after = numbers[sources] + change * weights[axes]
     order = np.argsort(numbers)
-    places = np.searchsorted(numbers, wanted, sorter=order)
+    places = np.searchsorted(numbers, numbers_after, sorter=order)
     targets = order[np.minimum(places, len(order) - 1)]
-    legal = numbers[targets] == wanted
+    legal = numbers[targets] == numbers_after
     sources, targets, axes, old, new = (x[legal] for x in (sources, targets, axes, old, new))
     sizes = np.array(axis_sizes, dtype=np.intp)
-    slices = np.where(dims[held] < 0, 1, sizes).prod(axis=1, dtype=np.intp)
+    slices = np.where(dims[type_of] < 0, 1, sizes).prod(axis=1, dtype=np.intp)
     grows = (dims[old] >= 0) & (dims[new] < 0)
     parts = slices[sources] // np.where(grows, sizes[axes], 1)
     padding = np.zeros_like(sources)
     for bit, (axis, dim) in enumerate(uneven):
-        before = dims[held[sources, axis]] == dim
+        before = dims[type_of[sources, axis]] == dim
         padding |= (before | ((axes == axis) & (dims[new] == dim))).astype(np.intp) << bit
     inner = ((dims[old] > 0) | (dims[new] > 0)).astype(np.intp)
     classes, examples = _classes(types, axes, old, new, (parts, padding, inner))
-    return Moves(types, sources, targets, axes, old, new, parts, padding, classes, examples)
+    return StepTable(types, sources, targets, axes, old, new, parts, padding, classes, examples)
 
 
-def _held(layouts: Sequence[Layout], types: Sequence[AxisType]) -> IntArray:
-    """Number of the type that each layout has on each axis, shape [N, A]."""
-    number = {t: i for i, t in enumerate(types)}
-    held = np.array([[number[t] for t in layout.types] for layout in layouts], dtype=np.intp)
-    return held.reshape(len(layouts), -1)
+def _type_indices(layouts: Sequence[Layout], types: Sequence[AxisType]) -> IntArray:
+    """Index of the type that each layout has on each axis, shape [N, A]."""
+    index = {t: i for i, t in enumerate(types)}
+    type_of = np.array([[index[t] for t in layout.types] for layout in layouts], dtype=np.intp)
+    return type_of.reshape(len(layouts), -1)
 
 
 def _nested(
-    layouts: Sequence[Layout], held: IntArray, dims: IntArray
+    layouts: Sequence[Layout], type_of: IntArray, dims: IntArray
 ) -> tuple[IntArray, IntArray, BoolArray]:
-    """How axes nest in each layout.
+    """Nesting of the axes in each layout.
 
     Returns:
-        the place of each axis among those that cut its dim, outermost first, shape [N, A];
-        how many axes cut each dim, shape [N, D + 1], the last for none; and whether a dim
-        that a type cuts is cut in other chunks already, shape [N, T].
+        the rank of each axis in the nesting order of its dim, outermost first, shape [N, A];
+        the number of axes that shard each dim, shape [N, D + 1] (last column: none); and
+        True if the layout shards the dim of a type with different sub-shards, shape [N, T].
     """
-    num_layouts, num_axes = held.shape
-    ranks = np.zeros_like(held)
+    num_layouts, num_axes = type_of.shape
+    ranks = np.zeros_like(type_of)
     counts = np.zeros((num_layouts, int(dims.max(initial=0)) + 2), dtype=np.intp)
     mixed = np.zeros((num_layouts, len(dims)), dtype=np.bool_)
     every = np.arange(num_layouts)
     for axis in range(num_axes):
-        cut = dims[held[:, axis]]
-        ranks[:, axis] = np.where(cut < 0, 0, counts[every, cut])
-        counts[every, cut] += 1
-        same = (cut[:, None] == dims) & (dims >= 0)
-        mixed |= same & (held[:, axis, None] != np.arange(len(dims)))
+        sharded = dims[type_of[:, axis]]
+        ranks[:, axis] = np.where(sharded < 0, 0, counts[every, sharded])
+        counts[every, sharded] += 1
+        same = (sharded[:, None] == dims) & (dims >= 0)
+        mixed |= same & (type_of[:, axis, None] != np.arange(len(dims)))
     for i, layout in enumerate(layouts):
         for nesting in layout.nesting:
             ranks[i, list(nesting)] = np.arange(len(nesting))
@@ -341,42 +338,40 @@ def _classes(
     new: IntArray,
     others: Sequence[IntArray],
 ) -> tuple[IntArray, IntArray]:
-    """Class of each move, shape [A], and a move of each class, shape [K].
+    """Class of each step, shape [M], and the index of a step of each class, shape [K].
 
     Args:
-        types: the types there are.
-        axes: the axis that changes its type, shape [A].
-        old: number of the type before, shape [A].
-        new: number of the type after, shape [A].
-        others: what else tells moves apart, each of shape [A].
+        types: the SPMD types.
+        axes: the axis whose type changes, shape [M].
+        old: index of the type before, shape [M].
+        new: index of the type after, shape [M].
+        others: further properties that distinguish classes, each of shape [M].
     """
     kinds = np.array([_KINDS.index(t.kind) for t in types])
-    chunked = np.array([bool(t.chunks) for t in types])
-    like = (axes * len(_KINDS) + kinds[old]) * len(_KINDS) + kinds[new]
-    like = 2 * like + (chunked[old] | chunked[new])
+    is_interleaved = np.array([bool(t.sub_shards) for t in types])
+    codes = (axes * len(_KINDS) + kinds[old]) * len(_KINDS) + kinds[new]
+    codes = 2 * codes + (is_interleaved[old] | is_interleaved[new])
     for numbers in others:
-        like = like * (int(numbers.max(initial=0)) + 1) + numbers
-    _, examples, classes = np.unique(like, return_index=True, return_inverse=True)
+        codes = codes * (int(numbers.max(initial=0)) + 1) + numbers
+    _, examples, classes = np.unique(codes, return_index=True, return_inverse=True)
     return classes, examples
 
 
 class ReshardingTable:
-    """Cheapest reshardings between all layouts of one kind of tensor.
+    """Cheapest reshardings between all layouts of a tensor shape and element size.
 
     Args:
         shape: global shape.
         itemsize: bytes of an element.
         axis_sizes: size of each mesh axis.
-        differentiable: whether the tensor has a gradient; without one I and R are the same,
-            written R, and backward costs nothing.
-        partial: whether the element type can be summed.
-        backward: whether the backward pass will run through the resharding; if not, only
-            forward is priced, though the types still say what the gradient would be.
-        chunked: the types with chunks that the tensor can have.
-        still: dims whose slices stay where they are: no step cuts one, gathers it, or exchanges
-            it for another.
+        differentiable: True if the tensor has a gradient; otherwise I and R are the same, written
+            R, and backward costs nothing.
+        partial: True if the element type can be summed.
+        backward: True if backward runs through the resharding; otherwise only forward is priced.
+        interleaved: interleaved shard types that the tensor can have.
+        fixed_dims: dims whose sharding no step changes.
         pricer: prices of collectives and copies.
-        carried: how many times the tensor's bytes the collectives carry that it can share.
+        fill_factor: bytes of a full bucket relative to the tensor's (see `step_price`).
     """
 
     def __init__(
@@ -388,66 +383,70 @@ class ReshardingTable:
         differentiable: bool,
         partial: bool = True,
         backward: bool = True,
-        chunked: Collection[AxisType] = (),
-        still: Collection[int] = (),
+        interleaved: Collection[AxisType] = (),
+        fixed_dims: Collection[int] = (),
         pricer: Pricer,
-        carried: float = 1.0,
+        fill_factor: float = 1.0,
     ) -> None:
         self._shape = tuple(shape)
         self._itemsize = itemsize
         self._axis_sizes = tuple(axis_sizes)
         self._backward = differentiable and backward
         self._pricer = pricer
-        self._carried = carried
-        self._still = frozenset(still)
+        self._fill_factor = fill_factor
+        self._fixed_dims = frozenset(fixed_dims)
         self._before: dict[int, NDArray[np.int32]] = {}
         self.layouts = legal_layouts(
-            shape, axis_sizes, differentiable=differentiable, partial=partial, chunked=chunked
+            shape,
+            axis_sizes,
+            differentiable=differentiable,
+            partial=partial,
+            interleaved=interleaved,
         )
-        self._cuts = (*(S(dim) for dim in range(len(shape))), *chunked)
+        self._shards = (*(S(dim) for dim in range(len(shape))), *interleaved)
         self._uneven = uneven_shards(shape, axis_sizes)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
 
     @property
     def cost(self) -> FloatArray:
-        """Seconds from each layout (row) to each layout (column); inf where there is no way."""
+        """Seconds from layout (row) to layout (column), shape [N, N]; inf if unreachable."""
         return self._shortest[0]
 
     @property
-    def again_cost(self) -> FloatArray:
-        """Seconds of the forward actions of each chain alone; inf where there is no way."""
+    def regather_cost(self) -> FloatArray:
+        """Seconds of the forward actions of each chain; inf if unreachable. Shape [N, N]."""
         return self._forward[0]
 
     @property
-    def stays(self) -> BoolArray:
-        """Whether the forward pass of each chain does nothing: the tensor stays what it is."""
+    def noop_forward(self) -> BoolArray:
+        """True where the forward actions of a chain do nothing to the tensor. Shape [N, N]."""
         return self._forward[1]
 
     @cached_property
     def steps(self) -> tuple[IntArray, IntArray, FloatArray]:
-        """Every step by the numbers of the layouts before and after it, and its seconds."""
-        moves = self._moves
-        # Few moves differ in what is priced.
-        prices = [step_price(step, self._pricer, self._carried) for step in self._examples]
-        return moves.sources, moves.targets, np.array(prices)[moves.classes]
+        """Layout indices before and after each step, and its seconds; each of shape [M]."""
+        table = self._step_table
+        # Steps of a class have the same price.
+        prices = [step_price(step, self._pricer, self._fill_factor) for step in self._examples]
+        return table.sources, table.targets, np.array(prices)[table.classes]
 
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
-        """The cheapest chain of steps; empty where the layouts are the same.
+        """Return the cheapest chain of steps; empty if the layouts are equal.
 
         Raises:
-            LayoutError: a layout is illegal for this tensor, or there is no way.
+            LayoutError: a layout is illegal for this tensor, or no chain connects them.
         """
-        start, end = self._number(source), self._number(target)
+        start, end = self._index_of(source), self._index_of(target)
         predecessors = self._predecessors(start)
         chain = [end]
         while chain[-1] != start:
             chain.append(int(predecessors[chain[-1]]))
             if chain[-1] < 0:
-                raise LayoutError(f"there is no resharding from {source} to {target}")
+                raise LayoutError(f"no resharding from {source} to {target}")
         chain.reverse()
-        return tuple(self._step(self._moves.number(*pair)) for pair in pairwise(chain))
+        return tuple(self._step(self._step_table.index(*pair)) for pair in pairwise(chain))
 
-    def _number(self, layout: Layout) -> int:
+    def _index_of(self, layout: Layout) -> int:
         if layout not in self.index:
             raise LayoutError(
                 f"layout {layout} is illegal for shape {self._shape} "
@@ -456,41 +455,41 @@ class ReshardingTable:
         return self.index[layout]
 
     def _step(self, i: int) -> Step:
-        moves = self._moves
-        source, target = moves.types[moves.old[i]], moves.types[moves.new[i]]
+        table = self._step_table
+        source, target = table.types[table.old[i]], table.types[table.new[i]]
         forward, backward = STEPS[source.kind, target.kind]
-        axis, padding = int(moves.axes[i]), int(moves.padding[i])
+        axis, padding = int(table.axes[i]), int(table.padding[i])
         shape, padded = list(self._shape), False
-        for bit, (cutting, dim) in enumerate(self._uneven):
+        for bit, (sharding_axis, dim) in enumerate(self._uneven):
             if padding >> bit & 1:
-                num_ranks = self._axis_sizes[cutting]
-                shape[dim] = largest_share(self._shape[dim], num_ranks) * num_ranks
-                padded = padded or cutting == axis
+                num_ranks = self._axis_sizes[sharding_axis]
+                shape[dim] = largest_shard(self._shape[dim], num_ranks) * num_ranks
+                padded = padded or sharding_axis == axis
         return Step(
             axis=axis,
             source=source,
             target=target,
-            nbytes=prod(shape) * self._itemsize // int(moves.parts[i]),
+            nbytes=prod(shape) * self._itemsize // int(table.parts[i]),
             forward=forward,
             backward=backward if self._backward else Action.NOTHING,
             padded=padded,
         )
 
     @cached_property
-    def _moves(self) -> Moves:
-        return moves_between(
+    def _step_table(self) -> StepTable:
+        return step_table(
             self.layouts,
-            self._cuts,
+            self._shards,
             self._axis_sizes,
             _OFFERED,
             uneven=self._uneven,
-            still=self._still,
+            fixed_dims=self._fixed_dims,
         )
 
     @property
     def _examples(self) -> list[Step]:
-        """A step of each class of moves."""
-        return [self._step(i) for i in self._moves.examples.tolist()]
+        """One step of each class."""
+        return [self._step(i) for i in self._step_table.examples.tolist()]
 
     @cached_property
     def _shortest(self) -> tuple[FloatArray, NDArray[np.int32]]:
@@ -498,7 +497,7 @@ class ReshardingTable:
         return cost, predecessors
 
     def _predecessors(self, start: int) -> NDArray[np.int32]:
-        """The layout before each one on the cheapest chain from one layout, shape [N]."""
+        """Predecessor of each layout on the cheapest chain from layout `start`, shape [N]."""
         if start not in self._before:
             indices = np.array([start])
             _, before = dijkstra(self._graph, indices=indices, return_predecessors=True)
@@ -515,24 +514,24 @@ class ReshardingTable:
     def _forward(self) -> tuple[FloatArray, BoolArray]:
         n = len(self.layouts)
         seconds, nothing = np.zeros((n, n)), np.zeros((n, n), dtype=np.bool_)
-        moves, examples = self._moves, self._examples
-        pairs = moves.sources, moves.targets
-        again = [again_price(step, self._pricer, self._carried) for step in examples]
+        table, examples = self._step_table, self._examples
+        pairs = table.sources, table.targets
+        regather = [regather_price(step, self._pricer, self._fill_factor) for step in examples]
         idle = [step.forward is Action.NOTHING for step in examples]
-        seconds[pairs] = np.array(again)[moves.classes]
-        nothing[pairs] = np.array(idle, dtype=np.bool_)[moves.classes]
+        seconds[pairs] = np.array(regather)[table.classes]
+        nothing[pairs] = np.array(idle, dtype=np.bool_)[table.classes]
         cost, predecessors = self._shortest
-        stays = np.eye(n, dtype=np.bool_)
-        total = np.where(stays, 0.0, np.inf)
-        known = stays.copy()
-        # A chain is known once the chain that it prolongs is.
+        noop = np.eye(n, dtype=np.bool_)
+        total = np.where(noop, 0.0, np.inf)
+        known = noop.copy()
+        # Extend known chains by one step until all are known.
         while True:
             rows, cols = np.nonzero(np.isfinite(cost) & ~known)
             before = predecessors[rows, cols]
             ready = known[rows, before]
             if not ready.any():
-                return total, stays
+                return total, noop
             rows, cols, before = rows[ready], cols[ready], before[ready]
             total[rows, cols] = total[rows, before] + seconds[before, cols]
-            stays[rows, cols] = stays[rows, before] & nothing[before, cols]
+            noop[rows, cols] = noop[rows, before] & nothing[before, cols]
             known[rows, cols] = True

@@ -6,7 +6,7 @@ from math import prod
 
 from autoshard.errors import SchemaError
 from autoshard.graph import CallRule, Tensor
-from autoshard.layouts import reduced
+from autoshard.layouts import relative_sizes
 from autoshard.ops.collectives import NO_REDUCTIONS, Reductions
 from autoshard.ops.rule import Dims, OperatorRule, Pieces, lone_letters
 from autoshard.ops.spec import Call
@@ -68,7 +68,7 @@ class IndexSpace:
         ]
         if present and min(present) > 1:
             names = [next(iter(x), None) for x, size in zip(letters, sizes, strict=True) if size]
-            self._pieces[whole[0]] = tuple(zip(reduced(present), names, strict=True))
+            self._pieces[whole[0]] = tuple(zip(relative_sizes(present), names, strict=True))
         return whole, letters
 
     def free_dims(self, shape: Shape, *, fixed: Collection[int] = ()) -> Dims:

@@ -3,7 +3,7 @@
 One product often makes queries, keys and values, or the two halves of a gated layer. Its output
 is taken apart again, by a split, by slices, or by a view with a dim of three. With the weight in
 interleaved shards, every rank has its heads of each, and nothing has to move. The interleavings
-(relative sizes of the chunks that are sharded separately) come from the operators that split or
+(relative sizes of the sub-shards) come from the operators that split or
 concatenate; elementwise operators and products propagate them to the weights. Interleavings that
 reach no weight are useless, and not offered.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate, pairwise
 
 from autoshard.graph import Graph, InputKind, Node
-from autoshard.layouts import AxisType, S, reduced
+from autoshard.layouts import AxisType, S, relative_sizes
 from autoshard.ops.registry import rule_for
 from autoshard.ops.rule import OperatorRule
 from autoshard.ops.spec import call_of
@@ -52,13 +52,13 @@ class _Search:
         self._seen: set[tuple[_Dim, tuple[int, ...]]] = set()
 
     def run(self) -> dict[tuple[int, ...], dict[AxisType, None]]:
-        """Propagate the chunks of all operators that split or concatenate."""
+        """Propagate the sub-shards of all operators that split or concatenate."""
         found: dict[tuple[int, ...], dict[AxisType, None]] = {}
-        for place, chunks in self._sources():
-            if (place, chunks) not in self._seen:
-                for value, dim in self._reached(place, chunks):
+        for place, sub_shards in self._sources():
+            if (place, sub_shards) not in self._seen:
+                for value, dim in self._reached(place, sub_shards):
                     types = found.setdefault(self._graph.values[value].shape, {})
-                    types[S(dim, chunks)] = None
+                    types[S(dim, sub_shards)] = None
         return found
 
     def _sources(self) -> Iterator[tuple[_Dim, tuple[int, ...]]]:
@@ -74,7 +74,7 @@ class _Search:
                     yield source
         for place, bounds in ends.items():
             sizes = [last - first for first, last in pairwise(sorted(bounds))]
-            yield place, reduced(sizes)
+            yield place, relative_sizes(sizes)
 
     def _rule(self, number: int) -> OperatorRule:
         kind = self._graph.kinds[number]
@@ -111,16 +111,16 @@ class _Search:
                 return (value, selected[0]), (1,) * rule.sizes[letters[0]]
         return None
 
-    def _reached(self, start: _Dim, chunks: tuple[int, ...]) -> list[_Dim]:
+    def _reached(self, start: _Dim, sub_shards: tuple[int, ...]) -> list[_Dim]:
         """The dims that are interleaved together with one; none if no weight of a product is."""
         found, waiting, is_fused = {start: None}, [start], False
         while waiting:
             value, _ = place = waiting.pop()
-            self._seen.add((place, chunks))
+            self._seen.add((place, sub_shards))
             if value in self._given:
                 return []
             for number in self._neighbours(value):
-                for other, is_weight in self._sharded_with(number, place, chunks):
+                for other, is_weight in self._sharded_with(number, place, sub_shards):
                     is_fused = is_fused or is_weight
                     if other not in found:
                         found[other] = None
@@ -134,7 +134,7 @@ class _Search:
         yield from dict.fromkeys(number for number, _ in self._graph.consumers[value])
 
     def _sharded_with(
-        self, number: int, place: _Dim, chunks: tuple[int, ...]
+        self, number: int, place: _Dim, sub_shards: tuple[int, ...]
     ) -> Iterator[tuple[_Dim, bool]]:
         """The dims that an operator shards together with one, and whether of a weight."""
         node, rule = self._graph.nodes[number], self._rule(number)
@@ -148,6 +148,6 @@ class _Search:
         for i, dims in enumerate(tensors):
             shape = self._graph.values[values[i]].shape
             for dim, factor in enumerate(dims):
-                if factor[:1] and factor[0] in free and shape[dim] % (2 * sum(chunks)) == 0:
+                if factor[:1] and factor[0] in free and shape[dim] % (2 * sum(sub_shards)) == 0:
                     is_weight = product and i in factors and values[i] in self._weights
                     yield (values[i], dim), is_weight

@@ -34,7 +34,17 @@ from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
 
-from autoshard.layouts import AxisType, I, Layout, P, R, S, largest_share, reduced, shards_unevenly
+from autoshard.layouts import (
+    AxisType,
+    I,
+    Layout,
+    P,
+    R,
+    S,
+    largest_shard,
+    relative_sizes,
+    shards_unevenly,
+)
 from autoshard.ops.collectives import (
     NO_HALO,
     NO_REDUCTIONS,
@@ -124,7 +134,7 @@ class OperatorRule:
         again = self.sizes[letter] % parts == 0 and letter not in self.halo.edges
         return replace(
             self,
-            sizes={**self.sizes, **{x: largest_share(self.sizes[x], parts) for x in together}},
+            sizes={**self.sizes, **{x: largest_shard(self.sizes[x], parts) for x in together}},
             whole=self.whole | left if again else self.whole | left | {letter},
             uneven=self.uneven - {letter},
         )
@@ -199,8 +209,8 @@ def axis_rules(rule: OperatorRule, parts: int, interleaved: Interleaved = ()) ->
             option = _shard(rule, dict.fromkeys(together, ()), letter, interleaved)
             if option is not None:
                 yield option
-        for chunks in _chunkings(rule, letter, interleaved):
-            option = _shard_interleaved(rule, letter, chunks, parts, interleaved)
+        for sub_shards in _interleavings(rule, letter, interleaved):
+            option = _shard_interleaved(rule, letter, sub_shards, parts, interleaved)
             if option is not None:
                 yield option
     for group in rule.linear:
@@ -208,10 +218,10 @@ def axis_rules(rule: OperatorRule, parts: int, interleaved: Interleaved = ()) ->
         yield AxisRule(inputs, (P,) * num_outputs)
 
 
-def _chunkings(
+def _interleavings(
     rule: OperatorRule, letter: str, interleaved: Interleaved
 ) -> Iterator[tuple[int, ...]]:
-    """The interleavings (relative chunk sizes) in which a letter might be sharded."""
+    """Relative sub-shard sizes with which a letter might be sharded."""
     if (
         not interleaved
         or letter in rule.ordered
@@ -220,7 +230,7 @@ def _chunkings(
         return
     tensors = zip((*rule.inputs, *rule.outputs), interleaved, strict=True)
     found = {
-        t.chunks: None
+        t.sub_shards: None
         for dims, types in tensors
         for t in types
         if letter in dims[t.dim] and _outer(rule, dims[t.dim], letter) == 1
@@ -229,30 +239,38 @@ def _chunkings(
 
 
 def _shard_interleaved(
-    rule: OperatorRule, letter: str, chunks: tuple[int, ...], parts: int, interleaved: Interleaved
+    rule: OperatorRule,
+    letter: str,
+    sub_shards: tuple[int, ...],
+    parts: int,
+    interleaved: Interleaved,
 ) -> AxisRule | None:
-    """The option that shards each chunk of a letter; None if chunks or pieces do not divide."""
-    if rule.sizes[letter] % (sum(chunks) * parts):
+    """The option with interleaved shards of a letter; None if its sections do not divide."""
+    if rule.sizes[letter] % (sum(sub_shards) * parts):
         return None
-    sharded = {letter: chunks}
+    sharded = {letter: sub_shards}
     if letter in rule.pieces:
         pieces = rule.pieces[letter]
-        within = _chunks_within(chunks, [size for size, _ in pieces])
+        within = _sub_shards_within(sub_shards, [size for size, _ in pieces])
         if within is None:
             return None
         sharded |= {piece: own for (_, piece), own in zip(pieces, within, strict=True) if piece}
     return _shard(rule, sharded, letter, interleaved)
 
 
-def _chunks_within(chunks: Sequence[int], pieces: Sequence[int]) -> list[tuple[int, ...]] | None:
-    """The chunks of each piece; None if a chunk crosses the boundary of a piece."""
-    whole, total = sum(pieces), sum(chunks)
-    ends = [end * whole for end in accumulate(chunks)]
+def _sub_shards_within(
+    sub_shards: Sequence[int], pieces: Sequence[int]
+) -> list[tuple[int, ...]] | None:
+    """The sub-shards of each piece; None if a section crosses the boundary of a piece."""
+    whole, total = sum(pieces), sum(sub_shards)
+    ends = [end * whole for end in accumulate(sub_shards)]
     bounds = [0, *(end * total for end in accumulate(pieces))]
     if not set(ends).issuperset(bounds[1:]):
         return None
     return [
-        reduced([size for size, end in zip(chunks, ends, strict=True) if first < end <= last])
+        relative_sizes(
+            [size for size, end in zip(sub_shards, ends, strict=True) if first < end <= last]
+        )
         for first, last in pairwise(bounds)
     ]
 
@@ -267,7 +285,7 @@ def _shard(
 
     Args:
         rule: the operator's rule.
-        sharded: chunks of each letter that is sharded; () for one contiguous range.
+        sharded: sub-shard sizes of each sharded letter; () for a contiguous shard.
         letter: the letter itself.
         interleaved: the interleaved types that tensors may have.
     """
@@ -301,20 +319,21 @@ def _axis_type(
     Args:
         rule: the operator's rule.
         dims: letters of the tensor.
-        sharded: chunks of each letter that is sharded.
+        sharded: sub-shard sizes of each sharded letter; () for a contiguous shard.
         interleaved: the interleaved types that the tensor may have.
         absent: type of a tensor that has none of the letters.
     """
     for dim, letters in enumerate(dims):
         for letter in letters:
             if letter in sharded:
-                chunks, outer = sharded[letter], _outer(rule, letters, letter)
+                sub_shards, outer = sharded[letter], _outer(rule, letters, letter)
                 if outer == 1:
-                    return S(dim, chunks) if not chunks or S(dim, chunks) in interleaved else None
-                if chunks or letter in rule.ordered:
+                    shard = S(dim, sub_shards)
+                    return shard if not sub_shards or shard in interleaved else None
+                if sub_shards or letter in rule.ordered:
                     return None
-                # Every slice of an outer letter is a chunk to the inner one.
-                fitting = (t for t in interleaved if t.dim == dim and t.chunks == (1,) * outer)
+                # Each index of the outer letters is a section of the dim for the inner letter.
+                fitting = (t for t in interleaved if t.dim == dim and t.sub_shards == (1,) * outer)
                 return next(fitting, None)
     return absent
 
@@ -420,7 +439,7 @@ def _share_a_dim(one: AxisRule, other: AxisRule) -> bool:
 def _mix_sub_shards(one: AxisRule, other: AxisRule) -> bool:
     """Whether two options interleave one dim differently, which no layout can express."""
     pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
-    return any(a.is_shard and a.dim == b.dim and a.chunks != b.chunks for a, b in pairs)
+    return any(a.is_shard and a.dim == b.dim and a.sub_shards != b.sub_shards for a, b in pairs)
 
 
 def _layouts(

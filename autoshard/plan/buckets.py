@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.graph import Graph, find_blocks
-from autoshard.layouts import Action, is_padded, makes_whole, parse_type
+from autoshard.layouts import Action, is_bucketable, is_padded, parse_type
 from autoshard.mesh import Mesh
 from autoshard.plan.document import PlannedStep, Resharding, Stage, Use
 from autoshard.plan.recompute import Recomputed, recomputed
@@ -146,7 +146,7 @@ def _shared_steps(resharding: Resharding, stage: Stage, graph: Graph) -> Hashabl
         source, target = parse_type(step.source), parse_type(step.target)
         size = sizes.get(step.axis, 1)
         is_even = not is_padded(source, target, tensor.shape, size)
-        if not (makes_whole(source, target) and is_even and size > 1):
+        if not (is_bucketable(source, target) and is_even and size > 1):
             return None
         chain.append((step.axis, source.kind, step.forward, step.backward))
     return (*chain, resharding.regather, tensor.dtype, tensor.requires_grad) if chain else None

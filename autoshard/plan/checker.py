@@ -22,11 +22,11 @@ from autoshard.layouts import (
     Kind,
     Layout,
     Step,
-    again_price,
     has_placements,
     is_padded,
     parse_type,
     placement_texts,
+    regather_price,
     step_price,
 )
 from autoshard.mesh import Mesh
@@ -545,7 +545,7 @@ class _ReshardingCheck:
                 findings.append(f"a step takes {seconds} s, not {stated.time}")
             if {step.source.dim, step.target.dim} & fixed_dims:
                 findings.append(f"{stated.source} -> {stated.target} moves rows of experts")
-            forward += again_price(step, self._mesh, fill_factor)
+            forward += regather_price(step, self._mesh, fill_factor)
             both += seconds
             end = after
         if str(end) != resharding.target:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from autoshard.layouts import Kind, Layout, R
-from autoshard.ops import AxisRule, InnerCollective, OperatorRule, axis_rules
+from autoshard.ops import AxisRule, InnerCollective, Interleaved, OperatorRule, axis_rules
 
 
 def without_invariant(layout: Layout) -> Layout:
@@ -45,8 +45,9 @@ def share_of(
         layout if gradient else without_invariant(layout)
         for layout, gradient in zip(layouts, gradients, strict=True)
     )
-    interleaved = {t for layout in seen for t in layout.types if t.chunks}
-    chunked = [{t for t in layout.types if t.chunks} for layout in seen] if interleaved else ()
+    interleaved: Interleaved = [{t for t in layout.types if t.sub_shards} for layout in seen]
+    if not any(interleaved):
+        interleaved = ()
 
     def search(
         local: OperatorRule, axes: tuple[int, ...]
@@ -55,7 +56,7 @@ def share_of(
         if not axes:
             return local.sizes, ()
         axis, rest = axes[0], axes[1:]
-        for option in axis_rules(local, axis_sizes[axis], chunked):
+        for option in axis_rules(local, axis_sizes[axis], interleaved):
             if _fits(option, axis, seen, gradients):
                 sharded = local.sharded(option.letter, axis_sizes[axis]) if option.letter else local
                 found = search(sharded, rest)

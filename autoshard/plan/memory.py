@@ -161,7 +161,7 @@ def step_working(action: str, source: str, target: str, before: int, after: int)
     old, new = parse_type(source), parse_type(target)
     if action == Action.NOTHING:
         return 0
-    ordered = (after if old.chunks else 0) + (before if new.chunks else 0)
+    ordered = (after if old.sub_shards else 0) + (before if new.sub_shards else 0)
     if action == Action.ALL_GATHER:
         return ordered + (after if old.dim else 0)
     if action == Action.REDUCE_SCATTER:

@@ -107,7 +107,7 @@ class Prices:
         self._operators: dict[tuple[object, ...], OperatorPrices] = {}
 
     @cached_property
-    def chunked(self) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
+    def interleaved(self) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
         """The interleaved shard types that a tensor can have, by shape."""
         return interleaved_types(self.graph)
 
@@ -176,7 +176,7 @@ class Prices:
         flags = tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs))
         rule = rule_for(call_of(self.graph, node))
         values = (self.graph.values[value] for value in (*node.inputs, *node.outputs))
-        types = tuple(self.chunked.get(tensor.shape, ()) for tensor in values)
+        types = tuple(self.interleaved.get(tensor.shape, ()) for tensor in values)
         interleaved = types if any(types) else ()
         found = strategies(rule, self._axes.sizes, partial=partial, interleaved=interleaved)
         seen = [_without_gradient(s, flags, backward=backward) for s in found]

@@ -26,7 +26,7 @@ from autoshard.collection import collection_paused
 from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
-from autoshard.layouts import Action, Layout, Step, again_price, is_padded, parse_type
+from autoshard.layouts import Action, Layout, Step, is_padded, parse_type, regather_price
 from autoshard.ops import call_of, rule_for
 from autoshard.plan.buckets import Bucket, bucket_fill_factors, buckets_of
 from autoshard.plan.document import PlacedNode, Plan, PlannedStep, Resharding, Stage, Use
@@ -294,7 +294,7 @@ class _StageTiming:
             padded=is_padded(source, target, shape, self._mesh.axis_sizes[axis]),
         )
         factor = self._fill_factors.get(value, 1.0)
-        forward = min(again_price(priced, self._mesh, factor), step.time)
+        forward = min(regather_price(priced, self._mesh, factor), step.time)
         return (
             _Piece(step.forward, step.axis, forward, step.nbytes),
             _Piece(step.backward, step.axis, step.time - forward, step.nbytes),

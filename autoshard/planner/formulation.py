@@ -125,7 +125,7 @@ class EdgeCosts:
     @cached_property
     def regather_seconds(self) -> FloatArray:
         """Further exposed seconds if the forward part runs again in backward, shape [R, C]."""
-        forward = self.table.again_cost[self._pairs]
+        forward = self.table.regather_cost[self._pairs]
         if self.compute is None:
             return forward
         once, twice = (
@@ -137,7 +137,7 @@ class EdgeCosts:
     @cached_property
     def is_noop(self) -> BoolArray:
         """True if the forward part of each resharding does nothing, shape [R, C]."""
-        return self.table.stays[self._pairs]
+        return self.table.noop_forward[self._pairs]
 
     @cached_property
     def source_layouts(self) -> list[Layout]:
@@ -172,7 +172,7 @@ class EdgeCosts:
 
     @property
     def _communication(self) -> ForwardBackward[FloatArray]:
-        both, forward = self.table.cost[self._pairs], self.table.again_cost[self._pairs]
+        both, forward = self.table.cost[self._pairs], self.table.regather_cost[self._pairs]
         backward = np.subtract(both, forward, out=np.zeros_like(both), where=np.isfinite(both))
         return ForwardBackward(forward, np.maximum(backward, 0.0))
 
@@ -350,10 +350,10 @@ class Formulation:
     def table(self, value: str, gradient: Gradient) -> ReshardingTable:
         """The reshardings of a value, shared between values of the same shape and type."""
         tensor = self.graph.values[value]
-        still = RAGGED_DIMS if value in self._ragged else ()
-        carried = self.fill_factors.get(value, 1.0)
+        fixed_dims = RAGGED_DIMS if value in self._ragged else ()
+        fill_factor = self.fill_factors.get(value, 1.0)
         is_bool = tensor.dtype is DType.BOOL
-        key = (tensor.shape, tensor.dtype.itemsize, is_bool, gradient, still, carried)
+        key = (tensor.shape, tensor.dtype.itemsize, is_bool, gradient, fixed_dims, fill_factor)
         if key not in self._tables:
             self._tables[key] = ReshardingTable(
                 tensor.shape,
@@ -362,10 +362,10 @@ class Formulation:
                 differentiable=gradient is not Gradient.NONE,
                 partial=not is_bool,
                 backward=gradient is Gradient.FLOWS,
-                chunked=self.prices.chunked.get(tensor.shape, ()),
-                still=still,
+                interleaved=self.prices.interleaved.get(tensor.shape, ()),
+                fixed_dims=fixed_dims,
                 pricer=self._pricer,
-                carried=carried,
+                fill_factor=fill_factor,
             )
         return self._tables[key]
 
@@ -433,7 +433,7 @@ class Formulation:
             self.axes.sizes,
             differentiable=differentiable,
             partial=False,
-            chunked=self.prices.chunked.get(tensor.shape, ()),
+            interleaved=self.prices.interleaved.get(tensor.shape, ()),
         )
         return tuple(
             layout

@@ -9,7 +9,7 @@ from autoshard.arrays import IntArray
 from autoshard.costs import ForwardBackward, overlapped_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Input, InputKind, graph_to_json
-from autoshard.layouts import Action, Layout, Step, again_price, placement_texts, step_price
+from autoshard.layouts import Action, Layout, Step, placement_texts, regather_price, step_price
 from autoshard.ops import InnerCollective, Strategy
 from autoshard.plan.document import (
     Checkpoint,
@@ -265,18 +265,18 @@ class StageBuilder:
         if key not in self._paths:
             differentiable = use.gradient is not Gradient.NONE
             path = table.path(source, target)
-            carried = self._formulation.fill_factors.get(use.value, 1.0)
-            forward = sum(again_price(step, self._axes, carried) for step in path)
-            both = sum(step_price(step, self._axes, carried) for step in path)
+            fill_factor = self._formulation.fill_factors.get(use.value, 1.0)
+            forward = sum(regather_price(step, self._axes, fill_factor) for step in path)
+            both = sum(step_price(step, self._axes, fill_factor) for step in path)
             self._paths[key] = (
                 str(self._axes.widen(source, differentiable=differentiable)),
                 str(self._axes.widen(target, differentiable=differentiable)),
-                tuple(self._step(step, carried) for step in path),
+                tuple(self._step(step, fill_factor) for step in path),
                 ForwardBackward(forward, max(both - forward, 0.0)),
             )
         return self._paths[key]
 
-    def _step(self, step: Step, carried: float) -> PlannedStep:
+    def _step(self, step: Step, fill_factor: float) -> PlannedStep:
         return PlannedStep(
             axis=self._axes.name(step.axis),
             source=str(step.source),
@@ -284,7 +284,7 @@ class StageBuilder:
             forward=step.forward.value,
             backward=step.backward.value,
             nbytes=step.nbytes,
-            time=step_price(step, self._axes, carried),
+            time=step_price(step, self._axes, fill_factor),
         )
 
     def _texts(self, values: tuple[str, ...], layouts: tuple[Layout, ...]) -> tuple[str, ...]:

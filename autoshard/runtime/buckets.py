@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
 from autoshard.runtime.resharding import bind_steps
-from autoshard.runtime.shards import by_chunk, by_rank
+from autoshard.runtime.shards import by_rank, by_sub_shard
 
 Tensors = Sequence[torch.Tensor]
 Shapes = Sequence[torch.Size]
@@ -152,7 +152,7 @@ class _Gather:
     def _whole(self, part: torch.Tensor, shape: torch.Size, source: AxisType) -> torch.Tensor:
         slices = part.reshape(self._num_ranks, *shape)
         whole = slices.movedim(0, source.dim).flatten(source.dim, source.dim + 1).contiguous()
-        return by_chunk(whole, source, self._num_ranks) if source.chunks else whole
+        return by_sub_shard(whole, source, self._num_ranks) if source.sub_shards else whole
 
     def start_backward(self, gradients: Tensors) -> torch.Tensor:
         rows = [
@@ -166,7 +166,7 @@ class _Gather:
         return moved
 
     def _by_rank(self, gradient: torch.Tensor, source: AxisType) -> torch.Tensor:
-        if source.chunks:
+        if source.sub_shards:
             gradient = by_rank(gradient, source, self._num_ranks)
         slices = torch.unflatten(gradient, source.dim, (self._num_ranks, -1)).movedim(source.dim, 0)
         return slices.reshape(self._num_ranks, -1)

@@ -62,7 +62,7 @@ def _full(tensor: DTensor) -> torch.Tensor:
     layout = from_placements(tensor.placements, tuple(mesh.shape))
     local: torch.Tensor = tensor.to_local()
     sharded = [layout.sharding_axes(dim)[::-1] for dim in range(tensor.ndim)]  # innermost first
-    partial = [axis for axis, t in enumerate(layout.types) if not (t.is_whole or t.is_shard)]
+    partial = [axis for axis, t in enumerate(layout.types) if not (t.is_replicated or t.is_shard)]
     for axis in (*partial, *(axis for axes in sharded for axis in axes)):
         local = bind_step(layout.types[axis], I, mesh.get_group(axis), tensor.shape)(local)
     return local

@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
-from autoshard.layouts import STEPS, Action, AxisType, Kind, largest_share, parse_type
+from autoshard.layouts import STEPS, Action, AxisType, Kind, largest_shard, parse_type
 from autoshard.plan import PlannedStep
-from autoshard.runtime.shards import by_chunk, by_rank
+from autoshard.runtime.shards import by_rank, by_sub_shard
 
 LocalFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -86,7 +86,7 @@ def bind_step(
     even = _bind_even(source, target, group)
     if not uneven:
         return even
-    if source.is_whole:
+    if source.is_replicated:
         (cut,) = uneven
         if source.kind is Kind.REPLICATE:
             return cut.own
@@ -122,7 +122,7 @@ class _Uneven:
 
     @property
     def _share(self) -> int:
-        return largest_share(self.size, self.num_ranks)
+        return largest_shard(self.size, self.num_ranks)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rank's slice of a whole tensor; its gradient is written into zeros."""
@@ -172,7 +172,7 @@ def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> Local
         if torch.compiler.is_compiling():
             compiled: torch.Tensor = _Traced.apply(tensor, traced)  # type: ignore[no-untyped-call]  # torch
             return compiled
-        if target.chunks:
+        if target.sub_shards:
             tensor = by_rank(tensor, target, num_ranks)
         # Reductions of gradients run in the tensor's own dtype, as the plan counted them;
         # spmd_types has to be told so where the dtype is narrower than float32.
@@ -187,7 +187,7 @@ def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> Local
             # The all-reduce of a gradient takes contiguous memory only, and autograd
             # passes any layout, such as an expanded scalar.
             resharded.register_hook(made_contiguous)  # type: ignore[no-untyped-call]  # torch
-        return by_chunk(resharded, source, num_ranks) if source.chunks else resharded
+        return by_sub_shard(resharded, source, num_ranks) if source.sub_shards else resharded
 
     return run
 
@@ -254,14 +254,14 @@ class _TracedStep:
 
     def _split(self, tensor: torch.Tensor, cut: AxisType) -> torch.Tensor:
         """The slices of all ranks, stacked along a new dim 0."""
-        if cut.chunks:
+        if cut.sub_shards:
             tensor = by_rank(tensor, cut, self.num_ranks)
         return torch.unflatten(tensor, cut.dim, (self.num_ranks, -1)).movedim(cut.dim, 0)
 
     def _join(self, slices: torch.Tensor, cut: AxisType) -> torch.Tensor:
         """The whole tensor, from the slices of all ranks."""
         whole = slices.movedim(0, cut.dim).flatten(cut.dim, cut.dim + 1).contiguous()
-        return by_chunk(whole, cut, self.num_ranks) if cut.chunks else whole
+        return by_sub_shard(whole, cut, self.num_ranks) if cut.sub_shards else whole
 
 
 class _Traced(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Shards of global tensors: their slices, and the sub-shards of interleaved ones.
 
-A rank's shard of nearly every tensor is one slice. Where a dim is sharded in interleaved chunks
+A rank's shard of nearly every tensor is one slice. Where a dim is sharded in interleaved sub-shards
 (fused QKV), the shard is several slices of the global tensor, its sub-shards, one after the
 other in local memory.
 """
@@ -24,7 +24,7 @@ def local_shard(
 ) -> torch.Tensor:
     """A rank's shard of a global tensor; differentiable.
 
-    A view, except of dims sharded in interleaved chunks.
+    A view, except of dims sharded in interleaved sub-shards.
 
     Raises:
         LayoutError: the layout cannot shard the tensor.
@@ -130,18 +130,18 @@ def dtensor_slices(tensor: DTensor, coordinate: Sequence[int]) -> DimSlices:
 
 
 def by_rank(tensor: torch.Tensor, shard: AxisType, num_ranks: int) -> torch.Tensor:
-    """Reorder interleaved chunks of a dim so that the slices of each rank are contiguous."""
+    """Reorder interleaved sub-shards of a dim so that the slices of each rank are contiguous."""
     dim = shard.dim
-    unit = tensor.shape[dim] // sum(shard.chunks)
-    chunks = torch.split(tensor, [unit * size for size in shard.chunks], dim)
-    slices = [torch.unflatten(chunk, dim, (num_ranks, -1)) for chunk in chunks]
+    unit = tensor.shape[dim] // sum(shard.sub_shards)
+    sub_shards = torch.split(tensor, [unit * size for size in shard.sub_shards], dim)
+    slices = [torch.unflatten(sub_shard, dim, (num_ranks, -1)) for sub_shard in sub_shards]
     return torch.cat(slices, dim + 1).flatten(dim, dim + 1)
 
 
-def by_chunk(tensor: torch.Tensor, shard: AxisType, num_ranks: int) -> torch.Tensor:
-    """The inverse of `by_rank`: reorder the slices of ranks so that chunks are contiguous."""
+def by_sub_shard(tensor: torch.Tensor, shard: AxisType, num_ranks: int) -> torch.Tensor:
+    """The inverse of `by_rank`: reorder the slices of ranks so that sub-shards are contiguous."""
     dim = shard.dim
-    unit = tensor.shape[dim] // (num_ranks * sum(shard.chunks))
+    unit = tensor.shape[dim] // (num_ranks * sum(shard.sub_shards))
     ranks = torch.unflatten(tensor, dim, (num_ranks, -1))
-    slices = torch.split(ranks, [unit * size for size in shard.chunks], dim + 1)
-    return torch.cat([chunk.flatten(dim, dim + 1) for chunk in slices], dim)
+    slices = torch.split(ranks, [unit * size for size in shard.sub_shards], dim + 1)
+    return torch.cat([sub_shard.flatten(dim, dim + 1) for sub_shard in slices], dim)

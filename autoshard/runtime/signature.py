@@ -225,7 +225,7 @@ class Results:
         self._sharded: dict[int, tuple[tuple[Any, ...], tuple[int, ...]]] = {
             output.position: (tuple(to_placements(layout, tuple(mesh.shape))), output.shape)
             for output, layout in layouts
-            if not all(t.is_whole for t in layout.types)
+            if not all(t.is_replicated for t in layout.types)
         }
 
     def nest(self, outputs: Sequence[Any]) -> Any:

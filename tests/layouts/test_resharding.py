@@ -18,7 +18,7 @@ from autoshard.layouts import (
     ReshardingTable,
     S,
     Step,
-    again_price,
+    regather_price,
     step_price,
 )
 from autoshard.layouts.resharding import STEP_OVERHEAD
@@ -28,7 +28,7 @@ SHAPE = (8, 16)
 
 
 def reshardings(
-    *, differentiable: bool = True, backward: bool = True, chunked: tuple[AxisType, ...] = ()
+    *, differentiable: bool = True, backward: bool = True, interleaved: tuple[AxisType, ...] = ()
 ) -> ReshardingTable:
     return ReshardingTable(
         SHAPE,
@@ -36,12 +36,12 @@ def reshardings(
         SIZES,
         differentiable=differentiable,
         backward=backward,
-        chunked=chunked,
+        interleaved=interleaved,
         pricer=Prices(),
     )
 
 
-CHUNKED = (S(1, (1, 1)), S(1, (2, 1, 1)))
+INTERLEAVED = (S(1, (1, 1)), S(1, (2, 1, 1)))
 
 
 TABLE = """
@@ -82,7 +82,7 @@ def test_the_transpose_of_a_step_is_the_step_of_the_transposed_types() -> None:
 def test_every_layout_leads_to_every_other() -> None:
     assert np.isfinite(reshardings().cost).all()
     assert np.isfinite(reshardings(differentiable=False).cost).all()
-    assert np.isfinite(reshardings(chunked=CHUNKED).cost).all()
+    assert np.isfinite(reshardings(interleaved=INTERLEAVED).cost).all()
 
 
 def test_reshardings_obey_the_triangle_inequality() -> None:
@@ -124,7 +124,7 @@ def test_what_makes_a_tensor_whole_pays_its_part_of_a_collective_for_many(source
     part = (step_price(eightfold, Prices()) - STEP_OVERHEAD) / 8
     assert step_price(step, Prices(), 8) == pytest.approx(part + STEP_OVERHEAD)
     assert step_price(step, Prices(), 8) < step_price(step, Prices())
-    assert again_price(step, Prices(), 8) <= step_price(step, Prices(), 8)
+    assert regather_price(step, Prices(), 8) <= step_price(step, Prices(), 8)
 
 
 @pytest.mark.parametrize("ends", [("P,I", "I,I"), ("S(0),I", "S(1),I"), ("S(0),I", "I,I")])
@@ -135,12 +135,12 @@ def test_what_else_a_tensor_goes_through_shares_nothing(ends: tuple[str, str]) -
 
 def test_a_table_of_a_tensor_that_shares_collectives_has_lower_prices() -> None:
     alone = ReshardingTable(SHAPE, 4, SIZES, differentiable=True, pricer=Prices())
-    shared = ReshardingTable(SHAPE, 4, SIZES, differentiable=True, pricer=Prices(), carried=8)
+    shared = ReshardingTable(SHAPE, 4, SIZES, differentiable=True, pricer=Prices(), fill_factor=8)
     ends = (alone.index[Layout.parse(text)] for text in ("I,S(0)", "I,R"))
     source, target = ends
     (step,) = alone.path(alone.layouts[source], alone.layouts[target])
     assert shared.cost[source, target] == pytest.approx(step_price(step, Prices(), 8))
-    assert shared.again_cost[source, target] == pytest.approx(again_price(step, Prices(), 8))
+    assert shared.regather_cost[source, target] == pytest.approx(regather_price(step, Prices(), 8))
     assert (shared.cost <= alone.cost).all()
 
 
@@ -153,7 +153,7 @@ def test_the_outer_axis_is_gathered_through_the_inner_one() -> None:
 
 
 def test_other_chunks_of_a_dim_are_reached_through_another_cut_or_the_whole() -> None:
-    table = reshardings(chunked=CHUNKED)
+    table = reshardings(interleaved=INTERLEAVED)
     steps = table.path(Layout.parse("I,S(1)"), Layout.parse("I,S(1)/1+1"))
     assert len(steps) == 2
     assert steps[0].target.dim != 1
@@ -191,10 +191,10 @@ HALVES = (S(1, (1, 1)),)
 def test_steps_are_those_of_single_layouts(
     shape: tuple[int, ...], sizes: tuple[int, ...], *, differentiable: bool
 ) -> None:
-    chunked = HALVES if len(shape) > 1 else ()
-    cuts = [*(S(d) for d in range(len(shape))), *chunked]
+    interleaved = HALVES if len(shape) > 1 else ()
+    cuts = [*(S(d) for d in range(len(shape))), *interleaved]
     priced = ReshardingTable(
-        shape, 4, sizes, differentiable=differentiable, chunked=chunked, pricer=Prices()
+        shape, 4, sizes, differentiable=differentiable, interleaved=interleaved, pricer=Prices()
     )
     expected = set()
     for i, layout in enumerate(priced.layouts):

@@ -18,13 +18,13 @@ class Tensor:
     Attributes:
         shape: of the tensor.
         sizes: of the axes.
-        chunked: types with chunks that its layouts may have.
+        interleaved: types with chunks that its layouts may have.
         differentiable: whether it has a gradient.
     """
 
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
-    chunked: tuple[AxisType, ...] = ()
+    interleaved: tuple[AxisType, ...] = ()
     differentiable: bool = True
 
     @property
@@ -35,7 +35,7 @@ class Tensor:
                 self.shape,
                 self.sizes,
                 differentiable=self.differentiable,
-                chunked=self.chunked,
+                interleaved=self.interleaved,
             )
         )
 
@@ -82,12 +82,12 @@ def test_some_layouts_are_uneven() -> None:
     assert not all(HELD["uneven"].is_even(layout) for layout in HELD["uneven"].layouts)
 
 
-CHUNKED = (S(1, (1, 1)), S(1, (2, 1, 1)))
+INTERLEAVED = (S(1, (1, 1)), S(1, (2, 1, 1)))
 MOVED = {
     "even": Tensor((8, 16), (2, 4)),
     "even, no gradient": Tensor((8, 16), (2, 4), differentiable=False),
-    "even, chunks": Tensor((8, 16), (2, 4), CHUNKED),
-    "even, chunks, no gradient": Tensor((8, 16), (2, 4), CHUNKED, differentiable=False),
+    "even, chunks": Tensor((8, 16), (2, 4), INTERLEAVED),
+    "even, chunks, no gradient": Tensor((8, 16), (2, 4), INTERLEAVED, differentiable=False),
     "uneven on 4": Tensor(UNEVEN, (4,)),
     "uneven on 2x4": Tensor(UNEVEN, (2, 4)),
     "uneven on 4x2": Tensor(UNEVEN, (4, 2)),
@@ -105,7 +105,7 @@ def test_every_path_leads_where_it_should_at_the_price_it_says(name: str) -> Non
         4,
         sizes,
         differentiable=tensor.differentiable,
-        chunked=tensor.chunked,
+        interleaved=tensor.interleaved,
         pricer=Prices(),
     )
     for source, target in product(table.layouts, repeat=2):
@@ -136,7 +136,7 @@ def test_every_path_leads_where_it_should_at_the_price_it_says(name: str) -> Non
 
 
 COPIED = {
-    "chunks": (Tensor((8, 16), (2, 4), CHUNKED), "I,S(1)", "I,S(1)/1+1", "I,R"),
+    "chunks": (Tensor((8, 16), (2, 4), INTERLEAVED), "I,S(1)", "I,S(1)/1+1", "I,R"),
     "filling up": (Tensor((10, 4), (4,)), "S(0)", "S(0)", "R"),
 }
 
@@ -145,7 +145,7 @@ COPIED = {
 def test_what_is_put_in_order_costs_a_copy_next_to_each_collective(name: str) -> None:
     tensor, plain, copied, whole = COPIED[name]
     # What is filled up is as long as a dim of 12 that 4 ranks divide.
-    even = tensor.shape if tensor.chunked else (12, 4)
+    even = tensor.shape if tensor.interleaved else (12, 4)
     found = []
     for shape, source in ((even, plain), (tensor.shape, copied)):
         table = ReshardingTable(
@@ -153,7 +153,7 @@ def test_what_is_put_in_order_costs_a_copy_next_to_each_collective(name: str) ->
             4,
             tensor.sizes,
             differentiable=True,
-            chunked=tensor.chunked,
+            interleaved=tensor.interleaved,
             pricer=Prices(),
         )
         (step,) = table.path(Layout.parse(source), Layout.parse(whole))

@@ -13,7 +13,7 @@ from autoshard.layouts import (
     ReshardingTable,
     S,
     can_be_sharded,
-    largest_share,
+    largest_shard,
     legal_layouts,
     shards_unevenly,
     step_price,
@@ -36,7 +36,7 @@ def test_slices_are_those_of_torch(size: int, parts: int) -> None:
         with pytest.raises(LayoutError, match="does not divide"):
             layout.local_shape((size,), (parts,))
         return
-    assert layout.local_shape((size,), (parts,)) == (largest_share(size, parts),)
+    assert layout.local_shape((size,), (parts,)) == (largest_shard(size, parts),)
     for rank, chunk in enumerate(chunks):
         ((held,),) = layout.local_slices((size,), (parts,), (rank,))
         assert torch.equal(torch.arange(size)[held], chunk)
@@ -50,7 +50,7 @@ def test_one_axis_alone_cuts_unevenly() -> None:
     for shape, cut in (((6,), S(0)), ((10,), S(0, (1, 1))), ((3,), S(0))):
         layout = Layout((cut,))
         assert not layout.is_legal(shape, (4,))
-        assert layout not in legal_layouts(shape, (4,), differentiable=True, chunked=[cut])
+        assert layout not in legal_layouts(shape, (4,), differentiable=True, interleaved=[cut])
     # An axis of one rank does not count.
     assert Layout.parse("S(0),S(0)").is_legal((10,), (1, 4))
 

@@ -16,7 +16,7 @@ import torch
 from ops.calls import Example
 from ops.simulation import CONSTANTS
 
-from autoshard.discovery.trial import Option, PerRank, Tensors, Trial, Types, cut_types
+from autoshard.discovery.trial import Option, PerRank, Tensors, Trial, Types, axis_types
 from autoshard.graph import Node
 from autoshard.layouts import AxisType, I, Layout, P, R
 from autoshard.ops import Kernel, OperatorRule, axis_rules, rule_for, spec_for
@@ -69,7 +69,7 @@ UNCHECKED = {"aten._weight_norm.default", "aten.lstm.input", "aten.gru.input"}
 def _candidates(example: Example, offered: set[Types]) -> list[Types]:
     """Combinations of input types: all, or the neighbours of what is offered and of R."""
     unchecked = example.call.operator in UNCHECKED
-    choices = [[R, P] if unchecked else cut_types(value) for value in example.values]
+    choices = [[R, P] if unchecked else axis_types(value) for value in example.values]
     whole = (R,) * len(choices)
     if prod(map(len, choices)) <= COMBINATIONS:
         return [types for types in product(*choices) if types != whole]
@@ -98,7 +98,7 @@ def _run_ranks(example: Example, inputs: Types, ranks: PerRank) -> Iterator[PerR
     """What both ranks make, for each layout of the output that the kernel may look at."""
     whole = example.call.outputs[0]
     looks = spec_for(example.call.operator).kernel in LOOKS_AT_OUTPUT
-    for first in cut_types(torch.empty(whole.shape)) if looks else [R]:
+    for first in axis_types(torch.empty(whole.shape)) if looks else [R]:
         try:
             yield [_run_rank(example, rank, inputs, first, ranks[rank]) for rank in (0, 1)]
         except NOT_POSSIBLE:

@@ -24,10 +24,11 @@ def slice_of(
     """Where a rank's slices lie in the whole tensor, as indices."""
     held = []
     for dim, size in enumerate(shape):
-        chunks = layout.chunks(dim) or (1,)
-        places = np.split(np.arange(size), [size * n // sum(chunks) for n in np.cumsum(chunks)])
+        sub_shards = layout.sub_shards(dim) or (1,)
+        ends = [size * n // sum(sub_shards) for n in np.cumsum(sub_shards)]
+        places = np.split(np.arange(size), ends)
         for axis in layout.sharding_axes(dim):
-            places = [share_of(chunk, mesh[axis], at[axis]) for chunk in places]
+            places = [share_of(sub_shard, mesh[axis], at[axis]) for sub_shard in places]
         held.append(np.concatenate(places))
     return np.ix_(*held)
 

@@ -37,8 +37,8 @@ from autoshard.runtime.shards import local_shape
 
 MESHES = ((2,), (4,), (3,), (2, 2))
 STRATEGIES_PER_MESH = 20
-CHUNKINGS = ((1, 1), (1, 1, 1), (2, 1, 1), (1, 2))
-CHUNKED_PER_MESH = 4
+SUB_SHARDS = ((1, 1), (1, 1, 1), (2, 1, 1), (1, 2))
+INTERLEAVED_PER_MESH = 4
 
 CONSTANTS = {
     ("aten.batch_norm.default", "running_mean"),
@@ -214,7 +214,7 @@ def prove_rule(
         found = strategies(rule, mesh)
         if len(mesh) > 1 and len(found) > STRATEGIES_PER_MESH:
             found = tuple(random.Random(0).sample(found, STRATEGIES_PER_MESH))
-        for strategy in (*found, *_in_chunks(example.call, rule, mesh)):
+        for strategy in (*found, *_interleaved(example.call, rule, mesh)):
             try:
                 simulation(example, strategy, mesh).check()
             except (AssertionError, RuntimeError, IndexError) as error:
@@ -222,15 +222,15 @@ def prove_rule(
     return {str(strategy) for strategy in strategies(replace(rule, uneven=frozenset()), (2,))}
 
 
-def _in_chunks(call: Call, rule: OperatorRule, mesh: tuple[int, ...]) -> list[Strategy]:
-    """Strategies that cut something in chunks, of some chunkings that a graph could ask for."""
-    chunked = [
-        [S(dim, chunks) for dim in range(len(tensor.shape)) for chunks in CHUNKINGS]
+def _interleaved(call: Call, rule: OperatorRule, mesh: tuple[int, ...]) -> list[Strategy]:
+    """Strategies that cut something in chunks, of some sub_shards that a graph could ask for."""
+    interleaved = [
+        [S(dim, chunks) for dim in range(len(tensor.shape)) for chunks in SUB_SHARDS]
         for tensor in (*call.inputs, *call.outputs)
     ]
     found = [
         strategy
-        for strategy in strategies(rule, mesh, interleaved=chunked)
-        if any(t.chunks for x in (*strategy.inputs, *strategy.outputs) for t in x.types)
+        for strategy in strategies(rule, mesh, interleaved=interleaved)
+        if any(t.sub_shards for x in (*strategy.inputs, *strategy.outputs) for t in x.types)
     ]
-    return random.Random(0).sample(found, min(CHUNKED_PER_MESH, len(found)))
+    return random.Random(0).sample(found, min(INTERLEAVED_PER_MESH, len(found)))

@@ -293,9 +293,9 @@ def test_what_neighbours_cannot_give_is_not_cut(
 def test_an_axis_knows_its_own_neighbours_only(example: MakeExample) -> None:
     rule = rule_for(example(CONV1D, input=real(1, 2, 16), weight=real(2, 2, 3), padding=[1]).call)
     assert not any(s.inputs[0].types == (S(2), S(2)) for s in strategies(rule, (2, 2)))
-    chunked = [[S(2, (1, 1))], [], [S(2, (1, 1))]]
-    found = strategies(rule, (2,), interleaved=chunked)
-    assert not any(t.chunks for s in found for t in s.inputs[0].types)
+    interleaved = [[S(2, (1, 1))], [], [S(2, (1, 1))]]
+    found = strategies(rule, (2,), interleaved=interleaved)
+    assert not any(t.sub_shards for s in found for t in s.inputs[0].types)
 
 
 @pytest.mark.parametrize("rows", [9, 3], ids=["odd", "short slices"])

@@ -106,24 +106,24 @@ def test_a_slice_of_each_chunk_gives_a_slice_of_each_piece(
     call = example(operator, **arguments)
     prove(call)
     whole = S(1, chunks)
-    chunked = [[whole], *([S(1, HALVES)] for _ in pieces)]
-    found = {str(s) for s in strategies(rule_for(call.call), (2,), interleaved=chunked)}
+    interleaved = [[whole], *([S(1, HALVES)] for _ in pieces)]
+    found = {str(s) for s in strategies(rule_for(call.call), (2,), interleaved=interleaved)}
     assert f"{whole} -> {' '.join(pieces)}" in found
     assert not any("S(1)" in text for text in map(str, strategies(rule_for(call.call), (2,))))
 
 
 def test_chunks_that_end_within_a_piece_are_not_cut(example: MakeExample) -> None:
     case = example("aten.chunk.default", self=X, chunks=2, dim=1)
-    chunked = [[S(1, THIRDS)], [], []]
-    found = strategies(rule_for(case.call), (2,), interleaved=chunked)
-    assert not any(t.chunks for s in found for t in s.inputs[0].types)
+    interleaved = [[S(1, THIRDS)], [], []]
+    found = strategies(rule_for(case.call), (2,), interleaved=interleaved)
+    assert not any(t.sub_shards for s in found for t in s.inputs[0].types)
 
 
 def test_what_is_joined_has_chunks(example: MakeExample, prove: Prove) -> None:
     case = example("aten.cat.default", tensors=[X, X[:, :12]], dim=1)
     prove(case)
-    chunked = [[], [], [S(1, (2, 1))]]
-    found = {str(s) for s in strategies(rule_for(case.call), (2,), interleaved=chunked)}
+    interleaved = [[], [], [S(1, (2, 1))]]
+    found = {str(s) for s in strategies(rule_for(case.call), (2,), interleaved=interleaved)}
     assert "S(1) S(1) -> S(1)/2+1" in found
 
 
@@ -143,13 +143,13 @@ def test_axes_cut_the_same_chunks_of_a_dim(example: MakeExample) -> None:
     types = [S(1, THIRDS), S(1, HALVES)]
     found = strategies(rule_for(case.call), (2, 2), interleaved=[types, types])
     cut = [s.inputs[0] for s in found if s.inputs[0].types[0].dim == s.inputs[0].types[1].dim == 1]
-    assert {layout.chunks(1) for layout in cut} == {(), THIRDS, HALVES}
+    assert {layout.sub_shards(1) for layout in cut} == {(), THIRDS, HALVES}
     assert not any(layout.mixes_sub_shards for layout in cut)
 
 
 def test_where_the_place_of_an_element_matters_there_are_no_chunks(example: MakeExample) -> None:
     """A rank that looks up a slice of the vocabulary knows it by its first row."""
     case = example("aten.embedding.default", weight=X.T, indices=torch.arange(6))
-    chunked = [[S(0, THIRDS), S(1, HALVES)], [], [S(1, HALVES)]]
-    found = strategies(rule_for(case.call), (2,), interleaved=chunked)
-    assert {str(t) for s in found for t in s.inputs[0].types if t.chunks} == {"S(1)/1+1"}
+    interleaved = [[S(0, THIRDS), S(1, HALVES)], [], [S(1, HALVES)]]
+    found = strategies(rule_for(case.call), (2,), interleaved=interleaved)
+    assert {str(t) for s in found for t in s.inputs[0].types if t.sub_shards} == {"S(1)/1+1"}

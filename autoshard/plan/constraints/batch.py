@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, InputKind, Node
-from autoshard.layouts import can_be_sharded, largest_share
+from autoshard.layouts import can_be_sharded, largest_shard
 from autoshard.ops import Dims, OperatorRule, call_of, rule_for
 from autoshard.plan.constraints.constraints import (
     ChoiceId,
@@ -161,7 +161,7 @@ def batch_constraints(
         raise OptionError(
             f"batch_axis {axes.mesh.axis_names[axes.axes[axis]]!r} of {sizes[axis]} ranks does "
             f"not divide the batch of {origins.batch_size}, and shards of "
-            f"{largest_share(origins.batch_size, sizes[axis])} leave nothing for the last rank"
+            f"{largest_shard(origins.batch_size, sizes[axis])} leave nothing for the last rank"
         )
 
     def constraint(

@@ -16,7 +16,7 @@ from autoshard.layouts import (
     P,
     R,
     S,
-    largest_share,
+    largest_shard,
     parse_type,
     shards_unevenly,
 )
@@ -169,7 +169,7 @@ class LayoutPattern:
             for axis_type in allowed or ():
                 if axis_type.is_shard:
                     ranks.setdefault(axis_type.dim, []).append(size)
-                    interleaved.update([axis_type.dim] if axis_type.chunks else [])
+                    interleaved.update([axis_type.dim] if axis_type.sub_shards else [])
         for dim, sizes in ranks.items():
             if dim >= len(shape):
                 return f"cannot use Shard({dim}): the tensor is {len(shape)}-D, it has no dim {dim}"
@@ -188,7 +188,7 @@ def _why_uneven(size: int, sizes: Sequence[int], *, interleaved: bool) -> str | 
     if len(sizes) > 1 or interleaved:
         return "unequal shards need a single axis on the dim, and no interleaving"
     if not shards_unevenly(size, sizes[0]):
-        return f"shards of {largest_share(size, sizes[0])} leave nothing for the last rank"
+        return f"shards of {largest_shard(size, sizes[0])} leave nothing for the last rank"
     return None
 
 
@@ -202,7 +202,7 @@ def _parse_part(part: str) -> AxisType:
 def _allowed(part: str, axis_type: AxisType, *, exact: bool) -> frozenset[AxisType] | None:
     if part == _FREE:
         return None
-    if axis_type.is_whole and (part in _PLACEMENTS or not exact):
+    if axis_type.is_replicated and (part in _PLACEMENTS or not exact):
         return frozenset({I, R})
     return frozenset({axis_type})
 

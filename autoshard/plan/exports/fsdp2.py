@@ -112,7 +112,7 @@ def to_fsdp2(outline: Outline) -> str:
 def _is_cut(outline: Outline, parameter: OwnedParameter, axis: int) -> bool:
     """Whether FSDP2 cuts a parameter; it knows no chunks, and uneven shares of dim 0 alone."""
     cut = parameter.layout.types[axis]
-    if not cut.is_shard or cut.chunks:
+    if not cut.is_shard or cut.sub_shards:
         return False
     return cut.dim == 0 or parameter.placed.shape[cut.dim] % outline.sizes[axis] == 0
 

@@ -171,16 +171,16 @@ def _split(name: str) -> tuple[str, str]:
 
 def at_rest(layout: Layout) -> Layout:
     """A layout with one word for what is whole, since nothing tells I from R at rest."""
-    return Layout(tuple(I if t.is_whole else t for t in layout.types), layout.nesting)
+    return Layout(tuple(I if t.is_replicated else t for t in layout.types), layout.nesting)
 
 
 def placement_code(axis_type: AxisType) -> str:
     """The Python that makes DTensor's placement of a type at rest on a mesh of one axis."""
-    if axis_type.is_whole:
+    if axis_type.is_replicated:
         return "Replicate()"
-    if not axis_type.chunks:
+    if not axis_type.sub_shards:
         return f"Shard({axis_type.dim})"
-    return f"_StridedShard({axis_type.dim}, split_factor={len(axis_type.chunks)})"
+    return f"_StridedShard({axis_type.dim}, split_factor={len(axis_type.sub_shards)})"
 
 
 _WIDTH = 96

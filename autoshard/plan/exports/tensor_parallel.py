@@ -77,18 +77,18 @@ def cut_modules(outline: Outline, axis: int) -> dict[str, CutModule]:
 
 def _cut(outline: Outline, module: str, parameters: Sequence[OwnedParameter], axis: int) -> Cut:
     types = {p.attribute: p.layout.types[axis] for p in parameters}
-    if all(t.is_whole for t in types.values()):
+    if all(t.is_replicated for t in types.values()):
         return Cut.WHOLE
     readers = (n for p in parameters for n in outline.readers.get(p.placed.name, ()))
     nodes = [node for node in readers if node.module == module]
     values = {p.attribute: p.placed.name for p in parameters}
     weight, others = types.get("weight"), {a: t for a, t in types.items() if a != "weight"}
-    if weight is None or weight.chunks or set(others) - {"bias"}:
+    if weight is None or weight.sub_shards or set(others) - {"bias"}:
         return Cut.OTHER
     if nodes and all(_is_linear(node, values) for node in nodes):
         if weight.dim == 0 and all(t == weight for t in others.values()):
             return Cut.COLUMNS
-        if weight.dim == 1 and all(t.is_whole for t in others.values()):
+        if weight.dim == 1 and all(t.is_replicated for t in others.values()):
             return Cut.ROWS
     if nodes and not others and all(_is_embedding(node, values) for node in nodes):
         return Cut.FEATURES if weight.dim else Cut.VOCABULARY

@@ -26,7 +26,7 @@ from autoshard.layouts import (
     Layout,
     ReshardingTable,
     Step,
-    largest_share,
+    largest_shard,
     parse_type,
 )
 from autoshard.plan import PlannedStep
@@ -99,14 +99,14 @@ def cut(value: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tenso
         weights[-1] -= weights.sum() - 1
         return value * weights[rank]
     cut = parse_type(kind)
-    slices = [chunk.chunk(size, cut.dim)[rank] for chunk in chunks_of(value, cut)]
+    slices = [chunk.chunk(size, cut.dim)[rank] for chunk in sub_shards_of(value, cut)]
     return torch.cat(slices, cut.dim)
 
 
-def chunks_of(value: torch.Tensor, cut: AxisType) -> tuple[torch.Tensor, ...]:
+def sub_shards_of(value: torch.Tensor, cut: AxisType) -> tuple[torch.Tensor, ...]:
     """The chunks of a dim, or of a rank's slice of it, in order."""
-    unit = value.shape[cut.dim] // max(sum(cut.chunks), 1)
-    return value.split([unit * size for size in cut.chunks or (1,)], cut.dim)
+    unit = value.shape[cut.dim] // max(sum(cut.sub_shards), 1)
+    return value.split([unit * size for size in cut.sub_shards or (1,)], cut.dim)
 
 
 def merge(part: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tensor:
@@ -119,8 +119,8 @@ def merge(part: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tens
     if kind == "P":
         return torch.stack(parts).sum(0)
     cut = parse_type(kind)
-    by_chunk = zip(*(chunks_of(part, cut) for part in parts), strict=True)
-    return torch.cat([part for chunk in by_chunk for part in chunk], cut.dim)
+    by_sub_shard = zip(*(sub_shards_of(part, cut) for part in parts), strict=True)
+    return torch.cat([part for chunk in by_sub_shard for part in chunk], cut.dim)
 
 
 def logical(seed: int, dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
@@ -151,7 +151,7 @@ def filled(source: str, target: str, setting: Setting) -> int:
     sizes = list(setting.shape)
     cut = [parse_type(text).dim for text in (source, target) if text.startswith("S")]
     for dim in cut:
-        sizes[dim] = setting.num_ranks * largest_share(sizes[dim], setting.num_ranks)
+        sizes[dim] = setting.num_ranks * largest_shard(sizes[dim], setting.num_ranks)
     return prod(sizes) // setting.num_ranks if len(cut) > 1 else prod(sizes)
 
 
@@ -273,7 +273,7 @@ PAIRS = [
     for target in ("I", "R", "P", "S(0)", "S(1)", "S(2)")
     if source != target and (Kind(source[0]), Kind(target[0])) in STEPS
 ]
-IN_CHUNKS = [
+INTERLEAVED = [
     pair
     for cut in ("S(0)/1+1", "S(1)/1+1", "S(1)/1+1+2", "S(2)/3+1")
     for other in ("I", "R", "P", "S(0)", "S(2)", "S(2)/1+1+2")
@@ -287,7 +287,7 @@ UNDIFFERENTIATED = [
 CUTTING = [pair for pair in PAIRS if "S" in "".join(pair)]
 FREE_DTYPES = {"bool": torch.bool, "int64": torch.int64, "bfloat16": torch.bfloat16}
 CASES: dict[str, Callable[[], None]] = {
-    **{f"{s}->{t}": partial(check_step, s, t) for s, t in (*PAIRS, *IN_CHUNKS)},
+    **{f"{s}->{t}": partial(check_step, s, t) for s, t in (*PAIRS, *INTERLEAVED)},
     **{f"{s}->{t} in bfloat16": partial(check_step, s, t, torch.bfloat16) for s, t in PAIRS},
     **{
         f"{s}->{t} of {name} without gradient": partial(check_without_gradient, s, t, dtype)
