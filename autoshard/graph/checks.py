@@ -86,8 +86,26 @@ def check_wiring(graph: Graph) -> None:
     for output in graph.outputs:
         if output.name is not None and output.name not in known:
             raise SchemaError(f"the graph returns {output.name!r}, which nothing makes")
+    _check_updates(graph)
     _check_contents(graph)
     _check_preparation(graph)
+
+
+def _check_updates(graph: Graph) -> None:
+    """Check that outputs replace buffers, each once, and follow the results of forward."""
+    updates = [output.updates is not None for output in graph.outputs]
+    if updates != sorted(updates):
+        raise SchemaError("outputs that update buffers must follow the results of forward")
+    buffers = {i.name for i in graph.inputs if i.kind is InputKind.BUFFER}
+    _check_unique("updated buffer", Counter(o.updates for o in graph.outputs if o.updates))
+    for output in graph.outputs:
+        if output.updates is None:
+            continue
+        if output.updates not in buffers or output.name is None:
+            raise SchemaError(f"output {output.name!r} updates {output.updates!r}, not a buffer")
+        old, new = graph.values[output.updates], graph.values[output.name]
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise SchemaError(f"{output.name!r} is {new}, and the buffer that it updates is {old}")
 
 
 def _check_contents(graph: Graph) -> None:

@@ -473,12 +473,20 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output of the graph: a value by name, or a literal where `name` is None."""
+    """One output of the graph: a value by name, or a literal where `name` is None.
+
+    Attributes:
+        name: the value.
+        literal: the result of forward where there is no value.
+        updates: name of the buffer whose contents the value replaces after the step; None for a
+            result of forward.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     name: str | None
     literal: Literal = None
+    updates: str | None = None
 
 
 @dataclass(frozen=True)
@@ -489,7 +497,8 @@ class Graph:
         inputs: parameters, buffers and constants first, then what is prepared, then what the
             caller passes.
         nodes: in an order in which every value is made before it is used.
-        outputs: what forward returns, flattened.
+        outputs: what forward returns, flattened; then the new contents of the buffers that
+            forward overwrites.
         values: shape and type of every value by name.
         in_spec: how (args, kwargs) nest, as PyTorch's own JSON tree spec; may be empty.
         out_spec: how the outputs nest, likewise.
@@ -519,6 +528,16 @@ class Graph:
             for position, name in enumerate(node.inputs):
                 uses[name].append((i, position))
         return {name: tuple(pairs) for name, pairs in uses.items()}
+
+    @property
+    def num_results(self) -> int:
+        """Number of outputs that forward returns; the others update buffers."""
+        return len(self.outputs) - len(self.updated)
+
+    @cached_property
+    def updated(self) -> Mapping[str, int]:
+        """The position of the output that replaces each buffer that forward overwrites."""
+        return {o.updates: i for i, o in enumerate(self.outputs) if o.updates is not None}
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:

@@ -157,6 +157,20 @@ def _index_add(call: Call) -> OperatorRule:
     )
 
 
+def _index_copy(call: Call) -> OperatorRule:
+    """Writes the rows of `source` into those of `self`: the other dims are independent."""
+    shape = call.inputs[0].shape
+    index = call.tensor("index")
+    if not shape or index is None or not index.shape:
+        return replicated(call)
+    dim = call.dim("dim", 0)
+    space = IndexSpace(call)
+    dims = space.free_dims(shape, fixed={dim})
+    place = space.fixed(index.shape[0])
+    source = (*dims[:dim], place, *dims[dim + 1 :])
+    return space.rule([dims, (place,), source], [dims], linear=[{0, 2}])
+
+
 def _embedding(call: Call) -> OperatorRule:
     """weight[v,h], ids[*] -> [*,h]: a product with one-hot rows, summed over v.
 
@@ -249,6 +263,13 @@ SPECS = (
         _index_add,
         saves="index:source source:source",
         passes_gradient=addends(self=""),
+        examples="self[n,h] index:int64[m] source[m,h] dim=0 -> [n,h]",
+    ),
+    OperatorSpec(
+        "index_copy.default",
+        _index_copy,
+        saves="index source:source",
+        unsharded=_LAST_WRITE,
         examples="self[n,h] index:int64[m] source[m,h] dim=0 -> [n,h]",
     ),
     OperatorSpec(

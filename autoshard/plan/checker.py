@@ -396,11 +396,20 @@ class _StageCheck:
             yield f"{where} overlaps {overlapped} s with compute, not {resharding.overlapped}"
 
     def _check_outputs(self) -> Iterator[str]:
+        stored = {placed.name: placed.layout for placed in self._stage.inputs}
         for placed in self._stage.outputs:
             layout = Layout.parse(placed.layout)
             gradient = self._gradients.of_output(placed.position)
             use = placed.name, "output", placed.position
             yield from self._check_use(use, layout, gradient, _NO_COMPUTE)
+            updates = self._graph.outputs[placed.position].updates
+            if placed.updates != updates:
+                yield f"output {placed.name} updates {updates}, not {placed.updates}"
+            if updates is not None and placed.layout != stored[updates]:
+                yield (
+                    f"output {placed.name} leaves as {layout}, and the buffer {updates} that it "
+                    f"updates is stored as {stored[updates]}"
+                )
             if layout.is_partial:
                 yield f"output {placed.name} leaves as {layout}: it is not summed"
             if not has_placements(layout):

@@ -165,9 +165,12 @@ class Resharding(Document):
 
 
 class PlacedOutput(Document):
-    """A value that leaves the program."""
+    """A value that leaves the program: a result of forward, or new contents of a buffer."""
 
     name: str
+    updates: str | None = Field(
+        default=None, description="name of the buffer that it replaces; null for a result"
+    )
     position: int = Field(ge=0)
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 Backward starts at the scalar outputs that require a gradient; if none is a scalar, at all outputs
 that do. A value may have a gradient that backward never computes, such as an output beside the
-loss.
+loss. New contents of buffers have no gradient.
 """
 
 from enum import StrEnum
@@ -58,14 +58,15 @@ class Gradients:
 
     def of_output(self, position: int) -> Gradient:
         """The gradient of the use of a value as an output of the program."""
-        name = self._graph.outputs[position].name
-        if name is None or not self.exists(name):
+        output = self._graph.outputs[position]
+        name = output.name
+        if name is None or output.updates is not None or not self.exists(name):
             return Gradient.NONE
         return Gradient.FLOWS if name in self._entries else Gradient.UNPRICED
 
     def _find_entries(self) -> frozenset[str]:
-        names = [output.name for output in self._graph.outputs if output.name is not None]
-        have = frozenset(name for name in names if self.exists(name))
+        names = [output.name for output in self._graph.outputs if output.updates is None]
+        have = frozenset(name for name in names if name is not None and self.exists(name))
         scalars = frozenset(name for name in have if not self._graph.values[name].shape)
         return scalars or have
 

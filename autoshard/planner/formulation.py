@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from math import prod
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
-from autoshard.graph import DType, Graph, Input, InputKind, Node, Tensor, find_blocks
+from autoshard.graph import DType, Graph, Input, InputKind, Node, Output, Tensor, find_blocks
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import I, Layout, R, ReshardingTable, has_placements, legal_layouts
 from autoshard.mesh import Mesh
@@ -198,6 +198,8 @@ class Formulation:
         self.blocks = find_blocks(graph)
         self.variables: list[Variable] = []
         self.uses: list[Use] = []
+        # Pairs of variables that take the same layout, and a label for each of their strategies.
+        self.ties: list[tuple[int, int, IntArray]] = []
         self.fill_factors = bucket_fill_factors(graph, mesh)
         self._pricer = constraints.pricer(self.axes)
         self._overlap = Overlap(graph, mesh) if prices.overlaps else None
@@ -236,7 +238,8 @@ class Formulation:
     def problem(self) -> Problem:
         """The optimization problem; its nodes are `variables`, its edges are `uses`.
 
-        It has no limit on usage, and the usage is that of inference.
+        Further edges make `ties` take the same strategy. There is no limit on usage, and the usage
+        is that of inference.
         """
         totals: dict[int, FloatArray] = {}
         edges: dict[
@@ -248,7 +251,10 @@ class Formulation:
                 edges[kind] = self._edge(self.edge_costs(use))
         return Problem(
             nodes=tuple(_problem_node(variable, totals) for variable in self.variables),
-            edges=tuple(Edge(u.source, u.target, *edges[self.kind_of(u)]) for u in self.uses),
+            edges=(
+                *(Edge(u.source, u.target, *edges[self.kind_of(u)]) for u in self.uses),
+                *(same_label(a, b, labels, labels) for a, b, labels in self.ties),
+            ),
             repeats=self.repeats(self.variables_of),
         )
 
@@ -406,13 +412,16 @@ class Formulation:
         for time, node in enumerate(self.graph.nodes):
             self._add_operator(time, node)
         for position, output in enumerate(self.graph.outputs):
-            if output.name is not None:
+            if output.updates is not None:
+                self._add_update(position, output)
+            elif output.name is not None:
                 self._add_output(position, output.name)
 
     def _add_input(self, graph_input: Input) -> None:
         name = graph_input.name
         tensor = self.graph.values[name]
-        key = (graph_input.kind, tensor, self.gradients.exists(name))
+        is_updated = name in self.graph.updated
+        key = (graph_input.kind, tensor, self.gradients.exists(name), is_updated)
         if key not in self._inputs:
             layouts = self._input_layouts(graph_input, tensor)
             shapes = [layout.local_shape(tensor.shape, self.axes.sizes) for layout in layouts]
@@ -424,10 +433,14 @@ class Formulation:
         self._add_maker(name, self._add(variable), 0)
 
     def _input_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
-        """Replicated, or sharded as DTensor can; buffers and constants are replicated."""
+        """Replicated, or sharded as DTensor can.
+
+        Constants, and buffers that forward only reads, are replicated.
+        """
         differentiable = self.gradients.exists(graph_input.name)
         whole = I if differentiable else R
-        may_shard = graph_input.kind not in (InputKind.BUFFER, InputKind.CONSTANT)
+        is_state = graph_input.kind in (InputKind.BUFFER, InputKind.CONSTANT)
+        may_shard = not is_state or graph_input.name in self.graph.updated
         legal = legal_layouts(
             tensor.shape,
             self.axes.sizes,
@@ -506,6 +519,19 @@ class Formulation:
         variable = Variable(Role.OUTPUT, str(position), strategies, np.zeros(len(strategies)))
         self._add_use(value, self._add(variable), 0, gradient)
 
+    def _add_update(self, position: int, output: Output) -> None:
+        """New contents of a buffer, in the layout of the buffer."""
+        assert output.name is not None
+        assert output.updates is not None
+        buffer = self._variables_by_value[output.updates][0]
+        layouts = [strategy.outputs for strategy in self.variables[buffer].strategies]
+        strategies = tuple(Strategy(layout, (), {}) for layout in layouts)
+        variable = Variable(Role.OUTPUT, str(position), strategies, np.zeros(len(strategies)))
+        target = self._add(variable)
+        self._add_use(output.name, target, 0, Gradient.NONE)
+        self.ties.append((target, buffer, np.arange(len(layouts), dtype=np.intp)))
+        self._variables_by_value[output.name].append(target)
+
     def _add(self, variable: Variable) -> int:
         choice = (variable.role, variable.name)
         time = self.constraints.apply(choice, variable.strategies, variable.time)
@@ -515,6 +541,26 @@ class Formulation:
     def _add_use(self, value: str, target: int, position: int, gradient: Gradient) -> None:
         source, output = self._made_by[value]
         self.uses.append(Use(value, source, output, target, position, gradient))
+
+
+def same_label(first: int, second: int, rows: IntArray, cols: IntArray) -> Edge:
+    """An edge that makes two nodes of a problem take strategies of the same label.
+
+    Args:
+        first: a node.
+        second: a node.
+        rows: label of each strategy of the first, shape [R].
+        cols: label of each strategy of the second, shape [C].
+    """
+    cost = _same_label_cost(int(rows.max()) + 1, int(cols.max()) + 1)
+    return Edge(first, second, cost, rows, cols)
+
+
+@cache
+def _same_label_cost(num_rows: int, num_cols: int) -> FloatArray:
+    cost = np.full((num_rows, num_cols), np.inf)
+    np.fill_diagonal(cost, 0.0)
+    return cost
 
 
 def local_bytes(tensor: Tensor, layouts: Iterable[Layout], axis_sizes: Sequence[int]) -> FloatArray:

@@ -8,13 +8,13 @@ is one of every plan that fits.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.plan.options import Recomputing
-from autoshard.planner.formulation import Formulation, Role, Use, Variable
+from autoshard.planner.formulation import Formulation, Role, Use, Variable, same_label
 from autoshard.planner.residency import (
     EdgeEnd,
     Residency,
@@ -145,6 +145,8 @@ class MemoryProblem:
             self._add_variable(i, variable)
             for number in uses.get(i, ()):
                 self._add_use(number, self._formulation.uses[number])
+        for first, second, labels in self._formulation.ties:
+            self._equate(self._ends[first].node, self._ends[second].node, labels, labels)
         for number, point in enumerate(self._time.backward):
             self._add_backward(point, self._time.at(number))
 
@@ -206,8 +208,7 @@ class MemoryProblem:
 
     def _equate(self, first: int, second: int, rows: IntArray, cols: IntArray) -> None:
         """Force two nodes to strategies of the same label."""
-        same = _same_label(int(rows.max()) + 1, int(cols.max()) + 1)
-        self._edges.append(Edge(first, second, same, rows, cols))
+        self._edges.append(same_label(first, second, rows, cols))
 
     def _span(self, variable: Variable) -> CheckpointSpan | None:
         if variable.role is Role.OPERATOR:
@@ -374,14 +375,6 @@ class MemoryProblem:
         found = [v for i in self._formulation.variables_of(nodes) for v in self._groups[i]]
         switch = self._switches.get(nodes.start)
         return (*found, *(() if switch is None else (switch,)))
-
-
-@cache
-def _same_label(num_rows: int, num_cols: int) -> FloatArray:
-    """Cost matrix of two nodes that must have the same label."""
-    cost = np.full((num_rows, num_cols), np.inf)
-    np.fill_diagonal(cost, 0.0)
-    return cost
 
 
 def _compatible(problem: Problem, kept: Mapping[int, BoolArray]) -> list[BoolArray]:

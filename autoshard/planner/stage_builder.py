@@ -223,12 +223,14 @@ class StageBuilder:
             if variable.role is not Role.OUTPUT:
                 continue
             position = int(variable.name)
-            name = self._graph.outputs[position].name
+            output = self._graph.outputs[position]
+            name = output.name
             assert name is not None
             shape = self._graph.values[name].shape
             layout = self._widen(name, strategy.inputs[0])
             yield PlacedOutput(
                 name=name,
+                updates=output.updates,
                 position=position,
                 shape=shape,
                 local_shape=layout.local_shape(shape, self._formulation.mesh.axis_sizes),

@@ -20,7 +20,9 @@ from autoshard.runtime.dtensors import support_grad_scaler
 from autoshard.runtime.parameters import (
     LocalParameter,
     ModuleAttribute,
+    UpdatedBuffer,
     check_parameters,
+    distribute_buffers,
     distribute_parameters,
 )
 from autoshard.runtime.program import LocalProgram
@@ -229,6 +231,7 @@ class PlannedForward:
         self._planned = self._call_of(stage)
         self._resized = lru_cache(_CACHED_PROGRAMS)(self._call_at)
         self._tensors: dict[str, Callable[[], torch.Tensor]] = {}
+        self._updated: tuple[UpdatedBuffer, ...] = ()
         self.step = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PlannedForward":
@@ -239,6 +242,7 @@ class PlannedForward:
             MethodType(PlannedForward._call_at, copied)
         )
         vars(copied)["_tensors"] = deepcopy(self._tensors, memo)
+        vars(copied)["_updated"] = deepcopy(self._updated, memo)
         return copied
 
     @property
@@ -292,6 +296,9 @@ class PlannedForward:
         for placed in self._stage.inputs:
             if placed.kind in ("buffer", "constant"):
                 self._tensors[placed.name] = self._find(model, placed)
+        updated = distribute_buffers(model, self._stage, self._mesh, self.program.place)
+        self._tensors.update((name, buffer.get) for name, buffer in updated.items())
+        self._updated = tuple(updated.values())
         parameters = distribute_parameters(model, self._stage, self._mesh, self.program.place)
         for placed, parameter in zip(self._stage.parameters, parameters, strict=True):
             self._tensors[placed.name] = LocalParameter(parameter).get
@@ -347,7 +354,10 @@ class PlannedForward:
             inputs = (self._input(placed, given, call) for placed in self._stage.inputs)
             outputs = call.program(inputs, step=self.step)
             self.step += 1
-            return call.results.nest(outputs)
+            num_results = len(outputs) - len(self._updated)
+            for buffer, contents in zip(self._updated, outputs[num_results:], strict=True):
+                buffer.set(contents)
+            return call.results.nest(outputs[:num_results])
 
     def _input(
         self, placed: PlacedInput, given: dict[str, torch.Tensor], call: "_Call"

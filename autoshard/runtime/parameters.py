@@ -1,4 +1,4 @@
-"""A model's parameters, sharded as the plan stores them."""
+"""A model's parameters, and the buffers that forward updates, sharded as the plan stores them."""
 
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput, Stage
-from autoshard.runtime.dtensors import from_local
+from autoshard.runtime.dtensors import from_local, local_tensor
 from autoshard.runtime.local_node import Place
 from autoshard.runtime.shards import local_shard
 
@@ -116,7 +116,10 @@ def distribute_parameters(
     """
     found = []
     for placed in stage.parameters:
-        parameter = _distributed(model.get_parameter(placed.target), placed, mesh, place)
+        whole = model.get_parameter(placed.target)
+        parameter = nn.Parameter(
+            _distributed(whole, placed, mesh, place), requires_grad=whole.requires_grad
+        )
         for name in (placed.target, *placed.aliases):
             attribute = ModuleAttribute.of(model, name)
             attribute.module.register_parameter(attribute.name, parameter)
@@ -124,20 +127,67 @@ def distribute_parameters(
     return found
 
 
+def distribute_buffers(
+    model: nn.Module, stage: Stage, mesh: DeviceMesh, place: Place
+) -> dict[str, "UpdatedBuffer"]:
+    """Replace each buffer that forward updates and the plan shards by a DTensor.
+
+    Returns:
+        All buffers that forward updates, by input, in the order of the outputs that update them.
+    """
+    placed = {p.name: p for p in stage.inputs}
+    updated = {}
+    for output in stage.outputs:
+        if output.updates is None:
+            continue
+        buffer = placed[output.updates]
+        attribute = ModuleAttribute.of(model, buffer.target)
+        if any(t.is_shard for t in Layout.parse(buffer.layout).types):
+            setattr(
+                attribute.module, attribute.name, _distributed(attribute.get(), buffer, mesh, place)
+            )
+        updated[output.updates] = UpdatedBuffer(attribute)
+    return updated
+
+
 def _distributed(
-    parameter: nn.Parameter, placed: PlacedInput, mesh: DeviceMesh, place: Place
-) -> nn.Parameter:
+    tensor: torch.Tensor, placed: PlacedInput, mesh: DeviceMesh, place: Place
+) -> DTensor:
     layout = Layout.parse(placed.layout)
     # DTensor's own distribute_tensor would broadcast from the first rank, and would need the
     # full tensor on the device; here only the shard is moved there.
-    whole = parameter.detach()
-    local = local_shard(whole, layout, place.axis_sizes, place.coordinate)
+    local = local_shard(tensor.detach(), layout, place.axis_sizes, place.coordinate)
     local = local.clone(memory_format=torch.contiguous_format)
     if not local.is_meta:
         local = local.to(place.device)
     placements = to_placements(layout, place.axis_sizes)
     distributed: DTensor = from_local(local, mesh, placements, placed.shape)
-    return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    return distributed
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatedBuffer:
+    """This rank's shard of a buffer that forward updates.
+
+    Attributes:
+        attribute: of the buffer.
+    """
+
+    attribute: ModuleAttribute
+
+    def get(self) -> torch.Tensor:
+        """The shard before the step.
+
+        A copy while gradients are computed: autograd may save it, and refuses saved tensors that
+        `set` changes before the backward pass.
+        """
+        shard = local_tensor(self.attribute.get())
+        return shard.clone() if torch.is_grad_enabled() else shard
+
+    @torch.no_grad()
+    def set(self, contents: torch.Tensor) -> None:
+        """Store the shard after the step, in the same memory."""
+        local_tensor(self.attribute.get()).copy_(contents)
 
 
 @dataclass(frozen=True, slots=True)

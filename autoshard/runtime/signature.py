@@ -219,9 +219,11 @@ class Results:
     def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh) -> None:
         self._spec: pytree.TreeSpec | None = read_spec(graph.out_spec) if graph.out_spec else None
         self._mesh = mesh
-        made = (graph.values[output.name] for output in graph.outputs if output.name is not None)
+        names = [output.name for output in graph.outputs[: graph.num_results]]
+        made = [graph.values[name] for name in names if name is not None]
         self._has_loss = any(tensor.requires_grad and not tensor.shape for tensor in made)
-        layouts = ((output, Layout.parse(output.layout)) for output in stage.outputs)
+        results = (output for output in stage.outputs if output.updates is None)
+        layouts = ((output, Layout.parse(output.layout)) for output in results)
         self._sharded: dict[int, tuple[tuple[Any, ...], tuple[int, ...]]] = {
             output.position: (tuple(to_placements(layout, tuple(mesh.shape))), output.shape)
             for output, layout in layouts

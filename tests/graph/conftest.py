@@ -1,4 +1,5 @@
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -83,16 +84,21 @@ def copied(value: Any) -> Any:
 
 
 def compare(model: torch.nn.Module, **user: Any) -> Graph:
-    """Assert that a model and its normalised graph agree; returns the graph."""
+    """Assert that a model and its normalised graph agree in results, gradients and buffers."""
     graph = load_graph(export_model(model, (), user))
+    same = deepcopy(model)
     expected = pytree.tree_leaves(model(**pytree.tree_map(copied, user)))
     expected_grads = gradients(model, expected)
-    actual = run_graph(graph, model, pytree.tree_map(copied, user))
-    actual_grads = gradients(model, actual)
+    outputs = run_graph(graph, same, pytree.tree_map(copied, user))
+    actual = outputs[: graph.num_results]
+    actual_grads = gradients(same, actual)
+    buffers = {i.name: model.get_buffer(i.target) for i in graph.inputs if i.name in graph.updated}
     half = any(isinstance(o, torch.Tensor) and o.dtype in HALF for o in expected)
     tolerance = {"rtol": 1e-2, "atol": 1e-3} if half else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(actual, expected, **tolerance)
     torch.testing.assert_close(actual_grads, expected_grads, **tolerance)
+    for name, position in graph.updated.items():
+        torch.testing.assert_close(outputs[position], buffers[name], **tolerance)
     return graph
 
 

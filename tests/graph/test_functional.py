@@ -141,19 +141,51 @@ def test_what_cannot_be_carried_through_is_refused(function: Forward, message: s
         load_graph(archive)
 
 
-class Average(nn.Module):
+class State(nn.Module):
+    """Buffers that forward writes into, as a whole, in parts and through views."""
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("is_first", torch.ones((), dtype=torch.bool))
+        self.register_buffer("queue", torch.randn(8, 6))
+        self.register_buffer("untouched", torch.randn(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean.lerp_(x.mean(0), 0.1)
-        return x - self.mean
+        self.calls += 1
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.is_first.fill_(False)
+            self.queue = torch.cat([self.queue[4:], x])
+            self.queue[0].zero_()
+            self.queue.t()[1:3].add_(1.0)
+            self.untouched.detach_()
+        return (x - self.mean) * self.calls + self.queue.sum() + self.untouched
 
 
-def test_writing_into_the_model_s_state_is_refused() -> None:
-    archive = export_model(Average(), (torch.randn(4, 6),))
-    with pytest.raises(UnsupportedError, match="overwrites the buffer 'mean'"):
+def test_what_is_written_into_buffers_leaves_the_program(check_equal: Check) -> None:
+    graph = check_equal(State(), x=torch.randn(4, 6))
+    updated = {i.target for i in graph.inputs if i.name in graph.updated}
+    assert updated == {"mean", "calls", "is_first", "queue"}
+    assert all(output.updates for output in graph.outputs[graph.num_results :])
+
+
+class Teacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.lerp_(x.mean(0), 0.1)
+        return x * self.weight
+
+
+def test_writing_into_a_parameter_is_refused() -> None:
+    archive = export_model(Teacher(), (torch.randn(4, 6),))
+    with pytest.raises(
+        UnsupportedError, match=r"overwrites the parameter 'weight'.* register_buffer"
+    ):
         load_graph(archive)
 
 

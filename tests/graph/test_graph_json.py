@@ -112,6 +112,9 @@ def test_digest_does_not_depend_on_the_order_of_values() -> None:
         (("inputs", 2, "literal"), [1], "a literal must be"),
         (("outputs", 0), {"name": "gone"}, "returns 'gone'"),
         (("outputs", 0), {}, r"outputs\.0\.name: Field required"),
+        (("outputs", 0, "updates"), "x", "must follow the results"),
+        (("outputs",), [{"name": "x", "updates": "x"}], "'x', not a buffer"),
+        (("outputs",), [{"name": "x", "updates": "gone"}], "'gone', not a buffer"),
         (("values", "x", "shape"), [-3], r"values\['x'\]: shape .* negative"),
         (("values", "x", "dtype"), "int3", r"values\.x\.dtype: Input should be 'uint8'"),
         (

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from scenarios.architectures import mlp as chain
 from support.meshes import slow_devices
 from support.models import Planner, graph_of, meta, mlp
+from torch import nn
 
 from autoshard.plan import Plan, check_plan
 
@@ -121,6 +123,38 @@ def test_an_untouched_plan_is_right(megatron: Plan) -> None:
 def test_a_plan_of_another_graph_is_found_out(megatron: Plan) -> None:
     findings = check_plan(megatron, graph_of(meta(mlp, 2, 8192, 32768, 8192)))
     assert findings == ("the plan was made for another graph",)
+
+
+class Cache(nn.Module):
+    """A buffer that forward writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows.copy_(x)
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("updates", "layout", "finding"),
+    [
+        (None, "S(0)", "updates b_rows, not None"),
+        ("b_rows", "S(1)", r"leaves as S\(1\), and the buffer b_rows .* is stored as S\(0\)"),
+    ],
+)
+def test_a_buffer_that_would_change_its_layout_is_found_out(
+    planned: Planner, updates: str | None, layout: str, finding: str
+) -> None:
+    graph = graph_of((Cache(), {"x": torch.zeros(8, 4)}))
+    plan = planned(graph, (4,), mode="inference", pins={"inputs": {"x": "S(0)"}})
+    document = json.loads(plan.to_json())
+    (output,) = (o for o in document["stages"][0]["outputs"] if o["updates"] is not None)
+    assert output["layout"] == "S(0)"
+    output.update(updates=updates, layout=layout)
+    findings = check_plan(Plan.from_json(json.dumps(document)))
+    assert any(re.search(finding, f) for f in findings), findings
 
 
 @pytest.fixture(scope="module")

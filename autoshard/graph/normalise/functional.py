@@ -5,13 +5,13 @@ and later readers of a view take the view of the new base. Where the graph canno
 two values share memory (a `reshape` may copy), using one after the other was written to is
 refused.
 
-Two effects of a write are dropped on purpose: a user input that the program overwrites keeps
-its value for the caller, and an integer counter among the buffers (`num_batches_tracked`) stays
-as it is.
+A buffer that the program overwrites (a counter, a running mean, a key-value cache) gets an output
+with its new contents, which the runtime stores after the step. A user input that the program
+overwrites keeps its value for the caller.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -24,6 +24,7 @@ from autoshard.graph.ir import (
     Input,
     InputKind,
     Node,
+    Output,
     Ref,
     Tensor,
     Token,
@@ -207,6 +208,8 @@ def is_same(node: Node, values: Mapping[str, Tensor]) -> bool:
         return False
     if node.operator in _SAME:
         return True
+    if node.operator == "aten.detach.default":
+        return not values[node.inputs[0]].requires_grad
     if node.operator in _DROPOUTS:
         return node.argument("train") is False or node.argument("p") == 0
     if node.operator == "aten.type_as.default" or node.operator in _CASTS:
@@ -324,7 +327,7 @@ def make_functional(graph: Graph) -> Graph:
 
     Raises:
         UnsupportedError: a write cannot be carried through, or reaches a parameter or a
-            buffer, which a plan cannot update; the message names the node.
+            constant, which a plan cannot update; the message names the node.
     """
     if not any(is_inplace(node.operator) for node in graph.nodes):
         return graph
@@ -337,6 +340,7 @@ def make_functional(graph: Graph) -> Graph:
     outputs = tuple(
         o if o.name is None else replace(o, name=state.now(o.name, _RETURN)) for o in graph.outputs
     )
+    outputs += tuple(state.updates())
     return replace(graph, nodes=tuple(state.nodes), outputs=outputs, values=state.values)
 
 
@@ -423,14 +427,18 @@ class _Memory:
             return
         if node.operator == "aten.detach_.default":  # it changes no contents
             return
-        tensor = self.values[base]
-        is_counter = not tensor.shape and not tensor.dtype.is_differentiable
-        if source.kind is not InputKind.BUFFER or not is_counter:
+        if source.kind is not InputKind.BUFFER:
             raise UnsupportedError(
                 f"node {node.name!r} ({node.operator}) overwrites the {source.kind.value} "
-                f"{source.target!r}, and a plan cannot update the model's state; "
-                "return the new value from forward and store it outside"
+                f"{source.target!r}; a plan updates buffers only: make it one with register_buffer"
             )
+
+    def updates(self) -> Iterator[Output]:
+        """The new contents of the buffers that were written."""
+        for base, contents in self._contents.items():
+            source = self._inputs.get(base)
+            if source is not None and source.kind is InputKind.BUFFER:
+                yield Output(contents, updates=base)
 
     def _spread(self, node: Node, base: str) -> None:
         """Mark everything that may share memory with what is written."""

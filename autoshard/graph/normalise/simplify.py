@@ -17,9 +17,11 @@ from autoshard.graph.normalise.rewriting import integer, required, rewire
 def drop_dead_code(graph: Graph) -> Graph:
     """The graph without nodes that no output depends on; inputs all stay.
 
-    Random operators go too: nothing is run for the sake of the generator's state.
+    Random operators go too: nothing is run for the sake of the generator's state. Outputs that
+    leave a buffer as it is are dropped.
     """
-    needed = {output.name for output in graph.outputs}
+    outputs = tuple(o for o in graph.outputs if o.updates is None or o.updates != o.name)
+    needed = {output.name for output in outputs}
     kept = []
     for node in reversed(graph.nodes):
         if not needed.isdisjoint(node.outputs):
@@ -29,7 +31,7 @@ def drop_dead_code(graph: Graph) -> Graph:
     names = [i.name for i in graph.inputs if i.kind is not InputKind.LITERAL]
     names += [name for node in nodes for name in node.outputs]
     values = {name: graph.values[name] for name in names}
-    return Graph(graph.inputs, nodes, graph.outputs, values, graph.in_spec, graph.out_spec)
+    return Graph(graph.inputs, nodes, outputs, values, graph.in_spec, graph.out_spec)
 
 
 _DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})

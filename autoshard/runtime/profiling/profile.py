@@ -206,7 +206,7 @@ class SyntheticStep:
         self._step += 1
         if not self._training:
             return
-        self._backward(outputs)
+        self._backward(outputs[: self.program.graph.num_results])
         if self._optimizer is None:
             return
         if probe is None:

@@ -1,0 +1,16 @@
+"""What training and decoding loops do with a planned model, on 4 ranks."""
+
+from collections.abc import Callable
+
+import pytest
+from runtime.cases import updated_buffers
+from support.ranks import joined
+
+NUM_RANKS = 4
+CASES = joined(updated_buffers)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
+    on_ranks(case)
