@@ -8,7 +8,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, 
 from autoshard.client import core
 from autoshard.client.local import Local
 from autoshard.client.offline import Offline, OfflinePlans, open_folder
-from autoshard.client.remote import Remote
+from autoshard.client.remote import PLANS, Remote
 from autoshard.client.requests import (
     CoverageRequest,
     MeshLike,
@@ -31,8 +31,11 @@ from autoshard.client.results import (
 from autoshard.client.transport import (
     AsyncTransport,
     BlockingTransport,
+    Request,
     Retry,
     Transport,
+    get,
+    post,
     run_blocking,
 )
 from autoshard.errors import ServiceError
@@ -88,8 +91,27 @@ class _Base:
         made._backend = Local(made._transport, _offline_plans(cache), resources)
         return made
 
-    async def _resolve(self, plan: Plan | str) -> Plan:
-        return await self._backend.get_plan(plan) if isinstance(plan, str) else plan
+    async def _answer(
+        self,
+        *plans: Plan | str,
+        kind: type[T],
+        ask: Callable[..., Request],
+        here: Callable[..., T],
+        waiting: bool = False,
+    ) -> T:
+        """Return what is asked about plans, from the service if it has all of them.
+
+        Args:
+            *plans: ids, or plans.
+            kind: of the answer; of `str` the text itself.
+            ask: makes the request, with the ids as arguments.
+            here: works the answer out in this process, with the plans as arguments.
+            waiting: whether the service may need a job for it.
+        """
+        if isinstance(self._backend, Remote) and all(isinstance(plan, str) for plan in plans):
+            return await self._backend.ask(ask(*plans), kind, waiting=waiting)
+        found = [await self._backend.get_plan(p) if isinstance(p, str) else p for p in plans]
+        return await self._transport.run(lambda: here(*found))
 
 
 class AsyncClient(_Base):
@@ -352,13 +374,14 @@ class AsyncClient(_Base):
             RequestRejectedError: there is no such plan, or nothing of that name.
             ServiceUnavailableError: the service does not answer.
         """
-        if isinstance(plan, str) and isinstance(self._backend, Remote):
-            return await self._backend.explain(plan, name, value=value, time_limit=time_limit)
-        made = await self._resolve(plan)
-        explanation, _ = await self._transport.run(
-            lambda: core.explain(made, name, value=value, time_limit=time_limit)
+        query = {"name": name, "value": "true" if value else None, "time_limit": time_limit}
+        return await self._answer(
+            plan,
+            kind=Explanation,
+            ask=lambda plan_id: get(f"{PLANS}/{plan_id}/explain", **query),
+            here=lambda made: core.explain(made, name, value=value, time_limit=time_limit)[0],
+            waiting=True,
         )
-        return explanation
 
     async def compare(self, before: Plan | str, after: Plan | str) -> PlanDifference:
         """Compare two plans of one graph; as `autoshard.compare_plans`.
@@ -371,10 +394,13 @@ class AsyncClient(_Base):
             RequestRejectedError: there is no such plan, or they are of different graphs.
             ServiceUnavailableError: the service does not answer.
         """
-        if isinstance(before, str) and isinstance(after, str) and isinstance(self._backend, Remote):
-            return await self._backend.compare(before, after)
-        plans = await self._resolve(before), await self._resolve(after)
-        return await self._transport.run(lambda: compare_plans(*plans))
+        return await self._answer(
+            before,
+            after,
+            kind=PlanDifference,
+            ask=lambda *pair: post(f"{PLANS}:compare", {"before": pair[0], "after": pair[1]}),
+            here=compare_plans,
+        )
 
     async def export(self, plan: Plan | str, target: str) -> str:
         """Export a plan as code or settings of another framework; as `autoshard.export_plan`.
@@ -387,10 +413,12 @@ class AsyncClient(_Base):
             RequestRejectedError: there is no such plan or target.
             ServiceUnavailableError: the service does not answer.
         """
-        if isinstance(plan, str) and isinstance(self._backend, Remote):
-            return await self._backend.export(plan, target)
-        made = await self._resolve(plan)
-        return await self._transport.run(lambda: export_plan(made, target))
+        return await self._answer(
+            plan,
+            kind=str,
+            ask=lambda plan_id: get(f"{PLANS}/{plan_id}/export", to=target),
+            here=lambda made: export_plan(made, target),
+        )
 
     async def list_plans(
         self, *, graph_digest: str | None = None, limit: int = 100

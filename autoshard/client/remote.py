@@ -40,12 +40,11 @@ from autoshard.client.transport import (
 )
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.mesh import Topology, topology_to_json
-from autoshard.plan import Coverage, Plan, PlanDifference
-from autoshard.planner import Explanation
+from autoshard.plan import Coverage, Plan
 
 T = TypeVar("T")
 
-_PLANS = "/v1/plans"
+PLANS = "/v1/plans"
 
 _MAX_PLANS = 4
 """Number of plans kept in memory; that of a large model takes some megabytes."""
@@ -75,9 +74,7 @@ _NO_STREAMS = frozenset({404, 405, 406, 501})
 
 _OCTETS = {"Content-Type": "application/octet-stream"}
 
-_EXPLANATION = TypeAdapter(Explanation)
 _ENTRIES = TypeAdapter(tuple[PlanEntry, ...])
-_DIFFERENCE = TypeAdapter(PlanDifference)
 _SEARCH = TypeAdapter(MeshSearch)
 _VALIDATION = TypeAdapter(Validation)
 _COVERAGE = TypeAdapter(Coverage)
@@ -145,7 +142,7 @@ class Remote:
         try:
             result = await self._lookup(request)
             if result is None:
-                done = await self._submit(_PLANS, request, on_progress, wait=wait)
+                done = await self._submit(PLANS, request, on_progress, wait=wait)
                 result = self._plan_result(done)
         except ServiceUnavailableError as error:
             if offline == "fallback" and kept is not None:
@@ -176,7 +173,7 @@ class Remote:
     async def validate(self, request: PlanRequest) -> Validation:
         """Request a validation; raises as `search`."""
         try:
-            done = await self._submit(_PLANS, request, more={"validate_only": True})
+            done = await self._submit(PLANS, request, more={"validate_only": True})
         except ServiceUnavailableError as error:
             return await self._fall_back(error).validate(request)
         return _read(_VALIDATION, done.document)
@@ -225,32 +222,26 @@ class Remote:
         response = await self._transport.send(Request("POST", f"/v1/jobs/{job_id}:cancel"))
         return read_job(read_json(response))
 
-    async def explain(
-        self, plan_id: str, name: str, *, value: bool, time_limit: float
-    ) -> Explanation:
-        """As `Client.explain`."""
-        request = get(
-            f"{_PLANS}/{plan_id}/explain",
-            name=name,
-            value="true" if value else None,
-            time_limit=time_limit,
-        )
-        response = await self._transport.send(request, waiting=True)
-        if response.status_code != codes.ACCEPTED:
-            return _read(_EXPLANATION, read_json(response))
-        job = await self._follow(response, None)
-        job.check()
-        return _read(_EXPLANATION, job.result)
+    async def ask(self, request: Request, kind: type[T], *, waiting: bool) -> T:
+        """Return the answer to a request, after its job if it starts one.
 
-    async def compare(self, before: str, after: str) -> PlanDifference:
-        """As `Client.compare`."""
-        request = post("/v1/plans:compare", {"before": before, "after": after})
-        return _read(_DIFFERENCE, read_json(await self._transport.send(request)))
+        Args:
+            request: an idempotent one.
+            kind: of the answer; of `str` the text itself.
+            waiting: as in `Transport.send`.
 
-    async def export(self, plan_id: str, target: str) -> str:
-        """As `Client.export`."""
-        response = await self._transport.send(get(f"{_PLANS}/{plan_id}/export", to=target))
-        return response.content.decode()
+        Raises:
+            RequestRejectedError: the service refused, or the job failed.
+            ServiceUnavailableError: the service cannot be reached.
+            ServiceError: the answer is of another kind.
+        """
+        response = await self._transport.send(request, waiting=waiting)
+        if response.status_code == codes.ACCEPTED:
+            job = await self._follow(response, None)
+            job.check()
+            return _read(TypeAdapter(kind), job.result)
+        answer = response.content.decode() if kind is str else read_json(response)
+        return _read(TypeAdapter(kind), answer)
 
     async def list_plans(
         self, *, graph_digest: str | None = None, limit: int = 100
@@ -295,7 +286,7 @@ class Remote:
         """Return the plan of an earlier request that was the same; the graph is not sent."""
         document = {**request.document, "graph_sha256": request.graph_sha256}
         try:
-            found = read_json(await self._transport.send(post(f"{_PLANS}:lookup", document)))
+            found = read_json(await self._transport.send(post(f"{PLANS}:lookup", document)))
             plan = await self.get_plan(str(found["id"]), offline="never")
         except RequestRejectedError as error:
             if error.status not in _NOT_THERE:
@@ -428,7 +419,7 @@ class Remote:
     async def _fetch_plan(self, plan_id: str, *, use_kept: bool) -> Plan:
         kept = self._kept
         try:
-            response = await self._transport.send(get(f"{_PLANS}/{plan_id}"))
+            response = await self._transport.send(get(f"{PLANS}/{plan_id}"))
         except ServiceUnavailableError as error:
             if not use_kept or kept is None:
                 raise
