@@ -44,8 +44,10 @@ from autoshard.plan import (
     Coverage,
     Plan,
     PlanDifference,
+    chrome_trace,
     compare_plans,
     export_plan,
+    simulate,
 )
 from autoshard.planner import Explanation
 from autoshard_solver_cache import NamespacedCache
@@ -420,6 +422,24 @@ class AsyncClient(_Base):
             here=lambda made: export_plan(made, target),
         )
 
+    async def trace(self, plan: Plan | str) -> str:
+        """Trace one predicted step of a plan, as JSON for Perfetto or chrome://tracing.
+
+        Args:
+            plan: the id of a plan, or a plan, which is simulated in this process.
+
+        Raises:
+            PlanError: the document has no plan, in this process.
+            RequestRejectedError: so at the service; or there is no such document.
+            ServiceUnavailableError: the service does not answer.
+        """
+        return await self._answer(
+            plan,
+            kind=str,
+            ask=lambda plan_id: get(f"{PLANS}/{plan_id}/trace"),
+            here=lambda made: chrome_trace(simulate(made)),
+        )
+
     async def list_plans(
         self, *, graph_digest: str | None = None, limit: int = 100
     ) -> tuple[PlanEntry, ...]:
@@ -555,6 +575,7 @@ class Client(_Base):
     explain = _blocking(AsyncClient.explain)
     compare = _blocking(AsyncClient.compare)
     export = _blocking(AsyncClient.export)
+    trace = _blocking(AsyncClient.trace)
     list_plans = _blocking(AsyncClient.list_plans)
     list_jobs = _blocking(AsyncClient.list_jobs)
     list_topologies = _blocking(AsyncClient.list_topologies)

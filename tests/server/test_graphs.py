@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from autoshard import Client
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions
+from autoshard.plan import Plan, PlanOptions, chrome_trace, simulate
 from autoshard.planner import candidate_meshes, make_plan, problem_size
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
@@ -250,6 +251,18 @@ def test_a_plan_is_exported(service: Any, plan: Plan) -> None:
     code = service.http.get(path, params={"to": "fsdp2"})
     assert code.status_code in {200, 422}
     assert service.http.get(path, params={"to": "abacus"}).status_code == 422
+
+
+def test_a_plan_is_traced(service: Any, plan: Plan) -> None:
+    path = f"/v1/plans/{plan.id}/trace"
+    answer = service.http.get(path)
+    assert answer.status_code == 200, answer.text
+    assert answer.text == chrome_trace(simulate(plan))
+    known = {"If-None-Match": answer.headers["ETag"]}
+    assert service.http.get(path, headers=known).status_code == 304
+    assert service.http.get(f"/v1/plans/{'0' * 64}/trace").status_code == 404
+    with Client(service.url, cache=False) as client:
+        assert client.trace(plan.id) == client.trace(plan) == answer.text
 
 
 def test_operators_are_covered(service: Any, digest: str) -> None:

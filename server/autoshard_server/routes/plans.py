@@ -1,4 +1,4 @@
-"""Plans: created, looked up, listed, explained, compared, exported."""
+"""Plans: created, looked up, listed, explained, compared, exported, traced."""
 
 import hashlib
 from functools import partial
@@ -66,6 +66,12 @@ _MAX_EXPLANATION = 600.0
 _DIFFERENCE = TypeAdapter(PlanDifference)
 
 _MEDIA_TYPES = {"json": JSON, "csv": "text/csv", "torchtitan": "application/toml"}
+
+_TRACE = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {"traceEvents": {"type": "array", "items": {"type": "object"}}},
+}
 
 Target = Literal["parallelize-module", "fsdp2", "hf-tp-plan", "torchtitan", "json", "csv"]
 
@@ -265,6 +271,31 @@ async def export_plan(
     return tagged_response(request, text, tag, kind, cache=REVALIDATE)
 
 
+@router.get(
+    "/v1/plans/{plan_id:segment}/trace",
+    response_class=Response,
+    **describe(
+        *(ProblemType.NOT_FOUND, ProblemType.PLAN, ProblemType.REQUEST),
+        headers=("If-None-Match",),
+        answers={
+            200: ("A trace of the Trace Event Format, in JSON.", "ETag", "Cache-Control"),
+            304: ("The caller has this trace.",),
+        },
+        content={JSON: {"schema": _TRACE}},
+    ),
+)
+async def trace_plan(
+    plan_id: PlanId, request: Request, service: ServiceParameter, _caller: Reader
+) -> Response:
+    """One predicted step of a plan over time, for Perfetto or chrome://tracing.
+
+    Compute, communication on each mesh axis, and the memory meanwhile.
+    """
+    text = await service.in_parser(partial(_trace, await _cached_plan(service, plan_id)))
+    # The plan never changes, but another release may draw it differently.
+    return tagged_response(request, text, hashlib.sha256(text).hexdigest(), cache=REVALIDATE)
+
+
 async def _cached_plan(service: Service, plan_id: str) -> bytes:
     body = await service.find_result(JobKind.PLAN, plan_id)
     if body is None:
@@ -301,3 +332,7 @@ def _compare(before: bytes, after: bytes) -> bytes:
 
 def _export(plan: bytes, target: str) -> bytes:
     return plans.export_plan(Plan.from_json(plan), target).encode()
+
+
+def _trace(plan: bytes) -> bytes:
+    return plans.chrome_trace(plans.simulate(Plan.from_json(plan))).encode()
