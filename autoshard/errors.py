@@ -30,7 +30,7 @@ class AutoshardError(Exception):
 
 
 class InputError(AutoshardError, ValueError):
-    """The input is invalid; the message names the fault and the way out."""
+    """The input is invalid; the message names the fault and a remedy."""
 
 
 class GraphError(InputError):
@@ -93,7 +93,7 @@ class ServiceUnavailableError(ServiceError):
     """The service did not answer, or asked to try again later.
 
     Attributes:
-        retry_after: seconds to wait, as the service asked; None if it did not say.
+        retry_after: seconds to wait, from the service's `Retry-After`; None without it.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:

@@ -1,22 +1,22 @@
-"""How a search for an optimum ended, in the words that solver, plan and service share."""
+"""Status of a solve, and the relative gap: shared by solver, plan and service."""
 
 from enum import StrEnum
 from math import isfinite
 
 
 class SolveStatus(StrEnum):
-    """How a solve ended."""
+    """Status of a solve when it ends."""
 
     OPTIMAL = "optimal"
-    """The objective is proven least, within the requested gap."""
+    """The objective is proven optimal within the requested gap."""
     FEASIBLE = "feasible"
-    """There is a solution, and its bound leaves a gap."""
+    """There is a solution, but the gap to the bound is larger than requested."""
     INFEASIBLE = "infeasible"
-    """Proven: nothing satisfies the limits."""
+    """It is proven that nothing satisfies the limits."""
     TIMED_OUT = "timed_out"
     """The time ended before any solution was found."""
     CANCELLED = "cancelled"
-    """The caller stopped the solve; the best solution so far is kept if there is one."""
+    """The caller stopped the solve; the best solution so far is returned if there is one."""
 
 
 def relative_gap(objective: float, bound: float) -> float:

@@ -1,4 +1,4 @@
-"""The command line: reads options, calls a client, and prints the results."""
+"""The command line interface: reads options, calls a client, and prints the results."""
 
 from autoshard.cli.main import app, main
 from autoshard.cli.planning import NO_PLAN

@@ -1,8 +1,8 @@
-"""The demonstration of `autoshard demo`: from export to a sharded run, on one machine without GPU.
+"""`autoshard demo`: from export to a sharded run, on one machine without GPU.
 
-A full-size GPT-2 is exported on the meta device, planned by a service that is started for
-the purpose, and planned again from its cache. Then a small GPT-2 runs sharded on 4 gloo
-ranks and is compared with the unsharded model.
+A full-size GPT-2 is exported on the meta device and planned by a service, which is started for the
+demo; a second request gets the plan from its cache. Then a small GPT-2 runs sharded on 4 gloo ranks
+and is compared with the unsharded model.
 """
 
 import json
@@ -40,7 +40,7 @@ _TOLERANCE = 1e-5
 
 
 def run_demo(console: Console) -> None:
-    """Plan, plan again from the cache, run, compare.
+    """Plan twice, the second time from the cache; run on ranks, and compare.
 
     Raises:
         OptionError: transformers is not installed.
@@ -155,7 +155,7 @@ def demo_mesh() -> Mesh:
         memory_bandwidth=1e9,
         launch_overhead=0.0,
     )
-    source = "invented figures, for the demonstration"
+    source = "synthetic figures for the demo"
     topology = replace(mesh.topology, name="four slow cores", device=device, source=source)
     return Mesh(mesh.axes, topology)
 

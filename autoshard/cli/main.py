@@ -1,4 +1,4 @@
-"""The command line: its commands by name, and those about the service."""
+"""The `autoshard` command: all its subcommands, and those that start the service."""
 
 from importlib.metadata import version
 from typing import Annotated

@@ -1,7 +1,7 @@
-"""Options that several commands take, each declared once, and their values.
+"""Options that several commands share, each declared once, and the parsing of their values.
 
 A command takes a group of options as one parameter, whose type is a dataclass with a field per
-option; `expand_groups` shows Typer the fields.
+option; `expand_groups` makes a Typer option of each field.
 """
 
 import inspect
@@ -69,7 +69,7 @@ Import = Annotated[
 
 
 def _described(name: str) -> Any:
-    """An option of planning, with the description that `PlanOptions` has of it."""
+    """An option of planning, described as in `PlanOptions`."""
     field = PlanOptions.model_fields[name]
     flags = (f"--{name.replace('_', '-')}",) if field.annotation is bool else ()
     text = str(field.description).removeprefix("whether ")
@@ -127,7 +127,7 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """Options that say who carries a command out: this process, or a service."""
+    """Options for running a command in this process, or at a service."""
 
     server: Annotated[
         str | None,
@@ -165,7 +165,8 @@ class Connection:
         Raises:
             PlanError: the file has no plan; the message names it.
             OptionError: an id is unknown here, or another service requires a key.
-            ServiceError: the service has no such plan; or it does not answer, and none is kept.
+            ServiceError: the service has no such plan; or it does not answer, and none is stored
+                here.
         """
         found = _PLAN_URL.fullmatch(source)
         if found is not None:
@@ -188,12 +189,12 @@ class Connection:
         return source if _PLAN_ID.fullmatch(source) else self.read_plan(source)
 
     def _fetch_plan(self, server: str, plan_id: str) -> Plan:
-        is_ours = _origin(server) == _origin(self.server or "")
+        is_own_service = _origin(server) == _origin(self.server or "")
         try:
-            with Client(server, api_key=None if is_ours else False) as client:
+            with Client(server, api_key=None if is_own_service else False) as client:
                 return client.get_plan(plan_id)
         except RequestRejectedError as error:
-            if is_ours or error.status != codes.UNAUTHORIZED:
+            if is_own_service or error.status != codes.UNAUTHORIZED:
                 raise
             raise OptionError(
                 f"{server} requires an API key, which is sent only to the service that "
@@ -203,7 +204,7 @@ class Connection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomOperators:
-    """Options about operators of the model's own."""
+    """Options about the model's own operators."""
 
     modules: Import = None
     no_discover: Annotated[
@@ -216,7 +217,7 @@ class CustomOperators:
     ] = False
 
     def discover(self) -> bool:
-        """Import the modules; return whether operators may be run.
+        """Import the modules; return True if operators may be run.
 
         Raises:
             OptionError: a module cannot be imported.

@@ -1,4 +1,4 @@
-"""Terminal output of all commands: the consoles, error reports, notes, the progress bar."""
+"""Terminal output of all commands: consoles, error reports, notes, the progress bar."""
 
 import logging
 from collections.abc import Iterator
@@ -44,9 +44,9 @@ def reported() -> Iterator[None]:
         log.removeHandler(notes)
 
 
-def marked(word: str, what: object, style: str = "bold red") -> Text:
-    """Put a styled word before a message; the message may have brackets, which are not markup."""
-    return Text.assemble((word, style), f" {what}")
+def marked(word: str, message: object, style: str = "bold red") -> Text:
+    """Put a styled word before a message, whose brackets are not markup."""
+    return Text.assemble((word, style), f" {message}")
 
 
 @contextmanager

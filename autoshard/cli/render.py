@@ -192,7 +192,7 @@ def render_coverage(coverage: Coverage) -> RenderableType:
 
 
 def render_simulation(simulation: Simulation, *, limit: int) -> RenderableType:
-    """Show where the time of a step goes, and when memory peaks.
+    """Show the time of a step by lane, phase and operation, and the peak of memory.
 
     Args:
         simulation: of the step.
@@ -214,12 +214,12 @@ def render_simulation(simulation: Simulation, *, limit: int) -> RenderableType:
 
 
 def render_calibration(calibration: "Calibration") -> RenderableType:
-    """Show the device that was measured, and the error on collectives held out of the fit."""
+    """Show the measured device, and the error on collectives that were not used in the fit."""
     topology = calibration.topology
     device = topology.device
     peaks = ", ".join(f"{flops:.3g} {dtype}" for dtype, flops in device.peak_flops.items())
     table = make_table(
-        "Collectives held out of the fit",
+        "Collectives not used in the fit",
         ["axis", "collective"],
         ["bytes", "measured", "predicted", "error"],
     )
@@ -320,7 +320,7 @@ def _memory(memory: Memory) -> Table:
 
 
 def _recomputation(plan: Plan, costs: Costs) -> Iterator[Text]:
-    """Say what backward recomputes and re-gathers to fit memory, if anything."""
+    """List activation checkpointing and re-gathering in backward, if the plan has any."""
     (stage,) = plan.stages
     regathers = [resharding for resharding in stage.reshardings if resharding.regather]
     if regathers or stage.checkpoints:

@@ -66,7 +66,7 @@ def fetch_plan_file(source: str, folder: Path) -> Path:
 
     Raises:
         OptionError: as `Connection.read_plan`.
-        ServiceError: likewise.
+        ServiceError: as `Connection.read_plan`.
     """
     if Path(source).exists() or source.endswith(".json"):
         return Path(source)

@@ -1,4 +1,4 @@
-"""Commands about stored data: `autoshard cache` and `autoshard keys`."""
+"""Commands for stored data: `autoshard cache` and `autoshard keys`."""
 
 import json as js
 import time
@@ -94,7 +94,7 @@ def show(
         Path | None, typer.Option("-o", "--output", help="File for the entry's bytes.")
     ] = None,
 ) -> None:
-    """Show the size and age of an entry, and write its bytes to a file if asked."""
+    """Show the size and age of an entry; with --output, write its bytes to a file."""
     with _open_cache(cache, store) as opened:
         entry, body = opened.info(namespace, key), opened.read(namespace, key)
         if entry is None or body is None:
@@ -163,8 +163,7 @@ def import_cache(
 ) -> None:
     """Add the entries of a tar file; each is checked, and existing entries stay.
 
-    Import only from people whose plans you would use: the digests show that nothing was damaged,
-    not who made it.
+    Import only from people whose plans you would use: the digests detect damage, not forgery.
     """
     with _open_cache(cache, store) as opened:
         found = import_entries(opened, file)

@@ -79,13 +79,13 @@ class _Base:
 
     @classmethod
     def local(cls, *, cache: bool | str | Path = True, num_workers: int = 2) -> Self:
-        """Make a client that needs no service: requests are carried out in this process.
+        """Make a client that works without a service: it runs requests in this process.
 
         Requests that a service would refuse raise the library's own errors, such as `MeshError`.
 
         Args:
-            cache: keep plans, solved blocks and found rules on this machine, or the folder to
-                keep them in; AUTOSHARD_CACHE, or the user's cache folder, if True.
+            cache: store plans, solved blocks and found rules on this machine, or the folder to
+                store them in; AUTOSHARD_CACHE, or the user's cache folder, if True.
             num_workers: processes that a mesh search plans with.
         """
         made = cls("http://localhost", api_key=False, cache=cache)
@@ -150,11 +150,11 @@ class AsyncClient(_Base):
                 their sharding rules; the service never runs them. If False, they are replicated.
             on_progress: called with each progress report of the job.
             offline: use of plans kept on this machine: `fallback` if the service cannot be
-                reached, `never`, or `only`, which does not ask the service at all.
-                `request_plan` says where a plan comes from.
+                reached, `never`, or `only`, which does not contact the service.
+                `request_plan` returns the source of the plan as well.
 
         Returns:
-            The plan; if none exists, a document whose `reason` says why.
+            The plan; if there is none, a document whose `reason` is not empty.
 
         Raises:
             GraphError: the model cannot be exported, or the file cannot be read.
@@ -181,8 +181,8 @@ class AsyncClient(_Base):
     ) -> PlanResult:
         """As `plan`, with the source of the plan; need not wait for it.
 
-        The arguments and errors are those of `plan`. With `wait=False`, it returns at once if the
-        plan is not known yet: ask for the job with `get_job`, or wait with `wait_for_job`.
+        The arguments and errors are those of `plan`. With `wait=False`, it returns immediately if
+        the plan is not known yet: poll the job with `get_job`, or wait with `wait_for_job`.
         """
         made = await self._transport.run(lambda: PlanRequest(model, args, kwargs, **request))
         return await self._backend.plan(made, on_progress, offline=offline, wait=wait)
@@ -241,8 +241,8 @@ class AsyncClient(_Base):
     ) -> SearchResult:
         """As `search`, with the source of the ranking; need not wait for it.
 
-        The arguments and errors are those of `search`. With `wait=False`, it returns at once if
-        the search is not known yet: ask for the job with `get_job`, or wait with
+        The arguments and errors are those of `search`. With `wait=False`, it returns immediately
+        if the search is not known yet: poll the job with `get_job`, or wait with
         `wait_for_search`.
         """
         made = await self._transport.run(lambda: SearchRequest(model, args, kwargs, **request))
@@ -290,8 +290,8 @@ class AsyncClient(_Base):
             args: as in `plan`.
             kwargs: as in `plan`.
             mesh: its axes must be able to shard an operator; axes of any size if None.
-            plan: a plan of the model, for the time that each operator takes under it. Then the
-                coverage is worked out in this process, with the rules of the plan.
+            plan: a plan of the model, for the time that each operator takes under it. The
+                coverage is then computed in this process, with the rules of the plan.
             discover: as in `plan`.
 
         Raises:
@@ -353,7 +353,7 @@ class AsyncClient(_Base):
         return (await self._backend.wait_for_job(job_id, on_progress)).get_search()
 
     async def cancel(self, job_id: str) -> JobStatus:
-        """Cancel a job, for all who wait for it; a job that is done stays as it is.
+        """Cancel a job for all callers that wait for it; a finished job does not change.
 
         Raises:
             RequestRejectedError: the job is unknown.
@@ -390,7 +390,8 @@ class AsyncClient(_Base):
 
         Args:
             before: the id of a plan, or a plan.
-            after: likewise. Unless both are ids, they are compared in this process.
+            after: the id of a plan, or a plan. Unless both are ids, they are compared in this
+                process.
 
         Raises:
             RequestRejectedError: there is no such plan, or they are of different graphs.
@@ -478,7 +479,7 @@ class AsyncClient(_Base):
         return await self._backend.list_topologies()
 
     async def get_topology(self, name: str) -> Topology:
-        """Return a topology with all its figures; as `autoshard.get_topology`.
+        """Return a topology; as `autoshard.get_topology`.
 
         Raises:
             MeshError: there is none of that name, in this process.
@@ -490,12 +491,11 @@ class AsyncClient(_Base):
     async def put_topology(self, topology: Topology) -> None:
         """Store a topology under its name, or replace the stored one.
 
-        At a service, everybody's requests can name it from now on; in this process, those of this
-        client.
+        At a service, requests of all clients can name it; in this process, those of this client.
 
         Raises:
             MeshError: the name is that of a built-in topology, in this process.
-            RequestRejectedError: so at the service; or too many are stored.
+            RequestRejectedError: it is built in at the service, or too many are stored.
             ServiceUnavailableError: the service does not answer.
         """
         await self._backend.put_topology(topology)
@@ -505,7 +505,7 @@ class AsyncClient(_Base):
 
         Raises:
             MeshError: none is stored under the name, in this process.
-            RequestRejectedError: so at the service.
+            RequestRejectedError: none is stored under the name at the service.
             ServiceUnavailableError: the service does not answer.
         """
         await self._backend.delete_topology(name)
@@ -532,7 +532,7 @@ class AsyncClient(_Base):
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> "Callable[Concatenate[Client, P], T]":
-    """Make the blocking twin of a coroutine method: the same code over a blocking transport."""
+    """Make a blocking method of a coroutine method: the same code over a blocking transport."""
 
     @wraps(method)
     def call(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -549,11 +549,11 @@ class Client(_Base):
         timeout: seconds that a single request may take; planning may take longer.
         api_key: AUTOSHARD_API_KEY, the file that AUTOSHARD_API_KEY_FILE names, or `api-key` in
             the user's configuration folder, if None; none is sent if False.
-        retry: of requests that are not answered, or answered with "try again later".
-        cache: keep plans on this machine, for when the service is down, or the folder to keep
+        retry: policy for requests that fail, or are answered with "try again later".
+        cache: store plans on this machine, for when the service is down, or the folder to store
             them in; AUTOSHARD_CACHE, or the user's cache folder, if True.
-        fallback: `local` carries requests out in this process if the service cannot be reached
-            and no plan is kept.
+        fallback: `local` runs requests in this process if the service cannot be reached and no
+            plan is stored on this machine.
 
     Raises:
         OptionError: the API key cannot be read.

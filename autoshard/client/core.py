@@ -1,9 +1,9 @@
-"""Carrying requests out in this process: plan, validate, search, coverage, explain.
+"""Running requests in this process: plan, validate, search, coverage, explain.
 
 The local client and the service's solver process call these functions; the remote client sends the
-same requests to a service. A result comes with a flag that says whether it is final: the same
-request would give it again. Results of runs that hit a time limit or were cancelled are not final
-and must not be cached.
+same requests to a service. Each result has a flag `is_final`: true if the same request would give
+the same result. Results of runs that hit a time limit or were cancelled are not final and must not
+be cached.
 """
 
 import logging
@@ -37,8 +37,8 @@ ProgressListener = Callable[[JobProgress], None]
 """Called with each progress report of a running request."""
 
 KeepPlan = Callable[[Plan, bool], bool]
-"""Stores a plan of a search under its id. The flag says whether the plan is final; the result,
-whether the plan can be looked up by its id from now on."""
+"""Stores a plan of a search under its id. The flag is true if the plan is final; returns true if
+the plan can now be looked up by its id."""
 
 _UNFINISHED = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
 
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Caches and limits of the process that carries requests out.
+    """Caches and limits of the process that runs requests.
 
     Attributes:
         blocks: cache of solved blocks; None solves every block anew.
@@ -82,7 +82,7 @@ def find_rules(graph: Graph, resources: Resources) -> tuple[Graph, bool]:
     replicated.
 
     Returns:
-        the graph, and whether there was time to try all operators.
+        the graph; true if there was time to try all operators.
     """
     if all(has_rule(node.operator) for node in graph.nodes if node.operator.startswith("aten.")):
         return graph, True
@@ -124,10 +124,10 @@ def plan(
         cancel: set it to stop; the plan's status is then `cancelled`.
 
     Returns:
-        the plan, and whether it is final.
+        the plan; true if it is final.
 
     Raises:
-        InputError: the graph cannot be planned as asked.
+        InputError: the request cannot be planned.
     """
     found, is_complete = find_rules(graph, resources)
     made = make_plan(
@@ -148,7 +148,7 @@ def validate(
     """Measure the problem that a request poses, without planning it.
 
     Returns:
-        the plan's id and the problem's size, and whether that is final.
+        the plan's id and the problem's size; true if they are final.
 
     Raises:
         InputError: planning would refuse the request.
@@ -165,11 +165,12 @@ def coverage(
 
     Args:
         graph: as `load_request_graph` returned it.
-        axis_sizes: sizes of mesh axes of which one must be able to shard; empty for any size.
+        axis_sizes: an operator counts as sharded if an axis of one of these sizes can shard it;
+            empty for any size.
         resources: caches and limits.
 
     Returns:
-        the coverage, and whether it is final.
+        the coverage; true if it is final.
     """
     found, is_complete = find_rules(graph, resources)
     return operator_coverage(found, axis_sizes=axis_sizes), is_complete
@@ -201,7 +202,7 @@ def explain(
     """Price every alternative of one choice of a plan; as `autoshard.explain`.
 
     Returns:
-        the explanation, and whether it is final: no alternative ran out of time.
+        the explanation; true if it is final, because no alternative ran out of time.
 
     Raises:
         PlanError: planning ended without a plan.
@@ -237,14 +238,14 @@ def search(
         resources: caches and limits.
         on_progress: called after each mesh.
         cancel: set it to stop.
-        keep: stores each plan under its id; None keeps none.
+        keep: stores each plan under its id; None stores none.
 
     Returns:
-        the meshes, best first, and whether the result is final. A mesh has a `plan_id` if `keep`
-        has stored its plan.
+        the meshes, best first; true if they are final. A mesh has a `plan_id` if `keep` has stored
+        its plan.
 
     Raises:
-        InputError: the graph cannot be planned as asked.
+        InputError: the request cannot be planned.
     """
     started = time.monotonic()
     complete, is_complete = find_rules(graph, resources)
@@ -273,7 +274,7 @@ def search(
         found.append(_searched_mesh(candidate, known, keep, is_complete=is_complete))
     plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
     is_final = is_complete and all(_is_final(made) for made in plans)
-    # If a plan could not be stored, the next request searches again and gets it.
+    # If a plan could not be stored, the result is not final, so the next request searches again.
     are_kept = keep is None or all(mesh.plan_id for mesh in found if not mesh.error)
     return MeshSearch(meshes=tuple(found)), is_final and are_kept
 

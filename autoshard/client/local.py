@@ -1,4 +1,4 @@
-"""Requests carried out in this process, by jobs in threads."""
+"""Requests run in this process, by jobs in threads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from autoshard.plan import PLAN_VERSION, Coverage, Plan
 from autoshard.planner import plan_id
 
 _POLL = 0.1
-"""Seconds between two looks at a job."""
+"""Seconds between polls of a job."""
 
 _MAX_JOBS = 64
 """Number of jobs that are remembered; the oldest are forgotten first."""
@@ -61,12 +61,12 @@ class LocalJob:
 
     Args:
         key: identifies the request: the plan's id, or a digest of the search.
-        make: carries it out; None if the job was cancelled before.
+        make: runs it; returns None if the job was cancelled.
         plan_id: of the plan that it makes; empty for a search.
 
     Attributes:
-        waiters: number of callers that wait for the result without knowing the job's id.
-        is_shared: true once a caller knows the job's id and may come back for it.
+        waiters: number of waiting callers that did not receive the job's id.
+        is_shared: true once a caller has received the job's id and may poll it later.
     """
 
     def __init__(self, key: str, make: Callable[["LocalJob"], _Made | None], plan_id: str) -> None:
@@ -80,12 +80,12 @@ class LocalJob:
         self.made: _Made | None = None
         self.failure: Exception | None = None
         self._make = make
-        # A daemon thread: the program may end before a plan that nobody waits for.
+        # A daemon thread: the program may end before a job for which no caller waits.
         Thread(target=self._run, daemon=True).start()
 
     @property
     def is_usable(self) -> bool:
-        """True if another caller with the same request may have the result."""
+        """True if an equal request may use the result."""
         if not self.done.is_set():
             return not self.cancel.is_set()
         return self.made is not None and self.made.is_final
@@ -128,7 +128,7 @@ class LocalJob:
 
 
 class LocalJobs:
-    """The jobs of this process. Callers with the same request share a job.
+    """The jobs of this process. Equal requests share a job.
 
     Args:
         transport: waits and reports progress.
@@ -180,12 +180,12 @@ class LocalJobs:
 
         Args:
             key: identifies the request.
-            make: carries it out.
+            make: runs it.
             plan_id: of the plan that is requested; empty for a search.
-            wait: true if the caller waits and is not told the job's id.
+            wait: true if the caller waits and does not receive the job's id.
 
         Returns:
-            the job, and whether it was done before this request.
+            the job; true if it was done before this request.
         """
         with self._lock:
             usable = (job for job in self._jobs.values() if job.key == key and job.is_usable)
@@ -201,10 +201,10 @@ class LocalJobs:
             return job, cached
 
     async def wait_joined(self, job: LocalJob, on_progress: OnProgress | None) -> None:
-        """Wait for a job that was joined. The last waiter to leave cancels it, unless it is shared.
+        """Wait for a job that was joined. If its last waiter is cancelled, so is an unshared job.
 
         Raises:
-            AutoshardError: the request cannot be carried out.
+            AutoshardError: the request failed.
         """
         try:
             await self.wait(job, on_progress)
@@ -228,13 +228,13 @@ class LocalJobs:
 
 
 class Local:
-    """Carries requests out in this process; the twin of `Remote`.
+    """Runs requests in this process; has the methods of `Remote`.
 
-    Invalid requests raise the library's own errors here, where the service refuses them.
+    Invalid requests raise the library's own errors here, instead of `RequestRejectedError`.
 
     Args:
-        transport: runs functions that take a while, and reports progress.
-        kept: plans kept on this machine; None keeps none.
+        transport: runs functions that may take long, and reports progress.
+        kept: store of plans on this machine; None stores none.
         resources: caches and limits.
     """
 
@@ -259,7 +259,7 @@ class Local:
 
         Raises:
             InputError: it cannot be planned.
-            ServiceUnavailableError: only a kept plan was asked for, and there is none.
+            ServiceUnavailableError: only a stored plan was requested, and there is none.
         """
         kept = self._kept
         if offline == "only":
@@ -392,7 +392,7 @@ class Local:
         """As `Client.cancel`."""
         job = self._jobs.find(job_id)
         job.cancel.set()
-        # The solver checks the event often, but not at once.
+        # The solver checks the event often, but not immediately.
         await self._transport.run(job.done.wait)
         return job.status()
 
@@ -444,7 +444,7 @@ class Local:
 
 
 def _not_found(detail: str) -> RequestRejectedError:
-    """Make the error with which the service refuses a request for something unknown."""
+    """Make the error of a service that does not find a resource."""
     problem: dict[str, Any] = {"title": "Not found", "status": _NOT_FOUND, "detail": detail}
     return rejected(problem)
 

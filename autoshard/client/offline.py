@@ -1,4 +1,4 @@
-"""Plans kept on this machine, so that a job can start while the service is down."""
+"""Plans stored on this machine, so that a job can start while the service is down."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ from autoshard.plan import PLAN_VERSION, Plan
 from autoshard_solver_cache import FolderCache
 
 Offline = Literal["fallback", "never", "only"]
-"""Use of plans kept on this machine: if the service cannot be reached, never, or without asking
-the service at all."""
+"""Use of plans kept on this machine: if the service cannot be reached, never, or without
+contacting the service."""
 
 FOLDER_VARIABLE = "AUTOSHARD_CACHE"
 
@@ -91,7 +91,7 @@ class OfflinePlans:
         return None if pointer is None else self.get(pointer.decode())
 
     def _point(self, key: str, plan_id: str) -> None:
-        # Another version of the service may have made another plan: the latest one counts.
+        # Another version of the service may have made another plan: the latest one is stored.
         if self._cache.get(_NAMESPACE, key) != plan_id.encode():
             self._cache.delete(_NAMESPACE, key)
             self._cache.put(_NAMESPACE, key, plan_id.encode())
@@ -112,4 +112,4 @@ def require_plan(kept: OfflinePlans | None, request: PlanRequest) -> PlanResult:
 def _key(graph: str, request: PlanRequest, mesh: Mesh) -> str:
     document = {**request.document, "mesh": json.loads(mesh_to_json(mesh))}
     text = json.dumps([PLAN_VERSION, graph, document], sort_keys=True)
-    return f"asked:{hashlib.sha256(text.encode()).hexdigest()}"
+    return f"request:{hashlib.sha256(text.encode()).hexdigest()}"

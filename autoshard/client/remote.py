@@ -1,4 +1,4 @@
-"""Requests carried out by a planning service, over its REST API."""
+"""Requests sent to a planning service, over its REST API."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ _MAX_LOST_JOBS = 2
 """Number of times that a job which the service has forgotten is requested again."""
 
 _POLL = 1.0
-"""Seconds between two requests for a job's state, if the service does not say."""
+"""Seconds between polls of a job, if the service sends no Retry-After."""
 
 _MAX_BROKEN_STREAMS = 3
 """Number of event streams in a row that break before the first event; then the job is polled."""
@@ -90,7 +90,7 @@ class _Submitted:
 
     Attributes:
         response: of the service.
-        job: the job that carries it out; None if the response has the result.
+        job: the job that runs it; None if the response has the result.
         cached: true if the result was known before this request.
     """
 
@@ -105,12 +105,12 @@ class _Submitted:
 
 
 class Remote:
-    """Sends requests to a service; the twin of `Local`.
+    """Sends requests to a service; has the methods of `Local`.
 
     Args:
         transport: to the service.
-        kept: plans kept on this machine; None keeps none.
-        fallback: carries requests out if the service cannot be reached and no plan is kept.
+        kept: store of plans on this machine; None stores none.
+        fallback: runs requests if the service cannot be reached and no plan is stored.
     """
 
     def __init__(
@@ -319,19 +319,19 @@ class Remote:
             path: of the route.
             request: with the graph.
             on_progress: called with the progress of the job.
-            more: members of the document besides those of the request.
-            wait: false to return at once if the result needs a job.
+            more: members of the document in addition to those of the request.
+            wait: false to return immediately if the result needs a job.
 
         Raises:
             RequestRejectedError: the service refused, or the job failed or was cancelled.
             ServiceUnavailableError: it cannot be reached, or is too busy.
         """
         document = {**request.document, **(more or {})}
-        # With a progress listener, the service returns at once, so that progress is reported.
-        patience = _PREFER_WAIT if wait and on_progress is None else 0
+        # With a progress listener, the service responds immediately, so that progress is reported.
+        wait_seconds = _PREFER_WAIT if wait and on_progress is None else 0
         lost = 0
         while True:
-            response = await self._post(path, request, document, patience, waiting=wait)
+            response = await self._post(path, request, document, wait_seconds, waiting=wait)
             cached = response.headers.get("Autoshard-Cache") == "hit"
             if response.status_code != codes.ACCEPTED:
                 return _Submitted(response, None, cached)
@@ -354,21 +354,21 @@ class Remote:
         path: str,
         request: GraphRequest,
         document: Mapping[str, Any],
-        patience: int,
+        wait_seconds: int,
         *,
         waiting: bool,
     ) -> httpx2.Response:
         """Send a document that names its graph by digest; upload the graph if it is unknown."""
         named = {**document, "graph_sha256": request.graph_sha256}
-        headers = {"Prefer": f"wait={patience}", "Idempotency-Key": uuid4().hex}
-        order = post(path, named, headers=headers, patience=patience)
+        headers = {"Prefer": f"wait={wait_seconds}", "Idempotency-Key": uuid4().hex}
+        submission = post(path, named, headers=headers, extra_timeout=wait_seconds)
         try:
-            return await self._transport.send(order, waiting=waiting)
+            return await self._transport.send(submission, waiting=waiting)
         except RequestRejectedError as error:
             if error.status != codes.NOT_FOUND:
                 raise
         await self._upload(request, waiting=waiting)
-        return await self._transport.send(order, waiting=waiting)
+        return await self._transport.send(submission, waiting=waiting)
 
     async def _upload(self, request: GraphRequest, *, waiting: bool) -> None:
         """Store a graph under its digest, compressed if that makes it smaller."""
@@ -482,7 +482,7 @@ class JobFollower:
         """
         failures = Failures(self._transport.retry, waiting=True)
         while not self._job.done:
-            # A broken stream says nothing about the job: only a failed poll is an outage.
+            # A broken stream does not count as an outage: only a failed poll does.
             is_broken = await self._stream()
             try:
                 if not self._has_streams:
@@ -506,8 +506,8 @@ class JobFollower:
         self._job = read_job(read_json(response))
         if not self._has_streams:
             await self._report(self._job.progress)
-        asked = retry_after(response)
-        return _POLL if asked is None else asked
+        requested = retry_after(response)
+        return _POLL if requested is None else requested
 
     async def _stream(self) -> bool:
         """Read the event stream to its end; return true if it broke instead."""

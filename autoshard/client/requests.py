@@ -1,4 +1,4 @@
-"""Requests about a model, ready to be sent to a service or carried out in this process."""
+"""Requests about a model, to be sent to a service or run in this process."""
 
 import hashlib
 import json
@@ -71,10 +71,10 @@ class GraphRequest:
     """A request about a graph.
 
     Args:
-        model: as of `Client.plan`.
-        args: likewise.
-        kwargs: likewise.
-        members: of the JSON document of the request, besides the rules.
+        model: as in `Client.plan`.
+        args: as in `Client.plan`.
+        kwargs: as in `Client.plan`.
+        members: of the JSON document of the request, without the rules.
         discover: run the model's own operators on small tensors to find their sharding rules.
 
     Attributes:
@@ -134,7 +134,7 @@ class PlanRequest(GraphRequest):
         """Build the mesh.
 
         Args:
-            topologies: stored ones that it may name, besides those that are built in.
+            topologies: stored topologies by name, in addition to the built-in ones.
 
         Raises:
             MeshError: it is invalid.
@@ -238,7 +238,7 @@ def _merge_options(
     mode: Mode | None = None,
     memory_budget: int | None = None,
 ) -> PlanOptions:
-    """Replace the options that were also given by themselves.
+    """Replace options by those that were given as separate arguments.
 
     Raises:
         OptionError: one of them is invalid.
@@ -249,7 +249,7 @@ def _merge_options(
 
 
 def _unlimited(graph: bytes) -> ArchiveLimits:
-    """Limits that no archive of this size exceeds: the caller's own is not an attack."""
+    """Limits that no archive of this size exceeds: the caller's own archive is trusted."""
     largest = _MAX_DEFLATE_RATIO * len(graph)
     return ArchiveLimits(
         archive_bytes=len(graph),
@@ -267,7 +267,7 @@ def _custom_rules(graph: bytes) -> list[dict[str, Any]]:
     try:
         program = load_graph(graph, limits=limits)
     except GraphError:
-        return []  # reported where the request is carried out
+        return []  # reported when the request is run
     from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
 
     found = discover(program, aten=False)

@@ -71,7 +71,7 @@ class JobStatus:
         """
         self.check()
         if self.plan is None:
-            raise ServiceError(f"the job {self.id} made something else than a plan")
+            raise ServiceError(f"the result of the job {self.id} is not a plan")
         return self.plan
 
     def get_search(self) -> "MeshSearch":
@@ -85,7 +85,7 @@ class JobStatus:
         try:
             return MeshSearch.model_validate(self.result)
         except ValidationError:
-            raise ServiceError(f"the job {self.id} made something else than a search") from None
+            raise ServiceError(f"the result of the job {self.id} is not a search") from None
 
     def check(self) -> None:
         """Raise an error unless the job has succeeded.
@@ -181,7 +181,7 @@ class SearchResult:
 def rejected(problem: Mapping[str, Any], status: int = 500) -> RequestRejectedError:
     """Make the error for problem details."""
     title = problem.get("title", "the service refused the request")
-    detail = problem.get("detail", "it did not say why")
+    detail = problem.get("detail", "no reason was given")
     status = int(problem.get("status", status))
     return RequestRejectedError(f"{title}: {detail}", status=status, problem=problem)
 

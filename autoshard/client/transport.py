@@ -60,14 +60,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Retries of requests that are not answered, or answered with "try again later".
+    """Retry policy for requests that fail, or are answered with "try again later".
 
     All requests are idempotent: plans are named by what was requested, and a repeated request
     carries the same `Idempotency-Key`.
 
     Attributes:
         attempts: largest number of times that a request is sent.
-        outage: seconds without an answer to sit out while a result is waited for, so that the
+        outage: seconds without a response to tolerate while waiting for a result, so that the
             service can be restarted meanwhile.
         first: seconds before the second attempt; each further delay is twice as long, with a
             random factor between 0.5 and 1.
@@ -81,11 +81,11 @@ class Retry:
 
 
 class Failures:
-    """Counts failed attempts in a row and decides when to try again.
+    """Counts consecutive failed attempts and decides when to try again.
 
     Args:
         retry: limits.
-        waiting: true while a result is waited for: then `outage` counts, not `attempts`.
+        waiting: true while waiting for a result: `outage` then applies instead of `attempts`.
     """
 
     def __init__(self, retry: Retry, *, waiting: bool) -> None:
@@ -95,7 +95,7 @@ class Failures:
         self._since = 0.0
 
     def reset(self) -> None:
-        """Forget earlier failures: the service has answered."""
+        """Reset the count, after a response of the service."""
         self.count = 0
 
     def delay(self, error: ServiceUnavailableError) -> float:
@@ -109,30 +109,30 @@ class Failures:
         if self.count == 1:
             self._since = now
         left = retry.outage - (now - self._since) if self._waiting else retry.longest
-        asked = error.retry_after or 0.0
-        if asked > left or left <= 0 or (not self._waiting and self.count >= retry.attempts):
+        requested = error.retry_after or 0.0
+        if requested > left or left <= 0 or (not self._waiting and self.count >= retry.attempts):
             raise error
         backoff = min(retry.first * 2.0 ** min(self.count - 1, 30), retry.longest)
-        return max(asked, backoff * random.uniform(0.5, 1.0))  # noqa: S311  no secret
+        return max(requested, backoff * random.uniform(0.5, 1.0))  # noqa: S311  no secret
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An HTTP request, byte for byte, so that a repeated one is the same.
+    """An HTTP request with its body as bytes, so that it can be repeated unchanged.
 
     Attributes:
-        method: of HTTP.
-        path: below the address of the service, with the query.
-        headers: besides those of every request.
+        method: HTTP method.
+        path: relative to the address of the service, with the query.
+        headers: in addition to those of every request.
         body: empty for none.
-        patience: seconds that the service may take longer than usual.
+        extra_timeout: seconds that the service may take in addition to the timeout.
     """
 
     method: str
     path: str
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
-    patience: float = 0.0
+    extra_timeout: float = 0.0
 
 
 class Transport(ABC):
@@ -141,8 +141,8 @@ class Transport(ABC):
     Args:
         url: of the service.
         timeout: seconds that a request may take.
-        retry: of requests that are not answered.
-        api_key: as of `Client`.
+        retry: policy for failed requests.
+        api_key: as in `Client`.
 
     Raises:
         OptionError: the API key cannot be read.
@@ -157,11 +157,11 @@ class Transport(ABC):
         self._settings: dict[str, Any] = {"base_url": url, "headers": _headers(url, api_key)}
 
     async def send(self, request: Request, *, waiting: bool = False) -> httpx2.Response:
-        """Send a request, again if it is not answered.
+        """Send a request, with retries.
 
         Args:
             request: an idempotent one.
-            waiting: true if a result is waited for, so that an outage is sat out.
+            waiting: true while waiting for a result, so that an outage is tolerated.
 
         Raises:
             RequestRejectedError: the service refused.
@@ -193,7 +193,7 @@ class Transport(ABC):
                 url=request.path,
                 headers=dict(request.headers),
                 content=request.body or None,
-                timeout=httpx2.Timeout(self._timeout, read=self._timeout + request.patience),
+                timeout=httpx2.Timeout(self._timeout, read=self._timeout + request.extra_timeout),
             )
         except _CONNECTION_ERRORS as error:
             raise ServiceUnavailableError(
@@ -222,7 +222,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def run(self, function: Callable[[], T]) -> T:
-        """Call a function that takes a while: file access, an export, a solve."""
+        """Call a function that may take long: file access, an export, a solve."""
 
     @abstractmethod
     async def notify(self, listener: OnProgress, progress: JobProgress) -> None:
@@ -272,7 +272,7 @@ class BlockingTransport(Transport):
 
     @property
     def _http(self) -> httpx2.Client:
-        # Opened when it is first needed: loading certificates takes longer than many a request.
+        # Opened when it is first needed: loading certificates takes longer than many requests.
         with self._lock:
             if self._opened is None:
                 self._opened = httpx2.Client(**self._settings)
@@ -369,11 +369,15 @@ def get(path: str, /, **query: Any) -> Request:
 
 
 def post(
-    path: str, document: Any, *, headers: Mapping[str, str] | None = None, patience: float = 0.0
+    path: str,
+    document: Any,
+    *,
+    headers: Mapping[str, str] | None = None,
+    extra_timeout: float = 0.0,
 ) -> Request:
     """Make a POST request with a JSON body."""
     sent = {"Content-Type": "application/json", **(headers or {})}
-    return Request("POST", path, sent, json.dumps(document).encode(), patience)
+    return Request("POST", path, sent, json.dumps(document).encode(), extra_timeout)
 
 
 def read_json(response: httpx2.Response) -> Any:
@@ -402,7 +406,7 @@ def retry_after(response: httpx2.Response) -> float | None:
 
 
 def find_api_key(given: str | None) -> str | None:
-    """Find the API key: the one given, else that of the environment, else that of the user's file.
+    """Find the API key: the one given, or from the environment, or from the user's file.
 
     The environment names a key (AUTOSHARD_API_KEY) or a file with one (AUTOSHARD_API_KEY_FILE,
     as containers mount secrets). The user's file is `api-key` in their configuration folder.
@@ -450,7 +454,7 @@ def _headers(url: str, api_key: str | Literal[False] | None) -> dict[str, str]:
 
 
 def _problem(response: httpx2.Response) -> dict[str, Any]:
-    """Problem details of a response; from its status alone if a proxy has answered."""
+    """Problem details of a response; made from its status if a proxy sent it."""
     try:
         problem = json.loads(response.content)
     except ValueError:

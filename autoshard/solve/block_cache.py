@@ -1,7 +1,7 @@
-"""A cache of block tables outside of the process.
+"""A cache of block tables that outlives the process.
 
-An entry is a digest and plain numbers. Anything else than exactly what was written counts as
-missing, so a damaged entry costs time and never a wrong answer.
+An entry is a digest followed by plain numbers. An entry that does not match its digest counts as
+missing, so a damaged one costs time but never gives a wrong solution.
 """
 
 from collections.abc import Sequence
@@ -23,26 +23,26 @@ _Number = TypeVar("_Number", np.float64, np.int32)
 class KeyValueStore(Protocol):
     """Bytes under keys, shared with other solves.
 
-    A store that cannot be reached says so by finding nothing: it must not raise.
+    A store that cannot be reached finds nothing: it must not raise.
     """
 
     def get(self, key: str) -> bytes | None:
         """The bytes under a key, or None."""
 
     def put(self, key: str, body: bytes) -> None:
-        """Keep bytes under a key; those that are there already may stay."""
+        """Store bytes under a key; an existing entry may stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class SolvedBlock:
-    """A run of groups of nodes that are alike and were solved as one.
+    """A run of equal groups of nodes that were solved as one block.
 
     Attributes:
-        nodes: those of the first group.
-        num_groups: how many groups the run has.
-        key: digest of what a group is made of, 64 hex digits.
-        num_reused: tables of it that were found in the store.
-        num_solved: tables of it that had to be made.
+        nodes: nodes of the first group.
+        num_groups: number of groups of the run.
+        key: digest of the content of a group, 64 hex digits.
+        num_reused: number of its tables that were found in the store.
+        num_solved: number of its tables that were computed.
     """
 
     nodes: tuple[int, ...]
@@ -59,11 +59,11 @@ def content_key(*parts: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """A table that was kept.
+    """A stored table.
 
     Attributes:
-        values: prices; None where the table is known to be too large to make.
-        work: additions that making it takes.
+        values: prices; None if the table is known to be too large to compute.
+        work: additions that computing it takes.
     """
 
     values: NDArray[np.float64] | None
@@ -71,10 +71,10 @@ class TableEntry:
 
 
 class CachedTable:
-    """One table of a block in a store, and strategies inside of the block that go with it.
+    """One table of a block in a store, with the strategies inside the block that attain it.
 
     Args:
-        store: what keeps it.
+        store: of tables.
         key: digest of everything that determines the table.
     """
 
@@ -83,7 +83,7 @@ class CachedTable:
         self._key = key
 
     def find(self, shape: Sequence[int]) -> TableEntry | None:
-        """The table, if it is kept and intact."""
+        """The table, if it is stored and intact; else None."""
         numbers = self._read(self._key, np.float64)
         if numbers is None or np.isnan(numbers).any():
             return None
@@ -94,17 +94,17 @@ class CachedTable:
         return TableEntry(numbers[1:].reshape(shape), float(numbers[0]))
 
     def keep(self, table: TableEntry) -> None:
-        """Keep the table, or that it is too large to make."""
+        """Store the table, or the fact that it is too large to compute."""
         values = table.values
         numbers = np.zeros(0) if values is None else np.append(table.work, values)
         self._write(self._key, numbers)
 
     def find_interior(self, seen: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
-        """Strategies of the nodes of a group, if they are kept and intact.
+        """Strategies of the nodes of a group, if they are stored and intact; else None.
 
         Args:
-            seen: state of what the group sees.
-            sizes: number of strategies of each of its nodes.
+            seen: an index of the table.
+            sizes: number of strategies of each node of the group.
         """
         numbers = self._read(self._key_of(seen), np.int32)
         if numbers is None or len(numbers) != len(sizes):
@@ -114,7 +114,7 @@ class CachedTable:
         return tuple(numbers.tolist())
 
     def keep_interior(self, seen: Sequence[int], strategies: Sequence[int]) -> None:
-        """Keep the strategies of the nodes of a group."""
+        """Store the strategies of the nodes of a group."""
         self._write(self._key_of(seen), np.array(strategies, np.int32))
 
     def _key_of(self, seen: Sequence[int]) -> str:
@@ -136,7 +136,7 @@ class CachedTable:
 
 
 def _seal(key: str, numbers: bytes) -> bytes:
-    """Digest of an entry and its key: an entry of another key is not taken either."""
+    """Digest of an entry and its key, so that the entry of another key does not match."""
     return bytes.fromhex(content_key(key.encode(), numbers))
 
 

@@ -1,11 +1,11 @@
 """Exact minimisation of networks of small treewidth, by bucket elimination.
 
 Bucket elimination (Dechter, Artif. Intell. 113:41, 1999): a variable is minimised out into a
-message, a table over its neighbours. A table is indexed not by strategies but by the classes
-of strategies that the eliminated variables can tell apart, so it stays small where many
-strategies share a layout. The structure is compiled once and evaluated for as many cost
-vectors as needed; a second pass gives the min-marginals: the least price of all choices that
-pick each strategy of each variable.
+message, a table over its neighbours. A table is indexed not by strategies but by classes of
+strategies with equal prices towards the eliminated variables, so it stays small if many
+strategies share a layout. The structure is compiled once and evaluated for any number of cost
+vectors. A second pass computes the min-marginals: the least price of all choices with each
+strategy of each variable.
 """
 
 import heapq
@@ -21,12 +21,12 @@ from autoshard.solve.problem import Problem
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 _BLOCK = 1 << 18
-"""Entries of sums that are held at once, where a table has no more."""
+"""Number of entries of a sum that are computed at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketInput:
-    """A factor seen from a bucket: for each axis, the entry that each bucket class selects."""
+    """An input factor of a bucket, with the index of each bucket class along each of its axes."""
 
     factor: int
     order: tuple[int, ...]
@@ -56,15 +56,15 @@ def bucket_message(bucket: Bucket, cost: FloatArray, tables: Sequence[FloatArray
     """
     least = np.full(bucket.shape[0], np.inf)
     np.minimum.at(least, bucket.classes, cost)
-    batch = [_arm(bucket, seen, tables) for seen in bucket.inputs]
+    batch = [_broadcast_table(bucket, seen, tables) for seen in bucket.inputs]
     out = np.full(bucket.shape[1:], np.inf)
     flat = (1,) * (len(bucket.shape) - 1)
     step = max(1, _BLOCK // max(out.size, 1))
     for start in range(0, len(least), step):
         part = slice(start, start + step)
         total = least[part].reshape(-1, *flat)
-        for arm in batch:
-            total = total + arm[part]
+        for table in batch:
+            total = total + table[part]
         np.minimum(out, total.min(axis=0), out=out)
     return out
 
@@ -77,55 +77,58 @@ def bucket_marginals(
     *,
     num_given: int,
 ) -> tuple[FloatArray, FloatArray, list[tuple[BucketInput, FloatArray]]]:
-    """Least price of everything, by what a bucket and its inputs see.
+    """Min-marginals of a bucket's variable and of its incoming messages.
 
     Args:
         bucket: the elimination of a variable.
         cost: of each strategy of the variable, shape [S].
         tables: of all factors, by their numbers.
-        outside: what lies outside of the bucket's subtree, by the classes of its neighbours.
-        num_given: factors with lower numbers are no messages of other buckets.
+        outside: least price of everything outside of the bucket's subtree, by the classes of its
+            neighbours.
+        num_given: number of factors of the problem; those after them are messages of buckets.
 
     Returns:
         the least cost in each class of the variable, shape [K]; the least price of all
-        choices with each class, shape [K]; and for each message that came in, the
-        least price by the bucket's classes of the message's variables.
+        choices with each class, shape [K]; and for each incoming message, the least price by the
+        bucket's classes of the message's variables.
     """
     base = np.full(bucket.shape[0], np.inf)
     np.minimum.at(base, bucket.classes, cost)
-    batch = [_arm(bucket, seen, tables) for seen in bucket.inputs]
+    batch = [_broadcast_table(bucket, seen, tables) for seen in bucket.inputs]
     messages = [seen for seen in bucket.inputs if seen.factor >= num_given]
     least = np.empty(bucket.shape[0])
-    tops = [(seen, np.empty([bucket.shape[i] for i in seen.axes])) for seen in messages]
+    message_marginals = [
+        (seen, np.empty([bucket.shape[i] for i in seen.axes])) for seen in messages
+    ]
     step = max(1, _BLOCK // prod(bucket.shape[1:]))
     flat = (1,) * (len(bucket.shape) - 1)
     for start in range(0, len(base), step):
         part = slice(start, start + step)
-        belief = base[part].reshape(-1, *flat) + outside[None]
-        for arm in batch:
-            belief = belief + arm[part]
-        least[part] = belief.reshape(len(belief), -1).min(axis=1)
-        for seen, top in tops:
-            others = tuple(i for i in range(belief.ndim) if i not in seen.axes)
-            top[part] = belief.min(axis=others)
-    return base, least, tops
+        marginal = base[part].reshape(-1, *flat) + outside[None]
+        for table in batch:
+            marginal = marginal + table[part]
+        least[part] = marginal.reshape(len(marginal), -1).min(axis=1)
+        for seen, top in message_marginals:
+            others = tuple(i for i in range(marginal.ndim) if i not in seen.axes)
+            top[part] = marginal.min(axis=others)
+    return base, least, message_marginals
 
 
 def outgoing_message(
     table: FloatArray, seen: BucketInput, bucket_message: FloatArray
 ) -> FloatArray:
-    """Message from a bucket to one of its inputs: its marginals without the input's own message."""
+    """Message from a bucket to one of its inputs: its marginals minus the input's own message."""
     for axis, pick in enumerate(seen.picks):
         table = _grouped_min(table, axis, pick)
-    # Back from the order of the bucket to the order of the message.
+    # From the axis order of the bucket to that of the message.
     table = table.transpose(np.argsort(seen.order))
     with np.errstate(invalid="ignore"):
         without = table - bucket_message
     return np.where(np.isfinite(bucket_message), without, np.inf)
 
 
-def _arm(bucket: Bucket, seen: BucketInput, tables: Sequence[FloatArray]) -> FloatArray:
-    """A table by the classes of the bucket, with an axis for each of its variables."""
+def _broadcast_table(bucket: Bucket, seen: BucketInput, tables: Sequence[FloatArray]) -> FloatArray:
+    """An input table by the classes of the bucket, with an axis for each of its variables."""
     table = tables[seen.factor].transpose(seen.order)
     table = table[np.ix_(*seen.picks)]
     shape = [1] * len(bucket.shape)
@@ -145,7 +148,7 @@ def _grouped_min(table: FloatArray, axis: int, classes: IntArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Factor:
-    """Axes of a table: its variables, and the index that each strategy of them selects."""
+    """Axes of a table: its variables, and the index of each of their strategies."""
 
     scope: tuple[int, ...]
     classes: tuple[IntArray, ...]
@@ -154,7 +157,7 @@ class _Factor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A price on any number of variables, by strategy of each.
+    """Prices of the joint strategies of any number of variables.
 
     Attributes:
         scope: the variables.
@@ -167,7 +170,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """Result of one pass: the least price, a best position per variable, all tables."""
+    """Result of one evaluation: the least price, a best position per variable, all tables."""
 
     value: float
     picks: dict[int, int]
@@ -180,6 +183,7 @@ class Elimination:
 
     Attributes:
         work: additions of one evaluation.
+        entries: entries of all tables together.
     """
 
     def __init__(
@@ -219,14 +223,14 @@ class Elimination:
         order: Sequence[int] | None = None,
         effort: Effort = DEFAULT_EFFORT,
     ) -> "Elimination | None":
-        """Find an order and its tables; None where they would be too large.
+        """Find an order and its tables; None if they would be too large.
 
         Args:
             network: its usage terms are ignored.
             most_work: largest number of additions of one evaluation; that of the settings if None.
             keep: variables that are not eliminated; `joint_table` is over them.
-            extra: prices beside the network's own.
-            order: of elimination; by default what is cheapest to eliminate comes next.
+            extra: prices added to those of the network.
+            order: of elimination; by default the variable that is cheapest to eliminate is next.
             effort: limits of work, and when to stop.
         """
         plan = cls(network, extra, effort)
@@ -250,7 +254,7 @@ class Elimination:
         return all(self._remove(v, member, most_work) is not None for v in order)
 
     def _order_by_estimate(self, member: dict[int, set[int]], most_work: float) -> bool:
-        """Eliminate the variables that cost least first; whether it is not too much."""
+        """Eliminate the cheapest variable first; return false if that exceeds a limit."""
         heap = [(self._estimate(v, member[v]), v) for v in member]
         heapq.heapify(heap)
         while member:
@@ -265,7 +269,7 @@ class Elimination:
         return True
 
     def _remove(self, v: int, member: dict[int, set[int]], most_work: float) -> list[int] | None:
-        """Eliminate a variable; give those whose factors change, or None if it is too much."""
+        """Eliminate a variable; return its neighbours, or None if that exceeds a limit."""
         self._effort.check()
         settings, inputs = self._effort.settings, member.pop(v)
         if len({w for f in inputs for w in self._factors[f].scope}) > settings.max_table_axes:
@@ -288,7 +292,7 @@ class Elimination:
         return around
 
     def _estimate(self, v: int, inputs: set[int]) -> float:
-        """Upper estimate of the additions of eliminating a variable now."""
+        """Upper bound of the additions of eliminating a variable now."""
         sizes: dict[int, int] = {v: 1}
         for f in inputs:
             factor = self._factors[f]
@@ -336,10 +340,10 @@ class Elimination:
         """Minimise for given costs per strategy of each variable.
 
         Returns:
-            the least price (inf where nothing is allowed) with a choice that attains it.
+            the least price, inf if no choice is allowed, with a choice that attains it.
         """
         tables, keys = [*self._given], [*self._keys]
-        # What a bucket yields follows from its inputs, so repeated layers are computed once.
+        # A message depends on its inputs only, so those of repeated layers are computed once.
         known: dict[bytes, FloatArray] = {}
         value = self._constant
         for bucket in self._buckets:
@@ -360,7 +364,7 @@ class Elimination:
         return result
 
     def complete(self, result: Evaluation, kept: Mapping[int, int]) -> dict[int, int]:
-        """The best position of every eliminated variable, given those of the kept ones."""
+        """Best position of every eliminated variable, given the positions of the kept ones."""
         picks = dict(kept)
         for bucket in reversed(self._buckets):
             prices = result.costs[bucket.variable]
@@ -370,9 +374,9 @@ class Elimination:
         return picks
 
     def joint_table(self, result: Evaluation, scope: Sequence[int]) -> FloatArray:
-        """Least price of everything by strategy of each kept variable, in the order of `scope`.
+        """Least total price by strategy of each kept variable, in the order of `scope`.
 
-        The constant and the parts that do not touch a kept variable are included.
+        It includes the constant and the components without a kept variable.
         """
         used = {seen.factor for bucket in self._buckets for seen in bucket.inputs}
         axis = {v: i for i, v in enumerate(scope)}
@@ -395,7 +399,7 @@ class Elimination:
     def _column(
         self, f: int, v: int, tables: list[FloatArray], picks: Mapping[int, int]
     ) -> FloatArray:
-        """Entries of a table for each strategy of one variable, the others being chosen."""
+        """Entries of a table for each strategy of one variable, with the others fixed."""
         factor = self._factors[f]
         index = tuple(
             classes if w == v else classes[picks[w]]
@@ -407,8 +411,8 @@ class Elimination:
     def min_marginals(self, result: Evaluation) -> dict[int, FloatArray]:
         """Least price of all choices that pick each strategy of each variable, shape [S].
 
-        The second pass of message passing on the tree of buckets: what lies outside of a
-        bucket's subtree arrives as a table over its neighbours.
+        This is the second pass of message passing on the tree of buckets: each bucket receives the
+        prices outside of its subtree as a table over its neighbours.
         """
         outside: dict[int, FloatArray] = {}
         marginals: dict[int, FloatArray] = {}
@@ -418,14 +422,14 @@ class Elimination:
             if len(bucket.shape) == 1:
                 outside[bucket.output] = result.value - result.tables[bucket.output]
             cost, around = result.costs[v], outside.pop(bucket.output)
-            base, least, tops = bucket_marginals(
+            base, least, message_marginals = bucket_marginals(
                 bucket, cost, result.tables, around, num_given=len(self._given)
             )
             with np.errstate(invalid="ignore"):
                 extra = cost - base[bucket.classes]
                 total = least[bucket.classes] + extra
             marginals[v] = np.where(np.isnan(total), np.inf, total)
-            for seen, top in tops:
+            for seen, top in message_marginals:
                 outside[seen.factor] = outgoing_message(top, seen, result.tables[seen.factor])
         return marginals
 
@@ -453,10 +457,10 @@ class MinMarginals:
 
     @classmethod
     def of(cls, problem: Problem, *, effort: Effort = DEFAULT_EFFORT) -> "MinMarginals | None":
-        """The marginals of a problem; None with ties, path costs or too large tables.
+        """Marginals of a problem; None if it has ties or path costs, or needs too large tables.
 
         Args:
-            problem: what to look at.
+            problem: the problem.
             effort: limits of work, and when to stop.
         """
         if problem.ties or problem.has_path_costs:

@@ -12,8 +12,8 @@ from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
 from autoshard.solve.problem import Edge, Node, Problem
 
-NEVER = 1e18
-"""Costs from here on stand for "never": the strategy or the pair is forbidden."""
+FORBIDDEN_COST = 1e18
+"""Costs of at least this forbid a strategy or a pair."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -70,4 +70,4 @@ def _problem(raw: Mapping[str, Any]) -> Problem:
 
 def _prices(listed: list[float]) -> FloatArray:
     prices = np.array(listed, dtype=np.float64)
-    return np.where(prices >= NEVER, np.inf, prices)
+    return np.where(prices >= FORBIDDEN_COST, np.inf, prices)

@@ -3,8 +3,8 @@
 With a price on usage the limits disappear, and every price vector gives a lower bound (Fisher,
 Management Science 27:1, 1981). The bound is the least of many linear functions of the prices, one
 per choice; each choice evaluated so far gives one of them (cutting planes; Kelley, J. SIAM 8:703,
-1960). New prices are taken half way between the optimum of these cuts and the best point so far,
-so that they do not oscillate (in-out separation, Ben-Ameur and Neto 2007).
+1960). New prices are the midpoint of the optimum of these cutting planes and the best point so
+far, so that they do not oscillate (in-out separation, Ben-Ameur and Neto 2007).
 """
 
 from collections.abc import Callable
@@ -21,23 +21,22 @@ from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.state import SolveState
 
 SAME = 1e-9
-"""Relative difference that is taken for rounding."""
+"""Relative difference below which two values count as equal."""
 _GROWTH = 4.0
 _AT_EDGE = 0.999
 _REACH = 4.0
 
 
 def best_prices(price: FloatArray, slope: FloatArray, box: float) -> tuple[FloatArray, float]:
-    """The prices at which cuts promise the largest bound, and that promise.
+    """Maximise the least of the cutting planes `price + slope @ prices` over prices in [0, box].
 
     Args:
-        price: constant of each cut, shape [C].
+        price: constant of each cutting plane, shape [C].
         slope: its slope in each price, shape [C, T].
-        box: largest price to look at.
+        box: upper bound of the prices.
 
     Returns:
-        prices, shape [T], and the least of `price + slope @ prices` there; zeros and -inf
-        where the linear program fails.
+        the prices, shape [T], and the maximum; zeros and -inf if the linear program fails.
     """
     slope = slope * box
     shift, unit = float(price.min()), max(float(np.ptp(price)), float(np.abs(slope).max()), 1e-300)
@@ -48,10 +47,10 @@ def best_prices(price: FloatArray, slope: FloatArray, box: float) -> tuple[Float
 
 
 def best_mixture(values: FloatArray) -> FloatArray:
-    """Shares, shape [T], that add up to one and whose least mean over all cuts is largest.
+    """Maximise the least of `values @ shares` over shares, shape [T], that add up to one.
 
     Args:
-        values: of each cut at each place, shape [C, T].
+        values: shape [C, T].
     """
     num_cuts, num_places = values.shape
     unit = max(float(np.abs(values).max()), 1e-300)
@@ -63,9 +62,10 @@ def best_mixture(values: FloatArray) -> FloatArray:
 
 
 def _maximin(price: FloatArray, slope: FloatArray, *, shares: bool = False) -> FloatArray | None:
-    """The x in [0, 1] with the largest least of `price + slope @ x`, and that value behind it.
+    """Maximise the least of `price + slope @ x` over x in [0, 1]; with `shares`, x sums to one.
 
-    With `shares`, x adds up to one. None where the linear program fails.
+    Returns:
+        x followed by the maximum; None if the linear program fails.
     """
     answer = linprog(
         np.append(np.zeros(slope.shape[1]), -1.0),
@@ -83,10 +83,10 @@ class CuttingPlanes:
     """Maximise a Lagrangian bound over nonnegative prices.
 
     Args:
-        state: of the problem; says when to stop.
-        cuts: the choices seen so far: the cost of each, shape [C], and its usage beyond the limit
-            at each price, shape [C, D]; both may grow.
-        negligible: usage beyond the limit that counts as rounding.
+        state: of the problem; decides when to stop.
+        cuts: returns the choices evaluated so far: the cost of each, shape [C], and its usage
+            above the limit at each price, shape [C, D]; both may grow.
+        negligible: usage above the limit that counts as rounding.
     """
 
     def __init__(
@@ -111,10 +111,11 @@ class CuttingPlanes:
         """Prices with a good bound, shape [D].
 
         Args:
-            evaluate: proves a bound at some prices and adds a cut; None where it cannot.
-            rounds: evaluations at most.
+            evaluate: proves a bound at some prices and adds a cutting plane; returns None if it
+                cannot.
+            rounds: largest number of evaluations.
             max_stalled: evaluations without notable gain after which it ends.
-            reach: largest price to look at first, unless that is zero.
+            reach: upper bound of the first prices; none if zero.
         """
         accuracy = self._settings.dual_gap_share * self._state.gap
         best, reached, stalled = np.zeros(0), -float("inf"), 0
@@ -127,8 +128,8 @@ class CuttingPlanes:
                 small = accuracy * max(abs(promised), SAME)
                 if stalled > max_stalled or promised - reached <= small:
                     break
-                lonely = len(best) == 1 or not best.any()
-                prices = target if lonely else 0.5 * (target + best)
+                use_target = len(best) == 1 or not best.any()
+                prices = target if use_target else 0.5 * (target + best)
             # Evaluating the same prices again gives nothing new.
             again = len(evaluated) == len(prices) and np.allclose(
                 evaluated, prices, rtol=SAME, atol=0
@@ -146,9 +147,9 @@ class CuttingPlanes:
         return self._padded(best)
 
     def best_prices(self, most: float = 0.0) -> tuple[FloatArray, float]:
-        """The prices at which the choices seen promise the best bound, and that bound.
+        """Maximise the least of the cutting planes; return the prices and the maximum.
 
-        Where they promise ever more, prices end at `most`, unless that is zero.
+        If the maximum is unbounded, prices end at `most`, unless that is zero.
         """
         cost, excess = self._cuts()
         finite = np.isfinite(cost)
@@ -187,10 +188,10 @@ class Multipliers:
 
 
 class Lagrangian:
-    """Lagrangian relaxation of the usage limits of a network; elimination solves what is left.
+    """Lagrangian relaxation of the usage limits of a network, evaluated by elimination.
 
     Args:
-        reduced: the reduced problem; takes the choices found on the way.
+        reduced: the reduced problem; it is offered the choices that are found.
         plan: its compiled elimination.
 
     Attributes:
@@ -208,7 +209,7 @@ class Lagrangian:
         self._best: Multipliers | None = None
 
     def run(self) -> Multipliers:
-        """The best prices; found when the bound stalls or the gap is closed."""
+        """Improve prices until the bound stalls or the gap is closed; return the best."""
         self._evaluate(np.zeros(0))
         spread = sum(float(np.ptp(x.cost)) for x in self._network.variables.values())
         worst = float(self._excesses[0].max(initial=0.0))
@@ -225,7 +226,7 @@ class Lagrangian:
         return np.array(self._costs), np.array(self._excesses)[:, self._priced]
 
     def _evaluate(self, some: FloatArray) -> float:
-        """The bound at prices of the priced checkpoints; adds a cut and offers a choice."""
+        """Bound at prices of the priced checkpoints; add cutting planes and offer choices."""
         prices = np.zeros(len(self._network.capacity))
         prices[self._priced[: len(some)]] = some
         costs = {
@@ -247,7 +248,7 @@ class Lagrangian:
         return bound
 
     def _add_cut(self, picks: dict[int, int]) -> None:
-        """Add the cut of a choice; price the checkpoints where it exceeds the capacity most."""
+        """Add the cutting plane of a choice; price the checkpoints that it exceeds most."""
         excess = self._network.usage(picks) - self._network.capacity
         self._costs.append(self._network.price(picks))
         self._excesses.append(excess)

@@ -2,7 +2,7 @@
 
 The model is the local polytope with usage rows: one column per strategy and one per allowed
 pair of (row, column) of each link. The strategies of a variable sum to one; the pairs of a link
-in one row sum to the strategies that select that row, and likewise for columns. HiGHS is called
+in one row sum to the strategies with that row, and the same holds for columns. HiGHS is called
 through its own API, so that a run reports progress and can be stopped.
 """
 
@@ -31,8 +31,8 @@ class LinearModel:
         capacity: slack at each checkpoint, shape [T].
         starts: first column of each variable, then of each link, shape [V + L + 1]; the
             columns from one start to the next sum to one.
-        variables: network variable of each of the first V groups.
-        constant: price that no column carries.
+        variables: network variable of each of the first V groups of columns.
+        constant: price of every choice, in addition to the columns.
     """
 
     cost: FloatArray
@@ -46,7 +46,7 @@ class LinearModel:
 
     @property
     def num_strategies(self) -> int:
-        """Number of columns, at the front, that are strategies."""
+        """Number of columns that are strategies; they come first."""
         return int(self.starts[len(self.variables)])
 
     def rounded(self, x: FloatArray) -> tuple[dict[int, int], float]:
@@ -59,15 +59,15 @@ class LinearModel:
         return picks, least
 
     def dual_bound(self, duals: FloatArray, prices: FloatArray) -> tuple[float, FloatArray]:
-        """Lower bound from any row duals, and what each column costs above it.
+        """Lower bound from row duals, and a lower bound of the excess of each column.
 
-        The duals move prices between variables and links and do not change the price of
-        any choice; every group then costs at least its cheapest column. This holds for
-        whatever duals are given, so no tolerance of a solver enters.
+        The duals move prices between variables and links and do not change the price of any
+        choice; every group of columns then costs at least its cheapest column. The bound is valid
+        for any duals, so it does not depend on the tolerances of a solver.
 
         Args:
             duals: multipliers of the equality rows, shape [m].
-            prices: multipliers of the usage rows, shape [T]; negative ones are cut to 0.
+            prices: multipliers of the usage rows, shape [T]; negative ones are clamped to 0.
 
         Returns:
             the bound, with the constant, and a lower bound of the objective's growth when
@@ -162,8 +162,8 @@ _FEASIBILITY = 1e-9
 _DUAL_FEASIBILITY = 1e-7
 
 
-class Ending(Enum):
-    """Outcome of a run of HiGHS."""
+class RunStatus(Enum):
+    """Status of a run of HiGHS."""
 
     SOLVED = auto()
     INFEASIBLE = auto()
@@ -175,14 +175,14 @@ class LinearOutcome:
     """Result of a run; prices are in the units of the model.
 
     Attributes:
-        ending: how the run ended.
+        status: of the run.
         x: the point found, shape [n], or None.
         duals: multipliers of the equality rows of a relaxation, shape [m], or None.
         prices: multipliers of the usage rows of a relaxation, shape [T], or None.
-        bound: lower bound of the integral optimum with all tolerances taken off.
+        bound: lower bound of the integral optimum, with all tolerances subtracted.
     """
 
-    ending: Ending
+    status: RunStatus
     x: FloatArray | None
     duals: FloatArray | None
     prices: FloatArray | None
@@ -192,16 +192,16 @@ class LinearOutcome:
 class HighsSolver:
     """One linear model in HiGHS.
 
-    Prices are scaled so that the tolerances of HiGHS mean something whatever the unit,
-    and each usage row is scaled to coefficients of at most one. Usage rows enter when a
-    point violates them, unless they are few.
+    Costs are scaled so that the tolerances of HiGHS do not depend on the unit of prices, and each
+    usage row is scaled to coefficients of at most one. Usage rows are added when a point violates
+    them, or all at once if they are few.
 
     Args:
-        model: what to minimise.
-        state: gives the seed, the time limit and the cancel token; takes progress.
-        offer: takes an integral point found on the way, shape [n].
-        cap: bounds reported on the way are cut to this.
-        seconds: give up on a run after this time.
+        model: to minimise.
+        state: provides the seed, the time limit and the cancel token; receives progress.
+        offer: called with integral points found during a run, shape [n].
+        cap: upper limit of the bounds reported during a run.
+        seconds: time limit of a run.
     """
 
     def __init__(
@@ -219,8 +219,8 @@ class HighsSolver:
         self._offer = offer
         self._cap = cap
         self._scale = _LARGEST_COST / max(float(np.abs(model.cost).max(initial=0.0)), 1e-300)
-        heaviest = abs(model.usage).max(axis=1).toarray().ravel() if model.usage.nnz else None
-        self._heaviest = np.ones(len(model.capacity)) if heaviest is None else heaviest
+        row_scale = abs(model.usage).max(axis=1).toarray().ravel() if model.usage.nnz else None
+        self._row_scale = np.ones(len(model.capacity)) if row_scale is None else row_scale
         self._active: list[int] = []
         self._highs = self._loaded()
         if model.usage.nnz <= self._state.settings.eager_usage_entries:
@@ -228,7 +228,7 @@ class HighsSolver:
 
     @property
     def slack(self) -> float:
-        """Most by which the tolerances of HiGHS can lift a bound."""
+        """Largest error of a bound because of the tolerances of HiGHS."""
         return _DUAL_FEASIBILITY * (len(self._model.starts) - 1) / self._scale
 
     def relax(self) -> LinearOutcome:
@@ -238,7 +238,7 @@ class HighsSolver:
         return self._until_fits()
 
     def branch(self, start: FloatArray | None) -> LinearOutcome:
-        """Solve with integral strategies, from a point if there is one."""
+        """Solve with integral strategies, from a point unless it is None."""
         columns = np.arange(self._model.num_strategies, dtype=np.int32)
         kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
         self._highs.changeColsIntegrality(len(columns), columns, kinds)
@@ -251,10 +251,10 @@ class HighsSolver:
         return self._until_fits()
 
     def forbid(self, x: FloatArray, times: BoolArray) -> None:
-        """Cut off an integral point whose usage does not fit at some checkpoints.
+        """Add cover inequalities that exclude an integral point which exceeds some checkpoints.
 
-        For each of them, the strategies of the point that use it are a cover: usage is
-        not negative, so they cannot all be chosen together.
+        At each of them, the strategies of the point with usage there are a cover: usage is not
+        negative, so they cannot all be chosen together.
         """
         for time in np.flatnonzero(times):
             row = self._model.usage[[time]].tocoo()
@@ -262,16 +262,16 @@ class HighsSolver:
             self._highs.addRow(-np.inf, len(cover) - 1.0, len(cover), cover, np.ones(len(cover)))
 
     def violated(self, x: FloatArray) -> BoolArray:
-        """Checkpoints at which a point uses more than there is, shape [T]."""
-        slack = self._model.capacity + _FEASIBILITY * self._heaviest
+        """Mask of checkpoints at which a point exceeds the capacity, shape [T]."""
+        slack = self._model.capacity + _FEASIBILITY * self._row_scale
         over: BoolArray = self._model.usage @ x > slack
         return over
 
     def _until_fits(self) -> LinearOutcome:
-        """Run, add the usage rows that the point violates, and run again until none is left."""
+        """Run and add the usage rows that the point violates, until there are none."""
         while True:
             outcome = self._run()
-            if outcome.x is None or outcome.ending is not Ending.SOLVED:
+            if outcome.x is None or outcome.status is not RunStatus.SOLVED:
                 return outcome
             over = self.violated(outcome.x)
             over[self._active] = False
@@ -306,13 +306,13 @@ class HighsSolver:
         fresh = np.flatnonzero(times)
         if len(fresh) == 0:
             return
-        heaviest = self._heaviest[fresh]
+        row_scale = self._row_scale[fresh]
         rows = sparse.csr_array(self._model.usage[fresh])
-        values = rows.data / np.repeat(heaviest, np.diff(rows.indptr))
+        values = rows.data / np.repeat(row_scale, np.diff(rows.indptr))
         self._highs.addRows(
             len(fresh),
             np.full(len(fresh), -np.inf),
-            self._model.capacity[fresh] / heaviest,
+            self._model.capacity[fresh] / row_scale,
             len(values),
             rows.indptr[:-1].astype(np.int32),
             rows.indices.astype(np.int32),
@@ -327,14 +327,14 @@ class HighsSolver:
             self._highs.setOptionValue("time_limit", self._highs.getRunTime() + allowed)
         self._highs.run()
         status = self._highs.getModelStatus()
-        endings = {
-            highspy.HighsModelStatus.kOptimal: Ending.SOLVED,
-            highspy.HighsModelStatus.kInfeasible: Ending.INFEASIBLE,
-            highspy.HighsModelStatus.kUnboundedOrInfeasible: Ending.INFEASIBLE,
+        statuses = {
+            highspy.HighsModelStatus.kOptimal: RunStatus.SOLVED,
+            highspy.HighsModelStatus.kInfeasible: RunStatus.INFEASIBLE,
+            highspy.HighsModelStatus.kUnboundedOrInfeasible: RunStatus.INFEASIBLE,
         }
-        return self._outcome(endings.get(status, Ending.STOPPED))
+        return self._outcome(statuses.get(status, RunStatus.STOPPED))
 
-    def _outcome(self, ending: Ending) -> LinearOutcome:
+    def _outcome(self, status: RunStatus) -> LinearOutcome:
         info, solution = self._highs.getInfo(), self._highs.getSolution()
         feasible = info.primal_solution_status == int(
             highspy.SolutionStatus.kSolutionStatusFeasible
@@ -346,11 +346,11 @@ class HighsSolver:
             duals = rows[: len(self._model.right)]
             prices = np.zeros(len(self._model.capacity))
             usage_rows = rows[len(duals) : len(duals) + len(self._active)]
-            prices[self._active] = -usage_rows / self._heaviest[self._active]
-        return LinearOutcome(ending, x, duals, prices, self._priced(info.mip_dual_bound))
+            prices[self._active] = -usage_rows / self._row_scale[self._active]
+        return LinearOutcome(status, x, duals, prices, self._priced(info.mip_dual_bound))
 
     def _priced(self, bound: float) -> float:
-        """A bound of HiGHS in the units of the problem, with its tolerances taken off."""
+        """A bound of HiGHS in the units of the problem, minus its tolerances."""
         if not np.isfinite(bound):
             return -float("inf")
         return float(bound) / self._scale + self._model.constant - self.slack

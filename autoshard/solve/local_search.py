@@ -1,4 +1,4 @@
-"""Local search: coordinate descent, and large-neighbourhood search in windows."""
+"""Local search: coordinate descent, and large-neighbourhood search."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pieces:
-    """Usage of a variable by spans that do not overlap.
+class _UsageSpans:
+    """Usage of a variable over disjoint spans.
 
     Attributes:
         starts: first checkpoint of each span, shape [P].
@@ -33,25 +33,25 @@ class CoordinateDescent:
     """Coordinate descent on a network without ties.
 
     Args:
-        network: what to improve on; must not change while the descent lives.
+        network: must not change while the object is in use.
         effort: limits of work, and when to stop.
     """
 
     def __init__(self, network: Network, *, effort: Effort = DEFAULT_EFFORT) -> None:
         self._network = network
         self._effort = effort
-        self._pieces: dict[int, _Pieces] = {}
+        self._usage_spans: dict[int, _UsageSpans] = {}
 
     def improve(
         self, picks: dict[int, int], *, prices: FloatArray | None = None, within: bool = False
     ) -> dict[int, int]:
-        """Move to a choice that no change of one variable improves.
+        """Return a choice that no change of a single variable improves.
 
         Args:
-            picks: where to start.
+            picks: the start.
             prices: price of usage at each checkpoint, shape [T]; none by default.
-            within: allow only moves that keep the usage within the capacity, from a start
-                that does.
+            within: allow only moves that keep the usage within the capacity; the start must be
+                within it.
         """
         picks = dict(picks)
         usage = self._network.usage(picks)
@@ -69,14 +69,14 @@ class CoordinateDescent:
         return picks
 
     def repair(self, picks: dict[int, int], prices: FloatArray) -> dict[int, int] | None:
-        """Raise the price of what is short until a choice fits, then improve within the slack.
+        """Raise prices at exceeded checkpoints until a choice fits; then improve within capacity.
 
         Args:
-            picks: where to start.
+            picks: the start.
             prices: first guess of the price of usage at each checkpoint, shape [T].
 
         Returns:
-            a choice within the capacity, or None where none was found.
+            a choice within the capacity; None if none was found.
         """
         capacity = self._network.capacity
         spread = sum(float(np.ptp(x.cost)) for x in self._network.variables.values())
@@ -106,28 +106,28 @@ class CoordinateDescent:
         return best if total[best] < total[picks[v]] else picks[v]
 
     def _fits(self, variable: Variable, pick: int, usage: FloatArray) -> BoolArray:
-        """Mask of the strategies that fit in the slack left by the others, shape [S]."""
-        pieces = self._pieces.get(id(variable))
-        if pieces is None:
-            pieces = self._pieces[id(variable)] = _in_pieces(variable)
-        first, last = pieces.starts[0], pieces.last
+        """Mask of the strategies that fit, given the usage of the other variables, shape [S]."""
+        spans = self._usage_spans.get(id(variable))
+        if spans is None:
+            spans = self._usage_spans[id(variable)] = _usage_spans(variable)
+        first, last = spans.starts[0], spans.last
         slack = self._network.capacity[first:last] - usage[first:last]
-        left = np.maximum(np.minimum.reduceat(slack, pieces.starts - first), 0.0)
-        fits = pieces.usage <= (left + pieces.usage[:, pick])[:, None]
+        left = np.maximum(np.minimum.reduceat(slack, spans.starts - first), 0.0)
+        fits = spans.usage <= (left + spans.usage[:, pick])[:, None]
         return np.asarray(fits.all(axis=0))
 
 
-def _in_pieces(variable: Variable) -> _Pieces:
+def _usage_spans(variable: Variable) -> _UsageSpans:
     bounds = np.unique([end for term in variable.terms for end in (term.first, term.last)])
     usage = np.zeros((len(bounds) - 1, len(variable.cost)))
     for term in variable.terms:
         start, end = np.searchsorted(bounds, (term.first, term.last))
         usage[start:end] += term.usage
-    return _Pieces(bounds[:-1].astype(np.intp), int(bounds[-1]), usage)
+    return _UsageSpans(bounds[:-1].astype(np.intp), int(bounds[-1]), usage)
 
 
 def _move(variable: Variable, usage: FloatArray, old: int | None, new: int | None) -> None:
-    """Take the use of one strategy off, in place, and add that of another."""
+    """Subtract the usage of one strategy, in place, and add that of another."""
     for term in variable.terms:
         if old is not None:
             usage[term.first : term.last] -= term.usage[old]
@@ -135,7 +135,8 @@ def _move(variable: Variable, usage: FloatArray, old: int | None, new: int | Non
             usage[term.first : term.last] += term.usage[new]
 
 
-_FORGETTING = 0.9
+_DECAY = 0.9
+"""Factor of the longest time of a window, from one window to the next."""
 
 
 def search_windows(
@@ -145,19 +146,17 @@ def search_windows(
     seconds: float,
     patience: float | None = None,
 ) -> None:
-    """Improve the best choice a part at a time, until that stops paying or the time is over.
+    """Improve the best choice by large-neighbourhood search, until it stalls or the time is over.
 
-    Large-neighbourhood search: everything outside of a window keeps its strategy, and the
-    window is solved as a problem of its own. Windows are variables near each other in the
-    network, or alive at the same time, in turn.
+    Variables outside of a window keep their strategies, and the window is solved as a problem of
+    its own. A window has variables near each other in the network, or alive at the same time, at
+    random.
 
     Args:
-        reduced: the problem; nothing happens while no choice is known.
-        solve: closes a stage within the seconds it is given.
-        seconds: time to spend at most; the solve state ends early where the next window might
-            not end in time.
-        patience: windows without a gain after which the solve state ends; that of the settings if
-            None.
+        reduced: the problem; without a known choice, nothing is done.
+        solve: solves a window's problem within a number of seconds.
+        seconds: time limit; the search also ends if the next window might not end in time.
+        patience: windows without gain after which the search ends; that of the settings if None.
     """
     state = reduced.state
     variables = np.array(sorted(reduced.network.variables))
@@ -168,14 +167,14 @@ def search_windows(
     state.enter("search windows")
     rng = np.random.default_rng(state.seed)
     width = float(state.settings.window_size)
-    end, fruitless, longest = state.elapsed + seconds, 0, 0.0
-    while not state.closed and state.elapsed + longest < end and fruitless < patience:
+    end, num_stalled, longest = state.elapsed + seconds, 0, 0.0
+    while not state.closed and state.elapsed + longest < end and num_stalled < patience:
         state.check()
         picks = None if state.choice is None else reduced.pick_of(state.choice)
         if picks is None:
             return
         nearby = bool(rng.integers(2)) or not len(reduced.network.capacity)
-        draw = _nearby if nearby else _contemporary
+        draw = _nearby if nearby else _alive_together
         members = draw(reduced.network, variables, int(width), rng)
         start, before = state.elapsed, state.objective
         window = _window(reduced, members, picks)
@@ -183,8 +182,8 @@ def search_windows(
         allowed = min(state.settings.window_seconds, end - state.elapsed)
         solve(window, allowed)
         taken, better = state.elapsed - start, state.objective < before
-        fruitless = 0 if better else fruitless + 1
-        longest = max(longest * _FORGETTING, taken)
+        num_stalled = 0 if better else num_stalled + 1
+        longest = max(longest * _DECAY, taken)
         slow = taken > state.settings.window_slow * state.settings.window_seconds
         width = max(
             width * (state.settings.window_shrinkage if slow else state.settings.window_growth),
@@ -212,7 +211,7 @@ def _nearby(
     return members
 
 
-def _contemporary(
+def _alive_together(
     network: Network, variables: IntArray, width: int, rng: np.random.Generator
 ) -> list[int]:
     """Variables alive at a random checkpoint."""
@@ -227,7 +226,7 @@ def _contemporary(
 
 
 def _window(reduced: ReducedProblem, members: list[int], picks: dict[int, int]) -> ReducedProblem:
-    """The problem of some variables when all others keep their picks."""
+    """The problem of some variables, with all others fixed."""
     network, inside = reduced.network, set(members)
     part = Network()
     part.capacity = network.capacity - network.usage(
@@ -247,4 +246,4 @@ def _window(reduced: ReducedProblem, members: list[int], picks: dict[int, int]) 
         for v, label in outside.items():
             choice[v] = label
 
-    return reduced.narrowed(part, invert)
+    return reduced.with_fixed(part, invert)

@@ -1,16 +1,17 @@
 """Mini-bucket relaxation of networks that are too wide for elimination.
 
-TRW-S messages move most of the price out of the links. What they leave is nowhere negative, so
-a link can be dropped and the rest is a lower bound; after good messages most links have little
-left. Without the weakest links the network is narrow enough for elimination, which bounds every
-strategy. That drops most strategies, so the next relaxation drops fewer links, until it drops
-none and the answer is exact. (Mini-buckets with cost shifting: Ihler et al., UAI 2012.)
+TRW-S messages move most of the price out of the links. The remaining prices are not negative, so
+a network without some of its links gives a lower bound, and after good messages most links have
+small prices. Without the links of least prices, the treewidth is small enough for elimination,
+which bounds every strategy. These bounds rule out most strategies, so the next relaxation drops
+fewer links, until it drops none and is exact. (Mini-buckets with cost shifting: Ihler et al.,
+UAI 2012.)
 
 Elimination orders are weighted min-fill (Kjaerulff, Aalborg R-90-09, 1990): the next variable is
-the one whose neighbours need the lightest new links. Orders that differ a little can differ a
-thousandfold in work, so several are tried with randomly shifted weights and the cheapest is
-taken. Variables with equal surroundings are shifted alike, so that repeated parts of a network
-are eliminated in the same way and their tables are computed once.
+the one whose fill-in links have the least weight. Similar orders can differ a thousandfold in work,
+so several are computed with random factors on the weights and the cheapest is taken. Variables with
+equal neighbourhoods have equal factors, so that repeated parts of a network are eliminated in the
+same way and their tables are computed once.
 """
 
 import heapq
@@ -31,10 +32,10 @@ from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 from autoshard.solve.trws import TRWS
 
 _NOISE = 0.4
-_LOOKS = 3
-"""Distance up to which the surroundings of variables shifted alike must be equal."""
-_MANY = 48
-"""Neighbours from which on a variable waits until it has fewer."""
+_COLOR_ROUNDS = 3
+"""Rounds of colour refinement: the distance up to which neighbourhoods are compared."""
+_MANY_NEIGHBOURS = 48
+"""Number of neighbours above which the fill-in of a variable is estimated."""
 
 Neighbours = Mapping[int, set[int]]
 
@@ -44,7 +45,7 @@ class Order:
     """An order of elimination.
 
     Attributes:
-        variables: all variables, the first one first.
+        variables: all variables in order.
         work: additions that it takes, if strategies are not merged into classes.
         entries: of all tables together.
     """
@@ -57,46 +58,46 @@ class Order:
 def best_order(
     sizes: Mapping[int, int], neighbours: Neighbours, tries: int, *, effort: Effort = DEFAULT_EFFORT
 ) -> Order:
-    """The cheapest of some orders; the same ones for the same network.
+    """The cheapest of some elimination orders; deterministic.
 
     Args:
         sizes: number of strategies of each variable.
         neighbours: of each variable.
-        tries: how many orders to compare.
+        tries: number of orders to compare.
         effort: limits of work, and when to stop.
     """
-    marks = _marks(sizes, neighbours)
+    colors = _refined_colors(sizes, neighbours)
     orders = []
     for number in range(tries):
         rng = Random(number)  # noqa: S311  nothing secret
-        shifts = {mark: 1.0 + (_NOISE * rng.random() if number else 0.0) for mark in marks.values()}
+        factors = {c: 1.0 + (_NOISE * rng.random() if number else 0.0) for c in colors.values()}
         effort.check()
-        orders.append(_order(sizes, neighbours, {v: shifts[m] for v, m in marks.items()}))
+        orders.append(_order(sizes, neighbours, {v: factors[c] for v, c in colors.items()}))
     return min(orders, key=lambda order: order.work)
 
 
-def _marks(sizes: Mapping[int, int], neighbours: Neighbours) -> dict[int, int]:
-    """Numbers that are equal for variables with equal surroundings."""
-    marks: dict[int, int] = dict(sizes)
-    for _ in range(_LOOKS):
+def _refined_colors(sizes: Mapping[int, int], neighbours: Neighbours) -> dict[int, int]:
+    """Colour refinement (Weisfeiler-Leman): equal numbers for equal neighbourhoods."""
+    colors: dict[int, int] = dict(sizes)
+    for _ in range(_COLOR_ROUNDS):
         known: dict[tuple[int, ...], int] = {}
-        looks = {v: (marks[v], *sorted(marks[w] for w in neighbours[v])) for v in marks}
-        marks = {v: known.setdefault(look, len(known)) for v, look in looks.items()}
-    return marks
+        signatures = {v: (colors[v], *sorted(colors[w] for w in neighbours[v])) for v in colors}
+        colors = {v: known.setdefault(s, len(known)) for v, s in signatures.items()}
+    return colors
 
 
-def _order(sizes: Mapping[int, int], neighbours: Neighbours, shifts: Mapping[int, float]) -> Order:
+def _order(sizes: Mapping[int, int], neighbours: Neighbours, factors: Mapping[int, float]) -> Order:
     around = {v: set(near) for v, near in neighbours.items()}
     weights = {v: log(size) for v, size in sizes.items()}
 
-    def lacking(v: int) -> float:
+    def fill_in(v: int) -> float:
         near = around[v]
-        if len(near) > _MANY:
-            return shifts[v] * len(near) ** 3
+        if len(near) > _MANY_NEIGHBOURS:
+            return factors[v] * len(near) ** 3
         pairs = combinations(near, 2)
-        return shifts[v] * sum(weights[a] * weights[b] for a, b in pairs if b not in around[a])
+        return factors[v] * sum(weights[a] * weights[b] for a, b in pairs if b not in around[a])
 
-    keys = {v: lacking(v) for v in around}
+    keys = {v: fill_in(v) for v in around}
     heap = [(key, v) for v, key in keys.items()]
     heapq.heapify(heap)
     variables, work, entries = [], 0.0, 0.0
@@ -116,17 +117,17 @@ def _order(sizes: Mapping[int, int], neighbours: Neighbours, shifts: Mapping[int
                 around[w] |= near - {w}
                 changed |= around[w]
         for w in changed:
-            keys[w] = lacking(w)
+            keys[w] = fill_in(w)
             heapq.heappush(heap, (keys[w], w))
     return Order(tuple(variables), work, entries)
 
 
-_LOTS = 12
-"""Lots in which links are added that say less than one that did not fit."""
+_NUM_BATCHES = 12
+"""Number of batches in which links are tried that rank below the first one that did not fit."""
 
 
 def solve_by_mini_buckets(reduced: ReducedProblem) -> None:
-    """Solve a network without usage, or bound it and drop what cannot matter.
+    """Solve a network without usage, or bound it and drop strategies.
 
     Args:
         reduced: the reduced problem.
@@ -174,18 +175,18 @@ def solve_by_mini_buckets(reduced: ReducedProblem) -> None:
 
 
 class MiniBucketRelaxation:
-    """As many of a network's links as can be solved with so many additions.
+    """A network with as many of its links as elimination can solve within a limit of work.
 
     Args:
         network: no price of its links is negative, up to rounding.
-        work: additions.
-        cutoff: prices beyond it are as good as infinite.
+        work: largest number of additions.
+        cutoff: upper limit of prices that matter.
         effort: limits of work, and when to stop.
 
     Attributes:
         bound: lower bound of all choices of the network.
-        picks: a position per variable that attains it in the part.
-        num_left_out: links that are not in the part.
+        picks: a position per variable that attains it in the relaxation.
+        num_left_out: number of links that are not in the relaxation.
     """
 
     def __init__(
@@ -199,18 +200,18 @@ class MiniBucketRelaxation:
         self._sizes = {v: len(x.cost) for v, x in network.variables.items()}
         weights = {(u, v): _weight(link, cutoff) for u, v, link in network.pairs()}
         self._links = sorted(weights, key=lambda pair: (-weights[pair], pair))
-        self._kept = self._most()
+        self._kept = self._select_links()
         self.num_left_out = len(self._links) - len(self._kept)
 
     def solve(self, slack: float) -> dict[int, FloatArray] | None:
-        """Solve the part.
+        """Solve the relaxation.
 
         Args:
-            slack: what rounding may add.
+            slack: upper bound of rounding errors, subtracted from bounds.
 
         Returns:
-            a lower bound of all choices with each strategy of each variable, shape [S]; None
-            where tables would be too large after all.
+            a lower bound of all choices with each strategy of each variable, shape [S]; None if
+            tables would be too large.
         """
         part, kept = self._network.copy(), set(self._kept)
         for u, v in self._links:
@@ -228,8 +229,8 @@ class MiniBucketRelaxation:
         marginals = plan.min_marginals(result)
         return {v: bounds - slack for v, bounds in marginals.items()}
 
-    def _most(self) -> list[tuple[int, int]]:
-        """The most important links, as many as fit; then others that still fit."""
+    def _select_links(self) -> list[tuple[int, int]]:
+        """The most important links that fit; then batches of less important ones that fit."""
         if self._fits(self._links, self._settings.many_orders):
             return self._links
         low, high = 0, len(self._links)
@@ -237,7 +238,7 @@ class MiniBucketRelaxation:
             middle = (low + high) // 2
             low, high = (middle, high) if self._fits(self._links[:middle]) else (low, middle)
         kept, rest = self._links[:low], self._links[low:]
-        size = max(1, -(-len(rest) // _LOTS))
+        size = max(1, -(-len(rest) // _NUM_BATCHES))
         for start in range(0, len(rest), size):
             more = [*kept, *rest[start : start + size]]
             kept = more if self._fits(more) else kept
@@ -256,5 +257,5 @@ class MiniBucketRelaxation:
 
 
 def _weight(link: Link, cutoff: float) -> float:
-    """Importance of a link: the mean of its prices, as far as they matter."""
+    """Importance of a link: the mean of its prices, clipped at the cutoff."""
     return float(np.minimum(link.dense(), cutoff).mean())

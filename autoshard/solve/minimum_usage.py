@@ -25,20 +25,19 @@ from autoshard.solve.state import CancelToken, Interrupted, SolveState
 def minimum_usage(
     problem: Problem, *, time_limit: float | None = None, cancel: CancelToken | None = None
 ) -> float:
-    """Least peak usage of any choice of finite price, whatever that price.
+    """Least peak usage of all choices of finite price.
 
-    Where no pair of strategies is forbidden, reductions answer at once; otherwise runs of
-    equal groups are made use of, to a relative accuracy of 1e-5, or HiGHS minimises the peak,
-    to one of about 1e-9.
+    If no pair of strategies is forbidden, reductions solve it. Otherwise run contraction solves it
+    to a relative accuracy of 1e-5, or HiGHS to one of about 1e-9.
 
     Args:
-        problem: what to look at; its own usage limit is ignored.
+        problem: the problem; its own usage limit is ignored.
         time_limit: seconds; afterwards the least peak found so far is returned, which is
             an upper bound of the answer.
-        cancel: ends the solve state early, as the time limit does.
+        cancel: stops early, as the time limit does.
 
     Returns:
-        the least usage limit that admits a choice; inf where none does.
+        the least usage limit that admits a choice; inf if none does.
     """
     state = SolveState(problem, time_limit=time_limit, cancel=cancel)
     free, slack = _unpriced(problem)
@@ -50,7 +49,7 @@ def minimum_usage(
 
 
 def _least_of_runs(free: Problem, time_limit: float | None, cancel: CancelToken) -> float | None:
-    """The answer by runs of equal groups; None where they do not give one."""
+    """Least peak usage by run contraction; None if the problem cannot be solved by it."""
     if not free.repeats:
         return None
     state = SolveState(replace(free, usage_limit=0.0), time_limit=time_limit, cancel=cancel)
@@ -61,7 +60,7 @@ def _least_of_runs(free: Problem, time_limit: float | None, cancel: CancelToken)
 
 
 def _least_of_all(problem: Problem, free: Problem, slack: float, state: SolveState) -> float:
-    """The answer by reductions and HiGHS."""
+    """Least peak usage by reductions and HiGHS."""
     network = Network.from_problem(free)
     links = NormalizeLinks()
     presolve = Presolve(
@@ -87,7 +86,7 @@ def _least_of_all(problem: Problem, free: Problem, slack: float, state: SolveSta
 
 
 def _unpriced(problem: Problem) -> tuple[Problem, float]:
-    """The problem with every finite price zero and a limit that cannot be reached."""
+    """The problem with every finite price zero and a limit that no choice exceeds; the limit."""
     nodes = tuple(replace(node, cost=_zeroed(node.cost)) for node in problem.nodes)
     matrices: dict[int, FloatArray] = {}
     edges = tuple(
@@ -104,11 +103,11 @@ def _zeroed(prices: FloatArray) -> FloatArray:
 
 
 def _least_peak(network: Network, slack: float, state: SolveState) -> dict[int, int] | None:
-    """A position per variable whose peak is least, or None where the time ran out."""
+    """A position per variable with the least peak; None if the time ran out."""
     if not network.variables:
         return {}
     model = linear_model(network)
-    # One more column is the peak in units of the slack; it pays for all usage.
+    # One more column is the peak in units of the slack, subtracted from every usage row.
     peak = sparse.csr_array(np.full((len(model.capacity), 1), -slack))
     model = LinearModel(
         np.append(np.zeros_like(model.cost), slack),

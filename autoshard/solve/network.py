@@ -1,9 +1,8 @@
-"""The problem while it is being reduced: mutable, simple, cheap to copy.
+"""A mutable problem for presolve, cheap to copy.
 
-A network has at most one link between two variables, no ties once `MergeTies` has run,
-and usage written as terms over checkpoints: the times at which the usage can peak.
-Variables, links, matrices and terms are immutable and are replaced, so that a copy of a
-network is a copy of its dictionaries.
+A network has at most one link between two variables, no ties once `MergeTies` has run, and usage
+as terms over checkpoints: the times at which the usage can peak. Variables, links, matrices and
+terms are immutable and are replaced, so a copy of a network is a copy of its dictionaries.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,7 @@ from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem
 
 
 def fingerprint(*parts: bytes) -> bytes:
-    """Digest of a sequence of byte strings, 32 bytes, to find identical work again."""
+    """Digest of a sequence of byte strings, 32 bytes, to recognise equal work."""
     digest = blake2b(digest_size=32)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -54,7 +53,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """Price `matrix.values[rows[s], cols[t]]` of strategies s and t at the two ends."""
+    """Price `matrix.values[rows[s], cols[t]]` of strategies s and t of two variables."""
 
     matrix: Matrix
     rows: IntArray
@@ -81,12 +80,12 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variable:
-    """One choice that is still open.
+    """A node of the problem that is not decided yet.
 
     Attributes:
         labels: index of each remaining strategy in the original node, ascending, shape [S].
         cost: price of each remaining strategy, shape [S].
-        terms: its usage; several where tied nodes live at different times.
+        terms: its usage; several if tied nodes are alive at different times.
     """
 
     labels: IntArray
@@ -103,12 +102,12 @@ class Network:
     """A weighted constraint network under usage limits.
 
     Attributes:
-        variables: open choices, by index of the original node.
+        variables: undecided variables, by index of the original node.
         links: links[u][v] is the link of u and v seen from u; links[v][u] its flip.
         ties: groups of variables that must pick the same label.
         capacity: slack at each checkpoint, shape [T].
         constant: price of everything that is already decided.
-        infeasible: a reduction has proven that no choice is left.
+        infeasible: true if a reduction has proven that no choice is allowed.
         changes: count of edits per variable, to skip what has not changed.
     """
 
@@ -123,7 +122,7 @@ class Network:
 
     @classmethod
     def from_problem(cls, problem: Problem, *, limited: bool = True) -> Self:
-        """Load a problem; `limited=False` forgets its usage limit."""
+        """Make the network of a problem; without its usage limit if `limited` is false."""
         network = cls()
         limited = limited and bool(np.isfinite(problem.usage_limit))
         slack = problem.usage_limit + abs(problem.usage_limit) * USAGE_TOLERANCE
@@ -143,10 +142,11 @@ class Network:
         return network
 
     def to_problem(self) -> tuple[Problem, IntArray]:
-        """The network as a problem without constant, and the variable of each node.
+        """Convert to a problem, without the constant; return the variable of each node as well.
 
-        A variable with several terms becomes several tied nodes. All limits become one by
-        a constant usage that fills each checkpoint up to the largest capacity.
+        A variable with several terms becomes several tied nodes. Constant usage is added at each
+        checkpoint whose capacity is less than the largest one, so that one limit suffices; such
+        nodes have the variable -1.
         """
         nodes: list[Node] = []
         owners: list[int] = []
@@ -174,7 +174,7 @@ class Network:
         return Problem(tuple(nodes), tuple(edges), tuple(ties), limit), np.array(owners, np.intp)
 
     def copy(self, *, limited: bool = True) -> "Network":
-        """An independent copy; `limited=False` forgets the usage limits."""
+        """An independent copy; without the usage limits if `limited` is false."""
         other = Network()
         other.variables = dict(self.variables)
         other.links = {v: dict(links) for v, links in self.links.items()}
@@ -198,7 +198,7 @@ class Network:
                     yield u, v, link
 
     def components(self) -> list[list[int]]:
-        """Variables joined by links, each list ascending, in the order of their first."""
+        """Connected components: lists of variables, ascending, ordered by their first variable."""
         names = sorted(self.variables)
         place = {v: i for i, v in enumerate(names)}
         pairs = [(place[u], place[v]) for u, v, _ in self.pairs()]
@@ -219,12 +219,12 @@ class Network:
         self.variables[v], self.links[v], self.changes[v] = variable, {}, 0
 
     def touch(self, *variables: int) -> None:
-        """Record an edit."""
+        """Count an edit of each variable."""
         for v in variables:
             self.changes[v] += 1
 
     def replace(self, v: int, variable: Variable) -> None:
-        """Swap a variable for one with the same strategies."""
+        """Replace a variable by one with the same strategies."""
         self.variables[v] = variable
         self.touch(v)
 
@@ -234,7 +234,7 @@ class Network:
         self.replace(v, Variable(variable.labels, variable.cost + cost, variable.terms))
 
     def keep(self, v: int, mask: BoolArray) -> None:
-        """Drop the strategies of a variable that a mask leaves out."""
+        """Drop the strategies of a variable where a mask is false."""
         if not mask.any():
             self.infeasible = True
             return
@@ -243,7 +243,7 @@ class Network:
             self.put(v, w, Link(link.matrix, link.rows[mask], link.cols))
 
     def put(self, u: int, v: int, link: Link) -> None:
-        """Set the link of two variables, whatever was there."""
+        """Set the link of two variables; an existing one is replaced."""
         self.links[u][v] = link
         self.links[v][u] = link.flipped
         self.touch(u, v)
@@ -276,7 +276,7 @@ class Network:
 
         Args:
             picks: the positions.
-            variables: the ones to add up; all of them by default.
+            variables: those that are counted; all of them by default.
         """
         counted = self.variables if variables is None else variables
         used = [(t, t.usage[picks[v]]) for v in counted for t in self.variables[v].terms]
@@ -313,7 +313,7 @@ def components(size: int, pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
 def spread(
     first: IntArray, last: IntArray, amounts: FloatArray, num_checkpoints: int
 ) -> FloatArray:
-    """Sum of amounts at each checkpoint, shape [T], each alive in a span [first, last)."""
+    """Sum at each checkpoint, shape [T], of amounts that are each alive in a span [first, last)."""
     delta = np.bincount(first, amounts, num_checkpoints + 1)
     delta -= np.bincount(last, amounts, num_checkpoints + 1)
     return np.cumsum(delta[:-1])
@@ -327,7 +327,7 @@ def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray
 
 
 def parallel_sum(first: Link, second: Link) -> Link:
-    """One link that prices what two parallel links price together."""
+    """Sum of two parallel links."""
     row_of, rows = joint_classes(first.rows, second.rows)
     col_of, cols = joint_classes(first.cols, second.cols)
     values = (

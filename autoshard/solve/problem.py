@@ -1,10 +1,9 @@
 """The optimization problem: pure numpy, no tensors, no torch.
 
-A problem is a graph. Every node picks one of its strategies; it pays the strategy's
-cost and, while it is alive, uses the strategy's share of a limited resource. Every
-edge pays an entry of its cost matrix, picked by the strategies at its two ends. Nodes
-in a tie pick the same strategy index. The public contest format IOPDDL is a special
-case of this.
+A problem is a graph. Every node picks one of its strategies, which has a cost and, while the node
+is alive, a usage of a limited resource. The cost of an edge is the entry of its matrix at the
+strategies of its two nodes. Tied nodes pick the same strategy index. The public contest format
+IOPDDL is a special case of this.
 """
 
 from collections.abc import Sequence
@@ -27,8 +26,8 @@ USAGE_TOLERANCE = 1e-9
 class ShortestPathCost:
     """A matrix of prices, shape [N, N]: the cheapest paths over steps from state to state.
 
-    Where states are few thousands with a dozen steps each, a product with a vector is a
-    hundred times cheaper than with the matrix. Staying is free.
+    With a few thousand states of a dozen steps each, a min-plus product with a vector is a hundred
+    times cheaper over the steps than with the dense matrix. Entries on the diagonal are 0.
 
     Args:
         num_states: N.
@@ -55,8 +54,8 @@ class ShortestPathCost:
         return self.between(np.arange(self.num_states), np.arange(self.num_states))
 
     @cached_property
-    def most(self) -> float:
-        """A price that no finite entry exceeds."""
+    def max_price(self) -> float:
+        """Upper bound of the finite entries."""
         end = np.full(self.num_states, np.inf)
         end[0] = 0.0
         # A path through one given state is at least as expensive as the cheapest path.
@@ -80,11 +79,11 @@ class ShortestPathCost:
         return float(self._rows[row][col])
 
     def forwards(self, start: FloatArray) -> FloatArray:
-        """Least price of being in each state, given that of starting in each, shape [N]."""
+        """Least price of reaching each state, given the price of starting in each, shape [N]."""
         return _relaxed(start, *self._into)
 
     def backwards(self, end: FloatArray) -> FloatArray:
-        """Least price from each state on, given that of ending in each, shape [N]."""
+        """Least price from each state to the end, given that of ending in each, shape [N]."""
         return _relaxed(end, *self._out_of)
 
     @cached_property
@@ -105,7 +104,10 @@ class ShortestPathCost:
 def _grouped(
     here: IntArray, there: IntArray, prices: FloatArray
 ) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-    """Steps by the state at one end: the states, where the steps of each start, the steps."""
+    """Group steps by one end: its distinct states, offset of the steps of each, other ends, prices.
+
+    Offsets are those of the other ends and prices.
+    """
     order = np.argsort(here, kind="stable")
     states, starts = np.unique(here[order], return_index=True)
     return states, starts, there[order], prices[order]
@@ -114,7 +116,7 @@ def _grouped(
 def _relaxed(
     price: FloatArray, states: IntArray, starts: IntArray, there: IntArray, steps: FloatArray
 ) -> FloatArray:
-    """Bellman-Ford, all states at once; paths are short, so a few rounds suffice."""
+    """Bellman-Ford over all states at once; paths are short, so a few rounds suffice."""
     price = price.copy()
     while len(states):
         before = price[states]
@@ -127,11 +129,11 @@ def _relaxed(
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One choice.
+    """A variable of the problem: one of its strategies is chosen.
 
     Attributes:
         cost: price of each strategy, shape [S]; `inf` forbids a strategy.
-        usage: use of the limited resource by each strategy while alive, shape [S].
+        usage: usage of the limited resource by each strategy while alive, shape [S].
         interval: half-open span of time [first, last) in which the node is alive.
         name: for messages only.
     """
@@ -151,9 +153,9 @@ class Node:
 class Edge:
     """A price on a pair of choices: `prices[rows[s], cols[t]]` for strategies s and t.
 
-    Many strategies share a row because they produce the same layout. The matrix is kept
-    at the size of the distinct rows and columns, and may be shared between edges. One that
-    is too large to be written down is given by the steps that it is the path cost of.
+    Many strategies share a row because they produce the same layout. The matrix has only the
+    distinct rows and columns, and edges may share it. A matrix that is too large to store is a
+    `ShortestPathCost`.
 
     Attributes:
         source: index of the first node.
@@ -181,13 +183,12 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Groups of nodes that are alike and follow each other, such as the layers of a model.
+    """Equal groups of nodes in a row, such as the layers of a model.
 
-    A hint that makes solving faster; it changes no answer, and where it is wrong it is
-    ignored.
+    A hint that makes solving faster. It does not change the solution; a wrong hint is ignored.
 
     Attributes:
-        instances: nodes of each group; nodes at the same place correspond to each other.
+        instances: nodes of each group; nodes at the same position correspond to each other.
     """
 
     instances: tuple[tuple[int, ...], ...]
@@ -219,7 +220,7 @@ class Problem:
             raise ProblemError("usage_limit is NaN; give a number, or leave it out for no limit")
 
     def objective(self, choice: Sequence[int] | IntArray) -> float:
-        """Price of a choice per node, without looking at ties and limits."""
+        """Price of a choice per node; ties and the usage limit are not checked."""
         return float(self.prices(choice).sum())
 
     def prices(
@@ -233,8 +234,8 @@ class Problem:
 
         Args:
             choice: a strategy per node.
-            nodes: indices of the nodes to look at; all of them by default.
-            edges: the same for edges.
+            nodes: indices of the nodes to price; all of them by default.
+            edges: indices of the edges to price; all of them by default.
         """
         listed, picks = self._flat_arrays, np.asarray(choice, dtype=np.intp)
         assert picks.shape == listed.starts.shape, "one strategy per node"
@@ -250,34 +251,36 @@ class Problem:
 
     @cached_property
     def has_path_costs(self) -> bool:
-        """True if some edges have no matrix, which rules out methods that need one."""
+        """True if some edges have no matrix; methods that need one cannot be used."""
         return any(isinstance(edge.prices, ShortestPathCost) for edge in self.edges)
 
     @cached_property
-    def most(self) -> float:
-        """A price that no allowed choice exceeds."""
+    def max_price(self) -> float:
+        """Upper bound of the price of every allowed choice."""
         arrays = [*(node.cost for node in self.nodes), *(edge.prices for edge in self.edges)]
         # Arrays that are shared are checked once.
-        known = {id(a): a.most if isinstance(a, ShortestPathCost) else _largest(a) for a in arrays}
+        known = {
+            id(a): a.max_price if isinstance(a, ShortestPathCost) else _largest(a) for a in arrays
+        }
         return sum(known[id(array)] for array in arrays)
 
     @cached_property
     def _flat_arrays(self) -> "_FlatArrays":
-        costs, starts = _laid_out([node.cost for node in self.nodes])
-        labels, places = _laid_out([x for edge in self.edges for x in (edge.rows, edge.cols)])
+        costs, starts = _concatenated([node.cost for node in self.nodes])
+        labels, places = _concatenated([x for edge in self.edges for x in (edge.rows, edge.cols)])
         path_costs = {
             i: e.prices for i, e in enumerate(self.edges) if isinstance(e.prices, ShortestPathCost)
         }
         empty = np.zeros((0, 0))
         given = [empty if i in path_costs else e.cost for i, e in enumerate(self.edges)]
-        prices, matrices = _laid_out(given)
+        prices, matrices = _concatenated(given)
         return _FlatArrays(
             costs,
             starts,
             labels.astype(np.intp),
             places[0::2],
             places[1::2],
-            # With an entry for those that have none.
+            # The last entry is read for edges without a matrix.
             np.append(prices, np.nan),
             matrices,
             np.array([matrix.shape[1] for matrix in given], dtype=np.intp),
@@ -291,8 +294,8 @@ class Problem:
     def peak_times(self) -> IntArray:
         """Times at which the usage can peak, ascending, shape [T].
 
-        Usage only grows when a node becomes alive, so the starts of intervals suffice; a
-        start counts only if some node ends before or at the next one.
+        Usage only grows at the start of an interval, so the starts suffice; of several starts with
+        no end between them only the last is needed.
         """
         spans = [n.interval for n in self.nodes if n.interval[0] < n.interval[1]]
         starts = np.unique(np.array([first for first, _ in spans], dtype=np.intp))
@@ -326,11 +329,11 @@ class Problem:
 
     @cached_property
     def _usage(self) -> tuple[FloatArray, IntArray]:
-        return _laid_out([node.usage for node in self.nodes])
+        return _concatenated([node.usage for node in self.nodes])
 
     @cached_property
     def can_bind(self) -> bool:
-        """True if some strategies together break the usage limit."""
+        """True if some choice exceeds the usage limit."""
         if np.isinf(self.usage_limit):
             return False
         return self._peak(np.array([node.usage.max() for node in self.nodes])) > self.usage_limit
@@ -351,7 +354,7 @@ class Problem:
     def is_feasible(
         self, choice: Sequence[int] | IntArray, *, rtol: float = USAGE_TOLERANCE
     ) -> bool:
-        """True if a choice keeps the ties and the limit and has a finite price."""
+        """True if a choice satisfies the ties and the usage limit and has a finite price."""
         tied = all(len({int(choice[i]) for i in group}) == 1 for group in self.ties)
         if not tied or not np.isfinite(self.objective(choice)):
             return False
@@ -360,7 +363,7 @@ class Problem:
 
 
 def _largest(prices: FloatArray) -> float:
-    """The largest finite price, or 0 where all are less."""
+    """The largest finite price, at least 0."""
     return float(prices[np.isfinite(prices)].max(initial=0.0))
 
 
@@ -370,12 +373,12 @@ class _FlatArrays:
 
     Attributes:
         costs: costs of all nodes.
-        starts: where the costs of each node start, shape [N].
+        starts: offset of the costs of each node in `costs`, shape [N].
         labels: rows and columns of all edges.
-        rows: where the rows of each edge start in `labels`, shape [E].
-        cols: the same for its columns, shape [E].
+        rows: offset of the rows of each edge in `labels`, shape [E].
+        cols: offset of the columns of each edge in `labels`, shape [E].
         prices: entries of all matrices, row by row.
-        matrices: where the matrix of each edge starts, shape [E].
+        matrices: offset of the matrix of each edge in `prices`, shape [E].
         widths: number of its columns, shape [E]; 0 where there is none.
         sources: first node of each edge, shape [E].
         targets: second node of each edge, shape [E].
@@ -397,8 +400,8 @@ class _FlatArrays:
     path_costs: dict[int, ShortestPathCost]
 
 
-def _laid_out(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArray]:
-    """Arrays behind one another, shared ones once, and where each of them starts."""
+def _concatenated(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArray]:
+    """Concatenate arrays, shared ones once; return the offset of each as well."""
     place: dict[int, int] = {}
     parts: list[NDArray[Any]] = [np.zeros(0)]
     starts = np.empty(len(arrays), dtype=np.intp)

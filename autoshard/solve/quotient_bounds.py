@@ -1,13 +1,13 @@
 """Lower bounds of a quotient graph by TRW-S and a spanning forest.
 
 Messages move prices between edge classes and node classes without changing the price of any
-choice; the sum of all least prices is then a lower bound. They are passed up and down in turn
+choice; the sum of all least prices is then a lower bound. Forward and backward passes alternate
 (sequential tree-reweighted message passing, TRW-S; Kolmogorov, IEEE TPAMI 28:1568, 2006), and
-the bound never falls. All groups of a run share their messages.
+the bound never decreases. All groups of a run share their messages.
 
-A bound by strategy that looks at one node class only is weak, because the difference between
-two strategies is spread over the classes around it. Min-marginals over a spanning forest of
-edge classes gather it.
+A bound by strategy from the prices of a single node class is weak, because the difference between
+two strategies is spread over neighbouring classes. Min-marginals over a spanning forest of edge
+classes are stronger.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,13 @@ _EPSILON = 2.0**-50
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """Classes of the strategies of a node class, as an edge class distinguishes them.
+    """Classes of the strategies of a node class with equal prices on an edge class.
 
     Attributes:
         labels: the distinct rows or columns, ascending, shape [C].
-        classes: number among `labels` of each strategy, shape [S].
+        classes: index in `labels` of each strategy, shape [S].
         order: the strategies sorted by class, shape [S].
-        starts: where each class starts in `order`, shape [C].
+        starts: offset of each class in `order`, shape [C].
     """
 
     labels: IntArray
@@ -56,8 +56,7 @@ class View:
 class QuotientMessages:
     """Messages of a quotient graph, and the bound that they prove.
 
-    A message is a price by class that a node class takes from an edge class, negative where it
-    gives.
+    A message is a price by class that is moved from an edge class to a node class.
 
     Args:
         graph: the problem.
@@ -65,9 +64,9 @@ class QuotientMessages:
 
     Attributes:
         graph: the problem.
-        costs: price of each strategy of a node of each node class, shape [S]; may be set anew.
+        costs: price of each strategy of a node of each node class, shape [S]; may be replaced.
         values: the message of each port, shape [C].
-        views: what the node class of each port shows there.
+        views: classes of strategies at each port.
         bound: proven lower bound of all choices.
     """
 
@@ -87,7 +86,7 @@ class QuotientMessages:
         self._effort = effort
 
     def sweep(self) -> None:
-        """Pass messages up and down once, and raise the bound."""
+        """Pass messages forward and backward once, and raise the bound."""
         for node_class in self._order:
             self._effort.check()
             self._pass(node_class, backward=True)
@@ -97,7 +96,7 @@ class QuotientMessages:
         self.bound = self.proven(self._least)
 
     def proven(self, least: FloatArray) -> float:
-        """The sum of the least price of a node of each node class, without its rounding errors."""
+        """Lower bound: the least price of each node, summed, minus a bound of rounding errors."""
         sizes = np.array([float(len(node_class.nodes)) for node_class in self.graph.node_classes])
         volume = float(sizes @ np.abs(least))
         for port, value in zip(self.graph.ports, self.values, strict=True):
@@ -113,7 +112,7 @@ class QuotientMessages:
         return total
 
     def offered(self, port: int) -> FloatArray:
-        """Most that the edge classes of a port can give to its node class, by class, shape [C]."""
+        """Largest message from the edge classes of a port to its node class, shape [C]."""
         offers = []
         for edge_class, is_source in self.graph.ports[port].edge_classes:
             far = self.graph.far_end(edge_class, is_source=is_source)
@@ -122,12 +121,12 @@ class QuotientMessages:
         return least
 
     def through(self, edge_class: int, beyond: FloatArray, *, is_source: bool) -> FloatArray:
-        """Least price of an edge class and what is beyond it, by class of one end, shape [C].
+        """Min-plus product of an edge class and prices at its other end, shape [C].
 
         Args:
             edge_class: number of the edge class.
             beyond: price by class of the other end.
-            is_source: whether the prices are wanted by class of the source.
+            is_source: true for prices by class of the source, false for those of the target.
         """
         table = self._tables[edge_class]
         if not isinstance(table, ShortestPathCost):
@@ -146,15 +145,15 @@ class QuotientMessages:
         return states[self.views[here].labels]
 
     def around(self, node_class: int, picks: Sequence[int]) -> FloatArray:
-        """Price of each strategy of a node class next to a choice, shape [3, S].
+        """Price of each strategy of a node class in the neighbourhood of a choice, shape [3, S].
 
         Args:
             node_class: number of the node class.
             picks: strategy of each node class.
 
         Returns:
-            the price where everything around stays what it is; where what comes later is as
-            messages say; and where what comes earlier is.
+            the price with all neighbours fixed; with later neighbours estimated by messages; and
+            with earlier neighbours estimated by messages.
         """
         prices = np.tile(self.costs[node_class], (3, 1))
         for port in self.graph.node_classes[node_class].ports:
@@ -170,7 +169,7 @@ class QuotientMessages:
         return prices
 
     def _pass(self, node_class: int, *, backward: bool) -> None:
-        """Take what the ports on one side can give, and share the rest with the other side."""
+        """Receive messages from the ports on one side; send equal shares to the other side."""
         graph, weights = self.graph, {True: 0.0, False: 0.0}
         ports = graph.node_classes[node_class].ports
         for port in ports:
@@ -205,7 +204,7 @@ def _views(graph: QuotientGraph) -> list[View]:
 
 
 def _tables(graph: QuotientGraph, views: Sequence[View]) -> list[FloatArray | ShortestPathCost]:
-    """Prices of each edge class by class of its ends, shape [C, D], or by state."""
+    """Prices of each edge class by strategy classes of both ends, shape [C, D], or by state."""
     known: dict[tuple[int, int, int], FloatArray | ShortestPathCost] = {}
     tables = []
     for edge_class in graph.edge_classes:
@@ -238,7 +237,7 @@ class _Branch:
 
 
 def strategy_bounds(messages: QuotientMessages) -> tuple[float, list[FloatArray]]:
-    """Lower bounds by choosing exactly along a forest of edge classes.
+    """Lower bounds by min-marginals along a spanning forest of edge classes.
 
     Returns:
         a lower bound of all choices, and for each node class a lower bound of all choices with
@@ -250,7 +249,7 @@ def strategy_bounds(messages: QuotientMessages) -> tuple[float, list[FloatArray]
     above: dict[int, FloatArray] = {}
     for tree in trees:
         root = tree[0].node_class
-        prices = _passed(messages, tree)
+        prices = _tree_marginals(messages, tree)
         least[root] = prices[root].min()
         for node_class, price in prices.items():
             above[node_class] = price - least[root] if np.isfinite(least[root]) else price
@@ -304,13 +303,13 @@ def _trees(messages: QuotientMessages) -> Iterator[list[_Branch]]:
             yield tree
 
 
-def _passed(messages: QuotientMessages, tree: list[_Branch]) -> dict[int, FloatArray]:
+def _tree_marginals(messages: QuotientMessages, tree: list[_Branch]) -> dict[int, FloatArray]:
     """Least price of a tree by strategy of each of its node classes, shape [S]."""
     prices = {branch.node_class: messages.prices(branch.node_class) for branch in tree}
     outgoing_message: dict[int, FloatArray] = {}
     for branch in reversed(tree[1:]):
         near, _ = _ports(messages, branch)
-        outgoing_message[branch.node_class] = _over(
+        outgoing_message[branch.node_class] = _through_branch(
             messages, branch, prices[branch.node_class], up=True
         )
         prices[branch.parent] += outgoing_message[branch.node_class][messages.views[near].classes]
@@ -322,7 +321,7 @@ def _passed(messages: QuotientMessages, tree: list[_Branch]) -> dict[int, FloatA
                 - outgoing_message[branch.node_class][messages.views[near].classes]
             )
         rest = np.where(np.isnan(rest), np.inf, rest)
-        down = _over(messages, branch, rest, up=False)
+        down = _through_branch(messages, branch, rest, up=False)
         prices[branch.node_class] += down[messages.views[far].classes]
     return prices
 
@@ -337,10 +336,10 @@ def _ports(messages: QuotientMessages, branch: _Branch) -> tuple[int, int]:
     )
 
 
-def _over(
+def _through_branch(
     messages: QuotientMessages, branch: _Branch, prices: FloatArray, *, up: bool
 ) -> FloatArray:
-    """Least price of one end of a branch and of what its edge class has left, by class."""
+    """Least price of one end of a branch plus its reparametrised edge class, by class."""
     here, there = _ports(messages, branch)
     if not up:
         here, there = there, here

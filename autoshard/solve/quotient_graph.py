@@ -1,7 +1,7 @@
-"""The quotient graph of a problem: groups of a run that are alike are represented once.
+"""The quotient graph of a problem: equal groups of a run are represented once.
 
-A node class stands for as many nodes as there are groups, and an edge class for as many edges.
-Whatever is equal for all of them, such as messages, costs the same at any depth.
+A node class has one node per group, and an edge class one edge per group. Messages on the quotient
+graph take the same time for any number of groups.
 """
 
 from collections import Counter
@@ -9,21 +9,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.solve.problem import Edge, Problem
-from autoshard.solve.runs import Run, covered_edges, group_edges
+from autoshard.solve.runs import Run, group_edges, uncovered_edges
 
 _LEAST_GROUPS = 4
-"""Groups of a run from which on folding it makes fewer node classes."""
+"""Number of groups from which a quotient of the run has fewer node classes."""
 
 
 @dataclass(slots=True, eq=False)
 class Port:
-    """One end of alike edges, as each node of a node class sees it.
+    """One end of equal edges at a node class.
 
     Attributes:
         node_class: number of the node class.
-        backward: whether the edges lead to nodes that come earlier.
-        num_edges: edges with this end, of all nodes of the node class together.
-        edge_classes: number of each edge class with this end, and whether the end is its source.
+        backward: true if the other ends of the edges are earlier nodes.
+        num_edges: number of edges with this end, of all nodes of the node class together.
+        edge_classes: number of each edge class with this end; true if the end is its source.
     """
 
     node_class: int
@@ -34,11 +34,11 @@ class Port:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeClass:
-    """Nodes that are alike.
+    """Equal nodes of different groups.
 
     Attributes:
         nodes: the nodes, in the order of their groups.
-        ports: numbers of the ports through which they are linked.
+        ports: numbers of their ports.
     """
 
     nodes: tuple[int, ...]
@@ -47,12 +47,12 @@ class NodeClass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EdgeClass:
-    """Edges that are alike.
+    """Equal edges of different groups.
 
     Attributes:
         edge: an edge with the same content.
-        source: port at their sources.
-        target: port at their targets.
+        source: port of their sources.
+        target: port of their targets.
     """
 
     edge: Edge
@@ -63,16 +63,16 @@ class EdgeClass:
 class QuotientGraph:
     """The node classes and edge classes of a problem.
 
-    Every node is of one node class and every edge of one edge class. The first and the last group
-    of a run stay as they are, since what is good for them may not be for the rest; messages that
-    had to be the same for all would prove less.
+    Every node is in one node class and every edge in one edge class. Nodes of the first and the
+    last group of a run are classes of their own: their neighbours differ from those of the inner
+    groups, and equal messages for all groups would prove a weaker bound.
 
     Args:
         problem: the problem.
-        runs: disjoint runs in it; what one sees of another is the ports of its last group.
+        runs: disjoint runs; one may be linked to another only at the boundary of its last group.
 
     Attributes:
-        runs: the runs, whole.
+        runs: the runs, with their first and last groups.
         node_classes: all node classes.
         ports: all ports.
         edge_classes: all edge classes.
@@ -90,14 +90,14 @@ class QuotientGraph:
         for nodes in sorted(_alike_nodes(problem, inner)):
             self.class_of.update(dict.fromkeys(nodes, len(self.node_classes)))
             self.node_classes.append(NodeClass(nodes))
-        for edge in covered_edges(problem, inner):
+        for edge in uncovered_edges(problem, inner):
             self._add_edge_class(edge, self.class_of[edge.source], self.class_of[edge.target], 1)
         for run in inner:
             for edge in group_edges(problem, run):
-                self._bind(edge, _alike_edges(run, edge))
+                self._add_edge_classes(edge, _alike_edges(run, edge))
 
     def weight(self, port: int) -> float:
-        """Edges that each node of a node class has at one of its ports."""
+        """Mean number of edges at a port per node of its node class."""
         return self.ports[port].num_edges / len(
             self.node_classes[self.ports[port].node_class].nodes
         )
@@ -110,8 +110,8 @@ class QuotientGraph:
             else self.edge_classes[edge_class].source
         )
 
-    def _bind(self, edge: Edge, alike: Iterable[tuple[int, int]]) -> None:
-        """One edge class for each pair of node classes joined by edges like a given one."""
+    def _add_edge_classes(self, edge: Edge, alike: Iterable[tuple[int, int]]) -> None:
+        """Add an edge class for each pair of node classes joined by edges equal to a given one."""
         joined = Counter((self.class_of[u], self.class_of[v]) for u, v in alike)
         for (source, target), number in joined.items():
             self._add_edge_class(edge, source, target, number)
@@ -141,7 +141,7 @@ def _inner(run: Run) -> Run:
 
 
 def _alike_nodes(problem: Problem, runs: Sequence[Run]) -> Iterator[tuple[int, ...]]:
-    """The nodes of each node class; what follows a run is linked to the ports of its last group."""
+    """The nodes of each node class; boundary nodes of the last group are classes of their own."""
     inside = {v for run in runs for group in run.instances for v in group}
     yield from ((v,) for v in range(len(problem.nodes)) if v not in inside)
     for run in runs:
@@ -154,7 +154,7 @@ def _alike_nodes(problem: Problem, runs: Sequence[Run]) -> Iterator[tuple[int, .
 
 
 def _alike_edges(run: Run, edge: Edge) -> Iterator[tuple[int, int]]:
-    """Source and target of the edges of each group that are like one of the second group."""
+    """Source and target of the edge of each group that corresponds to one of the second group."""
     inside = {v: p for p, v in enumerate(run.instances[1])}
     before = {v: p for p, v in enumerate(run.before_of(1))}
 

@@ -1,4 +1,4 @@
-"""A reduced problem together with the way back to the original one."""
+"""A reduced problem with the inverse of its reductions."""
 
 import numpy as np
 
@@ -15,17 +15,17 @@ from autoshard.solve.state import SolveState
 
 
 class ReducedProblem:
-    """A network under reduction, its inverse, and the solve state that it serves.
+    """A network under reduction, the inverse of its reductions, and the state of the solve.
 
-    Strategies are also dropped because they can only lead to choices that are not better
-    than the best one known; from then on bounds hold for better choices only, and are cut
-    to `cap`, the price that a dropped choice can have at least.
+    Strategies are also dropped if no choice with them is better than the best one known. From then
+    on bounds of the network are valid for better choices only, so they are capped at `cap`, the
+    least price that a dropped choice can have.
 
     Args:
-        network: what is left to decide.
-        state: takes choices and bounds.
-        inverse: the way back from the network to the original problem.
-        cap: no bound above this is recorded.
+        network: the undecided variables.
+        state: receives choices and bounds.
+        inverse: converts choices of the network to the original problem.
+        cap: upper limit of recorded bounds.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ReducedProblem:
         return self.network.infeasible or not self.network.variables
 
     def reduce(self) -> None:
-        """Apply all reductions; where they decide everything, keep the answer."""
+        """Apply all reductions; if they decide every variable, record the optimum."""
         self._inverse = sequence([self._inverse, self._presolve.apply(self.network)])
         if self.network.infeasible:
             self.exhausted()
@@ -57,12 +57,12 @@ class ReducedProblem:
             self.raise_bound(self._rounded_bound(self.network.constant))
 
     def _rounded_bound(self, bound: float) -> float:
-        """The bound of an exact answer, without the rounding of its sum."""
+        """The objective, if an exact bound differs from it by rounding only; else the bound."""
         near = abs(self.state.objective - bound) <= 1e-12 * self.state.magnitude
         return self.state.objective if near else bound
 
     def offer(self, picks: dict[int, int]) -> bool:
-        """Keep a position per remaining variable as a choice if it is better than the best."""
+        """Offer a position per remaining variable as a choice; return True if it is allowed."""
         choice: IntArray = np.zeros(len(self.state.problem.nodes), dtype=np.intp)
         for v, variable in self.network.variables.items():
             choice[v] = variable.labels[picks[v]]
@@ -70,32 +70,32 @@ class ReducedProblem:
         return self.state.offer(choice)
 
     def raise_bound(self, bound: float) -> None:
-        """Record a lower bound of what is left."""
+        """Record a lower bound of the network."""
         self.state.raise_bound(min(bound, self.cap))
 
     def restricted(self, keep: dict[int, BoolArray]) -> "ReducedProblem":
-        """A part of the problem, to look for choices in: it proves no bound.
+        """The problem restricted to some strategies; it proves no bound.
 
         Args:
-            keep: which strategies of each variable the part has, shape [S].
+            keep: mask of the strategies of each variable, shape [S].
         """
         network = self.network.copy()
         for v, mask in keep.items():
             network.keep(v, mask)
         return ReducedProblem(network, self.state, inverse=self._inverse, cap=-float("inf"))
 
-    def narrowed(self, network: Network, outside: Inverse) -> "ReducedProblem":
-        """A part of the problem with all the rest decided: it proves no bound.
+    def with_fixed(self, network: Network, outside: Inverse) -> "ReducedProblem":
+        """The problem with some variables fixed; it proves no bound.
 
         Args:
-            network: what is left to decide.
-            outside: fills in the labels of the variables that are decided.
+            network: the other variables.
+            outside: writes the labels of the fixed variables.
         """
         inverse = sequence([self._inverse, outside])
         return ReducedProblem(network, self.state, inverse=inverse, cap=-float("inf"))
 
     def exhausted(self) -> bool:
-        """Record that no choice is left; return whether one had been found before."""
+        """Record that no better choice exists; return True if a choice was found before."""
         if self.cap < float("inf"):
             self.state.raise_bound(self.cap)
         return self.state.choice is not None
@@ -103,8 +103,8 @@ class ReducedProblem:
     def trim(self) -> None:
         """Shift the least cost of each variable to zero; forbid prices beyond the cutoff.
 
-        Links in normal form have no negative price, so the constant plus any one price
-        is a lower bound of all choices that pay it.
+        Links in normal form have no negative price, so the constant plus the price of a strategy
+        or a pair is a lower bound of all choices with it.
         """
         network = self.network
         for v, variable in network.variables.items():
@@ -131,7 +131,7 @@ class ReducedProblem:
             least: lower bound of the price of all choices with each strategy, shape [S].
 
         Returns:
-            how many were dropped.
+            the number of dropped strategies.
         """
         cutoff, dropped = self.state.cutoff, 0
         for v, bounds in least.items():
@@ -145,7 +145,7 @@ class ReducedProblem:
         return dropped
 
     def pick_of(self, choice: IntArray) -> dict[int, int] | None:
-        """Position per remaining variable of a choice, or None where one was dropped."""
+        """Position per remaining variable of a choice; None if one of them was dropped."""
         picks = {}
         for v, variable in self.network.variables.items():
             place = int(np.searchsorted(variable.labels, choice[v]))

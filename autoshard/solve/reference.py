@@ -16,15 +16,15 @@ from autoshard.solve.network import Network
 from autoshard.solve.problem import USAGE_TOLERANCE, Problem
 from autoshard.solve.state import Solution
 
-MOST_CHOICES = 1 << 21
+MAX_CHOICES = 1 << 21
 
 
 def brute_force(problem: Problem) -> Solution:
-    """Price every choice and return a cheapest one that is allowed.
+    """Price every choice and return the cheapest that is allowed.
 
     Args:
         problem: a small problem: the product of the numbers of strategies, where tied
-            nodes count once, must not exceed `MOST_CHOICES`.
+            nodes count once, must not exceed `MAX_CHOICES`.
 
     Raises:
         OptionError: there are too many choices.
@@ -54,9 +54,9 @@ def _all_choices(problem: Problem) -> IntArray:
     heads, place = np.unique(head, return_inverse=True)
     sizes = [problem.nodes[v].num_strategies for v in heads]
     total = float(np.prod(np.array(sizes, dtype=np.float64)))
-    if total > MOST_CHOICES:
+    if total > MAX_CHOICES:
         raise OptionError(
-            f"brute_force would price {total:.3g} choices, more than {MOST_CHOICES}; "
+            f"brute_force would price {total:.3g} choices, more than {MAX_CHOICES}; "
             "use solve_problem"
         )
     grid = np.indices(sizes, dtype=np.intp).reshape(len(sizes), int(total))
@@ -75,7 +75,7 @@ def _peaks(problem: Problem, choices: IntArray) -> FloatArray:
 
 
 _SLACK = 1e-6
-"""Relative tolerance granted to a foreign solver's claim of optimality."""
+"""Relative tolerance of another solver's optimum."""
 _LARGEST_COST = 1e4
 _EXACT: dict[str, dict[str, float]] = {
     "HIGHS": {"mip_rel_gap": 0.0, "mip_feasibility_tolerance": 1e-9},
@@ -90,14 +90,13 @@ def solve_reference(
     """State the problem as one integer program, without reductions, and solve it.
 
     Args:
-        problem: what to solve.
-        solver: name of a mixed-integer solver that cvxpy finds installed.
+        problem: the problem.
+        solver: name of an installed mixed-integer solver that cvxpy supports.
         time_limit: seconds; for CBC, GUROBI and HIGHS.
 
     Returns:
-        the solution. cvxpy does not hand over the bound of a solver, so a claim of
-        optimality counts for a bound 1e-6 (relative) below the objective, and anything
-        else for none.
+        the solution. cvxpy does not report the bound of a solver, so the bound is 1e-6 (relative)
+        below the objective if the solver reports an optimum, else -inf.
 
     Raises:
         OptionError: cvxpy or the solver is not installed, or it takes no time limit here.
@@ -115,15 +114,15 @@ def solve_reference(
         options[_TIME_OPTIONS[solver]] = float(time_limit)
     network = Network.from_problem(problem)
     model = linear_model(network)
-    strategies, claim = _solved(cvxpy, network, model, solver, options)
+    strategies, status = _solved(cvxpy, network, model, solver, options)
     elapsed = time.perf_counter() - start
-    if claim == cvxpy.INFEASIBLE or problem.usage_limit < 0:
+    if status == cvxpy.INFEASIBLE or problem.usage_limit < 0:
         return Solution(SolveStatus.INFEASIBLE, None, np.inf, np.inf, elapsed)
     choice = None if strategies is None else _choice(model, strategies)
     if choice is None or not problem.is_feasible(choice):
         return Solution(SolveStatus.TIMED_OUT, None, np.inf, -np.inf, elapsed)
     value = problem.objective(choice)
-    if claim != cvxpy.OPTIMAL:
+    if status != cvxpy.OPTIMAL:
         return Solution(SolveStatus.FEASIBLE, choice, value, -np.inf, elapsed)
     finite = model.cost[np.isfinite(model.cost)]
     slack = _SLACK * max(abs(value), float(np.abs(finite).max(initial=0.0)))
@@ -148,7 +147,7 @@ def _cvxpy_with(solver: str) -> Any:
 def _solved(
     cvxpy: Any, network: Network, model: LinearModel, solver: str, options: dict[str, Any]
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]] | None, str]:
-    """Shares of the strategies, and what the solver claims about them."""
+    """Value of each strategy's column, and the status that the solver reports."""
     split = model.num_strategies
     allowed = np.isfinite(model.cost)
     cost = np.where(allowed, model.cost, 0.0)
@@ -156,12 +155,12 @@ def _solved(
     strategies = cvxpy.Variable(split, boolean=True)
     flows = cvxpy.Variable(max(len(cost) - split, 1), nonneg=True)
     usage = model.usage[:, :split]
-    heaviest = np.maximum(abs(usage).max(axis=1).toarray().ravel(), 1e-300)
+    row_scale = np.maximum(abs(usage).max(axis=1).toarray().ravel(), 1e-300)
     rows = [
         model.matrix[:, :split] @ strategies + _padded(model.matrix[:, split:]) @ flows
         == model.right,
         strategies <= allowed[:split].astype(np.float64),
-        sparse.diags_array(1.0 / heaviest) @ usage @ strategies <= model.capacity / heaviest,
+        sparse.diags_array(1.0 / row_scale) @ usage @ strategies <= model.capacity / row_scale,
         _tie_rows(network, model) @ strategies == 0.0,
     ]
     rows = [row for row in rows if row.size]
@@ -170,7 +169,7 @@ def _solved(
         total = total + scale * (cost[split:] @ flows)
     program = cvxpy.Problem(cvxpy.Minimize(total), rows)
     with warnings.catch_warnings():
-        # cvxpy warns where a solver stops early; the status says so too.
+        # cvxpy warns if a solver stops early; the status shows it too.
         warnings.simplefilter("ignore")
         try:
             program.solve(solver=solver, **options)
@@ -180,12 +179,12 @@ def _solved(
 
 
 def _padded(matrix: sparse.csr_array) -> sparse.csr_array:
-    """The matrix, with a column of zeros if it has none: cvxpy has no empty variables."""
+    """Add a column of zeros to a matrix without columns: cvxpy has no empty variables."""
     return matrix if matrix.shape[1] else sparse.csr_array((matrix.shape[0], 1))
 
 
 def _tie_rows(network: Network, model: LinearModel) -> sparse.csr_array:
-    """Rows that vanish when tied nodes pick the same strategy."""
+    """Rows that are zero if and only if tied nodes pick the same strategy."""
     start = dict(zip(model.variables, model.starts.tolist(), strict=False))
     heads, others = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)]
     for head, *rest in network.ties:

@@ -1,14 +1,14 @@
 """Wide problems, solved through restricted problems.
 
-Messages bound the price of every strategy at a cost that grows with the number of strategies,
-not with its square. The strategies with the least bounds make a restricted problem of the same
-form, which is solved by tables. What it leaves out costs at least the least bound of a strategy
-left out, so the answer has a proven bound; where that is not good enough, messages are improved
-and the restricted problem is extended around the best choice.
+Messages bound the price of every strategy, at a cost linear in the number of strategies. The
+strategies with the least bounds make a restricted problem of the same form, which is solved by
+run contraction. A choice outside of it costs at least the least bound of an excluded strategy,
+which proves a bound of the whole problem. If that is not good enough, messages are improved and
+the restricted problem is extended around the best choice.
 
 Under a usage limit that binds, the restricted problem is solved under the limit like any problem
-with runs. The usage prices that are best for it are then applied to all strategies: messages at
-these prices prove a bound, and show which strategies are missing.
+with runs. Its best usage prices are then applied to all strategies: messages at these prices
+prove a bound, and show which strategies are missing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ def restrict(
     Args:
         problem: the whole problem.
         graph: its quotient graph.
-        masks: which strategies of each node class to keep, shape [S].
+        masks: mask of the strategies of each node class to keep, shape [S].
         costs: price of each strategy of a node of each node class, shape [S].
         usage_limit: of the restricted problem.
     """
@@ -57,13 +57,13 @@ def restrict(
 
 
 def one_per_run(graph: QuotientGraph, masks: Sequence[BoolArray]) -> list[BoolArray]:
-    """Masks that leave runs what they are: what corresponds in its groups keeps the same."""
+    """Unite masks so that corresponding nodes of a run's groups keep equal strategies."""
     united = list(masks)
     for run in graph.runs:
         before = dict(zip(run.boundary, run.before, strict=True))
         for p, nodes in enumerate(zip(*run.instances, strict=True)):
             node_classes = {graph.class_of[v] for v in (*nodes, before.get(p, nodes[0]))}
-            # What stands in for a boundary node may be something else with other strategies.
+            # The node before the first group may have other strategies.
             alike = [
                 q for q in node_classes if len(united[q]) == len(united[graph.class_of[nodes[0]]])
             ]
@@ -74,7 +74,7 @@ def one_per_run(graph: QuotientGraph, masks: Sequence[BoolArray]) -> list[BoolAr
 
 
 class _Shared:
-    """Arrays made of others, each made once: equal nodes and edges share theirs."""
+    """Memo of derived arrays, so that equal nodes and edges share them."""
 
     def __init__(self) -> None:
         self._positions: dict[bytes, IntArray] = {}
@@ -83,11 +83,11 @@ class _Shared:
         self._tables: dict[tuple[int, bytes, bytes], FloatArray] = {}
 
     def positions(self, mask: BoolArray) -> IntArray:
-        """Where a mask is true, shape [K]."""
+        """Indices where a mask is true, shape [K]."""
         return self._positions.setdefault(mask.tobytes(), np.flatnonzero(mask))
 
     def part(self, values: FloatArray, keep: IntArray) -> FloatArray:
-        """Some of the values."""
+        """The values at some indices."""
         key = (id(values), id(keep))
         if key not in self._parts:
             self._parts[key] = values[keep]
@@ -95,7 +95,7 @@ class _Shared:
         return found
 
     def edge(self, edge: Edge, kept: Sequence[IntArray]) -> Edge:
-        """An edge between the kept strategies, with the prices that they can pay."""
+        """An edge between the kept strategies."""
         row_labels, rows = self._view(edge.rows, kept[edge.source])
         col_labels, cols = self._view(edge.cols, kept[edge.target])
         key = (id(edge.prices), row_labels.tobytes(), col_labels.tobytes())
@@ -119,7 +119,7 @@ class _Shared:
 class SolveRestricted(Protocol):
     """Solves a restricted problem within some seconds, up to a relative gap.
 
-    It takes a lower bound that is known, and the warm start left by other limits.
+    `bound` is a known lower bound; `warm_start` comes from solves under other limits.
     """
 
     def __call__(
@@ -150,7 +150,7 @@ class _Answer:
 
 
 class RestrictedSolver:
-    """Minimises a wide problem for one vector of costs after another.
+    """Minimises a wide problem for different costs, without its limit.
 
     Args:
         state: of the problem.
@@ -158,7 +158,7 @@ class RestrictedSolver:
         solve: solves restricted problems.
 
     Attributes:
-        graph: as given.
+        graph: the quotient graph.
         tried: strategies of each node class that were in a restricted problem, shape [S].
         least: the last lower bounds by strategy of each node class, shape [S].
     """
@@ -188,7 +188,7 @@ class RestrictedSolver:
         Args:
             costs: shape [S] for each node, the same for the nodes of a node class.
             slack: relative difference that may be left between the two.
-            rough: whether to leave it at the first restricted problem that has a choice.
+            rough: stop after the first restricted problem that has a choice.
             report_bound: called with each better bound.
         """
         self._set(costs)
@@ -218,8 +218,8 @@ class RestrictedSolver:
         """Lower bounds for given costs, of all choices and by strategy of each node class.
 
         Args:
-            costs: as above.
-            num_sweeps: how often to pass messages; they begin with those of other costs.
+            costs: as of `minimise`.
+            num_sweeps: number of sweeps; they start from the messages for the previous costs.
         """
         self._state.enter("pass messages")
         self._set(costs)
@@ -230,8 +230,8 @@ class RestrictedSolver:
         return max(self._messages.bound, proven), least
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Forget the messages that are passed meanwhile."""
+    def restored_messages(self) -> Iterator[None]:
+        """Restore the messages at the end of a `with` block."""
         values = [value.copy() for value in self._messages.values]
         yield
         self._messages.values = values
@@ -242,7 +242,7 @@ class RestrictedSolver:
         ]
 
     def _maximise_bound(self, answer: _Answer, slack: float) -> None:
-        """Pass messages until that gains little, or proves enough."""
+        """Pass messages until the bound stalls or is good enough."""
         self._state.enter("pass messages")
         end = self._state.elapsed + self._settings.message_share * self._state.remaining
         enough = answer.value - slack * abs(answer.value)
@@ -261,13 +261,16 @@ class RestrictedSolver:
     def _try_restricted(
         self, answer: _Answer, least: Sequence[FloatArray], width: int, slack: float
     ) -> None:
-        """Solve a restricted problem, for a better choice and for what that proves."""
+        """Solve a restricted problem, for a better choice and a better bound."""
         masks = self._selected(least, width, answer.choice)
         if answer.choice is not None:
             cutoff = answer.value - slack * abs(answer.value)
-            hopeful = [bounds < cutoff for bounds in least]
-            if max(int(mask.sum()) for mask in hopeful) <= self._settings.full_width_ratio * width:
-                masks = [mask | more for mask, more in zip(masks, hopeful, strict=True)]
+            can_improve = [bounds < cutoff for bounds in least]
+            if (
+                max(int(mask.sum()) for mask in can_improve)
+                <= self._settings.full_width_ratio * width
+            ):
+                masks = [mask | more for mask, more in zip(masks, can_improve, strict=True)]
         masks = one_per_run(self.graph, masks)
         left_out = [
             float(bounds[~mask].min(initial=np.inf))
@@ -323,7 +326,7 @@ class LimitedRestriction:
 
     Args:
         state: of the problem.
-        restricted_solver: minimises the problem for other costs, its limit aside.
+        restricted_solver: minimises the problem for other costs, without its limit.
         solve: solves restricted problems.
     """
 
@@ -346,8 +349,8 @@ class LimitedRestriction:
         """Solve restricted problems until one closes the gap, or closes little of it.
 
         Returns:
-            INFEASIBLE where no choice keeps the limit; the statistic `minimum_usage` is then
-            a limit that one keeps.
+            INFEASIBLE if no choice satisfies the limit; the statistic `minimum_usage` is then a
+            feasible limit.
         """
         state, warm_start = self._state, self._state.warm_start
         follows = warm_start.restricted is not None
@@ -372,10 +375,10 @@ class LimitedRestriction:
         return RunOutcome.UPDATED
 
     def _first_masks(self) -> list[BoolArray]:
-        """Strategies that others think likely, or that are good at some prices of usage."""
-        likely = self._state.warm_start.candidates
-        if likely:
-            return [likely[node_class.nodes[0]].copy() for node_class in self._graph.node_classes]
+        """Candidates of the warm start, or else strategies that are good at some usage prices."""
+        candidates = self._state.warm_start.candidates
+        if candidates:
+            return [candidates[c.nodes[0]].copy() for c in self._graph.node_classes]
         self._add_peak_weights()
         price = max(self._state.bound, USAGE_TOLERANCE)
         price /= max(self._problem.usage_limit, USAGE_TOLERANCE)
@@ -386,12 +389,12 @@ class LimitedRestriction:
         return self._restricted_solver.tried
 
     def _add_peak_weights(self) -> None:
-        """Price the time at which most can be used, if no other time is priced."""
+        """Price the time at which the usage can be largest, if no time is priced yet."""
         if not self._usage_weights.weights:
             self._usage_weights.add(np.array([usage.max() for usage in self._usage_weights.usage]))
 
     def _set_restricted(self, masks: Sequence[BoolArray]) -> None:
-        """Restrict the problem to some strategies, and to those it was restricted to before."""
+        """Set the restricted problem to some strategies and those of the previous one."""
         warm_start, inner = self._state.warm_start, WarmStart()
         if warm_start.restricted is not None:
             masks = [mask.copy() for mask in masks]
@@ -415,7 +418,7 @@ class LimitedRestriction:
         warm_start.restricted = restricted, inner
 
     def _solve_restricted(self) -> None:
-        """Solve the restricted problem under the limit, and collect the choices it met."""
+        """Solve the restricted problem under the limit, and collect the choices found."""
         state, warm_start = self._state, self._state.warm_start
         state.enter("solve a restricted problem")
         state.count("restricted.problems")
@@ -434,7 +437,7 @@ class LimitedRestriction:
         state.check()
 
     def _prove(self) -> None:
-        """Bound all choices at the prices best for those seen; extend the restriction."""
+        """Bound all choices at the best usage prices; extend the restricted problem."""
         warm_start, limit = self._state.warm_start, self._problem.usage_limit
         if not warm_start.best_choices or not self._usage_weights.weights:
             return
@@ -455,9 +458,9 @@ class LimitedRestriction:
             )
 
     def _can_fit(self) -> bool:
-        """Look for a choice that keeps the limit; False if it is proven that none does."""
+        """Search for a choice within the limit; False if it is proven that there is none."""
         self._add_peak_weights()
-        with self._restricted_solver.aside():
+        with self._restricted_solver.restored_messages():
             fits = self._lagrangian.can_fit(slack=USAGE_TOLERANCE)
         if not fits:
             peaks = (self._problem.peak_usage(point.choice) for point in self._lagrangian.points)
@@ -492,13 +495,13 @@ def solve_wide(state: SolveState, solve: SolveRestricted) -> RunOutcome:
 
 
 def _minimise(state: SolveState, restricted_solver: RestrictedSolver) -> float:
-    """Offer the best choice without the limit; keep it for the warm start if it breaks it.
+    """Offer the best choice without the limit; add it to the warm start if it exceeds the limit.
 
     Returns:
         a lower bound.
     """
     costs = [node.cost for node in state.problem.nodes]
-    # A limit that binds makes the best choice without it worth little.
+    # If the limit can bind, a rough solution without it may show that it does.
     for rough in (True, False) if state.problem.can_bind else (False,):
         bound, choice = restricted_solver.minimise(
             costs, state.gap, rough=rough, report_bound=state.raise_bound

@@ -1,7 +1,7 @@
 """Effort limits and tuning of the solver.
 
-None of these changes the meaning of an answer: bounds are valid and choices are allowed at any
-values. They decide how much is tried, and so how close to the optimum the solver gets in time.
+At any values, bounds are valid and choices are allowed. The settings decide how much work is done,
+and so how close to the optimum the solver gets in time.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 class SolverSettings:
     """Limits of the solver's steps; the defaults suit problems of whole models.
 
-    "Work" counts additions, of which a core does about 1e9 a second. Shares of time are shares
-    of what remains until the time limit when a step begins.
+    "Work" counts additions; a core does about 1e9 a second. Shares of time are shares of the time
+    that remains until the limit when a step begins.
 
     Attributes:
-        minimum_gap: relative gap that is left to rounding, whatever is asked for.
+        minimum_gap: lower limit of the requested relative gap, because of rounding.
         minimum_usage_seconds: time to find a usage limit that works for an infeasible problem.
         max_reduction_rounds: rounds of bounding and dropping strategies before branching.
         min_dropped: share of the strategies that a round must drop to be followed by another.
@@ -30,7 +30,7 @@ class SolverSettings:
         max_total_entries: entries of all tables of an elimination together.
         max_table_axes: variables of one table of an elimination.
 
-        mini_bucket_min_entries: matrix entries up to which a linear program is as quick.
+        mini_bucket_min_entries: matrix entries below which a linear program is as quick.
         mini_bucket_rounds: relaxations solved one after the other.
         mini_bucket_work: work of the first relaxation.
         mini_bucket_growth: factor of the work after a round that brings little.
@@ -46,20 +46,20 @@ class SolverSettings:
             place of linear programs.
         trws_rounds: runs of TRW-S, each followed by dropping strategies.
         trws_share: share of time of one of these runs.
-        trws_min_pruned: share of the strategies a run must rule out for them to be dropped.
+        trws_min_pruned: least share of the strategies ruled out for which they are dropped.
         trws_max_stalled: sweeps without notable gain after which a run ends.
         trws_stalled_gain: relative gain of the bound that is notable.
         trws_first_step: first step of usage prices, relative to the step of Polyak.
         trws_last_step: smallest step.
         trws_patience: sweeps without gain after which the step is halved.
         trws_momentum: weight of earlier directions in a step.
-        trws_target: relative distance of the bound that steps aim at.
+        trws_target: relative distance from the best bound to the target of a step.
         trws_report_gain: relative gain of the bound after which it is reported.
         trws_rounding_period: sweeps from one rounded choice to the next.
         trws_repair_share: share of time for repairing rounded choices.
         trws_promising: ratio to the best price up to which a choice over the limit is repaired.
 
-        descent_sweeps: visits of a variable in one descent, on average.
+        descent_sweeps: largest mean number of visits of a variable in one descent.
         repair_rounds: times that usage prices are raised to repair a choice.
         window_size: variables of the first window of large-neighbourhood search.
         window_seconds: time of one window.
@@ -67,63 +67,65 @@ class SolverSettings:
         window_growth: factor of the window size after a quick window.
         window_shrinkage: factor of the window size after a slow one.
         window_patience: windows without gain after which the search ends.
-        window_share: share of time for windows beside a Lagrangian bound.
+        window_share: share of time for windows after a Lagrangian bound.
 
         lagrangian_rounds: usage prices evaluated by the Lagrangian of a network.
         lagrangian_max_stalled: evaluations without gain after which it ends.
         lagrangian_new_checkpoints: checkpoints that get a price after one evaluation.
         core_strategies: strategies per variable, on average, of the restricted problem that
             follows a Lagrangian bound.
-        core_share: share of time for it.
-        core_seconds: time of which this share and that of windows is taken at most.
-        unlimited_share: share of time for a linear program without the limit, where that
+        core_share: share of time for that restricted problem.
+        core_seconds: upper limit of the time that this share and that of windows refer to.
+        unlimited_share: share of time for a linear program without the limit, if the limit
             seems not to bind.
         interior_point_columns: columns from which on relaxations are solved by interior point.
         eager_usage_entries: entries of usage rows up to which all of them are loaded at once.
 
-        nearly_closed: gap of runs from which on the rest is not worth most of the time.
-        nearly_closed_share: share of time for that rest.
-        contraction_overhead: work that one evaluation of a contracted problem counts for, at
-            least.
+        nearly_closed: relative gap after run contraction below which the time for closing it is
+            capped.
+        nearly_closed_share: share of time for closing it.
+        contraction_overhead: work that is added for each evaluation of a contracted problem.
         max_block_entries: entries of the table of one group of a run.
         eager_run_work: work of a group's table up to which shared nodes are not relaxed first.
-        max_exact_run_work: work after which the exact optimum is not insisted on. Counted in
-            additions, because a clock would make the answer depend on the machine.
-        candidate_boundary_strategies: strategies of a boundary node in which a good choice is
-            looked for.
+        max_exact_run_work: work after which the requested gap suffices instead of the exact
+            optimum. It counts additions, because with a clock the solution would depend on the
+            machine.
+        candidate_boundary_strategies: strategies of a boundary node among which a good choice is
+            searched.
         dual_rounds: usage prices evaluated by the Lagrangian of runs.
         dual_max_stalled: evaluations without gain after which it ends.
         dual_box_growths: times that the range of prices of either Lagrangian is extended.
-        dual_gap_share: share of the gap asked for that an evaluation may leave.
-        usage_mixtures: mixtures of times tried to prove a limit infeasible.
+        dual_gap_share: share of the requested gap that an evaluation may leave.
+        usage_mixtures: largest number of mixtures of times to prove a limit infeasible.
         reserve_rounds: times that the limit is lowered to leave slack for unpriced times.
-        nearest_choices: choices nearest to the best prices that are combined.
+        nearest_choices: number of near-optimal choices at the best prices that are combined.
         sweep_choices: choices along a ray of prices that swap local search combines.
-        max_swaps: swaps of one local search.
+        max_swaps: largest number of swaps of one local search.
 
         wide_strategies: mean number of strategies of a node class from which on a problem is
             solved through restricted problems.
         first_width: strategies per node class in the first restricted problem.
         last_width: strategies per node class in the last one.
-        nearby_strategies: strategies added for each way of looking at the best choice.
-        full_width_ratio: all strategies that can matter are added if they are so many widths.
+        nearby_strategies: strategies per node class added around the best choice.
+        full_width_ratio: all strategies that can be in a better choice are added if no node class
+            has more than this many widths of them.
         quotient_sweeps: sweeps of messages before a restricted problem.
         quotient_min_gain: relative gain of a sweep below which a restricted problem comes next.
-        quotient_gap_share: the same, relative to the gap that is allowed.
-        restricted_min_gain: share of the gap that messages must close for another restricted
-            problem of the same width.
+        quotient_gap_share: the same, relative to the requested gap.
+        restricted_min_gain: share of the gap that messages must close for the next restricted
+            problem to have the same width.
         message_share: share of time for messages.
         restricted_share: share of time for one restricted problem.
         restricted_gap: share of the gap that a restricted problem may leave.
-        limited_elasticities: guesses of the price of all usage that is allowed, in terms of
-            the least price of a choice.
+        limited_elasticities: first guesses of the price of usage: usage at the limit costs this
+            many times the lower bound of a choice.
         limited_rough_gap: relative gap that may be left at such a guess.
         limited_width: strategies per node class added to a restricted problem at once.
         limited_first_sweeps: sweeps at the best prices, the first time.
         limited_more_sweeps: sweeps at the best prices later on.
         limited_rounds: restricted problems solved under one limit.
         limited_share: share of time for one of them.
-        limited_min_gain: share of the gap that one must close to be followed by another.
+        limited_min_gain: share of the gap that one must close for another to follow.
     """
 
     minimum_gap: float = 1e-9
@@ -227,7 +229,7 @@ class SolverSettings:
 
 
 def _never_stop() -> None:
-    """The check of a computation that nobody interrupts."""
+    """Does nothing: the check of a computation that is never interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,4 +246,4 @@ class Effort:
 
 
 DEFAULT_EFFORT = Effort()
-"""The default limits, and no reason to stop."""
+"""Default limits, never stopped."""

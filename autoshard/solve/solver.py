@@ -1,4 +1,4 @@
-"""The solver: from a problem to a certified solution."""
+"""The solver: computes a certified solution of a problem."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from autoshard.outcome import SolveStatus
 from autoshard.solve.block_cache import KeyValueStore
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.lagrangian import Lagrangian
-from autoshard.solve.linear_program import Ending, HighsSolver, LinearModel, linear_model
+from autoshard.solve.linear_program import HighsSolver, LinearModel, RunStatus, linear_model
 from autoshard.solve.local_search import CoordinateDescent, search_windows
 from autoshard.solve.mini_buckets import solve_by_mini_buckets
 from autoshard.solve.minimum_usage import minimum_usage
@@ -52,31 +52,31 @@ def solve_problem(
     """Find the cheapest choice, with a proof of how good it is.
 
     The problem is first solved without its usage limit: exact reductions often solve it
-    outright, and HiGHS solves the rest. If that choice breaks the limit, prices on usage
-    give a bound and good choices, strategies that cannot matter any more are dropped, and
-    HiGHS closes what gap is left.
+    completely, and HiGHS solves the rest. If that choice exceeds the limit, Lagrangian prices on
+    usage give a bound and good choices, strategies that cannot be in a better choice are dropped,
+    and HiGHS closes the remaining gap.
 
     Args:
-        problem: what to solve.
-        time_limit: seconds after which the best choice so far is returned. Where repeated
-            groups leave a gap of less than 1 %, a tenth of them is spent on the rest of it.
-        relative_gap: stop once the choice is proven this close to the optimum, relative
-            to the sum of the absolute prices it pays; below 1e-9 rounding decides.
-        seed: for the random numbers inside HiGHS.
+        problem: the problem.
+        time_limit: seconds after which the best choice so far is returned. If run contraction
+            leaves a gap of less than 1 %, a tenth of the remaining time is spent on closing it.
+        relative_gap: stop once the choice is proven this close to the optimum, relative to the sum
+            of its absolute prices; values below 1e-9 count as 1e-9, because of rounding.
+        seed: of random numbers.
         on_progress: called at each phase and each improvement, from the solving thread.
-        cancel: a `threading.Event`, say; once set, the solve ends with what it has.
-        solver: "highs", or the name of a cvxpy solver that gets what the reductions leave
-            (see `solve_reference`; then `cancel` is heard only between phases).
-        block_cache: keeps tables of repeated groups for other solves. What it has is not worked
-            out again; `Solution.blocks` says what that was.
-        warm_start: give the same one to solves of one problem under several limits; all but the
-            first then know where to look.
+        cancel: such as a `threading.Event`; once set, the best choice so far is returned.
+        solver: "highs", or the name of a cvxpy solver for the reduced problem (see
+            `solve_reference`; `cancel` is then checked only between phases).
+        block_cache: stores tables of repeated groups for other solves; `Solution.blocks` shows
+            which tables were reused.
+        warm_start: pass the same one to solves of one problem under several limits; later solves
+            reuse the results of earlier ones.
         settings: limits of work; the defaults suit problems of whole models.
 
     Returns:
-        the outcome as a value; an infeasible problem is a status, not an error. Where the
-        usage limit is to blame, `statistics["minimum_usage"]` is a limit that works: the
-        least one, unless the time for finding it ran out.
+        the solution; infeasible is a status, not an error. If the usage limit makes the problem
+        infeasible, `statistics["minimum_usage"]` is a limit that is feasible: the least one,
+        unless the time for finding it ran out.
 
     Raises:
         OptionError: an option is out of its range, or the solver is not installed.
@@ -99,7 +99,7 @@ def solve_problem(
         infeasible = not _solve(state, solver)
         known = "minimum_usage" in state.statistics
         if infeasible and not known and np.isfinite(problem.usage_limit):
-            _explain(state)
+            _find_minimum_usage(state)
     except Interrupted:
         state.count("interrupted")
     return state.finish(infeasible=infeasible)
@@ -112,8 +112,8 @@ def _check_options(time_limit: float | None, relative_gap: float) -> None:
         raise OptionError(f"relative_gap is {relative_gap}; give a number from 0 to below 1")
 
 
-def _explain(state: SolveState) -> None:
-    """Find the usage limit that would have worked."""
+def _find_minimum_usage(state: SolveState) -> None:
+    """Find the least feasible usage limit of an infeasible problem."""
     state.enter("find the least limit")
     seconds = min(state.remaining, state.settings.minimum_usage_seconds)
     least = minimum_usage(state.problem, time_limit=seconds, cancel=state)
@@ -125,26 +125,26 @@ def _solve(state: SolveState, solver: str) -> bool:
     """Run all phases; False if the problem is infeasible."""
     if state.problem.usage_limit < 0:
         return False
-    outcome = _through_structure(state)
+    outcome = _solve_structured(state)
     if outcome is not RunOutcome.SKIPPED:
         return outcome is RunOutcome.UPDATED
     return _flat(state, solver)
 
 
-def _through_structure(state: SolveState) -> RunOutcome:
-    """Make use of wide nodes and repeated groups; SKIPPED where that leaves something to do."""
+def _solve_structured(state: SolveState) -> RunOutcome:
+    """Solve by restricted problems and run contraction; SKIPPED unless that is the solution."""
     outcome = solve_wide(state, partial(_solve_restricted, state))
     done = (
         outcome is RunOutcome.INFEASIBLE or state.closed or state.warm_start.restricted is not None
     )
     if done or (outcome is RunOutcome.UPDATED and state.problem.has_path_costs):
         return outcome
-    outcome = _repeated(state)
+    outcome = _solve_repeated(state)
     return outcome if outcome is RunOutcome.INFEASIBLE or state.closed else RunOutcome.SKIPPED
 
 
-def _repeated(state: SolveState) -> RunOutcome:
-    """Make use of repeated groups; what they nearly close is not worth most of the time."""
+def _solve_repeated(state: SolveState) -> RunOutcome:
+    """Solve by run contraction; cap the remaining time if that nearly closes the gap."""
     outcome = solve_runs(state)
     if state.objective - state.bound <= state.settings.nearly_closed * state.magnitude:
         state.cap_time(state.settings.nearly_closed_share)
@@ -160,7 +160,7 @@ def _solve_restricted(
     bound: float,
     warm_start: WarmStart | None,
 ) -> Solution:
-    """Solve a part of the problem of a search, of which a lower bound is known."""
+    """Solve a restricted problem, given a lower bound of it."""
     inner = SolveState(
         restricted,
         time_limit=None if np.isinf(seconds) else max(seconds, _LEAST_SECONDS),
@@ -174,7 +174,7 @@ def _solve_restricted(
     inner.raise_bound(bound)
     infeasible = False
     try:
-        outcome = _repeated(inner)
+        outcome = _solve_repeated(inner)
         infeasible = outcome is RunOutcome.INFEASIBLE
         limit_binds = inner.choice is not None and restricted.can_bind
         if not infeasible and not inner.closed and not limit_binds:
@@ -186,7 +186,7 @@ def _solve_restricted(
 
 
 def _flat(state: SolveState, solver: str) -> bool:
-    """Solve without the structure of runs; False if the problem is infeasible."""
+    """Solve without run contraction; False if the problem is infeasible."""
     state.enter("reduce")
     _offer_greedy(state)
     reduced = ReducedProblem(Network.from_problem(state.problem, limited=False), state)
@@ -201,7 +201,7 @@ def _flat(state: SolveState, solver: str) -> bool:
 
 
 def _seems_unlimited(reduced: ReducedProblem) -> bool:
-    """True if a good choice found without the limit keeps it."""
+    """True if a good choice found without the limit satisfies it."""
     reduced.state.enter("try without the limit")
     start = {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()}
     return reduced.offer(
@@ -210,7 +210,7 @@ def _seems_unlimited(reduced: ReducedProblem) -> bool:
 
 
 def _offer_greedy(state: SolveState) -> None:
-    """Offer what is cheapest and what uses least, one node at a time: there may be no time left."""
+    """Offer the choices with least cost and with least usage per node: time may be short."""
     problem = state.problem
     for preferred in ([node.cost for node in problem.nodes], [x.usage for x in problem.nodes]):
         choice = np.array([int(values.argmin()) for values in preferred], dtype=np.intp)
@@ -230,7 +230,7 @@ def _under_limit(state: SolveState, solver: str) -> bool:
 
 
 def _solve_externally(reduced: ReducedProblem, solver: str) -> bool:
-    """Let another solver close what the reductions leave."""
+    """Solve the reduced problem with another solver."""
     state = reduced.state
     if reduced.done or state.closed:
         return state.choice is not None
@@ -247,13 +247,13 @@ def _solve_externally(reduced: ReducedProblem, solver: str) -> bool:
 
 
 def _unlimited(reduced: ReducedProblem, *, seconds: float = float("inf")) -> bool:
-    """Solve what the reductions leave of a problem without a usage limit."""
+    """Solve a reduced problem without a usage limit."""
     solve_by_mini_buckets(reduced)
-    return _meet_size(reduced) or _branch(reduced, seconds=seconds)
+    return _solve_large(reduced) or _branch(reduced, seconds=seconds)
 
 
-def _meet_size(reduced: ReducedProblem) -> bool:
-    """Apply TRW-S and windows to a large problem; True if they used up the time."""
+def _solve_large(reduced: ReducedProblem) -> bool:
+    """Apply TRW-S and large-neighbourhood search to a large problem; True if time is used up."""
     ascend(reduced)
     state = reduced.state
     if reduced.done or not is_huge(reduced.network, state.settings) or np.isinf(state.remaining):
@@ -265,9 +265,9 @@ def _meet_size(reduced: ReducedProblem) -> bool:
 
 
 def _limited(reduced: ReducedProblem) -> bool:
-    """Solve what a binding usage limit leaves."""
+    """Solve a reduced problem whose usage limit binds."""
     state = reduced.state
-    if _meet_size(reduced):
+    if _solve_large(reduced):
         return True
     if not reduced.done:
         state.enter("coordinate descent")
@@ -301,10 +301,10 @@ def _limited(reduced: ReducedProblem) -> bool:
 def _search_restricted(
     reduced: ReducedProblem, least: dict[int, FloatArray], seen: list[dict[int, int]]
 ) -> None:
-    """Look for a choice among the strategies that matter most.
+    """Search the restricted problem of the most promising strategies.
 
-    These are the ones that were cheapest at some prices of usage, and those that cost
-    least above the bound.
+    These are the strategies that were cheapest at some prices of usage, and those with the least
+    min-marginals.
     """
     state = reduced.state
     every = np.sort(np.concatenate(list(least.values())))
@@ -335,7 +335,7 @@ def _branch(reduced: ReducedProblem, seconds: float = float("inf")) -> bool:
         state.enter("relax")
         model = linear_model(reduced.network)
         relaxed = _solver(reduced, model, seconds).relax()
-        if relaxed.ending is Ending.INFEASIBLE:
+        if relaxed.status is RunStatus.INFEASIBLE:
             return reduced.exhausted()
         state.check()
         if relaxed.x is not None:
@@ -366,10 +366,10 @@ def _search_tree(reduced: ReducedProblem, seconds: float) -> bool:
     start = None if picks is None else model.columns(reduced.network, picks)
     while True:
         outcome = solver.branch(start)
-        if outcome.ending is Ending.INFEASIBLE:
+        if outcome.status is RunStatus.INFEASIBLE:
             return reduced.exhausted()
         reduced.raise_bound(outcome.bound)
-        if outcome.x is None or outcome.ending is Ending.STOPPED:
+        if outcome.x is None or outcome.status is RunStatus.STOPPED:
             state.check()
             return True
         picks, _ = model.rounded(outcome.x)

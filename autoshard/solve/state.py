@@ -19,13 +19,13 @@ class Solution:
     """The result of a solve.
 
     Attributes:
-        status: how it ended.
-        choice: strategy index per node, or None when none was found.
+        status: optimal, feasible, infeasible, timed out or cancelled.
+        choice: strategy index per node; None if none was found.
         objective: price of the choice, or inf.
         bound: proven lower bound of every choice's price.
         wall_time: seconds spent.
-        statistics: what each step did, by name, for the report.
-        blocks: repeated groups that were solved as one.
+        statistics: counts and seconds of each step, by name.
+        blocks: repeated groups that were solved as one block.
     """
 
     status: SolveStatus
@@ -44,36 +44,36 @@ class Solution:
 
 @dataclass(frozen=True, eq=False)
 class RestrictedProblem:
-    """A smaller problem and the way back to the whole one.
+    """A problem restricted to some strategies of each node.
 
     Attributes:
         problem: the nodes and edges of the whole problem with fewer strategies each.
-        kept: number of each strategy in the whole problem, shape [K] for each node.
+        kept: index of each strategy in the whole problem, shape [K] for each node.
     """
 
     problem: Problem
     kept: tuple[IntArray, ...]
 
     def whole(self, choice: IntArray) -> IntArray:
-        """The choice of the whole problem that a choice of this one stands for."""
+        """Convert a choice of the restricted problem to one of the whole problem."""
         return np.array([kept[s] for kept, s in zip(self.kept, choice, strict=True)])
 
     def part(self, choice: IntArray) -> IntArray:
-        """The same choice in the restricted problem, which must have all its strategies."""
+        """Convert a choice of the whole problem, whose strategies must all be kept."""
         places = zip(self.kept, choice, strict=True)
         return np.array([np.searchsorted(kept, s) for kept, s in places])
 
 
 @dataclass(eq=False)
 class WarmStart:
-    """Knowledge of a problem that is valid for every usage limit.
+    """Results of earlier solves of a problem that are valid for every usage limit.
 
     Attributes:
-        unlimited_bound: a lower bound of the price of every choice, if the best choice without
-            a limit is known to break the limits, so that solving without one is of no use.
+        unlimited_bound: lower bound of the price of every choice without a limit; None until the
+            problem was solved without one and the best choice exceeded the limit.
         best_choices: choices that were best at some prices of usage.
         strategy_bounds: of a wide problem without a limit, lower bounds by strategy per node.
-        candidates: of a wide problem, strategies of each node to begin with.
+        candidates: of a wide problem, mask of the first strategies of each node.
         swap_options: choices whose groups local search may combine, one tuple per
             neighbourhood.
         restricted: of a wide problem, the restricted problem that was solved, and its own
@@ -91,7 +91,7 @@ class WarmStart:
 
 
 class CancelToken(Protocol):
-    """Anything that can ask a solve to stop, such as a `threading.Event`."""
+    """A flag that stops a solve, such as a `threading.Event`."""
 
     def is_set(self) -> bool:
         """True if the solve should stop."""
@@ -99,7 +99,7 @@ class CancelToken(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a running solve stands.
+    """Progress of a running solve.
 
     Attributes:
         phase: name of the running step.
@@ -120,23 +120,23 @@ class Progress:
 
 
 class Interrupted(Exception):  # noqa: N818 - a signal inside the package, not an error
-    """The time is over or somebody cancelled; what was found so far is in the `SolveState`."""
+    """The time is over or the solve was cancelled; results so far are in the `SolveState`."""
 
 
 class SolveState:
     """Best choice, bound and stopping rule of one solve.
 
     Args:
-        problem: what is being solved; every offered choice is checked against it.
+        problem: the problem; every offered choice is checked against it.
         time_limit: seconds, or None.
-        gap: gap at which the solve may stop, relative to the sum of the absolute prices
-            paid (which is the objective where no price is negative).
-        seed: for the solvers that draw random numbers.
+        gap: gap at which the solve may stop, relative to the sum of the absolute prices of the
+            choice (the objective, if no price is negative).
+        seed: of random numbers.
         on_progress: called with each improvement and at the start of each phase.
         cancel: checked between steps and from inside the solvers.
-        block_cache: keeps tables of solved blocks for other solves, if there is one.
+        block_cache: stores tables of solved blocks for other solves; None for no store.
         settings: limits of work.
-        warm_start: what solves of the same problem under other limits have left; grows.
+        warm_start: results of solves of the same problem under other limits; extended.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class SolveState:
         return max(self._time_limit - self.elapsed, 0.0)
 
     def cap_time(self, share: float) -> None:
-        """Give up all but a share of the time that remains."""
+        """Reduce the remaining time to a share of it."""
         if self._time_limit is not None:
             self._time_limit = self.elapsed + share * self.remaining
 
@@ -205,7 +205,7 @@ class SolveState:
 
     @property
     def cutoff(self) -> float:
-        """Only choices cheaper than this still matter."""
+        """Upper limit of the price of choices that would be an improvement."""
         if self.choice is None:
             return float("inf")
         return self.objective - 0.5 * self.gap * self.magnitude
@@ -215,16 +215,20 @@ class SolveState:
         return self.must_stop
 
     def check(self) -> None:
-        """Leave the running step if it must stop.
+        """Raise if the solve must stop.
 
         Raises:
-            Interrupted: the time is over or somebody cancelled.
+            Interrupted: the time is over or the solve was cancelled.
         """
         if self.must_stop:
             raise Interrupted
 
     def enter(self, phase: str) -> None:
-        """Start a phase: report it, and stop if it must not start."""
+        """Start a phase and report it.
+
+        Raises:
+            Interrupted: the time is over or the solve was cancelled.
+        """
         self.check()
         self.phase = phase
         self.report()
@@ -245,7 +249,7 @@ class SolveState:
         objective = self.problem.objective(choice)
         if self.choice is None or objective < self.objective:
             self.choice, self.objective = choice.copy(), objective
-            # What rounding is measured against: the objective where no price is negative.
+            # The scale of rounding errors: the objective, if no price is negative.
             self.magnitude = float(np.abs(self.problem.prices(choice)).sum())
             self.report()
         return True
@@ -257,7 +261,7 @@ class SolveState:
             self.report()
 
     def finish(self, *, infeasible: bool = False) -> Solution:
-        """The answer as it stands."""
+        """The solution with the best choice and bound so far."""
         if infeasible:
             status, bound = SolveStatus.INFEASIBLE, float("inf")
         else:

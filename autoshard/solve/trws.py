@@ -2,13 +2,12 @@
 
 Messages move prices between links and variables without changing the price of any choice; the
 sum of all least prices is then a lower bound, which TRW-S never lowers (Kolmogorov, IEEE TPAMI
-28:1568, 2006). Usage limits have prices as well, which follow the usage of the choices that each
-sweep yields (the volume algorithm, Barahona and Anbil, Math. Program. 87:385, 2000, with the step
-of Polyak).
+28:1568, 2006). Usage limits are priced too; prices follow the usage of the choice of each sweep
+(the volume algorithm, Barahona and Anbil, Math. Program. 87:385, 2000, with the step of Polyak).
 
 The network is compiled to flat arrays. Variables are grouped in levels without links inside, so
-that a level is processed at once. There are two sets of levels: a colouring has few and is quick;
-the order of the variables' indices, in which a model runs, has many and is good for rounding.
+that a level is processed at once. There are two sets of levels: a colouring has few levels and is
+fast; levels in the order of the variables' indices, in which a model runs, give better rounding.
 Each end of a link has one message per row (or column) of the link's matrix; links of similar
 shape are padded to the same shape and stacked.
 """
@@ -31,15 +30,15 @@ _SIDES = (2, 3, 4, 6, 9, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkBatch:
-    """Links of equal shape from one level to one side, as the variables of the level see them.
+    """Links of equal shape from the variables of a level to lower or to higher levels.
 
     Attributes:
         values: prices, padded with inf, shape [G, R, C].
-        here: messages of each link at this end, shape [G, R].
-        there: messages of each link at the other end, shape [G, C].
-        ends: places of the variables at this and at the other end, shape [2, G].
-        shown: place in `FlatNetwork.messages` of what their first strategies show, shape [2, G].
-        share: part of the price of a variable that it gives to each link, shape [G, 1].
+        here: indices of the messages of each link at this end, shape [G, R].
+        there: indices of the messages of each link at the other end, shape [G, C].
+        ends: positions of the variables at this and at the other end, shape [2, G].
+        shown: offset of the variables' strategies in `FlatNetwork.messages`, shape [2, G].
+        share: share of a variable's price that is moved to each link, shape [G, 1].
     """
 
     values: FloatArray
@@ -52,15 +51,15 @@ class LinkBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
-    """Variables that are treated at once.
+    """Variables that are processed at once.
 
     Attributes:
-        variables: their places, shape [L].
+        variables: their positions, shape [L].
         strategies: their strategies, shape [K].
         sizes: number of strategies of each variable, shape [L].
-        starts: first of `strategies` of each variable, shape [L].
-        seen: strategies (as places in `strategies`) that see `messages`, shape [E].
-        messages: what they see, shape [E].
+        starts: offset of each variable in `strategies`, shape [L].
+        seen: index in `strategies` of the receiver of each of `messages`, shape [E].
+        messages: index of each message that a strategy receives, shape [E].
         lower: links to lower levels.
         upper: links to higher levels.
     """
@@ -77,7 +76,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _End:
-    """One end of a link: the place of its variable, its messages, what strategies show."""
+    """One end of a link: position of its variable, its messages, class of each strategy."""
 
     owner: int
     first: int
@@ -86,18 +85,18 @@ class _End:
 
 
 class FlatNetwork:
-    """A network without ties, with at least one variable, compiled.
+    """A network compiled to flat arrays; it has no ties and at least one variable.
 
     Attributes:
-        variables: the network's variables by place, length V.
-        starts: first strategy of each variable, shape [V + 1].
+        variables: the network's variables by position, length V.
+        starts: offset of the strategies of each variable, shape [V + 1].
         cost: price of each strategy without its usage, shape [K].
         capacity: slack at each checkpoint, shape [T].
         constant: price of every choice.
         num_messages: length of an array of messages.
-        joined: each link's two variables, and where its messages to each of them start.
-        seen: strategy that sees each of `messages`, shape [E].
-        messages: the message, shape [E].
+        joined: each link's two variables, and the offset of its messages to each of them.
+        seen: strategy that receives each of `messages`, shape [E].
+        messages: index of each message that a strategy receives, shape [E].
         levels: all variables by colour.
         ordered: all variables in levels that follow the order of their indices.
     """
@@ -150,7 +149,7 @@ class FlatNetwork:
         self.ordered = self._leveled(depth, ends, values, shown)
 
     def _load_ends(self, ends: list[_End]) -> IntArray:
-        """List the messages that strategies see, by variable; give the place of each end."""
+        """List the messages that strategies receive, by variable; return the offset of each end."""
         owners = np.array([end.owner for end in ends], dtype=np.intp)
         sizes = np.diff(self.starts)[owners]
         order = np.argsort(owners, kind="stable")
@@ -166,8 +165,8 @@ class FlatNetwork:
     def _leveled(
         self, depth: IntArray, ends: list[_End], values: list[FloatArray], shown: IntArray
     ) -> tuple[Level, ...]:
-        # A pass gives a variable's price away in equal shares, as many as the side with
-        # more links needs: the weights of TRW-S.
+        # The weights of TRW-S: a variable's price is divided by its number of links to lower or to
+        # higher levels, whichever is larger.
         upward, downward = np.zeros(len(depth)), np.zeros(len(depth))
         groups: dict[tuple[int, bool, int, int], list[int]] = defaultdict(list)
         for e, end in enumerate(ends):
@@ -221,7 +220,7 @@ class FlatNetwork:
         return total
 
     def facing(self, batch: LinkBatch, picks: IntArray) -> FloatArray:
-        """Prices of each link given what its other end picks, shape [G, R]."""
+        """Prices of each link given the pick of its other end, shape [G, R]."""
         cols = self.messages[batch.shown[1] + picks[batch.ends[1]]] - batch.there[:, 0]
         prices: FloatArray = batch.values[np.arange(len(cols)), :, cols]
         return prices
@@ -269,7 +268,7 @@ _EPSILON = 2.0**-50
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Point:
-    """Prices on usage with messages, and the bound that they prove."""
+    """Usage prices with messages, and the bound that they prove."""
 
     bound: float
     prices: FloatArray
@@ -277,7 +276,7 @@ class _Point:
 
 
 class TRWS:
-    """Improve messages and prices on usage; offer the choices found on the way.
+    """Improves messages and usage prices, and offers the choices that it finds.
 
     Args:
         reduced: the reduced problem.
@@ -313,11 +312,11 @@ class TRWS:
         return least
 
     def remaining(self) -> tuple[Network, float]:
-        """The problem after messages and prices, as a network of its own.
+        """The problem reparametrised by the best messages and usage prices, as a network.
 
         Returns:
-            a network without usage in which no allowed choice costs more than it does in the
-            problem, and how much rounding may add to that.
+            a network without usage in which no allowed choice costs more than in the problem, and
+            an upper bound of rounding errors.
         """
         flat, best, network = self._flat, self._best, self._reduced.network
         messages = best.messages
@@ -363,7 +362,7 @@ class TRWS:
             excess = flat.usage(self._picks) - flat.capacity
             self._sweeps += 1
             if self._sweeps % self._settings.trws_rounding_period == 0:
-                self._consider(self._rounded(prices), prices)
+                self._offer_rounded(self._rounded(prices), prices)
             if without_gain > self._settings.trws_patience and step > self._settings.trws_last_step:
                 step, without_gain = max(0.5 * step, self._settings.trws_last_step), 0
                 prices, self._messages = best.prices, best.messages.copy()
@@ -381,7 +380,7 @@ class TRWS:
     def _moved(
         self, prices: FloatArray, direction: FloatArray, step: float, bound: float, best: float
     ) -> FloatArray:
-        """Prices one step on: as far as a linear bound would have to go to reach the target."""
+        """Prices after one step of Polyak towards the target."""
         towards = np.where((prices <= 0) & (direction < 0), 0.0, direction)
         norm = float(towards @ towards)
         if norm == 0.0:
@@ -394,7 +393,7 @@ class TRWS:
         return moved
 
     def _sweep(self, prices: FloatArray) -> float:
-        """Pass messages up and down; return the bound that they prove, up to rounding."""
+        """Pass messages forward and backward; return the bound that they prove, up to rounding."""
         priced = self._flat.priced(prices)
         for level in self._flat.levels:
             self._state.check()
@@ -403,7 +402,7 @@ class TRWS:
         for level in reversed(self._flat.levels):
             self._state.check()
             total += self._pass(level, priced, behind=level.upper, ahead=level.lower)
-        # Every link has just been emptied by one of its ends: its least price is zero.
+        # The least price of every link is zero after the pass over either of its ends.
         return total + self._flat.constant - float(prices @ self._flat.capacity)
 
     def _pass(
@@ -414,7 +413,7 @@ class TRWS:
         behind: tuple[LinkBatch, ...],
         ahead: tuple[LinkBatch, ...],
     ) -> float:
-        """Take what the links behind can give, pick, and share the rest with those ahead.
+        """Receive messages from the links behind, pick strategies, send messages to links ahead.
 
         Returns:
             the sum of the least prices of the level's variables.
@@ -440,9 +439,9 @@ class TRWS:
         return float(least.sum())
 
     def _rounded(self, prices: FloatArray) -> IntArray:
-        """Pick strategies along the order of the variables, up or down in turn.
+        """Pick strategies in the order of the variables, alternately ascending and descending.
 
-        What lies behind is picked; what lies ahead is seen through its messages.
+        Neighbours behind are fixed at their picks; neighbours ahead are estimated by messages.
         """
         flat, scratch = self._flat, self._scratch
         priced = flat.priced(prices)
@@ -462,17 +461,17 @@ class TRWS:
             picks[level.variables] = _cheapest(level, picked)
         return picks
 
-    def _consider(self, picks: IntArray, prices: FloatArray) -> None:
-        """Offer a choice; repair it where that is worth the time."""
+    def _offer_rounded(self, picks: IntArray, prices: FloatArray) -> None:
+        """Offer a choice; repair it if it is promising."""
         flat, state = self._flat, self._state
         price = flat.price(picks)
         fits = bool((flat.usage(picks) <= flat.capacity).all())
         by_variable = dict(zip(flat.variables, picks.tolist(), strict=True))
         if fits and price < state.objective:
             self._reduced.offer(by_variable)
-        hope = price < state.objective * (1.0 if fits else self._settings.trws_promising)
+        promising = price < state.objective * (1.0 if fits else self._settings.trws_promising)
         key = picks.tobytes()
-        if key in self._known or not (hope or state.choice is None):
+        if key in self._known or not (promising or state.choice is None):
             return
         if self._repairing > self._settings.trws_repair_share * state.elapsed:
             return
@@ -484,7 +483,7 @@ class TRWS:
         self._repairing += state.elapsed - start
 
     def _proven(self, best: _Point) -> dict[int, FloatArray]:
-        """Record the bound of a point with its rounding taken off; bound each strategy."""
+        """Record the bound of a point minus its rounding errors; bound each strategy."""
         flat, messages = self._flat, best.messages
         total = flat.priced(best.prices) + np.bincount(
             flat.seen, messages[flat.messages], len(flat.cost)
@@ -504,7 +503,7 @@ class TRWS:
 
 
 def _given(batch: LinkBatch, messages: FloatArray) -> FloatArray:
-    """The least price that each row of a link can be had for, shape [G, R]."""
+    """Least price of each row of a link, shape [G, R]."""
     given = (batch.values - messages[batch.there][:, None, :]).min(axis=2)
     return np.where(np.isfinite(given), given, 0.0)
 
@@ -515,13 +514,13 @@ def _cheapest(level: Level, score: FloatArray) -> IntArray:
     hits = np.flatnonzero(score <= np.repeat(best, level.sizes))
     owner = np.searchsorted(level.starts, hits, side="right") - 1
     picks: IntArray = np.empty(len(level.starts), dtype=np.intp)
-    # The last assignment stays, so of equals the first one is picked.
+    # The last assignment stays, so of equal strategies the first one is picked.
     picks[owner[::-1]] = (hits - level.starts[owner])[::-1]
     return picks
 
 
 def _is_large(network: Network, settings: SolverSettings) -> bool:
-    """True if messages should come before a linear program."""
+    """True if TRW-S should run before a linear program."""
     usage = sum(
         (term.last - term.first) * len(term.usage)
         for variable in network.variables.values()
@@ -536,7 +535,7 @@ def is_huge(network: Network, settings: SolverSettings) -> bool:
 
 
 def ascend(reduced: ReducedProblem) -> None:
-    """Bound a large problem by messages, and drop what cannot matter any more."""
+    """Bound a large problem by TRW-S, and drop strategies that no better choice has."""
     state, settings = reduced.state, reduced.state.settings
     for _ in range(settings.trws_rounds):
         if reduced.done or state.closed or not _is_large(reduced.network, settings):
@@ -544,12 +543,12 @@ def ascend(reduced: ReducedProblem) -> None:
         state.enter("pass messages")
         least = TRWS(reduced).run(settings.trws_share * state.remaining)
         bounds = np.concatenate(list(least.values()))
-        hopeless = float((bounds >= state.cutoff).mean())
-        # Reductions after a few drops cost more than they bring, and may drop what the
-        # best choice picks for something as good, so that no window could start from it.
-        if hopeless < settings.trws_min_pruned:
+        pruned_share = float((bounds >= state.cutoff).mean())
+        # Reductions after a few drops cost more than they gain. They may also drop a strategy of
+        # the best choice for an equally good one; then no window could start from that choice.
+        if pruned_share < settings.trws_min_pruned:
             return
         reduced.prune(least)
         reduced.reduce()
-        if hopeless < settings.min_dropped:
+        if pruned_share < settings.min_dropped:
             return

@@ -1,4 +1,4 @@
-"""`python -m autoshard_server` serves; AUTOSHARD_* variables are its other settings."""
+"""`python -m autoshard_server` starts the service; other settings are AUTOSHARD_* variables."""
 
 import typer
 

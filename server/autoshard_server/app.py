@@ -1,4 +1,4 @@
-"""The ASGI applications: the service, and the small one of a worker on its own."""
+"""The ASGI applications: of the service, and of `autoshard worker`."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,7 +36,7 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
 
     Args:
         settings: of the service; from the environment if left out.
-        executor: where solves run; as the settings say if left out.
+        executor: runs solves; that of the settings if left out.
     """
     settings = settings or Settings()
 
@@ -73,12 +73,12 @@ _worker_router = APIRouter()
 
 
 def create_worker_app(workers: Workers, stores: Stores, settings: Settings) -> FastAPI:
-    """An application with the health and the metrics of workers.
+    """The ASGI application of `autoshard worker`: health and metrics.
 
     Args:
-        workers: that run in this process.
-        stores: with the keys, required for `/metrics` as by the service.
-        settings: whether a key is required.
+        workers: of this process.
+        stores: with the API keys that `/metrics` requires.
+        settings: with the mode of authentication.
     """
     app = FastAPI(title="autoshard worker", openapi_url=None)
     app.state.workers = workers
@@ -91,19 +91,19 @@ def create_worker_app(workers: Workers, stores: Stores, settings: Settings) -> F
 
 @_worker_router.get("/livez")
 async def livez(request: Request) -> Alive:
-    """Check that jobs can be run here; 503 if solvers cannot be started, or die immediately."""
+    """Check that jobs can run here; 503 if solvers cannot be started, or die immediately."""
     workers: Workers = request.app.state.workers
     if not workers.alive:
         raise ServerError(
             ProblemType.UNAVAILABLE,
-            "a worker has died, or cannot start solvers; the log says why",
+            "a worker has died, or cannot start solvers; see the log",
         )
     return Alive()
 
 
 @_worker_router.get("/metrics")
 def metrics(request: Request, _caller: Scraper) -> Response:
-    """Durations of jobs by kind and outcome; services export what is in the database."""
+    """Durations of jobs by kind and outcome; the service exports metrics of the database."""
     workers: Workers = request.app.state.workers
     alive = GaugeMetricFamily(
         "autoshard_worker_alive", "1 while jobs can be run here.", value=int(workers.alive)

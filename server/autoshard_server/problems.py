@@ -1,6 +1,6 @@
-"""Errors of the service as RFC 9457 problem details: one table from exception to answer.
+"""Errors of the service as RFC 9457 problem details, with a table from exception to problem.
 
-Imported by the solver processes too, so it does not import the web framework.
+Solver processes import it too, so it does not import the web framework.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ TYPE_PREFIX = "https://autoshard.readthedocs.io/en/stable/problems.html#"
 
 
 class ProblemType(Enum):
-    """One kind of problem: its HTTP status, its title, and when it happens and what to do.
+    """A kind of problem: HTTP status, title, and its cause and remedy.
 
-    The slug, which ends the `type` URI, is made of the member's name.
+    The slug at the end of the `type` URI is made of the member's name.
     """
 
     ARCHIVE = (
@@ -56,7 +56,7 @@ class ProblemType(Enum):
     REQUEST = (
         422,
         "Invalid request",
-        "A field is missing, unknown or of the wrong type; 'errors' points at each.",
+        "A field is missing, unknown or of the wrong type; 'errors' has a pointer to each.",
     )
     MULTIPART = (
         400,
@@ -66,7 +66,7 @@ class ProblemType(Enum):
     MEDIA_TYPE = (
         415,
         "Unsupported media type",
-        "The Content-Type is not one that this route accepts; 'detail' says which it accepts.",
+        "This route does not accept the Content-Type; 'detail' names those that it accepts.",
     )
     CONTENT_CODING = (
         415,
@@ -76,20 +76,20 @@ class ProblemType(Enum):
     TOO_LARGE = (
         413,
         "The body is too large",
-        "The body exceeds the limit that 'limit' gives in bytes; export on the meta device.",
+        "The body exceeds 'limit' bytes; export the model on the meta device.",
     )
     LIMIT = (
         422,
         "A limit of this service is exceeded",
         (
             "The graph, the mesh or the problem is larger than this service allows; 'limit' is the "
-            "largest value and 'limit_name' the setting."
+            "largest value and 'limit_name' its setting."
         ),
     )
     DIGEST_MISMATCH = (
         422,
         "The digest does not match",
-        "The path names the sha256 of the graph's bytes, before any Content-Encoding.",
+        "The digest in the path must be the sha256 of the graph's bytes, before Content-Encoding.",
     )
     IDEMPOTENCY_KEY_REUSED = (
         422,
@@ -99,7 +99,7 @@ class ProblemType(Enum):
     PRECONDITION_FAILED = (
         412,
         "The resource has changed",
-        "If-Match or If-None-Match does not allow the change; get the resource again.",
+        "If-Match or If-None-Match does not match the resource; get it again.",
     )
     TOPOLOGY_PRESET = (
         409,
@@ -142,31 +142,31 @@ class ProblemType(Enum):
         409,
         "The job belongs to another release",
         (
-            "Several releases share a database, as during an upgrade: the one that runs jobs is "
-            "not the one that accepted this job, so repeat the request; or only a newer one can "
-            "read the result."
+            "Several releases share a database, as during an upgrade. Either the job was accepted "
+            "by another release than the one that runs it: repeat the request. Or only a newer "
+            "release can read the result."
         ),
     )
     SOLVER_CRASHED = (
         500,
         "The solver process died",
-        "The process of the job ended without an answer, often for lack of memory.",
+        "The process of the job ended without a result, often for lack of memory.",
     )
     DEADLINE = (
         504,
         "The job took too long",
-        "The whole job, reading and formulating included, exceeded this service's limit.",
+        "The job, including parsing and formulation, exceeded this service's time limit.",
     )
     OUT_OF_MEMORY = (
         500,
         "The job needs too much memory",
-        "Solving needed more memory than one job may use, and was stopped.",
+        "Solving needed more memory than one job may use, so it was stopped.",
     )
     STORE_FULL = (
         507,
         "The database is full",
         (
-            "The disk of the service's database is full, and nothing was written; retry when its "
+            "The disk of the service's database is full, and nothing was written; retry after its "
             "operator has freed space."
         ),
     )
@@ -194,12 +194,12 @@ class ProblemType(Enum):
 
 
 class ServerError(Exception):
-    """An error that the service answers with.
+    """An error with a problem document as its HTTP response.
 
     Args:
         kind: of the problem.
-        detail: what is wrong with this request, and the way out.
-        headers: HTTP headers of the answer, such as Retry-After.
+        detail: the error of this request, and a remedy.
+        headers: HTTP headers of the response, such as Retry-After.
         extensions: further members of the problem document.
     """
 
@@ -228,10 +228,10 @@ def limit_error(
 
     Args:
         kind: of the problem.
-        detail: what exceeds the limit; the setting's name is appended.
+        detail: the excess; the setting's name is appended.
         setting: field of `Settings` with the limit.
         limit: its value.
-        headers: HTTP headers of the answer.
+        headers: HTTP headers of the response.
     """
     name = f"AUTOSHARD_{setting.upper()}"
     extensions = {"limit": limit, "limit_name": name}
@@ -250,7 +250,7 @@ EXCEPTION_PROBLEMS: Mapping[type[Exception], ProblemType] = {
     StoreFullError: ProblemType.STORE_FULL,
     StoreUnavailableError: ProblemType.UNAVAILABLE,
 }
-"""Problems of the library's exceptions; the nearest base class counts."""
+"""Problem type of each of the library's exceptions; that of the nearest base class applies."""
 
 
 def problem_type_of(error: Exception) -> ProblemType:
@@ -268,8 +268,8 @@ def problem_document(
 
     Args:
         kind: of the problem.
-        detail: what is wrong this time, and the way out.
-        status: HTTP status where it differs from the kind's own.
+        detail: the error of this request, and a remedy.
+        status: HTTP status, if it differs from that of the kind.
         extensions: further members.
     """
     return {
@@ -289,6 +289,6 @@ def problem_of(error: Exception) -> dict[str, Any]:
     if kind is ProblemType.INTERNAL:
         return problem_document(kind, "an unexpected error; the service's log has the details")
     if isinstance(error, StoreUnavailableError):
-        # Its message is for the operator: it has the address of the database.
+        # Its message has the address of the database, which is for the operator only.
         return problem_document(kind, kind.meaning)
     return problem_document(kind, str(error))

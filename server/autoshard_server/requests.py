@@ -84,9 +84,9 @@ class MeshDocument(RootModel[dict[str, Any]]):
 
 
 def _mesh_tag(value: object) -> str:
-    """A document contains its topology; the shorthand at most names one."""
-    is_whole = isinstance(value, dict) and isinstance(value.get("topology"), dict)
-    return "document" if is_whole or isinstance(value, MeshDocument) else "shorthand"
+    """The tag of the union: a document contains its topology, a shorthand names it at most."""
+    is_document = isinstance(value, dict) and isinstance(value.get("topology"), dict)
+    return "document" if is_document or isinstance(value, MeshDocument) else "shorthand"
 
 
 MeshInput = MeshShorthand | MeshDocument
@@ -98,7 +98,7 @@ MeshField = Annotated[
 
 
 def topology_name(mesh: MeshInput | None) -> str | None:
-    """The topology that a mesh names; None if it names none, or contains its own."""
+    """The topology that a mesh names; None if it names none, or contains it."""
     return mesh.topology if isinstance(mesh, MeshShorthand) else None
 
 
@@ -135,7 +135,7 @@ class CreatePlanRequest(PlanRequest):
 
     validate_only: bool = Field(
         default=False,
-        description="whether to answer how large the problem is, and solve nothing",
+        description="only measure the size of the problem, without solving it",
     )
 
 
@@ -152,7 +152,7 @@ class LookUpPlanRequest(PlanRequest):
 
 
 class SearchRequest(GraphRequest):
-    """A number of devices to find the best mesh of, and a stored graph."""
+    """A number of devices to find the best mesh for, and a stored graph."""
 
     graph_sha256: GraphField
     num_devices: int = Field(ge=1, description="devices of each mesh", examples=[8])
@@ -168,11 +168,13 @@ class SearchRequest(GraphRequest):
 
 
 class CoverageRequest(GraphRequest):
-    """A stored graph, and optionally the mesh whose axes must be able to shard."""
+    """A stored graph, and optionally a mesh."""
 
     graph_sha256: GraphField
     mesh: MeshField | None = Field(
-        default=None, description="whose axes must be able to shard; any axis if null."
+        default=None,
+        description="an operator counts as sharded if an axis of this mesh can shard it; an axis "
+        "of any size if null.",
     )
 
 
@@ -192,7 +194,7 @@ class Task:
     Attributes:
         kind: of the result.
         result_id: key of the result in the cache, 64 hex digits.
-        request: what the solver process needs besides the payload, as JSON text.
+        request: the solver's other input, as JSON text.
         payload: a graph as uploaded, or a plan document; None for a stored graph.
         graph_sha256: digest of the graph; empty for a plan document.
     """
@@ -205,7 +207,7 @@ class Task:
 
 
 class PlanQuery:
-    """A request to plan a graph, checked as far as that is possible without the graph.
+    """A request to plan a graph; everything but the graph is checked.
 
     Args:
         request: the mesh and options.
@@ -237,9 +239,9 @@ class PlanQuery:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the request as it arrived: computed without reading the graph.
+        """Digest of the request, computed without parsing the graph.
 
-        The same program exported twice can differ here and still have the same plan id.
+        Two exports of the same program can have different digests and the same plan id.
         """
         return _digest(*_versions(), self.graph_sha256, *self._fields.values())
 
@@ -268,7 +270,7 @@ class PlanQuery:
 def search_task(
     request: SearchRequest, settings: Settings, *, stored: Topology | None = None
 ) -> Task:
-    """The job that plans a stored graph on every mesh of so many devices.
+    """The job that plans a stored graph on every mesh of a number of devices.
 
     Args:
         request: with the number of devices.
@@ -283,11 +285,11 @@ def search_task(
     _check_time_limit(request.options.time_limit, settings)
     check_limit("max_devices", request.num_devices, "devices of a mesh", settings)
     given = request.topology
-    whole = topology_from_json(json.dumps(given)) if isinstance(given, dict) else None
+    inline = topology_from_json(json.dumps(given)) if isinstance(given, dict) else None
     # One more than allowed is enough: large numbers have very many factorisations.
     meshes = candidate_meshes(
         request.num_devices,
-        topology=whole or stored or (given if isinstance(given, str) else None),
+        topology=inline or stored or (given if isinstance(given, str) else None),
         max_axes=request.max_axes,
         most=settings.max_search_meshes + 1,
     )
@@ -298,7 +300,7 @@ def search_task(
         "topology": json.loads(topology_to_json(meshes[0].topology)),
         "options": request.options.model_dump(mode="json"),
         "rules": list(request.rules),
-        # In the digest too: a mesh that was too large may not stay so.
+        # Part of the digest: with another limit, more meshes may be planned.
         "max_strategies": settings.max_strategies,
     }
     return _graph_task(JobKind.SEARCH, request.graph_sha256, fields, settings)
@@ -307,7 +309,7 @@ def search_task(
 def coverage_task(
     request: CoverageRequest, settings: Settings, *, topology: Topology | None = None
 ) -> Task:
-    """The job that lists which operators of a stored graph can be sharded.
+    """The job that lists the operators of a stored graph that can be sharded.
 
     Raises:
         MeshError: the mesh is invalid.
@@ -337,15 +339,15 @@ def explanation_task(plan_id: str, plan: bytes, settings: Settings, **fields: An
     return Task(kind, _digest(kind, *_versions(), plan_id, fields), request, plan)
 
 
-def check_limit(setting: str, number: int, what: str, settings: Settings) -> None:
-    """Refuse what is larger than this service allows.
+def check_limit(setting: str, number: int, unit: str, settings: Settings) -> None:
+    """Refuse a number that is larger than this service allows.
 
     Raises:
         ServerError: LIMIT.
     """
     limit: int = getattr(settings, setting)
     if number > limit:
-        detail = f"{number:,} {what} exceed this service's limit of {limit:,}"
+        detail = f"{number:,} {unit} exceed this service's limit of {limit:,}"
         raise limit_error(ProblemType.LIMIT, detail, setting, limit)
 
 
@@ -376,7 +378,7 @@ def _versions() -> tuple[Any, ...]:
 
 @cache
 def _installed_versions() -> tuple[str, str | None]:
-    # Looking them up takes longer than the rest of a request whose result is cached.
+    # Memoised: reading them takes longer than the rest of a request whose result is cached.
     return version("autoshard"), torch_version()
 
 

@@ -1,4 +1,4 @@
-"""Running the service, or a worker on its own, in this process."""
+"""Running the service, or workers without a service, in this process."""
 
 import signal
 import socket
@@ -24,13 +24,13 @@ from autoshard_server.telemetry import configure_logging, start_tracing
 from autoshard_solver_cache import StoreUnavailableError
 
 STARTUP_FAILED = 3
-"""Exit status if the service or worker cannot start, as uvicorn's own command has it."""
+"""Exit status if the service or a worker cannot start; that of uvicorn's command."""
 
 WORKER_FAILED = 1
 """Exit status if a worker has died and should be started again."""
 
 _WORKER_GRACE = 5
-"""Seconds for HTTP answers that are under way when a worker ends."""
+"""Seconds for HTTP requests in progress when a worker ends."""
 
 _log = structlog.get_logger(__name__)
 
@@ -45,19 +45,19 @@ def serve(
     log_level: LogLevel = "info",
     auth: bool | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; then finish what is under way, within limits.
+    """Serve until SIGTERM or Ctrl-C; then finish requests and jobs, within time limits.
 
     Args:
-        host: address to listen on; other machines need one that they can reach.
+        host: address to listen on; 0.0.0.0 for requests from other machines.
         port: 0 chooses a free one and logs it.
         store_url: database of plans and jobs; AUTOSHARD_STORE_URL, or the user's cache
             folder, if left out.
         log_level: debug, info, warning or error.
-        auth: whether callers need an API key; if left out as AUTOSHARD_AUTH says, and by
-            default on every address but loopback.
+        auth: true if callers need an API key; AUTOSHARD_AUTH if left out, which by default
+            requires one on every address but loopback.
 
     Raises:
-        SystemExit: the service cannot start; the log says why.
+        SystemExit: the service cannot start; the log has the reason.
     """
     configure_logging(log_level)
     start_tracing()
@@ -88,12 +88,12 @@ def run_workers(
         store_url: database of the service, as a SQLAlchemy URL; AUTOSHARD_STORE_URL if left out.
         num_workers: concurrent solves; AUTOSHARD_NUM_WORKERS if left out.
         host: address of `/livez` and `/metrics`; AUTOSHARD_WORKER_HOST if left out.
-        port: of the same, 0 for none; AUTOSHARD_WORKER_PORT if left out.
+        port: of `/livez` and `/metrics`, 0 for none; AUTOSHARD_WORKER_PORT if left out.
         log_level: debug, info, warning or error.
 
     Raises:
         ValueError: there is no such log level.
-        SystemExit: the database or the port cannot be opened, or a worker died; the log says why.
+        SystemExit: the database or the port cannot be opened, or a worker died; see the log.
     """
     configure_logging(log_level)
     given = {
@@ -128,7 +128,7 @@ def run_workers(
 
 
 class _Server(uvicorn.Server):
-    """Logs its address when it has started, and drains the service when it is told to end."""
+    """Logs its address when it has started, and drains the service on SIGTERM."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, store_url: str) -> None:
         super().__init__(config)
@@ -167,7 +167,7 @@ def _fail_startup(reason: str) -> NoReturn:
 
 
 def _auth_mode(host: str, settings: Settings, *, auth: bool | None) -> str:
-    """The mode of authentication; decided by the address by default."""
+    """The mode of authentication; by default it depends on the address."""
     if auth is not None:
         return "required" if auth else "off"
     if settings.auth != "auto":
@@ -176,7 +176,7 @@ def _auth_mode(host: str, settings: Settings, *, auth: bool | None) -> str:
 
 
 def _require_keys(host: str, settings: Settings) -> None:
-    """Refuse to start without a valid key, as nobody could use the service."""
+    """Refuse to start without a valid key: every request would be refused."""
     try:
         stores = Stores(settings)
     except StoreUnavailableError as error:
@@ -194,9 +194,9 @@ def _require_keys(host: str, settings: Settings) -> None:
 
 
 def _supervise(workers: Workers, should_end: Event) -> bool:
-    """Wait until the workers should end; returns whether that is because one has died."""
+    """Wait until the workers should end; return True if one has died."""
     were_alive = True
-    # In steps: on some systems, signals are not handled during a wait without a timeout.
+    # With a timeout: on some systems, signals are not handled during a wait without one.
     while not should_end.wait(1.0):
         if not workers.are_running:
             _log.error("worker_died")
@@ -228,7 +228,7 @@ def _listen(settings: Settings) -> socket.socket | None:
 
 @contextmanager
 def _serving(app: FastAPI, listener: socket.socket | None) -> Iterator[None]:
-    """Serve an application in a thread, for the time of the context."""
+    """Serve an application in a thread, within a `with` block."""
     if listener is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The service behind the routes: it answers from the cache, or submits a job."""
+"""The service behind the routes: it returns results from the cache, or submits a job."""
 
 import asyncio
 from collections import Counter
@@ -35,13 +35,13 @@ _QUERIES = "questions"
 """Namespace of plan ids in the cache, by the digest of the query."""
 
 _MAX_PARSERS = 2
-"""Graphs parsed at once: parsing holds the interpreter lock, and other routes must answer."""
+"""Graphs parsed at once: parsing blocks the interpreter lock, and other routes must respond."""
 
 _LRU_SECONDS = 1800.0
-"""Seconds that an entry stays in memory: the cache must learn now and then that it is used."""
+"""Seconds that an entry stays in memory, so that the cache's time of last use stays current."""
 
 _LRU_OVERHEAD = 200
-"""Approximate bytes of an entry besides its body."""
+"""Approximate bytes of an entry in addition to its body."""
 
 _MIN_POLL = 0.02
 _MAX_POLL = 0.25
@@ -56,8 +56,8 @@ class Result:
         kind: of the result.
         id: of the result.
         body: the document.
-        is_cached: whether this document is in the cache, under its id.
-        is_hit: whether it was there before this request.
+        is_cached: true if this document is in the cache, under its id.
+        is_hit: true if it was in the cache before this request.
     """
 
     kind: JobKind
@@ -68,11 +68,11 @@ class Result:
 
 
 class Service:
-    """Everything that the routes need.
+    """The stores, caches and workers that the routes use.
 
     Args:
         settings: of the service.
-        executor: where solves run.
+        executor: runs solves.
 
     Raises:
         StoreUnavailableError: the database cannot be opened or written.
@@ -84,7 +84,7 @@ class Service:
         self.stores = Stores(settings)
         self.cache = self.stores.cache
         self.jobs = self.stores.jobs
-        self._lru = _LruCache(settings.hot_bytes)
+        self._lru = _LruCache(settings.memory_cache_bytes)
         self._workers = Workers(self.stores, executor, settings)
         self._poller = _JobPoller(self.find, lambda: self.draining)
         self._parsers = anyio.CapacityLimiter(_MAX_PARSERS)
@@ -132,7 +132,7 @@ class Service:
             query: the request.
             graph: the uploaded bytes; None for a stored graph.
             caller: name of the key.
-            validate_only: whether only the size of the problem is wanted.
+            validate_only: only measure the problem.
 
         Raises:
             GraphError: the graph cannot be read.
@@ -200,11 +200,11 @@ class Service:
         return await self.in_parser(partial(self._parse, graph))
 
     async def in_parser(self, work: Callable[[], T]) -> T:
-        """Run work that takes a while in one of the few threads for it."""
+        """Run a slow function in one of the few threads for parsing."""
         return await anyio.to_thread.run_sync(work, limiter=self._parsers)
 
     async def wait(self, job: Job, seconds: float) -> Job:
-        """Wait until a job is finished, for so many seconds, or until shutdown."""
+        """Wait until a job is finished, at most some seconds, or until shutdown."""
         return await self._poller.wait(job, seconds)
 
     async def find(self, job_id: str) -> Job:
@@ -234,19 +234,19 @@ class Service:
             raise ServerError(
                 ProblemType.OTHER_RELEASE,
                 f"the job {job.id!r} has made a {job.kind!r}, which this release, "
-                f"{version('autoshard')}, does not know; ask a server of the newer one",
+                f"{version('autoshard')}, cannot read; use a server of the newer release",
             )
         cached = await self.find_result(kind, job.plan_id)
         body = await anyio.to_thread.run_sync(self.jobs.result, job.id)
         if body is None:
             raise ServerError(
-                ProblemType.NOT_FOUND, f"the job {job.id!r} has just been deleted: retry"
+                ProblemType.NOT_FOUND, f"the job {job.id!r} has just been deleted; retry"
             )
         # A later job of the same request may have had more time than this one.
         return Result(kind, job.plan_id, body, is_cached=cached == body, is_hit=False)
 
     async def check(self) -> None:
-        """Check whether requests can be served.
+        """Check that requests can be served.
 
         Raises:
             ServerError: UNAVAILABLE, with the reason.
@@ -254,7 +254,7 @@ class Service:
         if self.draining:
             raise _unavailable("the service is shutting down")
         if not self._workers.alive:
-            raise _unavailable("a worker has died, or cannot start solvers; the log says why")
+            raise _unavailable("a worker has died, or cannot start solvers; see the log")
         try:
             is_migrated = await anyio.to_thread.run_sync(is_current, self.stores.engine)
         except Exception as error:
@@ -328,11 +328,11 @@ class _LruCache:
 
 
 class _JobPoller:
-    """Polls jobs for all requests that wait: the database is asked once for each job.
+    """Polls jobs for all waiting requests: each job is read once for all of them.
 
     Args:
         find: reads a job.
-        is_over: whether nobody should wait any longer.
+        is_over: returns true if requests should stop waiting.
     """
 
     def __init__(self, find: Callable[[str], Awaitable[Job]], is_over: Callable[[], bool]) -> None:
@@ -368,7 +368,7 @@ class _JobPoller:
 
 
 def versions() -> dict[str, str]:
-    """The versions that decide what a plan looks like, by name."""
+    """Versions that a plan depends on, by name."""
     installed = {name: version(name) for name in ("autoshard", "highspy", "numpy")}
     return {**installed, "plan": str(PLAN_VERSION), "api": "v1"}
 
@@ -382,7 +382,7 @@ def graph_unknown(sha256: str) -> ServerError:
 
 
 def _context() -> dict[str, str]:
-    """Fields of the current request that the logs and traces of its job carry."""
+    """Fields of the current request that are added to the logs and traces of its job."""
     bound = structlog.contextvars.get_contextvars()
     named = {"request_id": str(bound["request_id"])} if "request_id" in bound else {}
     return {**named, **trace_context()}

@@ -1,4 +1,4 @@
-"""Settings: environment variables with the prefix AUTOSHARD_."""
+"""Settings of the service: environment variables with the prefix AUTOSHARD_."""
 
 from functools import cached_property
 from typing import Literal
@@ -35,49 +35,56 @@ class Settings(BaseSettings):
         description="Seconds after which an unused plan or block is evicted.",
     )
     num_workers: int = Field(
-        default=2, ge=0, le=256, description="Concurrent solves; 0 only queues."
+        default=2,
+        ge=0,
+        le=256,
+        description="Concurrent solves; with 0, jobs are queued for `autoshard worker`.",
     )
     worker_host: str = Field(
         default="127.0.0.1",
         description="Address of `/livez` and `/metrics` of `autoshard worker`.",
     )
     worker_port: int = Field(
-        default=0, ge=0, lt=1 << 16, description="Port of the same; 0 for none."
+        default=0,
+        ge=0,
+        lt=1 << 16,
+        description="Port of `/livez` and `/metrics` of `autoshard worker`; 0 for none.",
     )
     executor: Literal["process", "ray"] = Field(
         default="process",
-        description="Where solves run: each in a process of this machine, or on a Ray cluster.",
+        description="Run each solve in a process of this machine, or on a Ray cluster.",
     )
     ray_address: str = Field(
         default="",
         description="Ray cluster, such as `auto` or `ray://head:10001`; one on this machine if "
-        "left out. Whoever can reach a Ray cluster can run code there.",
+        "left out. Everyone who can reach a Ray cluster can run code there.",
     )
     max_queued_jobs: int = Field(
-        default=256, ge=1, description="Queued jobs; further ones are answered 429."
+        default=256, ge=1, description="Largest number of queued jobs; status 429 beyond it."
     )
     max_caller_jobs: int = Field(
         default=64,
         ge=1,
-        description="Queued and running jobs of one API key; further ones are answered 429.",
+        description="Largest number of queued and running jobs of one API key; status 429 beyond "
+        "it.",
     )
     auth: Literal["auto", "required", "off"] = Field(
         default="auto",
-        description="Whether callers need an API key. `auto`: on all addresses but loopback.",
+        description="Require an API key: always, never, or (`auto`) on all addresses but loopback.",
     )
     max_body_bytes: int = Field(
         default=64 * _MIB,
         gt=0,
-        description="Largest request body, as sent and after decompression; more is answered 413.",
+        description="Largest request body, as sent and after decompression; status 413 beyond it.",
     )
     max_model_bytes: int = Field(
         default=256 * _MIB, gt=0, description="Largest model.json after decompression."
     )
     max_nodes: int = Field(
-        default=200_000, gt=0, description="Operator calls in a program, sub-graphs included."
+        default=200_000, gt=0, description="Operator calls in a program, including sub-graphs."
     )
     max_edges: int = Field(
-        default=2_000_000, gt=0, description="Uses of values in a program, sub-graphs included."
+        default=2_000_000, gt=0, description="Uses of values in a program, including sub-graphs."
     )
     max_mesh_axes: int = Field(default=6, ge=1, le=16, description="Axes of a mesh.")
     max_devices: int = Field(default=1 << 20, ge=1, description="Devices of a mesh.")
@@ -102,32 +109,32 @@ class Settings(BaseSettings):
     max_job_seconds: float = Field(
         default=2 * 3600.0,
         gt=0,
-        description="Wall time of a whole job; its process is then stopped and the job fails.",
+        description="Largest wall time of a job; beyond it, its process is stopped and it fails.",
     )
     max_job_bytes: int = Field(
         default=16 * 1024 * _MIB,
         gt=0,
-        description="Resident memory of a job's processes together; with more they are killed "
+        description="Largest resident memory of all processes of a job; beyond it, they are killed "
         "and the job fails.",
     )
-    hot_bytes: int = Field(
+    memory_cache_bytes: int = Field(
         default=64 * _MIB,
         ge=0,
-        description="Memory for recently used plans, besides the database.",
+        description="Memory of the service's process for recently used plans.",
     )
     max_wait: float = Field(
-        default=60.0, ge=0, description="Cap of `Prefer: wait=N` on POST /v1/plans, seconds."
+        default=60.0, ge=0, description="Largest N of `Prefer: wait=N`, seconds."
     )
     retry_after: int = Field(
-        default=1, ge=1, description="Retry-After between polls of a job, seconds."
+        default=1, ge=1, description="Retry-After of an unfinished job, seconds."
     )
     lease: float = Field(
         default=30.0,
         gt=1,
-        description="Seconds without a heartbeat after which a running job is run again.",
+        description="Seconds without a heartbeat after which a running job is requeued.",
     )
     max_attempts: int = Field(
-        default=2, ge=1, description="How often a job is started before it fails."
+        default=2, ge=1, description="Number of starts of a job after which it fails."
     )
     job_retention: float = Field(
         default=24 * 3600.0, gt=0, description="Seconds after which a finished job is deleted."
@@ -135,21 +142,20 @@ class Settings(BaseSettings):
     shutdown_grace: float = Field(
         default=10.0,
         ge=0,
-        description="Seconds for running solves to finish on shutdown; the others go back to "
-        "the queue.",
+        description="Seconds for running solves to finish on shutdown; then they are requeued.",
     )
 
     @property
     def is_in_memory(self) -> bool:
-        """True if the database is in the memory of one process, invisible to others."""
+        """True if the database is in the memory of this process."""
         url = make_url(self.store_url)
         return url.get_backend_name() == "sqlite" and url.database in {None, "", ":memory:"}
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that give a solver process the same settings.
+        """Environment variables that pass the settings to a solver process.
 
-        Unlike its arguments, other users of the machine cannot read them: the URL of a
+        Other users of the machine could read its arguments, but not these, and the URL of a
         database may contain a password.
         """
         values = self.model_dump(mode="json")

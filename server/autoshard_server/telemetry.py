@@ -1,9 +1,9 @@
 """Telemetry: Prometheus metrics, OpenTelemetry traces, logs in JSON.
 
-Where PROMETHEUS_MULTIPROC_DIR names a folder, the processes of one host share their metrics.
-Labels have few values: routes, never paths; kinds, never jobs.
+If PROMETHEUS_MULTIPROC_DIR is set to a folder, the processes of one host share their metrics.
+Labels have few values: routes, not paths; kinds, not job ids.
 
-FastAPI makes the spans of requests; a job continues the trace of the request that asked for it.
+FastAPI makes the spans of requests; a job continues the trace of the request that submitted it.
 The extra `autoshard[otel]` has the exporter; the usual variables (OTEL_EXPORTER_OTLP_ENDPOINT,
 OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER) configure it.
 """
@@ -37,7 +37,7 @@ requests_total = Counter(
 )
 request_seconds = Histogram(
     "autoshard_http_request_duration_seconds",
-    "From a request's first byte to its answer's last one.",
+    "From the first byte of a request to the last byte of its response.",
     ("method", "route"),
     buckets=_REQUEST_BUCKETS,
     registry=_registry,
@@ -61,7 +61,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 
 def process_metrics() -> CollectorRegistry:
-    """The metrics that processes count: of this one, or of all on this host."""
+    """The metrics that are counted in this process, or in all processes of this host."""
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         return _registry
     merged = CollectorRegistry()
@@ -71,7 +71,7 @@ def process_metrics() -> CollectorRegistry:
 
 @contextmanager
 def job_span(name: str, carrier: Mapping[str, str]) -> Iterator[None]:
-    """A span of a job's work, as a part of the trace of the request that asked for it."""
+    """A span of a job's work, in the trace of the request that submitted it."""
     tracer = trace.get_tracer("autoshard_server")
     context = propagate.extract(carrier)
     with tracer.start_as_current_span(name, context=context, kind=SpanKind.CONSUMER):
@@ -79,7 +79,7 @@ def job_span(name: str, carrier: Mapping[str, str]) -> Iterator[None]:
 
 
 def trace_context() -> dict[str, str]:
-    """The current trace, as a job carries it to its worker."""
+    """The current trace context, which is stored with a job."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
     return carrier

@@ -1,7 +1,7 @@
 """A content-addressed store of bytes: plans, solved blocks, cost tables.
 
-It knows neither what the bytes mean nor who asks. Entries never change: a key is the digest of
-everything that determines the bytes, so it does not matter which writer is first.
+It does not interpret the bytes. Entries never change: a key is the digest of everything that
+determines the bytes, so the order of writers does not matter.
 """
 
 from importlib import import_module

@@ -47,7 +47,7 @@ class ImportResult:
 
 
 def verify_entries(cache: Cache, namespaces: Iterable[str] | None = None) -> Iterator[EntryInfo]:
-    """Read all entries; yields the corrupted ones, which are dropped."""
+    """Read all entries; yield the corrupted ones, which are dropped."""
     for entry in _entries(cache, namespaces):
         if cache.read(entry.namespace, entry.key) is None:
             yield entry
@@ -59,8 +59,8 @@ def export_entries(cache: Cache, path: Path, namespaces: Iterable[str] | None = 
     Each member is named NAMESPACE/KEY/SHA256 and contains the bytes of one entry.
 
     Args:
-        cache: whose entries.
-        path: of the file; an existing one is replaced when all is written.
+        cache: with the entries.
+        path: of the file; an existing one is replaced when all entries are written.
         namespaces: only these; all if left out.
 
     Returns:
@@ -87,9 +87,9 @@ def export_entries(cache: Cache, path: Path, namespaces: Iterable[str] | None = 
 
 
 def import_entries(cache: Cache, path: Path) -> ImportResult:
-    """Put the entries of a tar file into a cache, each only if its bytes match its digest.
+    """Put the entries of a tar file into a cache, if their bytes match their digests.
 
-    This detects damage, not malice: import only files of people whose plans you would use.
+    This detects damage, not forgery: import only files of people whose plans you would use.
 
     Raises:
         CacheFileError: the file is not a tar file, or is truncated; entries before are imported.
@@ -130,7 +130,7 @@ def _is_key(key: str) -> bool:
 
 
 def _body(file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | None:
-    # A sparse one is a few bytes in the file, and as long as it likes in memory.
+    # A sparse member can be a few bytes in the file, and of any length in memory.
     if not member.isreg() or member.issparse() or member.size > MAX_ENTRY:
         return None
     stream = file.extractfile(member)

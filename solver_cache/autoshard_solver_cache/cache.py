@@ -1,4 +1,4 @@
-"""The interface of every cache, and what all of them count."""
+"""The interface of all caches, with their statistics and budget."""
 
 import logging
 import time
@@ -14,16 +14,16 @@ _TOUCH_INTERVAL = 3600.0
 """Seconds by which `used_at` may lag, so that a read is rarely also a write."""
 
 _CHECKS_PER_BUDGET = 50
-"""Number of checks of the budget while as many bytes are written as it allows."""
+"""Number of checks of the budget while the bytes of one budget are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Contents of a namespace, and how this cache object has been used.
+    """Contents of a namespace, and reads through this cache object.
 
     Attributes:
-        num_entries: entries, whoever wrote them.
-        nbytes: bytes that they occupy, as stored.
+        num_entries: number of entries, of all writers.
+        nbytes: stored bytes of the entries.
         hits: reads that found an entry, since this object was made.
         misses: reads that found none, since this object was made.
         corrupted: entries dropped because their bytes had changed; each is a miss too.
@@ -44,9 +44,9 @@ class EntryInfo:
         namespace: of the entry.
         key: of the entry within its namespace.
         size: bytes of the value.
-        stored_size: bytes that it occupies.
+        stored_size: stored bytes, which may be compressed.
         created_at: seconds since 1970.
-        used_at: the same, of the last use; may lag by an hour.
+        used_at: time of the last use, in seconds since 1970; may lag by an hour.
     """
 
     namespace: str
@@ -73,7 +73,7 @@ class Cache(ABC):
         self._max_bytes = max_bytes
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
-        # What others wrote before is unknown, so the first write checks the budget.
+        # The size of existing entries is unknown, so the first write checks the budget.
         self._unchecked = max_bytes or 0
 
     def get(self, namespace: str, key: str) -> bytes | None:
@@ -88,7 +88,7 @@ class Cache(ABC):
         return body
 
     def read(self, namespace: str, key: str) -> bytes | None:
-        """The same as `get`, but does not count as a use."""
+        """As `get`, but does not count as a use."""
         found = self._load(namespace, key)
         return None if found is None else found[0]
 
@@ -105,7 +105,7 @@ class Cache(ABC):
         """Metadata of an entry, or None; does not count as a use."""
 
     def existing(self, namespace: str, keys: Sequence[str]) -> frozenset[str]:
-        """Those of the keys that have an entry; does not count as a use."""
+        """The keys that have an entry; does not count as a use."""
         return frozenset(key for key in keys if self.info(namespace, key) is not None)
 
     @abstractmethod
@@ -129,7 +129,7 @@ class Cache(ABC):
         """
 
     def stats(self, namespace: str) -> CacheStats:
-        """Contents of a namespace, and how often it was read."""
+        """Contents of a namespace, and number of reads."""
         num_entries, nbytes = self._usage(namespace)
         with self._lock:
             return CacheStats(
@@ -152,7 +152,7 @@ class Cache(ABC):
         """Record a use of an entry."""
 
     def _usage(self, namespace: str) -> tuple[int, int]:
-        """Number of entries of a namespace, and the bytes that they occupy."""
+        """Number of entries of a namespace, and their stored bytes."""
         sizes = [entry.stored_size for entry in self.entries(namespace)]
         return len(sizes), sum(sizes)
 
@@ -193,7 +193,7 @@ class NamespacedCache:
             return None
         try:
             return self._cache.get(self._namespace, key)
-        except Exception as error:  # noqa: BLE001  a disk, a lock, a network: all are the same here
+        except Exception as error:  # noqa: BLE001  errors of disks, locks and networks are equal
             self._disable(error)
             return None
 
@@ -207,6 +207,6 @@ class NamespacedCache:
             self._disable(error)
 
     def _disable(self, error: Exception) -> None:
-        # Waiting for the same lock once per entry would cost more than the cache saves.
+        # Waiting for a lock for each entry would take longer than the cache saves.
         self._is_usable = False
         _log.warning("continuing without the cache of %s: %s", self._namespace, error)

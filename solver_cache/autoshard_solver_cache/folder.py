@@ -1,4 +1,4 @@
-"""A cache of files in a folder: quick to open, for one user on one machine."""
+"""A cache of files in a folder: fast to open, for one user on one machine."""
 
 import hashlib
 import logging
@@ -23,7 +23,7 @@ _MAX_NAME = 200
 """Longer keys are stored under their digest, and cannot be listed by name."""
 
 _HASHED = "="
-"""First character of the names of those: a quoted key has no such character."""
+"""First character of the names of such files: a quoted key has no such character."""
 
 _UNFINISHED = "+"
 """First character of the names of files that are being written."""
@@ -31,7 +31,7 @@ _UNFINISHED = "+"
 _NAMESPACE = re.compile(r"[a-z0-9_-]{1,64}")
 
 _TAG = "CACHEDIR.TAG"
-"""File in every folder of entries that we made: without it nothing is deleted there."""
+"""File in every folder that a cache has made; nothing is deleted in folders without it."""
 
 _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # Made by autoshard: whatever is in this folder can be made again, and may be deleted.
@@ -43,8 +43,8 @@ class FolderCache(Cache):
     """One file per entry, written atomically and checked on every read.
 
     Safe to share between threads and processes. An entry whose bytes no longer match their
-    digest is dropped and counts as a miss. Each namespace is a folder inside; a folder that
-    existed before with files in it belongs to somebody else: nothing is written or deleted there.
+    digest is dropped and counts as a miss. Each namespace is a sub-folder. In a sub-folder that
+    already has files of another program, nothing is written or deleted.
 
     Args:
         path: the folder, made by the first write; in the user's cache folder if left out.
@@ -59,7 +59,7 @@ class FolderCache(Cache):
         """Store bytes under a key; False if the key exists, which leaves its entry unchanged.
 
         Raises:
-            OSError: the folder cannot be written, or has files of somebody else.
+            OSError: the folder cannot be written, or has files of another program.
         """
         path = self._path(namespace, key)
         self._make_folder(namespace)
@@ -67,7 +67,7 @@ class FolderCache(Cache):
             file.write(hashlib.sha256(body).digest() + body)
             file.flush()
             try:
-                # The name appears with all of the bytes behind it, and only if it is free.
+                # Atomic: the name appears with all bytes, and only if it does not exist.
                 path.hardlink_to(file.name)
             except FileExistsError:
                 return False
@@ -77,7 +77,7 @@ class FolderCache(Cache):
     def delete(self, namespace: str, key: str) -> bool:
         """Delete an entry; False if there is none."""
         path = self._path(namespace, key)
-        if not self._is_ours(namespace):
+        if not self._is_made_by_cache(namespace):
             return False
         try:
             path.unlink()
@@ -107,7 +107,7 @@ class FolderCache(Cache):
             yield _info(namespace, key, status)
 
     def evict(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
-        """Delete the least recently used entries until both limits are met; returns how many."""
+        """Delete the least recently used entries until both limits are met; return the number."""
         oldest = 0.0 if max_age is None else time.time() - max_age
         files = [file for namespace in self.namespaces() for file in self._files(namespace)]
         nbytes, deleted = 0, 0
@@ -127,7 +127,7 @@ class FolderCache(Cache):
         digest, body = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
         if hashlib.sha256(body).digest() == digest:
             return body, used_at
-        if self._is_ours(namespace):
+        if self._is_made_by_cache(namespace):
             self._count(namespace, "corrupted")
             _log.warning("dropped the corrupted cache entry %s", path)
             path.unlink(missing_ok=True)
@@ -153,20 +153,20 @@ class FolderCache(Cache):
     def _path(self, namespace: str, key: str) -> Path:
         return self._folder(namespace) / _file_name(key)
 
-    def _is_ours(self, namespace: str) -> bool:
+    def _is_made_by_cache(self, namespace: str) -> bool:
         """True if a cache made the folder of a namespace, so that files may be deleted in it."""
-        # The one of the user's cache folder is ours by its path: older releases wrote no tag.
+        # The default folder is recognised by its path: older releases wrote no tag.
         return (self._folder(namespace) / _TAG).is_file() or self.path == _default_folder()
 
     def _make_folder(self, namespace: str) -> None:
         """Make the folder of a namespace, with its tag."""
-        folder, is_ours = self._folder(namespace), self._is_ours(namespace)
+        folder, is_made_by_cache = self._folder(namespace), self._is_made_by_cache(namespace)
         folder.mkdir(parents=True, exist_ok=True)
-        if is_ours:
+        if is_made_by_cache:
             return
         is_used = any(folder.iterdir())
-        # Another process may make it at this moment: the tag is written before anything else.
-        if is_used and not self._is_ours(namespace):
+        # Another process may have made it meanwhile: it writes the tag before any entry.
+        if is_used and not self._is_made_by_cache(namespace):
             raise FileExistsError(
                 f"{folder} has files that no cache has written (there is no {_TAG}); "
                 "choose another folder for the cache"
@@ -175,7 +175,7 @@ class FolderCache(Cache):
 
     def _files(self, namespace: str) -> list[tuple[Path, os.stat_result]]:
         """Path and status of each entry; files that are deleted meanwhile are left out."""
-        if not self._is_ours(namespace):
+        if not self._is_made_by_cache(namespace):
             return []
         found = []
         with suppress(FileNotFoundError), os.scandir(self._folder(namespace)) as files:
@@ -187,7 +187,7 @@ class FolderCache(Cache):
 
 
 def _default_folder() -> Path:
-    """The folder of this user's solved blocks, where no other is given."""
+    """The folder of this user's solved blocks, if no other is given."""
     return platformdirs.user_cache_path("autoshard") / "solved"
 
 
@@ -200,7 +200,7 @@ def _info(namespace: str, key: str, status: os.stat_result) -> EntryInfo:
 
 
 def _file_name(key: str) -> str:
-    # No key leads out of the folder: what has a meaning in paths is quoted.
+    # Characters with a meaning in paths are quoted, so no key leads out of the folder.
     name = quote(key, safe="").replace(".", "%2E")
     if len(name) > _MAX_NAME:
         return _HASHED + hashlib.sha256(key.encode()).hexdigest()

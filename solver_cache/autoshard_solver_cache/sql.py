@@ -1,4 +1,4 @@
-"""A cache in a database: SQLite by default, any other by its SQLAlchemy URL."""
+"""A cache in a database: SQLite by default, or another one by its SQLAlchemy URL."""
 
 import hashlib
 import logging
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 _READ_ONLY = "store_read_only"
 
 _LOCK_POLL = 0.02
-"""Seconds between attempts to get what another connection has locked."""
+"""Seconds between attempts to get a lock of another connection."""
 
 _SQLITE_CODES = frozenset(
     {
@@ -72,7 +72,7 @@ _SQLITE_CODES = frozenset(
 """Errors of the file or the disk, rather than of the statement."""
 
 _POSTGRES_ARGUMENTS: dict[str, str | int] = {
-    # Without these, noticing that a host is gone takes a quarter of an hour.
+    # With the defaults, detecting a lost host takes a quarter of an hour.
     "connect_timeout": 5,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -83,11 +83,11 @@ _POSTGRES_ARGUMENTS: dict[str, str | int] = {
 
 
 class StoreUnavailableError(RuntimeError):
-    """The database cannot be used now; the message says which and why."""
+    """The database cannot be used now; the message names it and the reason."""
 
 
 class StoreFullError(StoreUnavailableError):
-    """The disk of the database is full; nothing of what was to be written is stored."""
+    """The disk of the database is full; nothing was written."""
 
 
 def default_url() -> str:
@@ -99,17 +99,17 @@ def default_url() -> str:
 def open_engine(url: str, *, busy_timeout: float = 10.0, durable: bool = False) -> Engine:
     """Open a database; SQLite is set up for many threads and processes on one host.
 
-    A write transaction on SQLite takes the write lock when it begins: one that reads
-    first and is upgraded later can fail at once instead of waiting for its turn.
+    A write transaction on SQLite takes the write lock when it begins: a transaction that reads
+    first and takes the lock later can fail immediately instead of waiting for it.
 
     A database that becomes unavailable, locked or full while the engine is used raises
     `StoreUnavailableError` or `StoreFullError` as well; the next use connects again.
 
     Args:
-        url: SQLAlchemy database URL; `sqlite://` lives in memory, for this engine only.
+        url: SQLAlchemy database URL; `sqlite://` is in memory, for this engine only.
         busy_timeout: seconds to wait for another writer's lock (SQLite).
-        durable: whether commits survive a power loss, not only the end of a process
-            (SQLite; PostgreSQL decides by its own `synchronous_commit`).
+        durable: true if commits must survive a power loss, not only the end of a process (SQLite;
+            for PostgreSQL, see its setting `synchronous_commit`).
 
     Raises:
         StoreUnavailableError: no such database, driver or folder.
@@ -136,7 +136,7 @@ def reader(engine: Engine) -> Engine:
 def lock(connection: Connection, name: str) -> None:
     """Take a lock of the whole database until the transaction ends.
 
-    On SQLite every transaction that may write has the only one already.
+    On SQLite nothing is done: every transaction that may write has the lock already.
     """
     if connection.dialect.name == "postgresql":
         digest = hashlib.sha256(name.encode()).digest()
@@ -145,7 +145,7 @@ def lock(connection: Connection, name: str) -> None:
 
 
 def _raise_store_error(context: ExceptionContext) -> None:
-    """Replace a driver's error by one of ours if the database itself is the cause."""
+    """Replace a driver's error by a `StoreUnavailableError` if the database is the cause."""
     error, cause = context.sqlalchemy_exception, context.original_exception
     if context.is_pre_ping or context.engine is None or not isinstance(error, DBAPIError):
         return
@@ -169,7 +169,7 @@ def _raise_store_error(context: ExceptionContext) -> None:
 
 
 class _Pool(QueuePool):
-    """Raises our own error if no connection becomes free in time."""
+    """Raises `StoreUnavailableError` if no connection becomes free in time."""
 
     def connect(self) -> PoolProxiedConnection:
         try:
@@ -185,7 +185,7 @@ def _create(url: URL) -> Engine:
     if url.get_backend_name() != "sqlite":
         return _create_remote(url)
     if not url.database or url.database == ":memory:":
-        # A database in memory belongs to its connection: all threads share one.
+        # A database in memory belongs to its connection, so all threads share one connection.
         return create_engine(
             url,
             poolclass=_Pool,
@@ -210,7 +210,7 @@ def _create_remote(url: URL) -> Engine:
 def _set_up_sqlite(engine: Engine, busy_timeout: float, synchronous: str) -> None:
     @event.listens_for(engine, "connect")
     def connect(connection: sqlite3.Connection, _record: object) -> None:
-        # The driver's own BEGIN comes too late and is always deferred; we send ours.
+        # The driver's BEGIN is late and always deferred; it is sent explicitly instead.
         connection.isolation_level = None
         connection.execute(f"PRAGMA busy_timeout = {int(busy_timeout * 1000)}")
         _write_ahead(connection, busy_timeout)
@@ -330,7 +330,7 @@ class SolverCache(Cache):
         return None if row is None else EntryInfo(*row)
 
     def existing(self, namespace: str, keys: Sequence[str]) -> frozenset[str]:
-        """Those of the keys that have an entry; does not count as a use."""
+        """The keys that have an entry; does not count as a use."""
         wanted = (_entries.c.namespace == namespace) & _entries.c.key.in_(keys)
         with self._reader.begin() as connection:
             return frozenset(connection.execute(select(_entries.c.key).where(wanted)).scalars())
@@ -355,7 +355,7 @@ class SolverCache(Cache):
             last = rows[-1].key
 
     def evict(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
-        """Delete the least recently used entries until both limits are met; returns how many."""
+        """Delete the least recently used entries until both limits are met; return the number."""
         deleted = 0
         if max_age is not None:
             old = _entries.c.used_at < time.time() - max_age
@@ -379,7 +379,7 @@ class SolverCache(Cache):
             return body, row.used_at
         self._count(namespace, "corrupted")
         _log.warning("dropped the corrupted cache entry %s/%s", namespace, key)
-        # Another process may have replaced it meanwhile: delete only the one that was read.
+        # Another process may have replaced it meanwhile: delete only the entry that was read.
         same = _entries.c.created_at == row.created_at
         with self._engine.begin() as connection:
             connection.execute(delete(_entries).where(_is(namespace, key) & same))
@@ -387,7 +387,7 @@ class SolverCache(Cache):
 
     def _touch(self, namespace: str, key: str) -> None:
         statement = update(_entries).where(_is(namespace, key)).values(used_at=time.time())
-        # The read has succeeded, also where the disk is full.
+        # The read has succeeded, even if the disk is full.
         with suppress(StoreUnavailableError), self._engine.begin() as connection:
             connection.execute(statement)
 
@@ -441,7 +441,7 @@ def _decompress(row: Row[Any]) -> bytes | None:
     try:
         body = stream.decompress(row.body, max(row.size, 0) + 1)
     except (zlib.error, TypeError):
-        # SQLite accepts it when damage has turned bytes into text.
+        # In a damaged SQLite file, the column may be text.
         return None
     intact = len(body) == row.size and hashlib.sha256(body).hexdigest() == row.sha256
     return body if intact else None

@@ -93,7 +93,7 @@ def test_a_client_sends_a_graph_once(start_service: Any, graph: bytes, tmp_path:
 
 
 def test_a_plan_that_was_dropped_is_made_again(start_service: Any, graph: bytes) -> None:
-    service = start_service(hot_bytes=0)
+    service = start_service(memory_cache_bytes=0)
     with Client(service.url) as client:
         first = client.request_plan(graph, mesh=(2, 2))
     assert first.plan is not None

@@ -1,7 +1,7 @@
-"""Presolve: exact reductions that make a network smaller and can be inverted.
+"""Presolve: exact, invertible reductions that make a network smaller.
 
-The interface follows the reductions of cvxpy (`apply`, `invert`, chains); unlike there, a
-network is edited in place, because a reduction is applied thousands of times.
+The interface follows the reductions of cvxpy (`apply`, `invert`, chains). Unlike in cvxpy, a
+network is edited in place, because reductions are applied thousands of times.
 """
 
 from autoshard.solve.presolve.base import Inverse, Presolve, Reduction, nothing_to_undo, sequence
@@ -24,7 +24,7 @@ from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 
 def default_reductions(effort: Effort = DEFAULT_EFFORT) -> tuple[Reduction, ...]:
-    """Every reduction, the cheap ones first.
+    """All reductions, cheap ones first.
 
     Args:
         effort: limits of work, and when to stop.

@@ -11,26 +11,26 @@ from autoshard.solve.network import Network
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 Inverse = Callable[[IntArray], None]
-"""Fills in, in place, the choices of the variables that a reduction removed.
+"""Writes the choices of the variables that a reduction removed.
 
-It reads and writes one strategy index of the original problem per node, shape [N].
+The argument, edited in place, is a strategy index of the original problem per node, shape [N].
 """
 
 
 class Reduction(Protocol):
-    """An exact simplification: the least price stays the same, and so does a best choice."""
+    """An exact simplification: the least price does not change, and a best choice remains."""
 
     name: str
 
     def apply(self, network: Network) -> Inverse:
-        """Simplify the network in place; return the way back to its choices."""
+        """Simplify the network in place; return the inverse."""
 
 
 Item = TypeVar("Item", bound=Hashable)
 
 
 class Worklist(Generic[Item]):
-    """Items to look at, first in first out, each waiting at most once."""
+    """A first-in-first-out queue without duplicates."""
 
     def __init__(self, items: Iterable[Item]) -> None:
         self._order: deque[Item] = deque()
@@ -41,14 +41,14 @@ class Worklist(Generic[Item]):
         return bool(self._order)
 
     def update(self, items: Iterable[Item]) -> None:
-        """Add the items that do not wait already."""
+        """Add the items that are not in the queue."""
         for item in items:
             if item not in self._waiting:
                 self._waiting.add(item)
                 self._order.append(item)
 
     def pop(self) -> Item:
-        """Take the item that has waited longest."""
+        """Remove and return the oldest item."""
         item = self._order.popleft()
         self._waiting.discard(item)
         return item
@@ -59,7 +59,7 @@ def nothing_to_undo(choice: IntArray) -> None:
 
 
 def sequence(inverses: Iterable[Inverse]) -> Inverse:
-    """The inverse of several steps, taken back last to first."""
+    """The inverse of several steps: their inverses, last to first."""
     backwards = tuple(inverses)[::-1]
 
     def invert(choice: IntArray) -> None:
@@ -76,7 +76,8 @@ class Presolve:
     Attributes:
         reductions: in the order in which they are tried.
         effort: limits of work, and when to stop.
-        statistics: what each reduction removed, and its seconds, by name.
+        statistics: nodes, strategies, links and limits that each reduction removed, and its
+            seconds, by name.
     """
 
     reductions: tuple[Reduction, ...]
@@ -84,7 +85,7 @@ class Presolve:
     statistics: dict[str, float] = field(default_factory=dict)
 
     def apply(self, network: Network) -> Inverse:
-        """Reduce the network in place; return the way back to its choices."""
+        """Reduce the network in place; return the inverse of all reductions."""
         inverses: list[Inverse] = []
         before = None
         while before != (before := _state(network)) and not network.infeasible:
@@ -100,10 +101,10 @@ class Presolve:
         inverse = reduction.apply(network)
         after = _size(network)
         gained = {"seconds": time.perf_counter() - start}
-        for what in before:
-            gained[what] = float(before[what] - after[what])
-        for what, amount in gained.items():
-            key = f"{reduction.name}.{what}"
+        for kind in before:
+            gained[kind] = float(before[kind] - after[kind])
+        for kind, amount in gained.items():
+            key = f"{reduction.name}.{kind}"
             if amount:
                 self.statistics[key] = self.statistics.get(key, 0.0) + amount
         return inverse

@@ -25,7 +25,7 @@ class EnforceArcConsistency:
         self._finite: dict[bytes, tuple[Matrix, BoolArray | None]] = {}
 
     def apply(self, network: Network) -> Inverse:
-        """Drop until nothing is forbidden any more."""
+        """Drop strategies until the network is arc consistent."""
         queue = Worklist(network.variables)
         while queue and not network.infeasible:
             v = queue.pop()
@@ -47,7 +47,7 @@ class EnforceArcConsistency:
         return mask
 
     def _pairs(self, matrix: Matrix) -> BoolArray | None:
-        """Mask of allowed pairs, shape [R, C]; None where all are."""
+        """Mask of allowed pairs, shape [R, C]; None if all are allowed."""
         if matrix.key not in self._finite:
             finite = np.isfinite(matrix.values)
             self._finite[matrix.key] = (matrix, None if finite.all() else finite)
@@ -55,20 +55,19 @@ class EnforceArcConsistency:
 
 
 Losses = tuple[Matrix, FloatArray | None]
-"""A matrix, and the most that moving from one of its columns to another can cost."""
+"""A matrix, and the largest increase of price from one of its columns to another, shape [C, C]."""
 
 
 class DropDominated:
-    """Drop strategies that can be swapped for another one at no loss, whatever the rest does.
+    """Drop dominated strategies.
 
-    Strategy t dominates s when, over every choice of the neighbours, moving from s to t
-    never costs more, and t never uses more than s. The worst case is summed over the
-    links (the Goldstein criterion of dead-end elimination, Biophys. J. 66:1335, 1994),
-    which contains the plain entry-by-entry comparison. Of equals the first one stays.
+    Strategy t dominates s if t costs no more than s for every choice of the neighbours, and uses
+    no more at any time. The worst case is summed over the links (Goldstein criterion of dead-end
+    elimination, Biophys. J. 66:1335, 1994). Of equal strategies the first one stays.
 
     Args:
         keep: variables whose strategies all stay.
-        losses: comparisons known from elsewhere; new ones are added.
+        losses: known comparisons; new ones are added.
         effort: limits of work.
     """
 
@@ -97,7 +96,7 @@ class DropDominated:
         return nothing_to_undo
 
     def _undominated(self, network: Network, v: int) -> BoolArray | None:
-        """Mask of strategies that stay, shape [S]; None if comparing takes too long."""
+        """Mask of strategies that are not dominated, shape [S]; None if that takes too long."""
         variable = network.variables[v]
         if not 1 < len(variable.cost) <= self._settings.max_dominance_strategies:
             return None
@@ -118,7 +117,7 @@ class DropDominated:
         return undominated
 
     def _loss(self, matrix: Matrix) -> FloatArray | None:
-        """Most that moving from column s to column t can cost, shape [C, C]."""
+        """Largest increase of price from column s to column t, shape [C, C]."""
         if matrix.key not in self._losses:
             self._losses[matrix.key] = (
                 matrix,
@@ -135,7 +134,7 @@ def _worst_moves(values: FloatArray, max_work: float) -> FloatArray | None:
     for row in values:
         with np.errstate(invalid="ignore"):
             move = row[None, :] - row[:, None]
-        # A forbidden start cannot be moved from, so it says nothing about the move.
+        # Rows in which the first column is forbidden do not count.
         move[~np.isfinite(row)] = -np.inf
         np.maximum(worst, move, out=worst)
     return worst
@@ -144,22 +143,22 @@ def _worst_moves(values: FloatArray, max_work: float) -> FloatArray | None:
 class SimplifyLimits:
     """Drop limits that cannot bind, and strategies that cannot fit.
 
-    What a variable uses in any case is taken off the slack. A checkpoint whose slack is
-    enough for the largest use of all variables is dropped, and so is one whose users all
-    are users of a neighbouring checkpoint with less slack. Strategies that do not fit even when
-    all others use their least are dropped.
+    The least usage of each variable is subtracted from the capacity. A checkpoint is dropped if its
+    capacity is enough for the largest usage of all variables, or if all variables alive there are
+    also alive at a neighbouring checkpoint with less capacity. A strategy is dropped if it does not
+    fit when all other variables use their least.
     """
 
     name = "simplify_limits"
 
     def apply(self, network: Network) -> Inverse:
-        """Simplify until no strategy is dropped any more; then forget checkpoints."""
+        """Simplify until no strategy is dropped; then drop checkpoints."""
         while not network.infeasible:
-            _take_least(network)
+            _subtract_least(network)
             if (network.capacity < 0).any():
                 network.infeasible = True
             elif not _drop_unfit(network):
-                _forget(network, _needed(network))
+                _drop_checkpoints(network, _needed(network))
                 break
         return nothing_to_undo
 
@@ -172,13 +171,13 @@ class _Terms:
         first: first checkpoint of each, shape [N].
         last: end of each, shape [N].
         least: least usage of each, shape [N].
-        most: largest usage of each, shape [N].
+        largest: largest usage of each, shape [N].
     """
 
     first: IntArray
     last: IntArray
     least: FloatArray
-    most: FloatArray
+    largest: FloatArray
 
     @classmethod
     def of(cls, network: Network) -> "_Terms":
@@ -201,9 +200,9 @@ def _users(network: Network) -> list[tuple[int, Variable]]:
     return [(v, x) for v, x in network.variables.items() if x.terms]
 
 
-def _take_least(network: Network) -> None:
+def _subtract_least(network: Network) -> None:
     terms = _Terms.of(network)
-    settled = (terms.least == 0) & (terms.most > 0)
+    settled = (terms.least == 0) & (terms.largest > 0)
     if settled.all():
         return
     taken = spread(terms.first, terms.last, terms.least, len(network.capacity))
@@ -214,7 +213,7 @@ def _take_least(network: Network) -> None:
         place = span.stop
         if settled[span].all():
             continue
-        bounds = zip(terms.least[span], terms.most[span], strict=True)
+        bounds = zip(terms.least[span], terms.largest[span], strict=True)
         left = tuple(
             Term(t.first, t.last, t.usage - least) if least > 0 else t
             for t, (least, most) in zip(variable.terms, bounds, strict=True)
@@ -224,15 +223,15 @@ def _take_least(network: Network) -> None:
 
 
 def _drop_unfit(network: Network) -> bool:
-    """Drop strategies that do not fit where all others use their least; True if any was."""
-    most = _Terms.of(network).most
-    least_room = float(network.capacity.min(initial=np.inf))
+    """Drop strategies that do not fit if all others use their least; return True if any was."""
+    largest = _Terms.of(network).largest
+    least_capacity = float(network.capacity.min(initial=np.inf))
     place, dropped = 0, False
     for v, variable in _users(network):
         span = slice(place, place + len(variable.terms))
         place = span.stop
         fits: BoolArray = np.ones(len(variable.cost), dtype=np.bool_)
-        for i in np.flatnonzero(most[span] > least_room):
+        for i in np.flatnonzero(largest[span] > least_capacity):
             term = variable.terms[i]
             fits &= term.usage <= network.capacity[term.first : term.last].min()
         if not fits.all():
@@ -242,12 +241,12 @@ def _drop_unfit(network: Network) -> bool:
 
 
 def _needed(network: Network) -> BoolArray:
-    """Checkpoints that can bind, shape [T]."""
+    """Mask of checkpoints that can bind, shape [T]."""
     terms, num = _Terms.of(network), len(network.capacity)
-    most_use = spread(terms.first, terms.last, terms.most, num)
-    # The running sum rounds; a limit is forgotten only where it is clear of the rounding.
-    rounding = 2e-12 * float(terms.most.sum())
-    needed: BoolArray = (most_use + rounding > network.capacity) & (
+    largest_usage = spread(terms.first, terms.last, terms.largest, num)
+    # The margin for rounding of the running sum.
+    rounding = 2e-12 * float(terms.largest.sum())
+    needed: BoolArray = (largest_usage + rounding > network.capacity) & (
         spread(terms.first, terms.last, np.ones(len(terms.first)), num) > 0
     )
     while True:
@@ -260,7 +259,7 @@ def _needed(network: Network) -> BoolArray:
 
 
 def _covered(first: IntArray, last: IntArray, capacity: FloatArray) -> BoolArray:
-    """Checkpoints whose users are all users of the next or the previous one, with less slack."""
+    """Mask of checkpoints implied by the next or the previous one, which has less capacity."""
     starts = np.zeros(len(capacity) + 1, dtype=np.bool_)
     ends = np.zeros(len(capacity) + 1, dtype=np.bool_)
     alive = first < last
@@ -275,7 +274,7 @@ def _covered(first: IntArray, last: IntArray, capacity: FloatArray) -> BoolArray
     return covered
 
 
-def _forget(network: Network, needed: BoolArray) -> None:
+def _drop_checkpoints(network: Network, needed: BoolArray) -> None:
     """Drop the checkpoints that are not needed."""
     if needed.all():
         return

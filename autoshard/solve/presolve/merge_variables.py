@@ -1,7 +1,7 @@
 """Reductions that remove links and variables.
 
-Links in normal form; tied and substituted variables merged; variables with at most two
-neighbours, and components of small treewidth, minimised out.
+They normalise links, merge tied and substituted variables, fix variables with one strategy, and
+eliminate variables with at most two neighbours and components of small treewidth.
 """
 
 from collections.abc import Collection, Iterable
@@ -37,9 +37,9 @@ class _NormalForm:
 class NormalizeLinks:
     """Bring every link into normal form.
 
-    Unused rows and columns go; the least entry of each row, then of each column, moves
-    into the costs of the variables; equal rows and equal columns become one. A link that
-    does not depend on one of its ends becomes a cost of the other and disappears.
+    Unused rows and columns are dropped; the least entry of each row, then of each column, is moved
+    to the costs of the variables; equal rows and equal columns are merged. A link whose price
+    depends on one variable only is added to the cost of that variable and removed.
     """
 
     name = "normalize_links"
@@ -56,7 +56,7 @@ class NormalizeLinks:
         return nothing_to_undo
 
     def simplify(self, network: Network, u: int, v: int, link: Link) -> None:
-        """Bring one link into normal form, or dissolve it."""
+        """Bring one link into normal form, or remove it."""
         used_rows, rows = _compressed(link.rows, len(link.matrix.values))
         used_cols, cols = _compressed(link.cols, link.matrix.values.shape[1])
         form = self._form(link.matrix, used_rows, used_cols)
@@ -82,7 +82,7 @@ class NormalizeLinks:
 
 
 def _compressed(labels: IntArray, size: int) -> tuple[IntArray | None, IntArray]:
-    """Labels in use, or None where all are, and the labels renumbered to them."""
+    """Distinct labels, or None if all are used, and the labels renumbered to them."""
     used = np.zeros(size, dtype=np.bool_)
     used[labels] = True
     if used.all():
@@ -126,8 +126,8 @@ def _equal_rows(values: FloatArray) -> tuple[list[int], IntArray]:
 class MergeTies:
     """Replace each group of tied variables by its first member.
 
-    Costs and links add up; each member keeps its own usage term, because the members
-    may live at different times. A link inside a group becomes a cost: its diagonal.
+    Costs and links are added. Each member keeps its own usage term, because members may be alive
+    at different times. The diagonal of a link inside a group is added to the cost.
     """
 
     name = "merge_ties"
@@ -160,7 +160,7 @@ def _merge_group(network: Network, group: tuple[int, ...]) -> Inverse:
 
 
 def merged_terms(terms: tuple[Term, ...]) -> tuple[Term, ...]:
-    """The same usage with one term per span."""
+    """Merge terms of the same span."""
     spans: dict[tuple[int, int], Term] = {}
     for term in terms:
         span = (term.first, term.last)
@@ -172,18 +172,18 @@ def merged_terms(terms: tuple[Term, ...]) -> tuple[Term, ...]:
 
 
 class SubstituteVariables:
-    """Merge a variable into a neighbour whose every strategy leaves it a single one.
+    """Merge a variable into a neighbour each of whose strategies allows only one of its own.
 
-    This is what forbidding all other pairs of a link means: an alias, an operator that
-    takes its operand's layout. The follower's costs, usage and links move to the leader,
-    so that the forbidden pairs are gone, and with them what makes repairs of a choice
-    hard: the contest instances have no forbidden pair left afterwards.
+    A link that forbids all other pairs comes from an alias, or from an operator that takes its
+    operand's layout. Costs, usage and links of the follower move to the leader. This removes
+    forbidden pairs, which make a choice hard to repair; the contest instances have none left
+    afterwards.
     """
 
     name = "substitute_variables"
 
     def apply(self, network: Network) -> Inverse:
-        """Merge until no variable follows another one."""
+        """Merge until no variable is determined by a neighbour."""
         inverses: list[Inverse] = []
         leaders: set[int] = set()
         queue = Worklist((u, v) for u, v, link in network.pairs() if _forbids(link))
@@ -191,7 +191,7 @@ class SubstituteVariables:
             pair = queue.pop()
             if pair[1] not in network.links.get(pair[0], ()):
                 continue
-            # The one with fewer links moves.
+            # The variable with fewer links is merged into the other.
             for v, u in sorted((pair, pair[::-1]), key=lambda e: len(network.links[e[0]])):
                 follows = _followed(network.links[u][v])
                 if follows is not None:
@@ -203,7 +203,7 @@ class SubstituteVariables:
 
 
 def _tidy(network: Network, leaders: Iterable[int]) -> None:
-    """Write the usage of each leader with one term per span."""
+    """Merge the usage terms of each leader."""
     for u in sorted(leaders):
         if u in network.variables:
             variable = network.variables[u]
@@ -216,9 +216,9 @@ def _forbids(link: Link) -> bool:
 
 
 def _followed(link: Link) -> IntArray | None:
-    """The one position that each strategy of the source leaves to the target, shape [S].
+    """The position of the target that each strategy of the source determines, shape [S].
 
-    None where some strategy leaves it a choice, or none.
+    None if some strategy of the source allows several positions of the target, or none.
     """
     allowed = np.isfinite(link.matrix.values)
     members = np.bincount(link.cols, minlength=allowed.shape[1])
@@ -234,7 +234,7 @@ def _followed(link: Link) -> IntArray | None:
 def _merge_follower(
     network: Network, u: int, v: int, follows: IntArray, queue: Worklist[tuple[int, int]]
 ) -> Inverse:
-    """Move v into u, and look again at the links that this changes."""
+    """Merge v into u, and queue the links that this changes."""
     leader, follower = network.variables[u], network.variables[v]
     link = network.links[v][u]
     paid = link.matrix.values[link.rows[follows], link.cols]
@@ -259,20 +259,20 @@ _BLOCK = 1 << 16
 
 
 class FixVariables:
-    """Fold variables with one strategy left into their neighbours, their use into the slack."""
+    """Remove variables with one strategy left: add links to costs, subtract usage from capacity."""
 
     name = "fix_variables"
 
     def apply(self, network: Network) -> Inverse:
-        """Fold every decided variable."""
+        """Fix every variable with one strategy."""
         decided = [v for v, x in network.variables.items() if len(x.cost) == 1]
-        inverse = sequence(_fold(network, v) for v in decided)
+        inverse = sequence(_fix(network, v) for v in decided)
         if network.constant == np.inf or (network.capacity < 0).any():
             network.infeasible = True
         return inverse
 
 
-def _fold(network: Network, v: int) -> Inverse:
+def _fix(network: Network, v: int) -> Inverse:
     variable = network.variables[v]
     for w, link in network.links[v].items():
         network.add_cost(w, link.matrix.values[link.rows[0], link.cols])
@@ -294,16 +294,16 @@ _MAX_NEIGHBOURS = 2
 
 
 class EliminateNeighbours:
-    """Minimise out variables without usage that have at most two neighbours.
+    """Eliminate variables without usage that have at most two neighbours.
 
-    The best price of such a variable is a function of the layouts that its neighbours
-    show it: a number, a vector, or a matrix (a min-plus product). Equal products are
-    computed once, so repeated layers cost one layer.
+    The best price of such a variable is a constant, a vector over the strategies of its neighbour,
+    or a matrix over those of both neighbours (a min-plus product). Equal products are computed
+    once, so repeated layers cost as much as one layer.
 
     Args:
-        links: keeps new links in normal form.
-        keep: variables that stay.
-        products: products known from elsewhere; new ones are added.
+        links: brings new links into normal form.
+        keep: variables that are not eliminated.
+        products: known products; new ones are added.
         effort: limits of work.
 
     Attributes:
@@ -326,7 +326,7 @@ class EliminateNeighbours:
         self.products = {} if products is None else products
 
     def apply(self, network: Network) -> Inverse:
-        """Eliminate until every variable without usage has three neighbours."""
+        """Eliminate until every variable without usage has at least three neighbours."""
         queue = Worklist(sorted(network.variables, key=lambda v: (len(network.links[v]), v)))
         inverses = []
         while queue and not network.infeasible:
@@ -365,7 +365,7 @@ class EliminateNeighbours:
             self._links.simplify(network, low, high, network.links[low][high])
 
     def _product(self, cost: FloatArray, left: Link, right: Link) -> Matrix:
-        """Least price between the columns of two links of a variable, shape [C, D]."""
+        """Least price over a variable by columns of its two links, shape [C, D]."""
         key = fingerprint(
             cost.tobytes(),
             left.matrix.key,
@@ -383,7 +383,7 @@ class EliminateNeighbours:
 
 
 def _decision(network: Network, v: int) -> Inverse:
-    """The best strategy of a variable once its neighbours are chosen."""
+    """The inverse of an elimination: the best strategy given the neighbours' choices."""
     variable = network.variables[v]
     around = [(w, network.variables[w].labels, link) for w, link in network.links[v].items()]
 
@@ -421,7 +421,7 @@ class SolveLowTreewidth:
         self._refused: dict[int, tuple[int, ...]] = {}
 
     def apply(self, network: Network) -> Inverse:
-        """Solve what can be solved; the inverse reads off the answers."""
+        """Solve components within the limits of work; the inverse writes their choices."""
         inverses = []
         for members in network.components():
             if any(network.variables[v].terms for v in members):

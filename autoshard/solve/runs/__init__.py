@@ -1,6 +1,6 @@
-"""Runs of repeated groups: one group is solved, and the run is contracted to one table."""
+"""Run contraction: one group of a run is solved, and the run becomes one table."""
 
-from autoshard.solve.runs.find import Run, covered_edges, find_runs, group_edges, independent_runs
+from autoshard.solve.runs.find import Run, find_runs, group_edges, independent_runs, uncovered_edges
 from autoshard.solve.runs.limited import RunOutcome, solve_runs
 from autoshard.solve.runs.usage_prices import UsageLagrangian, UsageWeights
 
@@ -9,9 +9,9 @@ __all__ = [
     "RunOutcome",
     "UsageLagrangian",
     "UsageWeights",
-    "covered_edges",
     "find_runs",
     "group_edges",
     "independent_runs",
     "solve_runs",
+    "uncovered_edges",
 ]

@@ -1,8 +1,8 @@
 """The table of one group of a run, over its boundary and shared nodes.
 
-Its key is a digest of its content; neither names nor depth are part of it. Where forbidden pairs
-split the strategies of a group into components (a block that is checkpointed or not, say), the
-table is the elementwise least of one table per component, which are far smaller to compute.
+Its key is a digest of its content, without names or depth. If forbidden pairs split the strategies
+of a group into components (such as a block with and without activation checkpointing), the table
+is the elementwise minimum of one table per component; these are far cheaper to compute.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,25 +37,25 @@ from autoshard.solve.runs.find import Run, group_edges
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 Component = Mapping[int, IntArray]
-"""The strategies of some nodes in a component, ascending; other nodes may take any."""
+"""Strategies of some nodes in a component, ascending; those of other nodes are not restricted."""
 
 _MAX_COMPONENTS = 8
 _LEAST_SHARE = 0.25
-"""Share of the nodes that components must concern to be worth separate tables."""
+"""Least share of the nodes that components must restrict to be worth separate tables."""
 
 
 def find_components(
     problem: Problem, nodes: Sequence[int], edges: Iterable[Edge]
 ) -> tuple[Component, ...]:
-    """The components of some nodes: every choice of finite price keeps to one of them.
+    """The components of some nodes: every choice of finite price is in one of them.
 
     Args:
         problem: the problem.
         nodes: the nodes.
-        edges: edges of the problem; those that leave the nodes are ignored.
+        edges: edges of the problem; edges to other nodes are ignored.
 
     Returns:
-        one empty component where nothing is gained.
+        the components; a single empty one if separate tables are not worth it.
     """
     sizes = [problem.nodes[v].num_strategies for v in nodes]
     place = dict(zip(nodes, np.cumsum([0, *sizes]).tolist(), strict=False))
@@ -77,9 +77,9 @@ def find_components(
 
 
 def _parts(cost: FloatArray) -> tuple[int, IntArray]:
-    """Number of connected components of the finite entries of a matrix, and that of each line.
+    """Count connected components of the finite entries of a matrix; number each row and column.
 
-    Rows and columns without a finite price are parts of their own that do not count.
+    Rows and columns without a finite price are components of their own that are not counted.
     """
     finite = np.isfinite(cost)
     num_rows, num_cols = cost.shape
@@ -108,7 +108,7 @@ def _ways(
     return [
         [
             {v: np.flatnonzero(spans[v] == part) for v in piece}
-            # What some node has no strategy for leads to no finite price.
+            # A component in which some node has no strategy has no choice of finite price.
             for part in sorted(set.intersection(*(set(spans[v].tolist()) for v in piece)))
         ]
         for piece in _pieces([edge for edge, _ in splitting])
@@ -117,25 +117,25 @@ def _ways(
 
 
 def _pieces(edges: Sequence[Edge]) -> list[list[int]]:
-    """Nodes by what edges join, ascending."""
+    """Connected components of the nodes of some edges, ascending."""
     nodes = sorted({v for edge in edges for v in (edge.source, edge.target)})
     ends = np.searchsorted(nodes, [(edge.source, edge.target) for edge in edges])
     return [[nodes[i] for i in piece] for piece in components(len(nodes), ends.tolist())]
 
 
 class RunBlock:
-    """The second group of a run, its links, and its entries in a store of tables.
+    """The second group of a run, its edges, and its entries in a store of tables.
 
     Args:
-        problem: what the run is of.
-        run: the run.
-        store: keeps tables; None to make each of them.
+        problem: the problem.
+        run: a run of it.
+        store: of tables; None computes every table.
 
     Attributes:
         run: the run.
-        edges: those inside the group, and those to what it sees.
-        num_reused: tables that the store had.
-        num_solved: tables that had to be made.
+        edges: edges inside the group, to the previous group and to shared nodes.
+        num_reused: number of tables found in the store.
+        num_solved: number of tables computed.
     """
 
     def __init__(self, problem: Problem, run: Run, store: KeyValueStore | None) -> None:
@@ -149,24 +149,24 @@ class RunBlock:
 
     @cached_property
     def components(self) -> tuple[Component, ...]:
-        """Components of the nodes that a group shares with no other."""
+        """Components of the nodes of a group that are not boundary nodes."""
         group, boundary = self.run.instances[1], set(self.run.boundary)
         own = [v for p, v in enumerate(group) if p not in boundary]
         return find_components(self._problem, own, self.edges)
 
     def kept_table(self, costs: Mapping[int, FloatArray], view: bytes) -> CachedTable | None:
-        """Where a table of the block is kept; None without a store.
+        """The store's entry for a table of the block; None without a store.
 
         Args:
             costs: shape [S] for each node of the group.
-            view: what distinguishes the table from others of the same block and costs.
+            view: key of the table among those of the same block and costs.
         """
         if self._store is None:
             return None
         return CachedTable(self._store, content_key(self._key(costs).encode(), view))
 
     def count(self, *, reused: bool) -> None:
-        """Take note of a table."""
+        """Count a table."""
         self.num_reused += reused
         self.num_solved += not reused
 
@@ -188,7 +188,7 @@ class RunBlock:
 
     @cached_property
     def _links(self) -> bytes:
-        """Digest of how the group is linked, inside and to what it sees."""
+        """Digest of the group's edges."""
         place = {v: i for i, v in enumerate(self._members)}
         sizes = [self._problem.nodes[v].num_strategies for v in self._members]
         parts = [repr((self.run.boundary, len(self.run.shared_nodes), sizes)).encode()]
@@ -204,16 +204,15 @@ class RunBlock:
 
 
 def _content(array: NDArray[np.generic]) -> bytes:
-    """Bytes of an array that are the same on every machine; its shape is not among them."""
+    """Bytes of an array, the same on every machine; without its shape."""
     wide = np.dtype("<f8") if array.dtype.kind == "f" else np.dtype("<i8")
     return np.ascontiguousarray(array, wide).tobytes()
 
 
 OpenStrategies = Mapping[int, BoolArray | None]
-"""Strategies that are still open, by shared node, and by a boundary node's node of the last group
-for that boundary node in all groups. A shared node may be None: it is relaxed, every group may pick
-a strategy of its
-own for it, which gives a lower bound."""
+"""Mask of the strategies that are still open, by shared node, and by boundary node of the last
+group for the corresponding nodes of all groups. None relaxes a shared node: every group may pick
+another strategy of it, which gives a lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,16 +224,15 @@ class PresolveMemo:
 
 
 class BlockTemplate:
-    """The second group of a run, the boundary nodes before it, its own, the shared nodes.
+    """The second group of a run with the open strategies of its boundary and shared nodes.
 
     Args:
-        problem: what the run is of.
-        block: the group, and where its tables are kept.
-        still_open: what is open at shared nodes and boundary nodes; everything where nothing is
-            said.
-        known: what reductions have worked out already.
-        component: number of the only component that counts, if the block has as many; all if
-            None.
+        problem: the problem.
+        block: the group, and its entries in the store.
+        still_open: open strategies of shared nodes and boundary nodes; all for missing nodes.
+        known: memo of reductions.
+        component: number of the only component that is allowed; all if None, or if the block has
+            fewer components.
         effort: limits of work, and when to stop.
     """
 
@@ -291,7 +289,7 @@ class BlockTemplate:
             most_work: largest number of additions.
 
         Returns:
-            None where the table would be too large.
+            None if the table would be too large.
         """
         if self.entries > self._settings.max_block_entries:
             return None
@@ -314,7 +312,7 @@ class BlockTemplate:
     def interior(
         self, parts: Sequence["_ComponentTable"], seen: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Strategies of the nodes of a group, given those of the nodes of the table."""
+        """Strategies of the nodes of a group that attain an entry of the table."""
         best = min(parts, key=lambda part: float(part.values[seen]))
         choice = np.zeros(len(self._place), dtype=np.intp)
         for i, s in best.plan.complete(best.result, dict(enumerate(seen))).items():
@@ -333,11 +331,11 @@ class BlockTemplate:
         return self._problem.nodes[v].num_strategies
 
     def boundary_labels(self, axis: int) -> IntArray:
-        """Numbers of the strategies that are still open at a boundary node."""
+        """Strategies of a boundary node that are still open."""
         return self.labels[self.run.instances[1][self.run.boundary[axis]]]
 
     def view(self, most_work: float) -> bytes:
-        """The part of the cache key beside the group's content and costs."""
+        """The part of the cache key in addition to the group's content and costs."""
         kept = [shared_node in self.labels for shared_node in self.run.shared_nodes]
         labels = [self.labels[v].tolist() for v in self._seen]
         return repr((kept, labels, most_work, self._component)).encode()
@@ -345,7 +343,7 @@ class BlockTemplate:
     def _solve(
         self, costs: Mapping[int, FloatArray], most_work: float
     ) -> list["_ComponentTable"] | None:
-        """The table of each component; None where one would be too large."""
+        """The table of each component; None if one would be too large."""
         parts = []
         for component in self._components:
             part = self._solve_component(costs, {**component, **self.labels}, most_work)
@@ -357,7 +355,7 @@ class BlockTemplate:
     def _solve_component(
         self, costs: Mapping[int, FloatArray], labels: Mapping[int, IntArray], most_work: float
     ) -> "_ComponentTable | None":
-        """The table of one component; `labels` are the strategies of nodes that are not free."""
+        """The table of one component; `labels` are the strategies of restricted nodes."""
         relaxed: dict[int, FloatArray] = {}
         every = (self._edge(edge, labels, relaxed) for edge in self._block.edges)
         edges = [edge for edge in every if edge is not None]
@@ -381,7 +379,7 @@ class BlockTemplate:
     def _edge(
         self, edge: Edge, labels: Mapping[int, IntArray], relaxed: dict[int, FloatArray]
     ) -> Edge | None:
-        """An edge inside the template; that to a relaxed shared node becomes a cost."""
+        """An edge between nodes of the table; one to a relaxed shared node becomes a cost."""
         for shared_node, other in ((edge.source, edge.target), (edge.target, edge.source)):
             if shared_node in self._relaxed_shared_nodes:
                 dense = edge.dense() if other == edge.target else edge.dense().T
@@ -397,14 +395,14 @@ class BlockTemplate:
 
 @dataclass(frozen=True, eq=False)
 class _ComponentTable:
-    """The table of one component, and its inverse.
+    """The table of one component, with the data to invert it.
 
     Attributes:
-        labels: the strategies that it is about, of the nodes of which not all are.
-        plan: the elimination that made the table.
-        result: its intermediate tables, to find the way back.
-        left: strategies that each variable of the elimination still has.
-        inverse: the way back from what was left to eliminate to the whole group.
+        labels: strategies of the restricted nodes.
+        plan: the elimination that computed the table.
+        result: its intermediate tables.
+        left: remaining strategies of each variable of the elimination.
+        inverse: converts choices of the reduced group to the whole group.
         values: the table.
     """
 
@@ -422,9 +420,9 @@ class BlockTable:
 
     Attributes:
         template: the group.
-        values: prices: one axis per boundary node before, per own boundary node, per kept shared
-            node.
-        work: additions that making it takes, whether it was made or kept.
+        values: prices, with one axis per boundary node of the previous group, then per boundary
+            node of the group, then per kept shared node.
+        work: additions that computing it takes, also if it was found in the store.
     """
 
     template: BlockTemplate
@@ -435,23 +433,23 @@ class BlockTable:
     _parts: Sequence[_ComponentTable] | None
 
     def interior(self, seen: tuple[int, ...]) -> tuple[int, ...]:
-        """Strategies of the nodes of a group, given an index of the table.
+        """Strategies of the nodes of a group that attain an entry of the table.
 
-        A table from the store is only made again if the store does not have the strategies.
+        A table from the store is computed again only if the store does not have the strategies.
         """
         if self._parts is None and self._kept is not None:
             found = self._kept.find_interior(seen, self.template.group_sizes())
             if found is not None:
                 return found
         self._parts = self._parts or self._solve()
-        assert self._parts is not None, "the same table was made before"
+        assert self._parts is not None, "the same table was computed before"
         strategies = self.template.interior(self._parts, seen)
         if self._kept is not None:
             self._kept.keep_interior(seen, strategies)
         return strategies
 
     def as_batch(self, num_boundary: int) -> FloatArray:
-        """The table per state of the shared nodes: boundary before it by its own."""
+        """One matrix per state of the shared nodes: states before the group by those after it."""
         shape = self.values.shape
         rows, cols = prod(shape[:num_boundary]), prod(shape[num_boundary : 2 * num_boundary])
         return np.ascontiguousarray(np.moveaxis(self.values.reshape(rows, cols, -1), 2, 0))
@@ -460,7 +458,7 @@ class BlockTable:
 def reduce_around(
     network: Network, keep: Collection[int], known: PresolveMemo, *, effort: Effort = DEFAULT_EFFORT
 ) -> Inverse:
-    """Shrink a network exactly, but for some variables that keep all their strategies."""
+    """Reduce a network exactly; some variables keep all their strategies."""
     links = NormalizeLinks()
     eliminate = EliminateNeighbours(links, keep=keep, products=known.products, effort=effort)
     dominated = DropDominated(keep=keep, losses=known.losses, effort=effort)

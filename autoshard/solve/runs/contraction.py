@@ -1,7 +1,7 @@
-"""Run contraction: every run becomes a single table, at any depth.
+"""Run contraction: every run becomes a single table, whatever its length.
 
-A state is the combination of strategies at the boundary between two groups. The table of a group
-prices each pair of states, so the table of a run is its min-plus power.
+A state is a combination of strategies of the boundary nodes between two groups. The table of a
+group has a price for each pair of states, so the table of a run is its min-plus power.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from autoshard.solve.runs.block_table import (
     RunBlock,
     reduce_around,
 )
-from autoshard.solve.runs.find import Run, covered_edges, independent_runs
+from autoshard.solve.runs.find import Run, independent_runs, uncovered_edges
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 
@@ -49,10 +49,10 @@ def min_plus_power(matrices: FloatArray, exponent: int) -> FloatArray:
 
 
 def cheapest_path(prices: Sequence[FloatArray], start: int, end: int) -> list[int]:
-    """States of the cheapest walk from start to end, both included.
+    """States of the cheapest path from start to end, both included.
 
     Args:
-        prices: of each step from state to state, shape [N, N] each; at least one.
+        prices: of each step from state to state, shape [N, N] each; at least one step.
         start: first state.
         end: last state.
     """
@@ -66,11 +66,11 @@ def cheapest_path(prices: Sequence[FloatArray], start: int, end: int) -> list[in
 
 
 RunTables = tuple[tuple[BlockTable, int], ...]
-"""Tables of a run's groups in order, and of how many groups in a row each is."""
+"""Tables of a run's groups in order, each with the number of consecutive groups it is for."""
 
 
 def alike_groups(run: Run, costs: Sequence[FloatArray]) -> tuple[tuple[int, int], ...]:
-    """Groups that stand for others priced alike, and for how many in a row."""
+    """Representatives of consecutive groups with equal costs, and the number of groups of each."""
     groups = run.instances
     inner, last = groups[min(1, len(groups) - 2)], groups[-1]
     if all(np.array_equal(costs[v], costs[w]) for v, w in zip(inner, last, strict=True)):
@@ -85,7 +85,7 @@ def joining_work(tables: RunTables) -> float:
 
 
 def joined_table(tables: RunTables) -> Table:
-    """The price of all groups of a run together, by what is at its ends."""
+    """The least price of all groups of a run, by strategies before it, at its end, and shared."""
     table = tables[0][0]
     run = table.template.run
     powers = [min_plus_power(part.as_batch(len(run.boundary)), number) for part, number in tables]
@@ -94,7 +94,7 @@ def joined_table(tables: RunTables) -> Table:
 
 
 def write_choices(tables: RunTables, result: Evaluation, choice: IntArray) -> None:
-    """Write the choices of every group of a run, given those at its ends."""
+    """Write the choices of every group of a run, given those before it and at its end."""
     table = tables[0][0]
     run = table.template.run
     shape = table.values.shape[: len(run.boundary)]
@@ -119,18 +119,18 @@ def write_choices(tables: RunTables, result: Evaluation, choice: IntArray) -> No
 
 
 def bounds_at_boundary(run: Run, tables: RunTables, outside: FloatArray) -> dict[int, FloatArray]:
-    """Least price of everything by strategy of each boundary node, whichever group it is of.
+    """Lower bound by strategy of each boundary position, over the groups of a run.
 
     Args:
         run: the run.
-        tables: of its groups, shared nodes relaxed.
+        tables: of its groups, with shared nodes relaxed.
         outside: price of everything else by the states at the two ends of the run.
     """
     table = tables[0][0]
     shape = table.values.shape[: len(run.boundary)]
     matrices = [m for part, number in tables for m in [*part.as_batch(len(run.boundary))] * number]
     ends = outside.reshape(matrices[0].shape)
-    # What is outside joins the two ends; a part for each end is a lower bound of it.
+    # A sum of a vector for each end is a lower bound of the matrix of prices outside.
     head = ends[:, int(ends.min(axis=0).argmin())]
     with np.errstate(invalid="ignore"):
         tail = np.nan_to_num(ends - head[:, None], nan=np.inf, posinf=np.inf).min(axis=0)
@@ -155,9 +155,10 @@ class Answer:
 
     Attributes:
         value: the price; a lower bound where shared nodes are relaxed.
-        choice: a strategy per node of the whole problem that attains it, shared nodes apart.
-        shared_node_bounds: least price by strategy of each kept shared node; inf where it is not
-            open.
+        choice: a strategy per node of the whole problem that attains it; those of relaxed shared
+            nodes are arbitrary.
+        shared_node_bounds: least price by strategy of each kept shared node; inf for strategies
+            that are not open.
     """
 
     value: float
@@ -171,9 +172,9 @@ class _AtCosts:
 
     Attributes:
         costs: shape [S] for each node of the problem.
-        rest: what stays when runs are contracted, reduced, and the way back.
-        tables: of each run by its number, and by what was open to it.
-        alike: for each run, groups that stand for others, and for how many in a row.
+        rest: the reduced network outside of runs, and the inverse of its reductions.
+        tables: of each run, by its number and the key of its open strategies.
+        alike: result of `alike_groups` for each run.
     """
 
     costs: Sequence[FloatArray]
@@ -183,18 +184,18 @@ class _AtCosts:
 
 
 class ContractedProblem:
-    """The exact minimum of a problem with runs, by elimination.
+    """Exact minimisation of a problem with runs, by contraction and elimination.
 
-    The nodes of a place must be priced alike, but for those of a run's last group.
+    Corresponding nodes must have equal costs in all groups of a run but its last one.
 
     Args:
         problem: the problem; its usage limit is ignored.
-        store: keeps tables of groups for other solves, if there is one.
+        store: stores tables of groups for other solves; None for no store.
         effort: limits of work, and when to stop.
 
     Attributes:
-        work: additions that it has come to so far, nearly; those of tables from the store are
-            among them, so that it says the same whatever there is in the store.
+        work: approximate number of additions so far. Tables from the store count as if they were
+            computed, so that the number does not depend on the content of the store.
     """
 
     def __init__(
@@ -210,10 +211,12 @@ class ContractedProblem:
         self._at: _AtCosts | None = None
         self.work = 0.0
         self._runs = independent_runs(problem)
-        gone = {v for run in self._runs for instance in run.instances for v in instance}
+        contracted = {v for run in self._runs for instance in run.instances for v in instance}
         self._boundary = {v for run in self._runs for v in run.last_boundary}
-        self._stay = [v for v in range(len(problem.nodes)) if v not in gone or v in self._boundary]
-        self._edges = covered_edges(problem, self._runs)
+        self._stay = [
+            v for v in range(len(problem.nodes)) if v not in contracted or v in self._boundary
+        ]
+        self._edges = uncovered_edges(problem, self._runs)
         self.shared_nodes = tuple(sorted({h for run in self._runs for h in run.shared_nodes}))
         self._blocks = [RunBlock(problem, run, store) for run in self._runs]
 
@@ -258,12 +261,12 @@ class ContractedProblem:
         Args:
             costs: shape [S] for each node of the problem.
             still_open: strategies that shared nodes and boundary nodes may take.
-            bounds_of: shared nodes whose price by strategy is wanted.
+            bounds_of: shared nodes whose least price by strategy is computed.
             most_work: largest number of additions for one group's table.
-            component: number of the only component of groups that counts; all if None.
+            component: number of the only component of groups that is allowed; all if None.
 
         Returns:
-            None where the tables would be too large.
+            None if the tables would be too large.
         """
         if most_work is None:
             most_work = self._settings.max_elimination_work
@@ -276,15 +279,14 @@ class ContractedProblem:
     def boundary_bounds(
         self, costs: Sequence[FloatArray], still_open: OpenStrategies
     ) -> dict[int, FloatArray] | None:
-        """Lower bounds by strategy of each boundary node, whichever group the boundary node is of.
+        """Lower bounds by strategy of each boundary position, over the groups of its run.
 
         Args:
             costs: shape [S] for each node of the problem.
             still_open: strategies of boundary nodes; all shared nodes must be relaxed.
 
         Returns:
-            By the boundary node's node of the last group, shape [S]; None where the tables would be
-            too large.
+            shape [S] by boundary node of the last group; None if the tables would be too large.
         """
         tables = self._group_tables(costs, still_open, self._settings.max_elimination_work)
         if tables is None:
@@ -338,7 +340,7 @@ class ContractedProblem:
         costs: Sequence[FloatArray],
         most_work: float,
     ) -> RunTables | None:
-        """A table for each of some groups, with the number that comes with it."""
+        """The table of each representative group, with its number of groups."""
         groups, tables = template.run.instances, []
         for k, number in alike:
             own = {v: costs[w] for v, w in zip(groups[1], groups[k], strict=True)}
@@ -360,7 +362,7 @@ class ContractedProblem:
         tables: Sequence[RunTables],
         bounds_of: Sequence[int],
     ) -> Answer | None:
-        """Minimise what stays, with one table per run."""
+        """Minimise the network outside of runs, with one table per run."""
         network, inverse = rest
         self.work += sum(map(joining_work, tables))
         extra = [joined_table(table) for table in tables]
@@ -396,7 +398,7 @@ class ContractedProblem:
     def _rest(
         self, costs: Sequence[FloatArray], still_open: OpenStrategies
     ) -> tuple[Network, Inverse]:
-        """The network outside of runs, with the way back to all of it."""
+        """The network outside of runs with open strategies only, and the inverse."""
         known = self._known_at(costs)
         if known.rest is None:
             known.rest = self._reduce_rest(costs)
@@ -413,7 +415,7 @@ class ContractedProblem:
         return network, inverse
 
     def _reduce_rest(self, costs: Sequence[FloatArray]) -> tuple[Network, Inverse]:
-        """The network outside of runs, reduced; tables price the last boundary nodes."""
+        """The reduced network outside of runs; last boundary nodes are priced by the tables."""
         network = Network()
         for v in self._stay:
             cost = np.zeros_like(costs[v]) if v in self._boundary else costs[v]

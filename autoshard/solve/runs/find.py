@@ -1,4 +1,4 @@
-"""Detection of runs: hinted repetitions with equal prices and links, in a row."""
+"""Detection of runs: hinted repetitions whose groups have equal prices and links."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,18 +15,18 @@ from autoshard.solve.problem import Edge, Problem, ShortestPathCost
 _RUNS = "runs"
 
 _Row = tuple[int, int, int]
-"""A link: the place it is at, the place or node at its other end, its key."""
+"""A link: its position in the group, the position or node at its other end, its key."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Groups of nodes that are alike in prices and links, each linked to the next.
+    """Groups of nodes with equal prices and links, each linked to the next.
 
     Attributes:
-        instances: nodes of each group, place by place.
-        boundary: places whose nodes the next group is linked to.
-        before: for each boundary node, the node that takes its part for the first group.
-        shared_nodes: nodes outside that every group is linked to in the same way.
+        instances: nodes of each group; corresponding nodes have equal positions.
+        boundary: positions of the nodes that the next group is linked to.
+        before: for each boundary position, the node that the first group is linked to instead.
+        shared_nodes: nodes outside of the run that every group is linked to in the same way.
     """
 
     instances: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def last_boundary(self) -> tuple[int, ...]:
-        """Nodes at the boundary nodes of the last group."""
+        """Boundary nodes of the last group."""
         return tuple(self.instances[-1][p] for p in self.boundary)
 
     def before_of(self, k: int) -> tuple[int, ...]:
@@ -52,8 +52,8 @@ class Run:
 
 
 def find_runs(problem: Problem) -> tuple[Run, ...]:
-    """The runs that the problem's hints lead to; wrong hints are ignored."""
-    # A problem never changes, so its runs are kept with it, as a cached property would be.
+    """The runs among the problem's hints; wrong hints are ignored."""
+    # Stored in the problem, as a cached property would be: a problem never changes.
     kept = vars(problem)
     if _RUNS not in kept:
         kept[_RUNS] = _find_runs(problem)
@@ -78,23 +78,23 @@ def _find_runs(problem: Problem) -> tuple[Run, ...]:
 
 
 def independent_runs(problem: Problem) -> tuple[Run, ...]:
-    """The runs that see of each other nothing but the boundary nodes of a last group."""
+    """The runs whose links to other runs end at boundary nodes of their last groups."""
     runs = find_runs(problem)
-    gone = {v for run in runs for instance in run.instances for v in instance}
-    gone -= {v for run in runs for v in run.last_boundary}
-    return tuple(run for run in runs if gone.isdisjoint((*run.before, *run.shared_nodes)))
+    inner = {v for run in runs for instance in run.instances for v in instance}
+    inner -= {v for run in runs for v in run.last_boundary}
+    return tuple(run for run in runs if inner.isdisjoint((*run.before, *run.shared_nodes)))
 
 
 class _Links:
-    """A problem's nodes and edges by content: equal numbers stand for equal content.
+    """A problem's nodes and edges by content: equal numbers for equal content.
 
-    Every edge is seen from both of its ends, L of them together.
+    Every edge is listed once from each of its ends, so there are L = 2 E links.
 
     Attributes:
-        nodes: content of each node, whenever it is alive, shape [N].
+        nodes: content of each node without its interval, shape [N].
         at: the node at this end, shape [L].
         others: the node at the other end, shape [L].
-        keys: content of the edge and from which end it is seen, shape [L].
+        keys: content of the edge and its direction, shape [L].
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -128,17 +128,18 @@ class _Links:
 
 @dataclass(frozen=True, eq=False)
 class _Instance:
-    """One group's contents and links.
+    """Contents and links of one group.
 
-    A link is a row: a place of the group, the other end, the key. The other end is a place
-    of this group or of the one before, or a node outside. Rows are in ascending order.
+    A link is a row: a position in the group, the other end, the key. The other end is a position
+    in this group or in the previous one, or a node outside of all groups. Rows are in ascending
+    order.
 
     Attributes:
         contents: of each node, shape [P].
-        inside: links inside of the group, shape [L, 3].
-        back: links to the group before, shape [L, 3].
-        outside: links to nodes of no group, shape [L, 3].
-        neighbours_only: whether there are no links to groups further away.
+        inside: links inside the group, shape [L, 3].
+        back: links to the previous group, shape [L, 3].
+        outside: links to nodes outside of all groups, shape [L, 3].
+        neighbours_only: true if all links to other groups are to the previous and the next one.
     """
 
     contents: IntArray
@@ -170,8 +171,8 @@ def _read(links: _Links, instances: Sequence[Sequence[int]]) -> list[_Instance]:
     for k, nodes in enumerate(instances):
         group[list(nodes)] = k
         place[list(nodes)] = np.arange(len(nodes))
-    ours = group[links.at] >= 0
-    at, others, keys = links.at[ours], links.others[ours], links.keys[ours]
+    in_group = group[links.at] >= 0
+    at, others, keys = links.at[in_group], links.others[in_group], links.keys[in_group]
     apart = group[others] - group[at]
     kinds = np.select(
         [group[others] < 0, apart == 0, apart == -1, apart == 1],
@@ -204,7 +205,7 @@ def _alike(one: _Instance, other: _Instance, *, first: bool) -> bool:
 
 
 def _run(instances: Sequence[Sequence[int]], read: Sequence[_Instance]) -> Run | None:
-    """The run of groups that are alike inside, if their links outside are those of a run."""
+    """The run of groups that are equal inside; None if their other links are not those of a run."""
     if len(instances) <= 1 or not len(read[1].back):
         return None
     outside = [Counter(_rows(instance.outside)) for instance in read]
@@ -218,14 +219,14 @@ def _run(instances: Sequence[Sequence[int]], read: Sequence[_Instance]) -> Run |
         return None
     before = _before(read[1], rest[0])
     if before is None:
-        # The first group is linked otherwise to what is before it, so it is only the start.
-        stand_ins = tuple(instances[0][q] for q in boundary)
+        # The first group has other links to the nodes before it: the run starts after it.
+        first_before = tuple(instances[0][q] for q in boundary)
         instances = instances[1:]
     else:
-        stand_ins = tuple(before[q] for q in boundary)
-    if len(instances) <= 1 or shared & set(stand_ins) or len(set(stand_ins)) < len(boundary):
+        first_before = tuple(before[q] for q in boundary)
+    if len(instances) <= 1 or shared & set(first_before) or len(set(first_before)) < len(boundary):
         return None
-    return Run(tuple(map(tuple, instances)), tuple(boundary), stand_ins, tuple(sorted(shared)))
+    return Run(tuple(map(tuple, instances)), tuple(boundary), first_before, tuple(sorted(shared)))
 
 
 def _rows(links: IntArray) -> Iterator[_Row]:
@@ -233,7 +234,7 @@ def _rows(links: IntArray) -> Iterator[_Row]:
 
 
 def _before(second: _Instance, rest: Counter[_Row]) -> dict[int, int] | None:
-    """For each boundary node, the outside node that takes its part for the first group."""
+    """For each boundary position, the outside node that the first group is linked to instead."""
     wanted: dict[tuple[int, int], list[int]] = {}
     for p, q, key in _rows(second.back):
         wanted.setdefault((p, key), []).append(q)
@@ -249,7 +250,7 @@ def _before(second: _Instance, rest: Counter[_Row]) -> dict[int, int] | None:
 
 
 def group_edges(problem: Problem, run: Run) -> list[Edge]:
-    """Edges of a run's second group: inside it, to the group before it, to shared nodes."""
+    """Edges of a run's second group: inside it, to the previous group, to shared nodes."""
     inside = set(run.instances[1])
     around = inside | set(run.before_of(1)) | set(run.shared_nodes)
     return [
@@ -260,18 +261,18 @@ def group_edges(problem: Problem, run: Run) -> list[Edge]:
     ]
 
 
-def covered_edges(problem: Problem, runs: Sequence[Run]) -> list[Edge]:
-    """The edges that no run accounts for: between nodes that stay when runs are condensed."""
-    gone = {v for run in runs for instance in run.instances[:-1] for v in instance}
-    gone |= {v for run in runs for v in run.instances[-1]} - {
+def uncovered_edges(problem: Problem, runs: Sequence[Run]) -> list[Edge]:
+    """The edges between nodes that stay after run contraction and that belong to no run."""
+    contracted = {v for run in runs for instance in run.instances[:-1] for v in instance}
+    contracted |= {v for run in runs for v in run.instances[-1]} - {
         v for run in runs for v in run.last_boundary
     }
-    kept = [e for e in problem.edges if e.source not in gone and e.target not in gone]
+    kept = [e for e in problem.edges if e.source not in contracted and e.target not in contracted]
     return [e for e in kept if not any(_accounted(e, run) for run in runs)]
 
 
 def _accounted(edge: Edge, run: Run) -> bool:
-    """True if an edge between staying nodes is part of a run's own prices."""
+    """True if an edge between nodes that stay is part of a run's table."""
     boundary = set(run.last_boundary)
     known = boundary | set(run.shared_nodes)
     ends = {edge.source, edge.target}

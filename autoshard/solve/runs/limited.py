@@ -1,10 +1,10 @@
 """Problems with runs under a usage limit that binds.
 
-Usage may peak at many times; a price on each of them would make every group different. So a few
-mixtures of times are priced that treat groups alike: those at which the choices found so far use
-most. At the best prices several choices are near-optimal, some that keep the limit and cheaper
-ones that do not. Since groups are alike, switching group by group from one to the other ends
-close to the limit.
+Usage may peak at many times; a price at each of them would make every group different. Instead a
+few weighted means of usage over time are priced that have equal weights for all groups, chosen at
+the peaks of the choices found so far. At the best prices several choices are near-optimal: some are
+within the limit, and others are cheaper but exceed it. Since groups are equal, switching some
+groups from one choice to the other gives a choice close to the limit.
 """
 
 from collections import deque
@@ -25,9 +25,9 @@ from autoshard.solve.runs.usage_prices import Point, UsageLagrangian, UsageWeigh
 from autoshard.solve.state import SolveState
 
 _NUDGE = 1e-3
-"""Price at all times, relative to this, that makes a choice sensible at unpriced times."""
+"""Price at all times, relative to the steep price, so that usage at unpriced times is not free."""
 _STEEPER = 8.0
-"""Factor of prices between the ends of a ray of prices."""
+"""Factor from the best prices to either end of the ray of prices that is searched."""
 
 
 class LimitedRuns:
@@ -36,9 +36,10 @@ class LimitedRuns:
     Args:
         state: of the problem; its limit is finite.
         runs: runs in it.
-        solver: solves the problem for other costs, its limit aside.
+        solver: solves the problem for other costs, without its limit.
 
-    The solve state's warm_start begins with the best choice without a limit, which breaks it.
+    The first of the warm start's `best_choices` is the best choice without a limit, which exceeds
+    it.
     """
 
     def __init__(self, state: SolveState, runs: Sequence[Run], solver: RunSolver) -> None:
@@ -52,11 +53,11 @@ class LimitedRuns:
             self._lagrangian.add_choice(choice)
 
     def run(self) -> bool:
-        """Look for prices, then for choices between those that were best at them.
+        """Find the best usage prices, then combine the near-optimal choices at these prices.
 
         Returns:
-            False where no choice keeps the limit; the statistic `minimum_usage` is then the
-            least limit that one keeps, if that is known.
+            False if no choice satisfies the limit; the statistic `minimum_usage` is then the least
+            feasible limit, if that is known.
         """
         try:
             fits = self._state.choice is not None or self._lagrangian.can_fit(
@@ -84,7 +85,7 @@ class LimitedRuns:
         return prices
 
     def _reserve(self) -> None:
-        """Look for choices below the limit by what those below it in all weights are above it."""
+        """Lower the limit of weighted usage until choices that satisfy it satisfy the real one."""
         limit = self._problem.usage_limit
         for _ in range(self._settings.reserve_rounds):
             within = (self._lagrangian.excesses(limit) <= 0).all(axis=1)
@@ -97,7 +98,7 @@ class LimitedRuns:
             self._maximise_bound(limit)
 
     def _switch(self, points: Sequence[Point]) -> None:
-        """Offer choices between the best one and others."""
+        """Offer combinations of the best choice with others."""
         state = self._state
         for point in (*points, *points):
             if state.closed or state.choice is None:
@@ -106,18 +107,19 @@ class LimitedRuns:
                 state.offer(choice)
 
     def _swap_groups(self, prices: FloatArray, points: Sequence[Point]) -> None:
-        """Exchange groups for what groups are at other prices, near choices seen.
+        """Local search that replaces groups by groups of choices at other prices.
 
         Args:
-            prices: where the points meet.
-            points: the nearest ones first; the best on either side of the limit are taken.
+            prices: the best usage prices.
+            points: choices by their price at these prices, cheapest first; the first one within
+                the limit and the first one above it are used.
         """
         state, limit = self._state, self._problem.usage_limit * float(prices.sum())
         fits = [self._paid(prices, point) <= limit for point in points]
         sides = [points[0]]
         if (not fits[0]) in fits:
             other = points[fits.index(not fits[0])]
-            if not self._solver.share_alike(points[0].choice, other.choice):
+            if not self._solver.is_same_at_shared(points[0].choice, other.choice):
                 sides.append(other)
         swaps = SwapSearch(self._problem, self._runs, self._usage_weights, effort=state.effort)
         state.enter("swap repeated groups")
@@ -131,10 +133,10 @@ class LimitedRuns:
             state.offer(swaps.improve(state.choice, found[i]))
 
     def _sweep(self, prices: FloatArray, near: Point, component: int | None) -> list[Point]:
-        """Choices that are best at multiples of some prices and share what another one does.
+        """Best choices at multiples of some prices, with the shared strategies of another choice.
 
-        Between two of them, the next one is at the price at which both cost the same, unless
-        nothing is better there.
+        Between two of them, the next one is at the multiple at which both cost the same, unless no
+        choice is cheaper there.
         """
         above, below = (self._near(x * prices, near, component) for x in (1.0 / _STEEPER, _STEEPER))
         found, ends = [near, above, below], deque([(above, below)])
@@ -165,21 +167,18 @@ class LimitedRuns:
 
 
 class RunOutcome(StrEnum):
-    """Outcome of solving through runs."""
+    """Outcome of run contraction."""
 
     SKIPPED = "skipped"
     """There are no runs, or the tables would be too large."""
     UPDATED = "updated"
     """The solve state has new choices and bounds."""
     INFEASIBLE = "infeasible"
-    """No choice keeps the usage limit."""
+    """No choice satisfies the usage limit."""
 
 
 def solve_runs(state: SolveState) -> RunOutcome:
-    """Solve a problem through its runs.
-
-    The solve state gets the best choice found, and a bound of all choices.
-    """
+    """Solve a problem by run contraction; the state gets the best choice found, and a bound."""
     problem = state.problem
     runs = find_runs(problem)
     contracted = ContractedProblem(problem, state.block_cache, effort=state.effort)
@@ -213,16 +212,16 @@ def _solve_contracted(
 def switched_choices(
     problem: Problem, runs: Sequence[Run], above: IntArray, below: IntArray
 ) -> Iterator[IntArray]:
-    """Choices that keep the limit, from one that does towards one that does not.
+    """Combinations of two choices that satisfy the usage limit.
 
-    As many groups as possible are taken from the latter, the first ones or the last ones;
-    what is in no group comes from either.
+    As many groups as possible are taken from `above`, the first ones or the last ones; nodes
+    outside of groups are taken from either.
 
     Args:
         problem: the problem.
         runs: runs in it.
-        above: a choice that need not keep the limit.
-        below: a choice that keeps it.
+        above: a choice that may exceed the limit.
+        below: a choice that satisfies it.
     """
     groups = [instance for run in runs for instance in run.instances]
     outside = np.ones(len(below), dtype=bool)
@@ -236,7 +235,7 @@ def switched_choices(
 def _most_switched(
     problem: Problem, order: Sequence[tuple[int, ...]], above: IntArray, base: IntArray
 ) -> int:
-    """Number of groups that can be switched before the limit breaks, by bisection."""
+    """Largest number of groups that can be switched within the limit, by bisection."""
     low, high = 0, len(order)
     while low < high:
         middle = (low + high + 1) // 2

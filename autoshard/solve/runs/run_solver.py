@@ -1,4 +1,4 @@
-"""The least price of a problem with runs: exact where tables are small, else bounded."""
+"""Minimisation of a problem with runs: exact if tables are small, else with a bound."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,24 +10,22 @@ from autoshard.solve.runs.contraction import Answer, ContractedProblem
 from autoshard.solve.state import SolveState
 
 Minimise = Callable[[Sequence[FloatArray], float], tuple[float, IntArray | None] | None]
-"""Bound and best choice for given costs per strategy of each node, and the relative difference
-that may be left between them."""
+"""Returns a lower bound and the best choice found; its arguments are costs per strategy of each
+node, and the relative difference that may be left between bound and choice."""
 
 BoundaryStrategies = Mapping[int, BoolArray]
-"""A set of strategies of boundary nodes, by each boundary node's node of the last group, shape
-[S].
-"""
+"""Mask of strategies of each boundary node, shape [S], by its node in the last group."""
 
 SLACK = 1e-6
-"""Relative difference below which two prices count as the same."""
+"""Relative difference below which two prices count as equal."""
 
 
 class RunSolver:
-    """Minimise a problem with runs for any costs, its usage limit aside.
+    """Minimises a problem with runs for any costs, without its usage limit.
 
     Args:
         state: of the problem.
-        contracted: the problem with its runs condensed.
+        contracted: the problem with its runs contracted.
     """
 
     def __init__(self, state: SolveState, contracted: ContractedProblem) -> None:
@@ -42,18 +40,18 @@ class RunSolver:
     def minimise(
         self, costs: Sequence[FloatArray], slack: float
     ) -> tuple[float, IntArray | None] | None:
-        """A lower bound, and the best choice that was found.
+        """A lower bound, and the best choice found.
 
-        Shared nodes make tables large. If they are too large, shared nodes are first relaxed. What
-        that leaves of their strategies (those that some choice as good as the best one might take)
-        is usually a handful, and then the tables are small.
+        Shared nodes make tables large. If they are too large, shared nodes are relaxed first: every
+        group may pick another strategy of a shared node. The resulting bounds usually leave a few
+        strategies of shared nodes that a best choice may have, and tables of those are small.
 
         Args:
             costs: shape [S] for each node.
-            slack: relative difference that may be left between the two.
+            slack: relative difference that may be left between bound and choice.
 
         Returns:
-            None where the tables would be too large.
+            None if the tables would be too large.
         """
         shared_nodes, nodes = self._contracted.shared_nodes, self._problem.nodes
         every = {
@@ -77,28 +75,28 @@ class RunSolver:
             slack = max(slack, self._state.gap)
         if _close(best.value, relaxed.value, slack):
             return relaxed.value, best.choice
-        return self._narrowed(costs, relaxed, best, slack)
+        return self._solve_narrowed(costs, relaxed, best, slack)
 
     @property
     def components(self) -> tuple[int | None, ...]:
-        """Each component of groups; None where there is only one."""
+        """Numbers of the components of groups; only None if there is one component."""
         num_components = self._contracted.num_components
         return tuple(range(num_components)) if num_components > 1 else (None,)
 
-    def share_alike(self, choice: IntArray, other: IntArray) -> bool:
-        """True if groups share the same strategies in two choices."""
+    def is_same_at_shared(self, choice: IntArray, other: IntArray) -> bool:
+        """True if two choices use the same strategies at shared and boundary nodes."""
         one, two = (self._contracted.shared(x) for x in (choice, other))
         return all(np.array_equal(one[v], two[v]) for v in one)
 
     def near(
         self, costs: Sequence[FloatArray], choice: IntArray, component: int | None
     ) -> IntArray | None:
-        """The best choice of those that agree with another one at shared and boundary nodes.
+        """The best choice that uses the strategies of another one at shared and boundary nodes.
 
         Args:
             costs: shape [S] for each node.
-            choice: the other one.
-            component: number of the only component of groups that counts; all if None.
+            choice: the other choice.
+            component: number of the only component of groups that is allowed; all if None.
         """
         answer = self._contracted.minimise(
             costs, self._contracted.shared(choice), component=component
@@ -108,24 +106,26 @@ class RunSolver:
     def _candidate_boundary(
         self, costs: Sequence[FloatArray], relaxed: Answer
     ) -> BoundaryStrategies:
-        """The cheapest strategies of boundary nodes with shared nodes relaxed, and those picked."""
+        """Strategies of boundary nodes that are cheapest or picked with shared nodes relaxed."""
         shared_nodes = self._contracted.shared_nodes
         bounds = self._contracted.boundary_bounds(costs, dict.fromkeys(shared_nodes)) or {}
         picked = self._contracted.shared(relaxed.choice)
-        likely = {}
+        candidates = {}
         for boundary_node, values in bounds.items():
             most = np.sort(values)[: self._settings.candidate_boundary_strategies][-1]
-            likely[boundary_node] = (values <= most) & np.isfinite(values) | picked[boundary_node]
-        return likely
+            candidates[boundary_node] = (values <= most) & np.isfinite(values) | picked[
+                boundary_node
+            ]
+        return candidates
 
-    def _narrowed(
+    def _solve_narrowed(
         self,
         costs: Sequence[FloatArray],
         relaxed: Answer,
         best: Answer,
         slack: float,
     ) -> tuple[float, IntArray]:
-        """Drop what no best choice takes, one shared node at a time, then solve the rest."""
+        """Drop strategies that no best choice has, one shared node at a time; solve the rest."""
         bound = relaxed.value
         all_shared_nodes: OpenStrategies = dict.fromkeys(self._contracted.shared_nodes)
         cutoff = best.value * (1 + np.sign(best.value) * SLACK)
@@ -136,7 +136,7 @@ class RunSolver:
         left = {v: bounds <= cutoff for v, bounds in least.items()}
         boundary = {v: mask for v, mask in left.items() if v not in all_shared_nodes}
         for shared_node in self._contracted.shared_nodes:
-            # A shared node that has a single strategy left costs no more kept than relaxed.
+            # A shared node with a single strategy left does not enlarge the table.
             decided = {
                 h: mask for h, mask in left.items() if h in all_shared_nodes and mask.sum() == 1
             }
@@ -166,20 +166,20 @@ class RunSolver:
         relaxed: Answer,
         boundary: OpenStrategies,
     ) -> Answer | None:
-        """The best choice with shared nodes fixed at the best for the relaxed choice."""
-        suits = {
+        """The best choice with shared nodes fixed at the best strategies for `relaxed`."""
+        prices_at = {
             shared_node: costs[shared_node].copy() for shared_node in self._contracted.shared_nodes
         }
         for edge in self._to_shared_nodes:
-            if edge.source in suits:
+            if edge.source in prices_at:
                 column = edge.cols[relaxed.choice[edge.target]]
-                suits[edge.source] += edge.cost[edge.rows, column]
-            if edge.target in suits:
+                prices_at[edge.source] += edge.cost[edge.rows, column]
+            if edge.target in prices_at:
                 row = edge.rows[relaxed.choice[edge.source]]
-                suits[edge.target] += edge.cost[row, edge.cols]
+                prices_at[edge.target] += edge.cost[row, edge.cols]
         fixed: Mapping[int, BoolArray] = {
             shared_node: np.arange(len(prices)) == int(prices.argmin())
-            for shared_node, prices in suits.items()
+            for shared_node, prices in prices_at.items()
         }
         return self._contracted.minimise(costs, {**fixed, **boundary})
 

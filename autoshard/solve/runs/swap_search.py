@@ -1,4 +1,4 @@
-"""Swap local search: groups exchange strategies to use the slack that a limit leaves."""
+"""Swap local search: one or two groups take the strategies of other groups, within the limit."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,9 +14,9 @@ from autoshard.solve.runs.usage_prices import UsageWeights
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 _MOST_ALIKE = 3
-"""Moves kept of those that change price and usage alike: so many need not be neighbours."""
+"""Number of moves kept of those with equal changes of price and usage."""
 _DIGITS = 9
-"""Digits to which moves must agree to count as alike, and below which a gain is rounding."""
+"""Digits to which equal moves agree; smaller gains count as rounding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,8 +25,8 @@ class _Group:
 
     Attributes:
         nodes: shape [P].
-        edges: those that touch them.
-        kind: parts of one kind correspond node by node.
+        edges: edges of these nodes.
+        kind: groups of one kind have corresponding nodes.
     """
 
     nodes: IntArray
@@ -41,7 +41,7 @@ class _Swap:
     Attributes:
         part: number of the group.
         picks: its new strategies, shape [P].
-        gain: what that saves; negative where it costs.
+        gain: decrease of the price.
         grows: change of usage over time, shape [T].
     """
 
@@ -91,11 +91,11 @@ class SwapSearch:
         ]
 
     def improve(self, choice: IntArray, options: Sequence[IntArray]) -> IntArray:
-        """A choice within the limit that no exchange of one or two parts improves.
+        """A choice within the limit that no change of one or two groups improves.
 
         Args:
-            choice: where to start; keeps the limit.
-            options: choices whose parts may be taken.
+            choice: the start; within the limit.
+            options: choices whose groups may be copied.
         """
         known: dict[int, dict[bytes, IntArray]] = {}
         for part in self._groups:
@@ -129,7 +129,7 @@ class SwapSearch:
         return _Swap(i, picks, paid[0] - paid[1], grows)
 
     def _best(self, choice: IntArray, moves: Sequence[_Swap]) -> Sequence[_Swap]:
-        """The move, or the two moves, that save most within the limit."""
+        """The move or pair of moves with the largest gain within the limit; empty if none."""
         slack = self._problem.usage_limit - self._weights.over_time(self._weights.uses(choice))
         least = 10.0**-_DIGITS * abs(self._problem.objective(choice))
         gains = sorted((m for m in moves if m.gain > least), key=lambda m: -m.gain)
@@ -147,7 +147,7 @@ class SwapSearch:
 
 
 def _representatives(moves: Iterable[_Swap]) -> list[_Swap]:
-    """A few moves of each combination of gain and growth of usage."""
+    """A few moves of each combination of gain and change of usage."""
     count: Counter[tuple[float, ...]] = Counter()
     kept = []
     for move in moves:
@@ -160,7 +160,7 @@ def _representatives(moves: Iterable[_Swap]) -> list[_Swap]:
 
 
 def _outside(problem: Problem, groups: Sequence[IntArray]) -> Iterator[IntArray]:
-    """Connected components of the nodes in no group."""
+    """Connected components of the nodes outside of all groups."""
     owner = np.arange(len(problem.nodes))
     for nodes in groups:
         owner[nodes] = -1

@@ -1,6 +1,7 @@
 """Lagrangian relaxation of the usage limit of a problem with runs.
 
-Prices treat the groups of a run alike: a price belongs to a mixture of times, not to one time.
+A price belongs to a weighted mean of usage over time, whose weights are equal for the groups of a
+run.
 """
 
 from collections.abc import Sequence
@@ -19,25 +20,24 @@ from autoshard.solve.state import SolveState
 
 
 class UsageWeights:
-    """Usage over time, and weights that bring it down to one number.
+    """Usage over time, and weights of nodes whose weighted usage is at most the peak.
 
-    Weights are prices of usage per node. A price at some times adds up to a weight of each
-    node, the part of the times at which it is alive. The groups of a run must stay alike, so
-    each place gets the least weight that it has in any group: the weighted usage of a choice
-    is then at most its peak, whatever the choice. The last group keeps its own, as
-    much of it is gone sooner than what corresponds to it.
+    Equal prices at some times that add up to one give each node a weight: the share of these times
+    at which it is alive. The groups of a run must have equal costs, so each position gets its least
+    weight in any group but the last; the weighted usage of a choice is then at most its peak. Nodes
+    of the last group keep their weights, because they are often alive for a shorter time.
 
     Args:
         problem: the problem; its limit is finite.
         runs: runs in it.
 
     Attributes:
-        usage: of each strategy of each node, cut off well above the limit.
-        weights: those that have been added, shape [N] each.
+        usage: of each strategy of each node, clamped well above the limit.
+        weights: the weights that were added, shape [N] each.
     """
 
     def __init__(self, problem: Problem, runs: Sequence[Run]) -> None:
-        # A strategy that takes infinitely much may as well take more than any other one.
+        # Infinite usage is replaced by a finite one above the limit.
         arrays = {id(node.usage): node.usage for node in problem.nodes}.values()
         finite = (float(usage[np.isfinite(usage)].max(initial=0.0)) for usage in arrays)
         most = 2.0 * max(problem.usage_limit, *finite, 1.0)
@@ -87,7 +87,7 @@ class UsageWeights:
 
     @property
     def matrix(self) -> FloatArray:
-        """The weights that have been added, shape [D, N]."""
+        """The weights that were added, shape [D, N]."""
         return np.array(self.weights).reshape(len(self.weights), len(self.usage))
 
     @cached_property
@@ -96,9 +96,9 @@ class UsageWeights:
         return self._weights(np.arange(self._num_times))
 
     def add(self, uses: FloatArray) -> None:
-        """Add the weights that see most of a choice's peak, if they are new.
+        """Add the weights with the largest weighted usage of a choice, if they are new.
 
-        They are those of the worst time, or of all times that correspond to it.
+        They are the weights of its peak time, or of all corresponding times of other groups.
 
         Args:
             uses: usage of each node, shape [N].
@@ -120,11 +120,11 @@ class UsageWeights:
         return np.maximum(weights, 0.0)
 
 
-ASKED = "runs.evaluations"
+EVALUATIONS = "runs.evaluations"
 """Name of the statistic that counts evaluations."""
 _ROUNDING = 1e-13
 _STEEP = 1e6
-"""Price of all usage that is allowed, in terms of the most that a choice can cost."""
+"""Price of usage at the limit, relative to the largest price of a choice."""
 _ACCURACY = 1e-5
 """Relative accuracy of a least usage."""
 
@@ -139,17 +139,17 @@ class Point:
 
 
 class UsageLagrangian:
-    """Choices that were best at some prices, and the best bound that prices have proven.
+    """Lagrangian relaxation: choices that were best at some prices, and the best proven bound.
 
     Args:
-        state: of the problem; its limit is finite. It is offered all choices.
-        usage_weights: weights to price usage by; grows with the choices that are seen.
-        minimise: solves the problem, or a case of it, for other costs, its limit aside.
+        state: of the problem, whose limit is finite; it is offered all choices.
+        usage_weights: weights by which usage is priced; extended as choices are found.
+        minimise: solves the problem, or a restriction of it, for other costs without its limit.
 
     Attributes:
-        usage_weights: as given.
-        points: the choices seen.
-        bound: of all choices that `minimise` is about and that keep the limit.
+        usage_weights: the weights.
+        points: the choices found.
+        bound: lower bound of all choices that satisfy the limit, within the restriction.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class UsageLagrangian:
         return Point(choice, self._problem.objective(choice), self.usage_weights.uses(choice))
 
     def add_choice(self, choice: IntArray) -> Point:
-        """Add a choice; price the times at which it breaks the limit."""
+        """Add a choice; if it exceeds the limit, add weights for its peak."""
         point = self.point(choice)
         self.points.append(point)
         slack = self._problem.usage_limit * (1 + USAGE_TOLERANCE)
@@ -180,18 +180,18 @@ class UsageLagrangian:
         return point
 
     def excesses(self, limit: float) -> FloatArray:
-        """Weighted usage beyond a limit, by point and price, shape [C, D]."""
+        """Weighted usage minus a limit, by choice and weights, shape [C, D]."""
         uses = np.array([point.uses for point in self.points])
         return uses @ self.usage_weights.matrix.T - limit
 
     def nearest(self, prices: FloatArray) -> list[Point]:
-        """The choices seen, those that are best at some prices first."""
+        """The choices found, ordered by their price with priced usage."""
         excess = self.excesses(self._problem.usage_limit)[:, : len(prices)]
         paid = excess @ prices + [point.cost for point in self.points]
         return [self.points[i] for i in np.argsort(paid, kind="stable")]
 
     def priced(self, prices: FloatArray, *, nudge: float = 0.0) -> list[FloatArray]:
-        """Costs with a price for each of the weights, by node; `nudge` is one at all times."""
+        """Costs by node with a price for each of the weights; `nudge` is a price at all times."""
         weights = prices @ self.usage_weights.matrix[: len(prices)]
         if nudge:
             weights = weights + nudge * self.usage_weights.everywhere
@@ -201,18 +201,18 @@ class UsageLagrangian:
         ]
 
     def evaluate(self, prices: FloatArray, *, slack: float, nudge: float = 0.0) -> float | None:
-        """Lower bound proven by a price for each of the weights; its best choice becomes a point.
+        """Lower bound proven by a price for each of the weights; adds the best choice.
 
         Args:
             prices: shape [D].
             slack: relative difference that may be left between choice and bound.
-            nudge: a price at all times, so that the choice is sensible there as well.
+            nudge: a price at all times, so that usage at unpriced times is not free.
 
         Returns:
-            a lower bound; None where the problem cannot be solved at these prices.
+            a lower bound; None if the problem cannot be solved at these prices.
         """
         self._state.check()
-        self._state.count(ASKED)
+        self._state.count(EVALUATIONS)
         answer = self._minimise(self.priced(prices, nudge=nudge), slack)
         if answer is None or answer[1] is None:
             return None
@@ -222,18 +222,18 @@ class UsageLagrangian:
         return bound
 
     def proven(self, total: float, prices: FloatArray, *, nudge: float = 0.0) -> float:
-        """Lower bound under the limit, from one of the total at some prices."""
+        """Lower bound under the limit, from a lower bound `total` of price plus priced usage."""
         paid = (float(prices.sum()) + nudge) * self._problem.usage_limit
         return total - paid - _ROUNDING * (abs(total) + paid)
 
     def best_prices(self, limit: float) -> FloatArray:
-        """The prices at which the choices seen promise the best bound."""
+        """The prices that maximise the least of the cutting planes of the choices found."""
         return self._planes(limit).best_prices()[0]
 
     def maximise_bound(self, limit: float) -> FloatArray:
-        """Prices with a good bound for weighted usage below a limit, by weights known then.
+        """Prices with a good bound for weighted usage below a limit.
 
-        A limit below the problem's own leaves slack for what the weights do not see.
+        A limit below that of the problem leaves slack for peaks that the weights underestimate.
         """
         slack = self._settings.dual_gap_share * self._state.gap
 
@@ -255,19 +255,19 @@ class UsageLagrangian:
         return CuttingPlanes(self._state, cuts, negligible=SAME * self._problem.usage_limit)
 
     def can_fit(self, *, slack: float, mixtures: int = 1, nudges: Sequence[float] = (0.0,)) -> bool:
-        """Look for a choice that keeps the limit; False if it is proven that none does.
+        """Search for a choice within the limit; False if it is proven that there is none.
 
-        At a price of usage beyond all other costs, the least total shows the least usage. Where
-        none fits and the least usage is known, the statistic `minimum_usage` is set to it.
+        With a price of usage above all other costs, the cheapest choice has the least usage. If no
+        choice fits and the least usage is known, the statistic `minimum_usage` is set to it.
 
         Args:
             slack: relative difference that may be left between choice and bound.
-            mixtures: mixtures of weights to price at most, the first weight first.
+            mixtures: largest number of mixtures of weights to price, the first weights first.
             nudges: prices at all times to try with each of them, relative to the steep price.
         """
         state, problem, limit = self._state, self._problem, self._problem.usage_limit
         state.enter("find the least usage")
-        most, rounding = problem.most, limit * USAGE_TOLERANCE
+        most, rounding = problem.max_price, limit * USAGE_TOLERANCE
         steep = _STEEP * max(most, SAME) / max(limit, SAME)
         shares, tight, least = np.ones(1), False, np.inf
         for _ in range(mixtures):

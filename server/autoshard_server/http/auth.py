@@ -20,7 +20,7 @@ from autoshard_server.settings import Settings
 from autoshard_server.store.api_keys import ApiKey, ApiKeyStore
 
 _TTL = 2.0
-"""Seconds for which a key is used without reading it again, also if it was revoked meanwhile."""
+"""Seconds for which a key is cached; a revoked key may be accepted for as long."""
 
 _MAX_KEYS = 10_000
 
@@ -51,7 +51,8 @@ class Caller:
     """The caller of a request.
 
     Attributes:
-        name: of the key, which two keys share while one replaces the other; None without keys.
+        name: of the key; two keys may have the same name while one replaces the other. None
+            without keys.
         scopes: permissions.
     """
 
@@ -68,7 +69,7 @@ class Authenticator:
 
     Args:
         keys: of the callers.
-        settings: whether a key is required.
+        settings: with the mode of authentication.
     """
 
     def __init__(self, keys: ApiKeyStore, settings: Settings) -> None:
@@ -104,7 +105,7 @@ class Authenticator:
         return Caller(key.name, frozenset().union(*scopes))
 
     def _is_required(self, request: Request) -> bool:
-        """True if a key is required; `auto` decides by the address that the request reached."""
+        """True if a key is required; in mode `auto`, that depends on the address it was sent to."""
         if self._mode == "auto":
             server = request.scope.get("server")
             return not is_loopback(server[0] if server else "")
@@ -122,7 +123,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _refuse_other_sites(request: Request) -> None:
-    """Refuse pages of other sites in a local browser, and DNS rebinding.
+    """Refuse requests from pages of other sites in a local browser, and DNS rebinding.
 
     Raises:
         ServerError: FORBIDDEN.

@@ -11,13 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from autoshard_server.problems import ProblemType, ServerError, limit_error
 
 _GZIP_SLICE = 4096
-"""Bytes decompressed at once: a byte stands for at most 1032, so this makes at most 4 MiB."""
+"""Bytes decompressed at once: a byte decompresses to at most 1032, so the result to 4 MiB."""
 
 _ZSTD_SLICE = 256
-"""The same: four bytes may stand for 128 KiB, so this makes at most 8 MiB."""
+"""The same for zstd: four bytes may decompress to 128 KiB, so the result to 8 MiB."""
 
 _ZSTD_WINDOW = 1 << 23
-"""Largest memory that a frame may ask for; RFC 8878 asks decoders for no more."""
+"""Largest window of a frame, in bytes; RFC 8878 requires decoders to support no more."""
 
 
 class BodyLimit:
@@ -43,7 +43,7 @@ class BodyLimit:
         body = _Body(receive, Headers(scope=scope), self._limit)
         if body.is_compressed:
             headers = MutableHeaders(raw=list(scope["headers"]))
-            # The application sees the body as it was before it was compressed.
+            # The application gets the decompressed body.
             for name in ("content-encoding", "content-length"):
                 if name in headers:
                     del headers[name]
@@ -112,7 +112,7 @@ class _Body:
 
 
 class _Decoder:
-    """Decompresses one or several streams, one after the other, in pieces of bounded size.
+    """Decompresses one or several concatenated streams in pieces of bounded size.
 
     Args:
         make: makes the decompressor of one stream.

@@ -1,4 +1,4 @@
-"""JSON documents of the API, besides plans and requests."""
+"""JSON documents of responses, except plans."""
 
 from datetime import datetime
 from typing import Any, Self
@@ -30,7 +30,7 @@ class Problem(BaseModel):
     type: str = Field(description="stable URI of the kind of problem")
     title: str
     status: int
-    detail: str = Field(description="what is wrong this time, and the way out")
+    detail: str = Field(description="the error of this request, and a remedy")
     errors: list[FieldProblem] | None = Field(default=None, description="each wrong field")
     limit: int | None = Field(default=None, description="the limit that was exceeded")
     limit_name: str | None = Field(default=None, description="the setting of the limit")
@@ -41,7 +41,7 @@ class JobEntry(BaseModel):
 
     id: str
     kind: JobKind | str = Field(
-        description="of its result; another word if a newer release shares the database"
+        description="of its result; another value if a newer release shares the database"
     )
     plan_id: str | None = Field(
         default=None, description="id that the plan will have; only of jobs that make one"
@@ -49,7 +49,7 @@ class JobEntry(BaseModel):
     state: JobState
     done: bool
     created_at: datetime
-    attempts: int = Field(ge=0, description="how often it was started")
+    attempts: int = Field(ge=0, description="number of starts")
     metadata: JobProgress
     error: Problem | None = None
 
@@ -72,7 +72,7 @@ class JobEntry(BaseModel):
 
 
 class JobDocument(JobEntry):
-    """A job; when it is done it has exactly one of result and error."""
+    """A job; a finished one has either a result or an error."""
 
     result: Plan | MeshSearch | Explanation | Validation | Coverage | None = Field(
         default=None, description="a plan, or the document of its kind"
@@ -137,7 +137,7 @@ class KnownPlan(BaseModel):
 
 
 class Alive(BaseModel):
-    """The process answers."""
+    """Status of a process that is alive."""
 
     status: str = "ok"
 

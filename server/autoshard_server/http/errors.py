@@ -1,4 +1,4 @@
-"""Error handlers: every error is answered with a problem document."""
+"""Error handlers: the response to every error is a problem document."""
 
 from collections.abc import Iterable, Sequence
 
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 
 def add_error_handlers(app: FastAPI, routers: Sequence[APIRouter]) -> None:
-    """Answer all errors of an application with problem documents.
+    """Respond to all errors of an application with problem documents.
 
     Args:
         app: the application.
@@ -78,7 +78,7 @@ async def _on_validation_error(_request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(routers: Iterable[APIRouter], scope: Scope) -> list[str]:
-    """The methods of all routes of a path; the framework lists only those of the first one."""
+    """The methods of all routes of a path; the framework lists only those of the first route."""
     found: set[str] = set()
     for route in (route for router in routers for route in router.routes):
         if route.matches(scope)[0] is not Match.NONE:

@@ -23,8 +23,8 @@ _log = structlog.get_logger("autoshard_server.access")
 class RequestLog:
     """Gives each request an id, unless the caller sends one, and records its outcome.
 
-    Unexpected exceptions are logged here, and answered as a problem. The id is in the answer's
-    `X-Request-ID` and in every log line of the request.
+    Unexpected exceptions are logged, and the response is a problem document. The id is in the
+    response's `X-Request-ID` and in every log line of the request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -58,7 +58,7 @@ class RequestLog:
         except Exception as error:
             _log.exception("request_failed")
             if status:
-                # The answer has started: the only way to report an error is to abort it.
+                # The response has started: the only way to report an error is to abort it.
                 raise
             await problem_response(problem_of(error))(scope, receive, send_with_id)
         finally:

@@ -36,7 +36,7 @@ _ID = re.compile(r"[0-9a-f]{1,64}")
 
 
 class _Segment(StringConvertor):
-    """One segment of a path, without the verb of a custom method (AIP-136) behind it."""
+    """One segment of a path, without a custom method (AIP-136) after it."""
 
     regex = "[^/:]+"
 
@@ -64,7 +64,7 @@ PageSize = Annotated[
 ]
 PageToken = Annotated[
     str,
-    Query(max_length=512, description="next_page_token of the page before; empty for the first"),
+    Query(max_length=512, description="next_page_token of the previous page; empty at first"),
 ]
 
 
@@ -96,13 +96,13 @@ def cursor_of(token: str) -> Cursor | None:
     found = [{"pointer": "/query/page_token", "detail": "not a page token"}]
     raise ServerError(
         ProblemType.REQUEST,
-        "page_token is invalid; send next_page_token of the page before unchanged",
+        "page_token is invalid; send next_page_token of the previous page unchanged",
         extensions={"errors": found},
     )
 
 
 async def read_upload(request: Request, settings: Settings) -> tuple[CreatePlanRequest, bytes]:
-    """The two parts of the form: what to plan for, and the graph.
+    """The two parts of the form: the request, and the graph.
 
     Raises:
         ServerError: the form cannot be read, or a part is missing, too large or not valid.
@@ -121,7 +121,7 @@ async def read_json(request: Request, model: type[_Model], settings: Settings) -
     """The JSON body of a request.
 
     Raises:
-        ServerError: the body is not such JSON, or too large.
+        ServerError: the body is not valid JSON of the model, or too large.
     """
     return parse(model, await read_text(request, settings, "max_request_bytes"), "body")
 
@@ -130,7 +130,7 @@ async def read_text(request: Request, settings: Settings, limit_name: str) -> by
     """The body of a request with Content-Type application/json, unparsed.
 
     Raises:
-        ServerError: it has another type, or is larger than the limit of the name.
+        ServerError: it has another type, or is larger than the named limit.
     """
     if media_type(request) != JSON:
         raise ServerError(ProblemType.MEDIA_TYPE, f"send {JSON}")
@@ -167,7 +167,7 @@ def parse(model: type[_Model], text: bytes, where: str) -> _Model:
     """Parse and validate JSON text.
 
     Raises:
-        ServerError: REQUEST, which points at everything that is wrong.
+        ServerError: REQUEST, with a pointer to each error.
     """
     try:
         return model.model_validate_json(text)
@@ -200,8 +200,8 @@ def precondition(request: Request) -> Callable[[str | None], bool]:
     """If-Match and If-None-Match of a request that changes its target (RFC 9110, section 13).
 
     Returns:
-        a function that says whether the change is allowed, given the target's tag without quotes,
-        or None if there is no target.
+        a function that returns true if the change is allowed, given the target's tag without
+        quotes, or None if there is no target.
     """
     match, none_match = _tags(request, "if-match"), _tags(request, "if-none-match")
 
@@ -234,13 +234,13 @@ async def _read_parts(form: FormData, limit: int) -> tuple[bytes, bytes]:
     return text, await graph.read()
 
 
-def _too_large(what: str, limit: int, limit_name: str) -> ServerError:
-    detail = f"the {what} exceeds {limit:,} bytes"
+def _too_large(part: str, limit: int, limit_name: str) -> ServerError:
+    detail = f"the {part} exceeds {limit:,} bytes"
     return limit_error(ProblemType.TOO_LARGE, detail, limit_name, limit)
 
 
 def _pointer(location: tuple[int | str, ...]) -> str:
-    """RFC 6901 pointer into the JSON of the part, without the tags of our unions."""
+    """RFC 6901 pointer into the JSON of the part, without the tags of unions."""
     tags = {("mesh", "shorthand"), ("mesh", "document")}
     steps = [s for i, s in enumerate(location) if i != 1 or location[:2] not in tags]
     return "".join("/" + str(s).replace("~", "~0").replace("/", "~1") for s in steps)

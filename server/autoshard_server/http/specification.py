@@ -1,4 +1,4 @@
-"""The OpenAPI specification, generated from the routes and the table of problems."""
+"""The OpenAPI specification, generated from the routes and the problem types."""
 
 import json
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ _ANSWER_HEADERS = {
     "Autoshard-Cache": "`hit` if the result was cached before, else `miss`.",
     "Cache-Control": "Plans are immutable.",
     "Content-Location": "Address of the plan; absent if time ran out.",
-    "ETag": "Digest of the answer, of a plan its id; strong.",
-    "Location": "The job, or what was stored.",
+    "ETag": "Digest of the response; the id of a plan. Strong.",
+    "Location": "Address of the job, or of the stored resource.",
     "Retry-After": "Seconds after which to retry.",
 }
 
@@ -38,18 +38,18 @@ _MESH_EXAMPLE: dict[str, Any] = {"shape": [2, 4], "topology": "h100-sxm"}
 _DIGEST = "0" * 64
 
 _REQUEST_HEADERS = {
-    "Prefer": ("wait=10", "Wait up to so many seconds for the result (RFC 7240); capped."),
+    "Prefer": ("wait=10", "Largest number of seconds to wait for the result (RFC 7240); capped."),
     "Idempotency-Key": (
         "a3b8d6f0",
         (
-            "Identifies this request for 24 hours: repeated, it gets the same job. Another request "
-            "with the same key is refused."
+            "Identifies this request for 24 hours: a repeated request gets the same job. Another "
+            "request with the same key is refused."
         ),
     ),
-    "If-Match": (f'"{_DIGEST}"', "Change it only if it has this ETag."),
+    "If-Match": (f'"{_DIGEST}"', "Change the resource only if it has this ETag."),
     "If-None-Match": (
         f'"{_DIGEST}"',
-        "Answer 304 if it has this ETag; with PUT, `*` replaces nothing.",
+        "With GET, the status is 304 if the resource has this ETag; with PUT, `*` only creates.",
     ),
 }
 
@@ -88,7 +88,7 @@ JOB_PROBLEMS = (
     ProblemType.OUT_OF_MEMORY,
     ProblemType.DEADLINE,
 )
-"""Problems of a route that answers with the result of a job."""
+"""Problems of a route that returns the result of a job."""
 
 _COMMON_PROBLEMS = (
     ProblemType.UNAUTHENTICATED,
@@ -111,12 +111,12 @@ def describe(
     """Arguments of a route's decorator that describe it in the specification.
 
     Args:
-        *problems: that it can answer with, besides the common ones.
+        *problems: of its error responses, in addition to the common ones.
         headers: that it reads.
         body: content of its request body, by media type.
-        answers: by status: a description, then the names of headers.
-        content: of the answer 200, by media type, if it is not JSON.
-        created: document of the answer 201.
+        answers: responses by status: a description, then the names of headers.
+        content: of response 200, by media type, if it is not JSON.
+        created: document of response 201.
         job: description of the job that makes the result; empty if there is none.
     """
     responses: dict[int | str, dict[str, Any]] = {
@@ -143,7 +143,7 @@ def describe(
 
 
 def problem_answers(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
-    """Descriptions of the problems that a route can answer with, by status."""
+    """Descriptions of a route's error responses, by status."""
     answers: dict[int | str, dict[str, Any]] = {}
     kinds = dict.fromkeys((*problems, ProblemType.INTERNAL))
     for status in sorted({kind.status for kind in kinds}):
@@ -170,7 +170,7 @@ def _answer_headers(*names: str) -> dict[str, Any]:
 
 
 def _request_header(name: str) -> dict[str, Any]:
-    """A header that a route reads itself, so that FastAPI does not see it."""
+    """A header that a route reads itself, so that FastAPI does not document it."""
     example, description = _REQUEST_HEADERS[name]
     return {
         "name": name,
@@ -264,7 +264,7 @@ def specification(app: FastAPI) -> dict[str, Any]:
     )
     schemas: dict[str, Any] = found["components"]["schemas"]
     schemas.update(extra["$defs"])
-    # Validated by `mesh_from_json` when it arrives; its schema is known nevertheless.
+    # Its type is a free-form object, because `mesh_from_json` validates it; this is its schema.
     schemas["MeshDocument"] = {"$ref": _REF.format(model="Mesh")}
     for path in found["paths"].values():
         for operation in path.values():
@@ -276,7 +276,7 @@ def specification(app: FastAPI) -> dict[str, Any]:
 
 
 def _drop_default_validation_answer(operation: Mapping[str, Any]) -> None:
-    """FastAPI adds its own 422 to routes with parameters; ours are problems."""
+    """Drop the response 422 that FastAPI adds to routes with parameters, unless it is a problem."""
     answer = operation["responses"].get("422", {})
     if "HTTPValidationError" in json.dumps(answer):
         del operation["responses"]["422"]

@@ -1,4 +1,4 @@
-"""Graphs: uploaded once by digest, planned many times; mesh searches and operator coverage."""
+"""Routes of graphs: uploads by digest, mesh searches, operator coverage."""
 
 import hashlib
 from functools import partial
@@ -60,7 +60,7 @@ async def put_graph(
     service: ServiceParameter,
     _caller: Planner,
 ) -> UploadedGraph:
-    """Store a graph, which is parsed first. The least recently used are evicted."""
+    """Store a graph, after checking that it can be parsed. The least recently used are evicted."""
     if media_type(request) not in ("", _BYTES):
         raise ServerError(ProblemType.MEDIA_TYPE, f"send {_BYTES}")
     body = await read_bytes(request, service.settings, "max_body_bytes")
@@ -68,7 +68,7 @@ async def put_graph(
     if found != digest:
         raise ServerError(
             ProblemType.DIGEST_MISMATCH,
-            f"the bytes have the sha256 {found}, and the path says {digest}",
+            f"the sha256 of the body is {found}, but the path has {digest}",
         )
     graph = await service.parse_graph(body)
     info, is_new = await service.in_parser(partial(service.stores.graphs.put, body))
@@ -97,7 +97,7 @@ async def get_graph(
 async def head_graph(
     digest: GraphDigest, service: ServiceParameter, caller: Reader
 ) -> GraphDocument:
-    """The same as GET, without the answer's body."""
+    """The same as GET, without the response's body."""
     return await get_graph(digest, service, caller)
 
 
@@ -111,24 +111,24 @@ async def head_graph(
         ProblemType.IDEMPOTENCY_KEY_REUSED,
         headers=("Prefer", "Idempotency-Key"),
         body=SEARCH_BODY,
-        answers={200: ("Every mesh of so many devices, best first.", "Autoshard-Cache", "ETag")},
+        answers={200: ("Every mesh of the devices, best first.", "Autoshard-Cache", "ETag")},
         job="The job that plans them.",
     ),
 )
 async def search_meshes(request: Request, service: ServiceParameter, caller: Planner) -> Response:
-    """Plan a stored graph on every mesh of so many devices.
+    """Plan a stored graph on every mesh of a number of devices.
 
     The plans are cached: GET /v1/plans/{id} returns each.
     """
-    asked = await read_json(request, SearchRequest, service.settings)
+    submitted = await read_json(request, SearchRequest, service.settings)
 
     async def run() -> Result | Job:
-        name = asked.topology if isinstance(asked.topology, str) else None
+        name = submitted.topology if isinstance(submitted.topology, str) else None
         stored = await service.stored_topology(name)
-        make = partial(search_task, asked, service.settings, stored=stored)
+        make = partial(search_task, submitted, service.settings, stored=stored)
         return await service.run(await service.in_parser(make), caller=caller.name)
 
-    found = await run_once(request, service, caller, asked.model_dump_json().encode(), run)
+    found = await run_once(request, service, caller, submitted.model_dump_json().encode(), run)
     return await result_response(request, service, found)
 
 
@@ -143,7 +143,7 @@ async def search_meshes(request: Request, service: ServiceParameter, caller: Pla
         body=COVERAGE_BODY,
         answers={
             200: (
-                "The operators of the graph, and which of their calls are replicated.",
+                "The operators of the graph, and the number of their replicated calls.",
                 *("Autoshard-Cache", "ETag"),
             )
         },
@@ -153,12 +153,12 @@ async def search_meshes(request: Request, service: ServiceParameter, caller: Pla
 async def operator_coverage(
     request: Request, service: ServiceParameter, caller: Planner
 ) -> Response:
-    """The operators of a stored graph that can be sharded, on a mesh or on any.
+    """List the operators of a stored graph that can be sharded, on one mesh or on any.
 
     Waits 10 s by default.
     """
-    asked = await read_json(request, CoverageRequest, service.settings)
-    topology = await service.stored_topology(topology_name(asked.mesh))
-    task = coverage_task(asked, service.settings, topology=topology)
+    submitted = await read_json(request, CoverageRequest, service.settings)
+    topology = await service.stored_topology(topology_name(submitted.mesh))
+    task = coverage_task(submitted, service.settings, topology=topology)
     found = await service.run(task, caller=caller.name)
     return await result_response(request, service, found, default_wait=DEFAULT_WAIT)

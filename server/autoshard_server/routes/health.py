@@ -28,7 +28,7 @@ router = APIRouter(tags=["health"])
 
 @router.get("/livez")
 async def livez() -> Alive:
-    """Answer that the process is alive, without touching anything."""
+    """Check that the process is alive; nothing else is checked."""
     return Alive()
 
 
@@ -41,7 +41,7 @@ async def readyz(service: ServiceParameter) -> Alive:
 
 @router.get("/version")
 async def get_version() -> Versions:
-    """Versions of the service and of what decides how a plan looks."""
+    """Versions of the service and of the packages that plans depend on."""
     return Versions(versions=versions())
 
 
@@ -78,7 +78,7 @@ def service_metrics(service: Service) -> bytes:
 
 
 def metrics_text(families: list[GaugeMetricFamily]) -> bytes:
-    """The metrics that processes count, and these gauges, as text."""
+    """The metrics of processes and some gauges, as text."""
     found = versions()
     build = GaugeMetricFamily("autoshard_build_info", "Always 1.", labels=list(found))
     build.add_metric(list(found.values()), 1)
@@ -90,8 +90,8 @@ def metrics_text(families: list[GaugeMetricFamily]) -> bytes:
 class _Families(Collector):
     """Gauges that are computed for each scrape.
 
-    Where processes share their metrics, gauges of the library would be shown once for each
-    process, and outlive it.
+    If processes share their metrics, gauges of `prometheus_client` would be exported once for each
+    process, also after its end.
     """
 
     def __init__(self, families: Iterable[GaugeMetricFamily]) -> None:

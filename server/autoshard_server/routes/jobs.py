@@ -1,4 +1,4 @@
-"""Jobs: listed, read, followed, cancelled."""
+"""Routes of jobs: list, read, stream events, cancel."""
 
 import time
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ _EVENT_POLL = 0.2
 """Seconds between checks for new events."""
 
 _JOB_POLL = 5.0
-"""Seconds between checks whether the job still exists."""
+"""Seconds between checks that the job still exists."""
 
 _RETRY = 2000
 """Milliseconds after which to reconnect, when the service ends a stream."""
@@ -50,9 +50,9 @@ async def list_jobs(
         list[JobState] | None, Query(max_length=10, description="only jobs in one of these")
     ] = None,
 ) -> JobPage:
-    """Jobs, newest first: those that keys of the caller's name asked for first.
+    """List jobs, newest first: those submitted with keys of the caller's name.
 
-    A key with the scope `admin` sees all. Every job can be read by its id.
+    A key with the scope `admin` lists all. Every job can be read by its id.
     """
     read = partial(
         service.jobs.page,
@@ -74,7 +74,7 @@ async def list_jobs(
     ),
 )
 async def get_job(job_id: JobId, service: ServiceParameter, _caller: Reader) -> Response:
-    """State and progress of a job. Its problem is in `error`, not in the HTTP status."""
+    """State and progress of a job. The problem of a failed job is in `error`; the status is 200."""
     return await job_response(await service.find(job_id), service)
 
 
@@ -83,7 +83,7 @@ async def get_job(job_id: JobId, service: ServiceParameter, _caller: Reader) -> 
     response_model=JobDocument,
     **describe(
         *_RESULT_PROBLEMS,
-        answers={200: ("The job, cancelled; or unchanged, if it was finished.",)},
+        answers={200: ("The cancelled job; unchanged if it was finished.",)},
     ),
 )
 async def cancel_job(job_id: JobId, service: ServiceParameter, _caller: Planner) -> Response:
@@ -93,7 +93,7 @@ async def cancel_job(job_id: JobId, service: ServiceParameter, _caller: Planner)
 
 
 async def _followed(job_id: JobId, service: ServiceParameter, _caller: Reader) -> Job:
-    # Before the stream begins, so that an error is still an answer of its own.
+    # Before the stream starts, so that an error is still an HTTP response.
     return await service.find(job_id)
 
 
@@ -111,8 +111,8 @@ async def stream_job_events(
 ) -> AsyncIterator[ServerSentEvent]:
     """Events of a job, as server-sent events, until it is finished.
 
-    Ids are numbers from 1; after an interruption, `Last-Event-ID` asks for the following ones.
-    Any server of the same database can continue any stream.
+    Ids are numbers from 1; after an interruption, `Last-Event-ID` requests the following ones.
+    Every server of the same database can continue the stream.
     """
     last = last_event_id
     checked_at = time.monotonic()
@@ -125,7 +125,7 @@ async def stream_job_events(
         if events and events[-1].is_last:
             return
         if not events and job.state.done:
-            # Received to its end before, or finished by a release that wrote no events.
+            # All events were sent before, or the job was finished by a release without events.
             return
         if service.draining:
             yield ServerSentEvent(retry=_RETRY, comment="shutting down: reconnect")

@@ -1,4 +1,4 @@
-"""Plans: created, looked up, listed, explained, compared, exported, traced."""
+"""Routes of plans: create, look up, list, read, explain, compare, export, trace."""
 
 import hashlib
 from functools import partial
@@ -89,7 +89,7 @@ Target = Literal["parallelize-module", "fsdp2", "hf-tp-plan", "torchtitan", "jso
         body=PLAN_BODY,
         answers={
             200: (
-                "The plan, or why there is none; with `validate_only`, how large the problem is.",
+                "The plan, or why there is none; with `validate_only`, the size of the problem.",
                 *("Autoshard-Cache", "ETag", "Content-Location"),
             )
         },
@@ -99,14 +99,14 @@ Target = Literal["parallelize-module", "fsdp2", "hf-tp-plan", "torchtitan", "jso
 async def create_plan(request: Request, service: ServiceParameter, caller: Planner) -> Response:
     """Plan a graph for a mesh.
 
-    The graph is sent as a file, or was stored by PUT /v1/graphs/{digest}. Answers with the plan
-    immediately if it is cached or finished within `Prefer: wait=N` seconds; otherwise with the
-    job that makes it. Equal requests share one job.
+    The graph is sent as a file, or was stored by PUT /v1/graphs/{digest}. The response is the plan
+    if it is cached or finished within `Prefer: wait=N` seconds; otherwise it is the job that makes
+    the plan. Equal requests share one job.
     """
-    asked, sha256, graph, text = await _read_request(request, service)
-    topology = await service.stored_topology(topology_name(asked.mesh))
-    query = PlanQuery(asked, sha256, service.settings, topology=topology)
-    validate_only = asked.validate_only
+    submitted, sha256, graph, text = await _read_request(request, service)
+    topology = await service.stored_topology(topology_name(submitted.mesh))
+    query = PlanQuery(submitted, sha256, service.settings, topology=topology)
+    validate_only = submitted.validate_only
     run = partial(service.plan, query, graph, caller=caller.name, validate_only=validate_only)
     found = await run_once(request, service, caller, sha256.encode() + text, run)
     wait = DEFAULT_WAIT if validate_only else 0.0
@@ -131,9 +131,9 @@ async def look_up_plan(
     request: Request, service: ServiceParameter, _caller: Reader, response: Response
 ) -> KnownPlan:
     """Find the plan of an earlier request, without sending the graph again."""
-    asked = await read_json(request, LookUpPlanRequest, service.settings)
-    topology = await service.stored_topology(topology_name(asked.mesh))
-    query = PlanQuery(asked, asked.graph_sha256, service.settings, topology=topology)
+    submitted = await read_json(request, LookUpPlanRequest, service.settings)
+    topology = await service.stored_topology(topology_name(submitted.mesh))
+    query = PlanQuery(submitted, submitted.graph_sha256, service.settings, topology=topology)
     found = await service.look_up(query)
     response.headers["Content-Location"] = f"/v1/plans/{found}"
     return KnownPlan(id=found)
@@ -150,7 +150,7 @@ async def list_plans(
         Query(pattern="^[0-9a-f]{64}$", description="only plans of this canonical program"),
     ] = None,
 ) -> PlanPage:
-    """Plans of the cache, newest first."""
+    """List the plans of the cache, newest first."""
     read = partial(
         service.stores.plans.page,
         after=cursor_of(page_token),
@@ -177,7 +177,7 @@ async def list_plans(
 async def get_plan(
     plan_id: PlanId, request: Request, service: ServiceParameter, _caller: Reader
 ) -> Response:
-    """A plan, which is immutable."""
+    """A plan. It never changes."""
     return tagged_response(request, await _cached_plan(service, plan_id), plan_id)
 
 
@@ -190,7 +190,7 @@ async def get_plan(
         ProblemType.PLAN,
         ProblemType.REQUEST,
         headers=("Prefer",),
-        answers={200: ("Every alternative of the choice, with its price.", "Autoshard-Cache")},
+        answers={200: ("Every alternative of the choice, with its cost.", "Autoshard-Cache")},
         job="The job that prices them.",
     ),
 )
@@ -211,7 +211,7 @@ async def explain_plan(
         Query(gt=0, le=_MAX_EXPLANATION, description="seconds for planning the alternatives"),
     ] = 60.0,
 ) -> Response:
-    """Every alternative of one choice of a plan, with its price; waits 10 s by default."""
+    """List every alternative of one choice of a plan, with its cost; waits 10 s by default."""
     body = await _cached_plan(service, plan_id)
     task = explanation_task(
         plan_id, body, service.settings, name=name, value=value, time_limit=time_limit
@@ -226,7 +226,7 @@ async def explain_plan(
     **describe(ProblemType.NOT_FOUND, ProblemType.PLAN, *BODY_PROBLEMS, body=COMPARE_BODY),
 )
 async def compare_plans(request: Request, service: ServiceParameter, _caller: Reader) -> Response:
-    """The differences of two plans of one graph; their meshes may differ."""
+    """Compare two plans of one graph; their meshes may differ."""
     pair = await read_json(request, ComparePlansRequest, service.settings)
     before = await _cached_plan(service, pair.before)
     after = await _cached_plan(service, pair.after)
@@ -241,7 +241,7 @@ async def compare_plans(request: Request, service: ServiceParameter, _caller: Re
         headers=("If-None-Match",),
         answers={
             200: (
-                "Code or settings; the first lines name what they cannot express.",
+                "Code or settings; the first lines list what they cannot express.",
                 *("ETag", "Cache-Control"),
             ),
             304: ("The caller has this export.",),
@@ -262,7 +262,7 @@ async def export_plan(
     _caller: Reader,
     to: Annotated[Target, Query(description="framework or format")],
 ) -> Response:
-    """A plan as code or settings of another framework."""
+    """Export a plan as code or settings of another framework."""
     body = await _cached_plan(service, plan_id)
     text = await service.in_parser(partial(_export, body, to))
     kind = _MEDIA_TYPES.get(to, "text/x-python")

@@ -18,10 +18,10 @@ from autoshard_server.store.jobs import Job, JobKind, JobState
 from autoshard_server.telemetry import results_total
 
 IMMUTABLE = "private, max-age=31536000, immutable"
-"""Cache-Control of what never changes at its address."""
+"""Cache-Control of resources that never change."""
 
 REVALIDATE = "private, no-cache"
-"""Cache-Control of what may be stored, but not used without asking."""
+"""Cache-Control of resources that must be revalidated before reuse."""
 
 DEFAULT_WAIT = 10.0
 """Seconds to wait for quick jobs without `Prefer: wait=N`."""
@@ -33,7 +33,7 @@ _MAX_KEY = 255
 async def result_response(
     request: Request, service: Service, found: Result | Job, *, default_wait: float = 0.0
 ) -> Response:
-    """The result if it is known or soon finished, else the job that makes it.
+    """The result if it is known or finished while waiting, else the job that makes it.
 
     Args:
         request: with `Prefer: wait=N`.
@@ -94,13 +94,14 @@ async def run_once(
 ) -> Result | Job:
     """Run a request, or return the job of an earlier one with the same Idempotency-Key.
 
-    A key identifies its request from its arrival, also if that is refused.
+    A key identifies its request from its arrival, also if the request is refused.
 
     Args:
         request: with the header, if any.
         service: of the application, which stores keys for 24 hours.
-        caller: whose key it is.
-        identity: what distinguishes requests to one route: not the coding of the body.
+        caller: that sent the key.
+        identity: bytes that are equal for equal requests to the route, whatever the encoding of
+            the body.
         run: runs the request.
 
     Raises:
@@ -116,8 +117,8 @@ async def run_once(
     digest = hashlib.sha256(request.url.path.encode() + b"\0" + identity).hexdigest()
     name = caller.name or ""
     store = service.stores.idempotency
-    # Reserved before anything is started: of two concurrent requests with different bodies, one
-    # has not started a job when it is refused.
+    # Reserved before a job is submitted: of two concurrent requests with different bodies, one is
+    # refused before it has submitted a job.
     known = await anyio.to_thread.run_sync(store.reserve, name, key, digest)
     if known.body_sha256 != digest:
         raise ServerError(
@@ -128,7 +129,7 @@ async def run_once(
         job = await anyio.to_thread.run_sync(service.jobs.get, known.job_id)
         if job is not None:
             return job
-    # New, or without a job, or its job was deleted: running it again changes nothing.
+    # The key is new, or has no job, or its job was deleted: running the request again is safe.
     found = await run()
     if isinstance(found, Job):
         await anyio.to_thread.run_sync(store.set_job, name, key, digest, found.id)

@@ -1,4 +1,4 @@
-"""Topologies that a mesh can name: built in, or stored here."""
+"""Routes of topologies that a mesh can name: built-in ones, and stored ones."""
 
 import hashlib
 from functools import partial
@@ -27,7 +27,7 @@ StoredName = Annotated[
 
 @router.get("/v1/topologies", **describe())
 async def list_topologies(service: ServiceParameter, _caller: Reader) -> Topologies:
-    """Topologies that `mesh.topology` can name: built in, and stored here."""
+    """List the topologies that `mesh.topology` can name: built-in ones, and stored ones."""
     stored = await anyio.to_thread.run_sync(service.stores.topologies.list)
     names = sorted({*mesh.list_topologies(), *(entry.name for entry in stored)})
     return Topologies(topologies=names, stored=stored)
@@ -52,7 +52,7 @@ async def get_topology(
     service: ServiceParameter,
     _caller: Reader,
 ) -> Response:
-    """The document of a topology: a start for your own, which a mesh can contain."""
+    """The document of a topology, which can be edited and sent as part of a mesh."""
     if name in mesh.list_topologies():
         document = topology_to_json(mesh.get_topology(name), indent=None)
     else:
@@ -75,7 +75,7 @@ async def get_topology(
         headers=("If-Match", "If-None-Match"),
         body=TOPOLOGY_BODY,
         answers={
-            200: ("It has replaced the one of the same name.", "ETag"),
+            200: ("It replaced the topology of the same name.", "ETag"),
             201: ("It is stored under a new name.", "ETag", "Location"),
         },
         created=StoredTopologyEntry,
@@ -88,10 +88,10 @@ async def put_topology(
     service: ServiceParameter,
     _caller: Planner,
 ) -> StoredTopologyEntry:
-    """Store a topology under its name, as `autoshard calibrate` writes it or made by hand.
+    """Store a topology under its name; `autoshard calibrate` writes such documents.
 
-    Later requests that name it use this one. Plans that were made for another one of the name
-    stay unchanged, under their ids.
+    Later requests that name it use this document. Existing plans for an earlier topology of the
+    name do not change.
     """
     if name in mesh.list_topologies():
         raise _is_preset(name)
@@ -100,7 +100,7 @@ async def put_topology(
     if topology.name != name:
         raise ServerError(
             ProblemType.MESH,
-            f"the topology's name is {topology.name!r}, and the path says {name!r}; "
+            f"the topology's name is {topology.name!r}, but the path has {name!r}; "
             "make them the same",
         )
     put = partial(
@@ -132,7 +132,7 @@ async def put_topology(
 async def delete_topology(
     name: StoredName, request: Request, service: ServiceParameter, _caller: Planner
 ) -> None:
-    """Delete a topology. Plans that were made for it stay."""
+    """Delete a topology. Plans that were made for it are not deleted."""
     delete = partial(service.stores.topologies.delete, name, precondition=precondition(request))
     if await anyio.to_thread.run_sync(delete):
         return

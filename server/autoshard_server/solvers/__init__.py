@@ -1,4 +1,4 @@
-"""Running jobs: workers, executors, and the processes that solve."""
+"""Running jobs: workers, executors, and solver processes."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def make_executor(settings: Settings) -> Executor:
     """The executor of a service or a worker.
 
     Raises:
-        RuntimeError: the settings ask for Ray, which is not installed.
+        RuntimeError: the settings require Ray, which is not installed.
         ConnectionError: there is no Ray cluster at the address.
     """
     options: dict[str, Any] = {

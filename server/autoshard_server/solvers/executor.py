@@ -1,4 +1,4 @@
-"""Executors: where solves run, in processes that can be killed or in threads."""
+"""Executors: run solves in processes, which can be killed, or in threads."""
 
 import os
 import queue
@@ -35,7 +35,7 @@ _log = structlog.get_logger(__name__)
 _SOLVER = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solvers.solving")
 
 _MEMORY_INTERVAL = 0.05
-"""Seconds between checks of a process's memory; what it can fill meanwhile is its overshoot."""
+"""Seconds between checks of a process's memory; it may exceed its limit for as long."""
 
 _CHILDREN_INTERVAL = 1.0
 """Seconds between checks for child processes, which take longer."""
@@ -48,14 +48,14 @@ class Solver(Protocol):
         """Start; called once."""
 
     def receive(self, timeout: float) -> Message | None:
-        """The next message, or None after so many seconds without one.
+        """The next message; None after `timeout` seconds without one.
 
-        Any message but `Progressed` is the last; it always comes, unless the solver is stopped
-        before.
+        Every message but `Progressed` is the last one, and there always is a last one unless the
+        solver is stopped.
         """
 
     def is_alive(self) -> bool:
-        """True if it can still be started, as far as is known; never waits."""
+        """True if it can still be started, as far as is known; does not block."""
 
     def stop(self) -> None:
         """Stop immediately and release all resources; may be called again."""
@@ -65,7 +65,7 @@ class Executor(Protocol):
     """Makes solvers."""
 
     def prepare(self) -> Solver:
-        """A solver that warms up until it is started."""
+        """Make a solver, which imports its modules before it is started."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class ProcessExecutor:
         command: of the process; it exchanges frames of `autoshard_server.solvers.messages` on
             stdin and stdout.
         environment: additional environment variables.
-        max_bytes: limit of the resident memory of the process and its children, which are killed
-            beyond it; None for no limit.
+        max_bytes: limit of the resident memory of the process and its children, beyond which they
+            are killed; None for no limit.
     """
 
     command: Sequence[str] = _SOLVER
@@ -85,7 +85,7 @@ class ProcessExecutor:
     max_bytes: int | None = None
 
     def prepare(self) -> Solver:
-        """Start a process, which imports what it needs and then waits for its job."""
+        """Start a process, which imports its modules and then waits for its job."""
         return _ProcessSolver(self.command, self.environment, self.max_bytes)
 
 
@@ -103,7 +103,7 @@ class _ProcessSolver:
 
     def start(self, work: SolverInput) -> None:
         if self._process.poll() is not None:
-            # It was killed while it waited, which is not the fault of this job.
+            # It was killed while it waited, which was not caused by this job.
             self._close()
             self._process = self._spawn()
         _log.info("solver_process", pid=self._process.pid)
@@ -122,7 +122,7 @@ class _ProcessSolver:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        # Immediately: a solver leaves nothing half done, and its processor is needed.
+        # Killing is safe: a solver writes entries of the cache in transactions.
         self._kill()
         self._process.wait()
         for thread in self._threads:
@@ -130,7 +130,7 @@ class _ProcessSolver:
         self._close()
 
     def _kill(self) -> None:
-        # It has a session of its own, so its children are in its process group.
+        # It is the leader of a session, so its children are in its process group.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -142,7 +142,7 @@ class _ProcessSolver:
 
     def _send(self, work: SolverInput) -> None:
         assert self._process.stdin is not None
-        # A process that is gone is noticed, and reported, by the listener.
+        # The listener reports a process that has died.
         with suppress(OSError):
             write_frame(self._process.stdin, FrameKind.REQUEST, work.request.encode())
             write_frame(self._process.stdin, FrameKind.GRAPH, work.graph)
@@ -221,7 +221,7 @@ class _ThreadSolver:
 
         try:
             self._messages.put(self._solve(work, report, self._cancel))
-        except Exception as error:  # noqa: BLE001  whatever it is becomes the job's problem
+        except Exception as error:  # noqa: BLE001  every error becomes the job's problem
             self._messages.put(Failed(problem_of(error)))
 
 
@@ -265,17 +265,17 @@ def _exit_detail(code: int) -> str:
     else:
         cause = f"ended with exit status {code}"
     return (
-        f"the solver process {cause} without an answer; "
+        f"the solver process {cause} without a result; "
         "if memory ran out, plan a smaller graph or mesh, or give the service more"
     )
 
 
 def _spawn(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(  # noqa: S603  the command is ours, never a client's
+    return subprocess.Popen(  # noqa: S603  the command never comes from a client
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **environment},
-        # Ctrl-C in a terminal is for the service, which then decides about its solves.
+        # Without a session of its own, Ctrl-C in a terminal would end the solver too.
         start_new_session=True,
     )

@@ -13,7 +13,7 @@ from typing import IO, Any
 _HEADER = struct.Struct(">Qc")
 
 MAX_BODY = 1 << 32
-"""Largest body in bytes; no graph or plan is larger, so the stream is not ours."""
+"""Largest body in bytes; no graph or plan is larger, so a larger frame is not a solver's."""
 
 
 class FrameKind(Enum):
@@ -24,17 +24,17 @@ class FrameKind(Enum):
     GRAPH = b"g"
     """To the solver: the uploaded bytes."""
     READY = b"h"
-    """From the solver, before anything else: all is imported, and it waits for work."""
+    """From the solver, as its first frame: all modules are imported, and it waits for a job."""
     PROGRESS = b"p"
     """From the solver: JSON with phase, incumbent, bound and gap."""
     RESULT = b"r"
     """From the solver: the document."""
     TRANSIENT_RESULT = b"u"
-    """From the solver: a document that must not be cached, since time ran out."""
+    """From the solver: a document that must not be cached, because time ran out."""
     PROBLEM = b"e"
     """From the solver: problem details as JSON."""
     DIED = b"d"
-    """From an actor: problem details of a solver that died when it was ready."""
+    """From an actor: problem details of a solver that died after it was ready."""
     DIED_EARLY = b"x"
     """From an actor: problem details of a solver that died before it was ready."""
 
@@ -65,8 +65,8 @@ class Solved:
 
     Attributes:
         document: the result.
-        cacheable: whether the same request may be answered with it again: not if a time limit
-            ended before anything was found, or before all operators without a rule were tried.
+        cacheable: true if the same request may get it again: false if a time limit ended before a
+            plan was found, or before all operators without a rule were tried.
     """
 
     document: bytes
@@ -75,18 +75,18 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The solver answers with problem details."""
+    """The solver has ended with problem details."""
 
     problem: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The solver has ended without an answer, which may not be the fault of its job.
+    """The solver has died without a result, for a reason that may not be its job.
 
     Attributes:
-        problem: details, for when it was tried often enough.
-        was_ready: whether it had reported that it is ready; if not, all solvers may be broken.
+        problem: details, for the job's last attempt.
+        was_ready: true if it had reported that it was ready; if not, all solvers may be broken.
     """
 
     problem: Mapping[str, Any]

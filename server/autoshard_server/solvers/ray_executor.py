@@ -1,11 +1,11 @@
 """Solves on a Ray cluster: one actor per solve, which runs one solver process.
 
 The process is the one that `ProcessExecutor` starts, with the same limits, and it ends with its
-actor. The state of a job is in its row only. A lost actor counts as a solver that died, so the
-job is tried again.
+actor. The state of a job is only in the database. A lost actor counts as a solver that died, so the
+job is retried.
 
-Ray moves Python objects between its processes, and whoever reaches a cluster can run code there,
-so it must be trusted as the database is. What we send and get is text and bytes.
+Ray pickles Python objects, and everyone who can reach a cluster can run code there, so it must be
+trusted like the database. Calls here only send and receive text and bytes.
 """
 
 import signal
@@ -37,7 +37,7 @@ _STOP_TIMEOUT = 0.5
 """Seconds for an actor to kill its process before it is killed itself."""
 
 _THREADS = 3
-"""Concurrent calls of an actor: it must be able to stop while it waits."""
+"""Concurrent calls of an actor, so that it can stop while `receive` waits."""
 
 _log = structlog.get_logger(__name__)
 
@@ -49,8 +49,8 @@ class RayExecutor:
         address: of the cluster; one on this machine is started if it is empty.
         environment: additional environment variables of the processes.
         max_bytes: limit of the resident memory of a solve.
-        command: to run on the cluster's machines; by default the solver of the autoshard that is
-            installed there.
+        command: to run on the cluster's machines; by default the solver of the release of
+            autoshard that is installed there.
         cpus: processors that the cluster reserves for a solve.
         **options: of `ray.init`.
     """
@@ -72,12 +72,12 @@ class RayExecutor:
         self._arguments = (command, dict(environment or {}), max_bytes)
 
     def prepare(self) -> Solver:
-        """Ask for an actor, which starts its process as soon as the cluster has capacity."""
+        """Request an actor, which starts its process as soon as the cluster has capacity."""
         return _RaySolver(self._actor_class, self._arguments)
 
 
 class SolverActor:
-    """An actor on the cluster: owns a solver process, and forwards its messages."""
+    """An actor on the cluster that runs a solver process and forwards its messages."""
 
     def __init__(
         self, command: Sequence[str] | None, environment: Mapping[str, str], max_bytes: int | None
@@ -91,7 +91,7 @@ class SolverActor:
         self._solver.start(SolverInput(request, graph))
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """The frame of the next message, or None if there is none for a while."""
+        """The frame of the next message; None if there is none within `_POLL` seconds."""
         message = self._solver.receive(_POLL)
         if message is None:
             return None
@@ -138,7 +138,7 @@ class _RaySolver:
         return None if frame is None else decode(FrameKind(frame[0]), frame[1])
 
     def is_alive(self) -> bool:
-        # The last known answer; an actor for which the cluster has no capacity yet is not lost.
+        # The last known state; an actor for which the cluster has no capacity yet is not lost.
         if self._health_check is None:
             self._health_check = self._actor.is_alive.remote()
         if not _has_ended(self._health_check):
@@ -150,7 +150,7 @@ class _RaySolver:
             return False
 
     def stop(self) -> None:
-        # Killing an actor does not wait; its process would see the end of its input.
+        # If the actor does not respond, its process ends when its stdin is closed.
         with suppress(RayError, GetTimeoutError):
             ray.get(self._actor.stop.remote(), timeout=_STOP_TIMEOUT)
         with suppress(RayError, ValueError):
@@ -160,7 +160,7 @@ class _RaySolver:
         has_started = self._started is None or _has_ended(self._started)
         has_started = has_started and _error_of(self._started) is None
         if self._work is not None and not has_started:
-            # It was lost before it got the job, which is not the fault of the job.
+            # It was lost before it received the job, which was not caused by the job.
             work, self._work = self._work, None
             self._actor = self._make.remote(*self._arguments)
             self._started = self._actor.start.remote(work.request, work.graph)
@@ -175,7 +175,7 @@ class _RaySolver:
 def _connect(address: str, options: Mapping[str, Any]) -> None:
     if ray.is_initialized():
         return
-    # Ray installs its own handler of SIGTERM, but the service decides how it ends.
+    # Ray installs a handler of SIGTERM; the service's own is restored.
     is_main = current_thread() is main_thread()
     previous = signal.getsignal(signal.SIGTERM)
     if address == "local":

@@ -1,6 +1,6 @@
-"""The solver process: reads one job from stdin, and answers on stdout.
+"""The solver process: reads one job from stdin, and writes messages to stdout.
 
-It ends when its worker does, which has the other end of its stdin.
+It ends when its worker ends, which closes its stdin.
 """
 
 import json
@@ -56,10 +56,10 @@ _DISCOVERY_SECONDS = 20.0
 """Time limit of rule discovery, for all operators of a program."""
 
 _MAX_STRATEGIES: int = Settings.model_fields["max_strategies"].default
-"""For jobs of a release that had no such limit."""
+"""For jobs that were submitted to a release without this limit."""
 
 _BUSY_TIMEOUT = 1.0
-"""Seconds to wait for another writer: beyond that, solving without the cache is quicker."""
+"""Seconds to wait for another writer; solving without the cache is faster than a longer wait."""
 
 _EXPLANATION = TypeAdapter(Explanation)
 
@@ -110,8 +110,8 @@ def solve(
         plans: store of plan documents under their ids, for the plans of a search.
 
     Raises:
-        InputError: the graph cannot be planned as asked.
-        ServerError: OTHER_RELEASE, if the job was submitted to a release that differs.
+        InputError: the request cannot be planned.
+        ServerError: OTHER_RELEASE, if the job was submitted to another release.
     """
     request = json.loads(work.request)
     try:
@@ -173,7 +173,7 @@ def _search(task: _Task) -> tuple[bytes, bool]:
         if plans is None or not is_final:
             return False
         plans.put(made.id, made.to_json().encode())
-        # A cache that fails does not raise.
+        # `put` does not raise if the cache fails.
         return plans.get(made.id) is not None
 
     found, is_final = core.search(
@@ -210,38 +210,38 @@ def _other_release() -> ServerError:
 def main() -> None:
     """Run the job that arrives on stdin."""
     source = sys.stdin.buffer
-    answers = _claim_stdout()
-    # Opened before there is a job, as everything is imported before.
+    messages = _claim_stdout()
+    # Opened before a job arrives, to save time later.
     caches = _open_caches(Settings())
     with suppress(OSError):
-        # If the worker is gone, the end of stdin will tell.
-        write_frame(answers, FrameKind.READY, b"")
+        # If the worker has died, reading stdin ends this process.
+        write_frame(messages, FrameKind.READY, b"")
     request, graph = _expect(source, FrameKind.REQUEST), _expect(source, FrameKind.GRAPH)
     Thread(target=_end_with_worker, daemon=True).start()
 
     def report(progress: Mapping[str, Any]) -> None:
-        write_frame(answers, *encode(Progressed(progress)))
+        write_frame(messages, *encode(Progressed(progress)))
 
     try:
-        answer: Solved | Failed = solve(
+        outcome: Solved | Failed = solve(
             SolverInput(request.decode(), graph), report, Event(), *caches
         )
-    except Exception as error:  # noqa: BLE001  whatever it is becomes the answer
+    except Exception as error:  # noqa: BLE001  every error becomes the result
         if problem_type_of(error) is ProblemType.INTERNAL:
             _log.exception("solving failed")
-        answer = Failed(problem_of(error))
-    write_frame(answers, *encode(answer))
+        outcome = Failed(problem_of(error))
+    write_frame(messages, *encode(outcome))
 
 
 def _open_caches(settings: Settings) -> tuple[core.Resources, KeyValueStore | None]:
-    """The service's cache: solved blocks, rules, and plans; none if it is unavailable."""
+    """Caches of solved blocks, rules and plans in the service's database; none if unavailable."""
     try:
         engine = open_engine(settings.store_url, busy_timeout=_BUSY_TIMEOUT)
         cache = SolverCache(engine, max_bytes=settings.cache_max_bytes)
     except StoreUnavailableError as error:
         _log.warning("solving without the cache: %s", error)
         return core.Resources(), None
-    # Plans in this process's memory could not be looked up.
+    # The service could not read plans in the memory of this process.
     namespace = JobKind.PLAN.namespace
     plans = None if settings.is_in_memory else NamespacedCache(cache, namespace)
     blocks, rules = NamespacedCache(cache, BLOCKS), NamespacedCache(cache, RULES)
@@ -249,10 +249,10 @@ def _open_caches(settings: Settings) -> tuple[core.Resources, KeyValueStore | No
 
 
 def _claim_stdout() -> IO[bytes]:
-    """Reserve stdout for answers: all other output, also of C libraries, goes to stderr."""
-    answers = os.fdopen(os.dup(1), "wb")
+    """Reserve stdout for messages: all other output, also of C libraries, goes to stderr."""
+    messages = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    return answers
+    return messages
 
 
 def _expect(source: IO[bytes], kind: FrameKind) -> bytes:

@@ -1,7 +1,7 @@
 """Workers: threads that claim jobs and supervise their solvers.
 
 If the database is unavailable for a while, solvers continue, and their results are written when
-it is back: nobody else can claim a job meanwhile.
+it is available again: no other worker can claim a job meanwhile.
 """
 
 import time
@@ -39,13 +39,13 @@ _IDLE = 1.0
 """Seconds between checks of the queue without a wake-up."""
 
 _MAX_BACKOFF = 2.0
-"""Longest pause between attempts to reach an unavailable database: much less than a lease."""
+"""Longest pause between attempts to reach an unavailable database; much less than a lease."""
 
 _PROGRESS_SHARE = 0.02
-"""Shortest time between two progress reports, as a fraction of the time that the job has run."""
+"""Shortest time between two progress reports, as a share of the time that the job has run."""
 
 _HOUSEKEEPING = 60.0
-"""Seconds between deletions of what has expired."""
+"""Seconds between deletions of expired rows and entries."""
 
 _OUTCOMES: Mapping[type, str] = {Solved: "succeeded", Failed: "failed", Died: "crashed"}
 
@@ -53,7 +53,7 @@ _log = structlog.get_logger(__name__)
 
 
 class SolverHealth:
-    """Counts the solvers that one worker has lost in a row through no fault of their jobs.
+    """Counts the solvers that one worker has lost in a row, not because of their jobs.
 
     Args:
         clock: monotonic clock, in seconds.
@@ -71,24 +71,24 @@ class SolverHealth:
 
     @property
     def delay(self) -> float:
-        """Seconds to wait before another solver is prepared: none after a single loss."""
+        """Seconds to wait before another solver is prepared; 0 after a single loss."""
         return 0.0 if self._lost <= 1 else min(2.0 ** (self._lost - 2), _MAX_PREPARE_DELAY)
 
     def prepared(self) -> None:
-        """Record that a solver waits from now on."""
+        """Record that a solver was prepared and waits for a job."""
         self._since = self._clock()
 
     def waited(self) -> None:
-        """Record that it still waits."""
+        """Record that the solver still waits for a job."""
         if self._clock() - self._since >= _READY_AFTER:
             self.ready()
 
     def ready(self) -> None:
-        """Record that a solver was ready."""
+        """Record that a solver became ready."""
         self._lost = 0
 
     def lost(self) -> None:
-        """Record that a solver could not be made, or ended before it was ready or started."""
+        """Record that a solver could not be prepared, or died before it was ready or started."""
         self._lost += 1
 
 
@@ -97,7 +97,7 @@ class Workers:
 
     Args:
         stores: with the queue and the cache of results.
-        executor: where solves run.
+        executor: runs solves.
         settings: number of workers, and limits.
     """
 
@@ -126,21 +126,20 @@ class Workers:
 
     @property
     def alive(self) -> bool:
-        """True if all workers are stopping, or run and can start solvers."""
+        """True if the workers are stopping, or all of them run and can start solvers."""
         if self._stopping.is_set():
             return True
         return self.are_running and all(health.is_good for health in self._health.values())
 
     @property
     def are_running(self) -> bool:
-        """True if all threads run; one that has ended is not started again."""
+        """True if all threads run; a dead one is not restarted."""
         return all(thread.is_alive() for thread in self._threads)
 
     def drain(self) -> None:
-        """Claim no more jobs; after the grace period, running ones go back to the queue.
+        """Claim no more jobs; after the grace period, running ones are requeued.
 
-        Waits for nothing and takes no lock that others hold for long, as it runs in a signal
-        handler: idle workers notice within a second.
+        It does not block, because it runs in a signal handler: idle workers notice within a second.
         """
         if not self._stopping.is_set():
             self._deadline = time.monotonic() + self._settings.shutdown_grace
@@ -161,7 +160,7 @@ class Workers:
         while not self._stopping.is_set():
             try:
                 solver = solver or self._prepare(health)
-                # Preparing takes a while, in which the workers may have been drained.
+                # Preparing takes time, in which the workers may have been drained.
                 claim = None if self._stopping.is_set() else self._jobs.claim(owner)
                 backoff.reset()
                 if claim is None:
@@ -197,12 +196,12 @@ class Workers:
         started = time.monotonic()
         kind = known_kind(claim.kind)
         if kind is None:
-            # Its solver will answer that it belongs to another release.
+            # Its solver fails it: the job belongs to another release.
             return False
         try:
             document = self._stores.cache.get(kind.namespace, claim.plan_id)
         except StoreUnavailableError as error:
-            # The job is claimed, so nobody else would run it: rather solve it again.
+            # The job is claimed, so no other worker would run it: solve it again.
             _log.warning("store_unavailable", reason=str(error))
             return False
         if document is None:
@@ -223,7 +222,7 @@ class Workers:
     def _supervise(
         self, claim: Claim, solver: Solver, lease: "_Lease", health: SolverHealth
     ) -> str:
-        """Wait for the end of a job; returns its outcome."""
+        """Wait for the end of a job; return its outcome."""
         _log.info("job_started")
         solver.start(SolverInput(claim.request, claim.graph))
         while True:
@@ -263,7 +262,7 @@ class Workers:
         kind = JobKind(claim.kind)
         cache = self._stores.cache
         if message.cacheable and not cache.put(kind.namespace, claim.plan_id, document):
-            # Another worker was faster: one id, one document.
+            # Another worker was faster: the first document of an id stays.
             document = cache.get(kind.namespace, claim.plan_id) or document
         if message.cacheable and kind is JobKind.PLAN:
             self._stores.plans.add(claim.plan_id, document)
@@ -315,7 +314,7 @@ class Workers:
 
 
 def _checked(solver: Solver, health: SolverHealth) -> Solver | None:
-    """A solver that waits; None if it has ended, for example for lack of memory."""
+    """The waiting solver; None if it has died, for example for lack of memory."""
     if solver.is_alive():
         health.waited()
         return solver
@@ -340,7 +339,7 @@ class _Backoff:
         self._pause = _POLL
 
     def next(self, error: StoreUnavailableError) -> float:
-        """Log a failed attempt; seconds to wait before the next one."""
+        """Log a failed attempt; return the seconds to wait before the next one."""
         pause, self._pause = self._pause, min(2 * self._pause, _MAX_BACKOFF)
         _log.warning("store_unavailable", reason=str(error), again_in=pause)
         return pause
@@ -364,7 +363,7 @@ class _Lease:
         return time.monotonic() - self._started
 
     def update(self, message: Progressed | None) -> bool:
-        """Take note of progress; False if the job is no longer this worker's."""
+        """Record progress and renew the lease if due; False if the job was withdrawn."""
         if message is not None:
             self._progress = message.progress
         now = time.monotonic()
@@ -373,7 +372,7 @@ class _Lease:
         try:
             is_leased = self._renew(now)
         except StoreUnavailableError as error:
-            # Nobody can take the job away either.
+            # No other process can requeue the job meanwhile.
             self._next_check = time.monotonic() + self._backoff.next(error)
             return True
         self._backoff.reset()

@@ -1,1 +1,1 @@
-"""The service's database: its tables and migrations, and a store for each kind of rows."""
+"""The service's database: tables, migrations, and a store for each table."""

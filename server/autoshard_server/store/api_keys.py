@@ -28,8 +28,8 @@ class ApiKey:
         name: of its owner.
         scopes: permissions.
         created_at: seconds since 1970.
-        expires_at: when it becomes invalid, if ever.
-        revoked_at: when it was revoked, if it was.
+        expires_at: time from which it is invalid; None for no expiry.
+        revoked_at: time at which it was revoked; None if it was not.
     """
 
     id: str
@@ -40,7 +40,7 @@ class ApiKey:
     revoked_at: float | None
 
     def is_valid(self, now: float) -> bool:
-        """True if the key is neither expired nor revoked at a time."""
+        """True if the key is neither revoked nor expired at the time `now`."""
         expired = self.expires_at is not None and now >= self.expires_at
         return self.revoked_at is None and not expired
 
@@ -62,7 +62,7 @@ class ApiKeyStore:
     def create(
         self, name: str, scopes: Collection[str], *, expires_at: float | None = None
     ) -> tuple[ApiKey, str]:
-        """Create a key; returns it with its token, which cannot be read again."""
+        """Create a key; return it with its token, which is not stored."""
         with self._engine.begin() as connection:
             return _insert(connection, name, scopes, expires_at)
 
@@ -73,7 +73,7 @@ class ApiKeyStore:
         with self._reader.begin() as connection:
             row = connection.execute(select(keys).where(keys.c.id == key_id)).mappings().first()
         expected = _NO_DIGEST if row is None else row["secret_sha256"]
-        # Compared without such a key too, so that the time reveals nothing.
+        # Compared also if there is no such key, so that the time does not reveal it.
         if not hmac.compare_digest(_digest(secret), expected) or row is None or prefix != _PREFIX:
             return None
         found = _key(row)

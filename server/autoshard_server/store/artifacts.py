@@ -23,7 +23,7 @@ PLANS = "plans"
 """Namespace of plan documents in the cache, by plan id."""
 
 _BATCH = 100
-"""Plans that are indexed by one call, so that nobody else waits for long."""
+"""Plans that are indexed by one call, so that other writers do not wait for long."""
 
 _MAX_INTEGER = (1 << 63) - 1
 """Largest integer of a database column; larger numbers are shown as this one."""
@@ -40,7 +40,7 @@ class GraphStore:
         self._cache = cache
 
     def put(self, body: bytes) -> tuple[EntryInfo, bool]:
-        """Store a graph; returns its metadata, and whether it is new."""
+        """Store a graph; return its metadata, and true if it is new."""
         digest = hashlib.sha256(body).hexdigest()
         is_new = self._cache.put(GRAPHS, digest, body)
         if not is_new and self._cache.get(GRAPHS, digest) is None:
@@ -75,8 +75,8 @@ class PlanEntry(results.PlanEntry):
 class PlanIndex:
     """An index of the plans in a cache, so that they can be listed without reading them.
 
-    The cache decides: plans that it has evicted are not listed, and plans that it got from
-    elsewhere (an older release, or an import) are added by `refresh`.
+    Plans that the cache has evicted are not listed. Plans that were added to the cache without the
+    index (by an older release, or an import) are added by `refresh`.
 
     Args:
         engine: of a migrated database.
@@ -103,7 +103,7 @@ class PlanIndex:
             return
         except StoreUnavailableError:
             raise
-        except Exception as error:  # noqa: BLE001  whatever it is, other plans are still listed
+        except Exception as error:  # noqa: BLE001  other plans must still be listed
             self._invalid |= {plan_id}
             _log.warning("the plan %r cannot be listed: %s", plan_id, type(error).__name__)
 
@@ -113,7 +113,7 @@ class PlanIndex:
         """Plans of the cache, newest first, and the cursor of the next page.
 
         Args:
-            after: cursor of the page before.
+            after: cursor of the previous page.
             graph_digest: only plans of this program.
             limit: largest number to return; fewer are returned only at the end.
         """
@@ -128,7 +128,7 @@ class PlanIndex:
         return found, after
 
     def refresh(self) -> int:
-        """Add missing plans, and delete those that were evicted; returns how many in all."""
+        """Add missing plans, and delete evicted ones; return the number of both together."""
         with self._reader.begin() as connection:
             known = set(connection.execute(select(plans.c.id)).scalars())
         cached = {entry.key for entry in self._cache.entries(PLANS)}

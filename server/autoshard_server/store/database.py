@@ -29,7 +29,7 @@ _LOCK = "autoshard migrations"
 
 _log = logging.getLogger(__name__)
 
-# It logs every look at a database.
+# It logs every read of the revision.
 logging.getLogger("alembic.runtime.migration").setLevel(logging.WARNING)
 
 
@@ -41,16 +41,16 @@ class Stores:
 
     Attributes:
         engine: its connections.
-        cache: plans, graphs, solved blocks: what can be evicted and made again.
+        cache: plans, graphs and solved blocks, which can be evicted.
         jobs: the queue.
         graphs: uploads by digest, in the cache.
         plans: an index of the plans in the cache.
-        topologies: those that requests can name, besides the presets.
+        topologies: stored topologies that requests can name.
         idempotency: the Idempotency-Keys of requests.
         api_keys: the keys of callers.
 
     Raises:
-        StoreUnavailableError: it cannot be opened or written, or a newer release wrote it.
+        StoreUnavailableError: it cannot be opened or written, or a newer release migrated it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -73,7 +73,7 @@ def migrate(engine: Engine) -> None:
     """Run the missing migrations in one transaction; concurrent callers wait for each other.
 
     Raises:
-        StoreUnavailableError: the database cannot be written, or a newer release wrote it.
+        StoreUnavailableError: the database cannot be written, or a newer release migrated it.
     """
     if is_current(engine):
         return
@@ -121,7 +121,7 @@ def _heads(connection: Connection) -> set[str]:
 
 def _config() -> Config:
     config = Config()
-    # Percent signs would be taken for interpolations.
+    # Percent signs must be escaped: the configuration interpolates them.
     folder = str(Path(__file__).with_name("migrations")).replace("%", "%%")
     config.set_main_option("script_location", folder)
     return config

@@ -1,4 +1,4 @@
-"""Idempotency keys, and the jobs that their requests got."""
+"""Idempotency keys, and the jobs of their requests."""
 
 import hashlib
 import json
@@ -22,8 +22,8 @@ class IdempotencyRecord:
     """The request that a key identifies.
 
     Attributes:
-        body_sha256: digest of the request's body; another one is a misuse of the key.
-        job_id: job that the request got; None before, and where it needed none.
+        body_sha256: digest of the request; with another digest, the key is refused.
+        job_id: job of the request; None before it is submitted, or if there is none.
     """
 
     body_sha256: str
@@ -53,11 +53,11 @@ class IdempotencyStore:
         return IdempotencyRecord(row.body_sha256, json.loads(row.answer).get("job"))
 
     def reserve(self, caller: str, key: str, body_sha256: str) -> IdempotencyRecord:
-        """Reserve a key for a request; of several concurrent ones the first gets it.
+        """Reserve a key for a request; the first of several concurrent requests gets it.
 
         Args:
-            caller: whose key it is; the empty string without API keys.
-            key: as it was sent.
+            caller: name of the API key; empty without API keys.
+            key: the Idempotency-Key.
             body_sha256: digest of the request, 64 hex digits.
 
         Returns:
@@ -78,20 +78,20 @@ class IdempotencyStore:
             except IntegrityError:
                 found = self.find(caller, key)
                 if found is None:
-                    # It has expired at this very moment.
+                    # It expired between the two transactions.
                     continue
                 return found
             return IdempotencyRecord(body_sha256)
 
     def set_job(self, caller: str, key: str, body_sha256: str, job_id: str) -> None:
-        """Store the job of the request that reserved a key; the first one is kept."""
+        """Store the job of the request that reserved a key, unless it has one."""
         unanswered = (keys.c.body_sha256 == body_sha256) & (keys.c.answer == _NO_ANSWER)
         statement = update(keys).where(_is(caller, key), unanswered)
         with self._engine.begin() as connection:
             connection.execute(statement.values(answer=json.dumps({"job": job_id})))
 
     def purge(self) -> int:
-        """Delete expired keys; returns how many."""
+        """Delete expired keys; return their number."""
         with self._engine.begin() as connection:
             return connection.execute(delete(keys).where(self._expired())).rowcount
 

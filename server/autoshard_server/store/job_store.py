@@ -6,15 +6,14 @@
       └──> cancelled
 
 A running job is leased to the worker that claimed it, which sends heartbeats: each increments
-the row's `beat`. Another process that sees the same number for the length of a lease, measured
-with its own monotonic clock and only while it could read the database, considers the worker dead
-and puts the job back into the queue, or fails it after too many attempts. No clock is compared
-with another one, so neither a clock that jumps nor hosts that disagree can take a job from a
-worker that lives.
+the row's `beat`. Another process that reads the same number for the length of a lease, measured
+with its own monotonic clock and only while it can read the database, considers the worker dead and
+requeues the job, or fails it after too many attempts. Clocks of different hosts are never compared,
+so a clock that jumps cannot take a job from a live worker.
 
-A worker that shuts down releases its job. Every transition is one UPDATE that names the states
-it may start from, so two processes can never both make it, and inserts an event in the same
-transaction. A worker stops when the row says that the job is no longer its own.
+A worker that shuts down releases its job. Every transition is one UPDATE that names the states it
+may start from, so two processes cannot both make it, and inserts an event in the same transaction.
+A worker stops when the row has another owner or state.
 """
 
 import json
@@ -67,7 +66,7 @@ class JobStore:
     Args:
         engine: of a migrated database.
         lease: seconds without a heartbeat after which a worker is considered dead.
-        max_attempts: how often a job is started before it fails.
+        max_attempts: number of starts of a job after which it fails.
         clock: monotonic clock, in seconds.
     """
 
@@ -107,7 +106,7 @@ class JobStore:
             kind: of the result.
             caller: name of the key.
             max_active: largest number of queued and running jobs of this caller.
-            context: what logs and traces of the work should carry.
+            context: fields for logs and traces of the job.
 
         Raises:
             ServerError: TOO_MANY_JOBS, if a limit is reached.
@@ -135,16 +134,16 @@ class JobStore:
                     queued = _jobs.c.state == JobState.QUEUED
                     _check_limit(connection, queued, "queued", "max_queued_jobs", max_queued)
                     if caller is not None and max_active is not None:
-                        theirs = (_jobs.c.caller == caller) & _jobs.c.state.in_(ACTIVE_STATES)
-                        what = "queued or running for your key"
-                        _check_limit(connection, theirs, what, "max_caller_jobs", max_active)
+                        of_caller = (_jobs.c.caller == caller) & _jobs.c.state.in_(ACTIVE_STATES)
+                        state = "queued or running for your key"
+                        _check_limit(connection, of_caller, state, "max_caller_jobs", max_active)
                     connection.execute(insert(_jobs).values(row | {"number": last}))
                     _add_event(connection, row["id"], JobState.QUEUED)
                     inserted = _find(connection, _jobs.c.id == row["id"])
                     assert inserted is not None
                     return inserted
             except IntegrityError:
-                # With concurrent writers, another one inserted it first.
+                # A concurrent writer inserted it first.
                 continue
 
     def get(self, job_id: str) -> Job | None:
@@ -163,8 +162,8 @@ class JobStore:
         """Jobs, newest first, and the cursor of the next page.
 
         Args:
-            after: cursor of the page before.
-            caller: only jobs that this caller asked for first.
+            after: cursor of the previous page.
+            caller: only jobs that this caller submitted first.
             states: only jobs in one of these; in any if left out.
             limit: largest number to return.
         """
@@ -212,7 +211,7 @@ class JobStore:
             return None
 
     def claim(self, owner: str) -> Claim | None:
-        """Claim the job that has been queued longest, or None."""
+        """Claim the job that was queued first; None if the queue is empty."""
         oldest = (
             select(_jobs.c.id)
             .where(_jobs.c.state == JobState.QUEUED)
@@ -242,7 +241,7 @@ class JobStore:
         return Claim(row["id"], row["kind"], row["plan_id"], owner, row["request"], graph, context)
 
     def renew(self, claim: Claim, progress: Mapping[str, Any] | None = None) -> bool:
-        """Send a heartbeat, and progress if any; False if the job is no longer the worker's."""
+        """Send a heartbeat, and progress if any; False if the lease has ended."""
         values: dict[str, Any] = {"beat": _jobs.c.beat + 1}
         if progress is not None:
             values["progress"] = json.dumps(progress)
@@ -254,24 +253,24 @@ class JobStore:
             return renewed
 
     def is_leased(self, claim: Claim) -> bool:
-        """True if the job is still the worker's."""
+        """True if the worker still has the lease of the job."""
         with self._reader.begin() as connection:
             return bool(connection.execute(select(_jobs.c.id).where(_is_leased(claim))).all())
 
     def succeed(self, claim: Claim, result: bytes) -> bool:
-        """Finish a job with its document; False if it is no longer the worker's."""
+        """Finish a job with its document; False if the lease has ended."""
         packed = zlib.compress(result)
         return self._finish(claim.id, JobState.SUCCEEDED, _is_leased(claim), result=packed)
 
     def fail(self, claim: Claim, problem: Mapping[str, Any]) -> bool:
-        """Finish a job with problem details; False if it is no longer the worker's."""
+        """Finish a job with problem details; False if the lease has ended."""
         return self._finish(claim.id, JobState.FAILED, _is_leased(claim), problem)
 
     def retry(self, claim: Claim, problem: Mapping[str, Any]) -> bool:
         """Requeue a job whose solver died, or fail it after too many attempts.
 
         Returns:
-            whether it was still the worker's.
+            false if the lease has ended.
         """
         again = _jobs.c.attempts < self._max_attempts
         return self._requeue(claim.id, _is_leased(claim) & again) or self.fail(claim, problem)
@@ -284,13 +283,13 @@ class JobStore:
         return self._finish(job_id, JobState.CANCELLED, _jobs.c.id == job_id, problem)
 
     def release(self, claim: Claim) -> bool:
-        """Put a job back into the queue, as if it had never been started."""
+        """Requeue a job without counting the attempt."""
         return self._requeue(claim.id, _is_leased(claim), attempts=_jobs.c.attempts - 1)
 
     def recover(self) -> int:
-        """Requeue or fail the jobs of dead workers; returns how many there were.
+        """Requeue or fail the jobs of dead workers; return their number.
 
-        Has to be called several times per lease to notice them.
+        It must be called several times per lease to detect them.
         """
         query = select(_jobs.c.id, _jobs.c.beat).where(_jobs.c.state == JobState.RUNNING)
         with self._reader.begin() as connection:
@@ -299,7 +298,7 @@ class JobStore:
         return sum(self._recover(job_id, beat) for job_id, beat in expired.items())
 
     def purge(self, older_than: float) -> int:
-        """Delete jobs that finished more than so many seconds ago; returns how many."""
+        """Delete jobs that finished more than `older_than` seconds ago; return their number."""
         old = _jobs.c.finished_at < time.time() - older_than
         ids = select(_jobs.c.id).where(old)
         with self._engine.begin() as connection:
@@ -333,7 +332,7 @@ class JobStore:
         error: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> bool:
-        """The transition to a final state, which also deletes what only the solver needed."""
+        """The transition to a final state, which also deletes the graph."""
         sources = [s for s in JobState if target in TRANSITIONS[s]]
         values |= {"finished_at": time.time(), "owner": None, "graph": None}
         if error is not None:
@@ -351,9 +350,9 @@ class JobStore:
 class _Leases:
     """Measures for how long each running job's heartbeat number has not changed.
 
-    Time is measured by the observer's own monotonic clock, and between two observations at most
-    half a lease counts: if the observer or the database was away, workers get the time to send a
-    heartbeat before anything is taken from them.
+    Time is measured by the observer's monotonic clock, and between two observations at most half a
+    lease counts: if the observer or the database was not available, workers have time to send a
+    heartbeat before their jobs are requeued.
     """
 
     def __init__(self, lease: float) -> None:
@@ -381,14 +380,14 @@ class _Leases:
 
 
 def _check_limit(
-    connection: Connection, where: ColumnElement[bool], what: str, setting: str, limit: int
+    connection: Connection, where: ColumnElement[bool], state: str, setting: str, limit: int
 ) -> None:
-    """Refuse another job if there are too many already; in the transaction that inserts it."""
+    """Refuse another job if there are too many, in the transaction that inserts it."""
     count = connection.execute(select(func.count()).where(where)).scalar_one()
     if count >= limit:
         raise limit_error(
             ProblemType.TOO_MANY_JOBS,
-            f"{count} jobs are {what}, and the limit is {limit}; retry later, or cancel one",
+            f"{count} jobs are {state}, and the limit is {limit}; retry later, or cancel one",
             setting,
             limit,
             headers={"Retry-After": "10"},
@@ -404,7 +403,7 @@ def _insert_event(
 ) -> None:
     """Insert the next event of a job, in the transaction that has just updated its row.
 
-    The row is locked by that update, so no two events can get the same number.
+    The update locks the row, so no two events can have the same number.
     """
     number: ScalarSelect[int] = (
         select(func.coalesce(func.max(job_events.c.number), 0) + 1)
@@ -423,7 +422,7 @@ def _transition(target: JobState, *sources: JobState, where: ColumnElement[bool]
 
 
 def _is_leased(claim: Claim) -> ColumnElement[bool]:
-    """The job is still the worker's: it may have been cancelled, or given to another."""
+    """The worker still has the lease: the job was neither cancelled nor claimed by another one."""
     leased = (_jobs.c.owner == claim.owner) & (_jobs.c.state == JobState.RUNNING)
     return (_jobs.c.id == claim.id) & leased
 

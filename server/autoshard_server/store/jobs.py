@@ -1,4 +1,4 @@
-"""Jobs as values: kinds, states, rows, claims and events."""
+"""Data classes of jobs: kinds, states, rows, claims and events."""
 
 import time
 from collections.abc import Mapping
@@ -63,14 +63,14 @@ class Job:
 
     Attributes:
         id: 32 hex digits.
-        kind: of the result, as text: it may be one of a newer release.
-        plan_id: id of the plan that the job makes, or of its other result.
-        caller: name of the key that asked first; None without keys.
+        kind: of the result, as text: it may be a kind of a newer release.
+        plan_id: id of the plan, or of the other result, that the job makes.
+        caller: name of the key that submitted it first; None without keys.
         state: of the job.
-        attempts: how often it was started.
+        attempts: number of starts.
         created_at: seconds since 1970.
-        started_at: the same, of the last start.
-        finished_at: the same.
+        started_at: time of the last start, in seconds since 1970.
+        finished_at: time of the end, in seconds since 1970.
         progress: phase, incumbent, bound and gap, as the solver last reported them.
         error: problem details of a failed or cancelled job.
     """
@@ -107,7 +107,7 @@ class Claim:
         owner: the worker.
         request: JSON text with mesh, options and limits.
         graph: the uploaded bytes.
-        context: what logs and traces of the work carry, such as `request_id`.
+        context: fields for logs and traces of the job, such as `request_id`.
     """
 
     id: str
@@ -129,7 +129,7 @@ class EventKind(StrEnum):
 
 
 class JobEvent(BaseModel):
-    """Something that happened to a job: the data of a server-sent event."""
+    """An event of a job: the data of a server-sent event."""
 
     number: int = Field(ge=1, description="1, 2, 3, ... within the job; the event's id")
     kind: EventKind = Field(description="state or progress; the event's name")

@@ -1,9 +1,9 @@
 """The tables of the service after the newest migration, and cursors of lists.
 
-The entries of the cache have a table of their own. Times are seconds since 1970 by the writer's
-clock; they are for people and for deleting what is old. Nothing that must survive a clock that
-jumps depends on them: jobs are claimed in the order of `number`, and leases are measured by
-heartbeats (see `autoshard_server.store.job_store`).
+The table of cache entries is in `autoshard_solver_cache.sql`. Times are seconds since 1970 by the
+writer's clock, for display and for deleting old rows. Jobs are claimed in the order of `number`,
+and leases are measured by heartbeats (see `autoshard_server.store.job_store`), so neither depends
+on a clock that may jump.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ jobs = Table(
     "jobs",
     metadata,
     Column("id", String(32), primary_key=True),
-    # Order of arrival; two that arrive at once may share a number.
+    # Order of arrival; concurrent ones may have the same number.
     Column("number", BigInteger, nullable=False, server_default="0"),
     Column("kind", String(16), nullable=False, server_default="plan"),
     Column("plan_id", String(64), nullable=False),
@@ -141,7 +141,7 @@ class Cursor(NamedTuple):
 
 
 def newest_first(query: Select[Any], table: Table, after: Cursor | None) -> Select[Any]:
-    """Order a query from new to old, and start behind a cursor if there is one."""
+    """Order a query from new to old, starting after a cursor if there is one."""
     place = tuple_(table.c.created_at, table.c.id)
     if after is not None:
         query = query.where(place < tuple_(*after))

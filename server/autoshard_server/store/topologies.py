@@ -29,7 +29,7 @@ class StoredTopologyEntry(BaseModel):
     name: str
     sha256: str = Field(description="of the document; its ETag")
     created_at: datetime
-    updated_at: datetime = Field(description="when this document was stored")
+    updated_at: datetime = Field(description="time at which this document was stored")
 
 
 _ENTRY = tuple(topologies.c[name] for name in StoredTopologyEntry.model_fields)
@@ -60,10 +60,10 @@ class TopologyStore:
             name: matches `NAME_PATTERN`.
             document: JSON text.
             max_stored: largest number of stored topologies.
-            precondition: whether the stored one may be replaced.
+            precondition: returns true if the stored one may be replaced.
 
         Returns:
-            its entry, and whether the name is new.
+            its entry; true if the name is new.
 
         Raises:
             ServerError: LIMIT, if there are too many; PRECONDITION_FAILED.
@@ -92,7 +92,7 @@ class TopologyStore:
                 StoredTopologyEntry.model_validate(dict(row))
                 for row in connection.execute(select(*_ENTRY)).mappings()
             ]
-        # Databases differ in how they order letters.
+        # The order of strings depends on the database.
         return sorted(found, key=lambda entry: entry.name)
 
     def delete(self, name: str, *, precondition: Precondition = lambda _sha256: True) -> bool:

@@ -1,1 +1,1 @@
-"""Migrations of the service's database, run by `autoshard_server.store.migrate`."""
+"""Migrations of the service's database, run by `autoshard_server.store.database.migrate`."""

@@ -1,4 +1,4 @@
-"""Alembic's entry point: migrates over the connection, and in the transaction, it is given."""
+"""Alembic's entry point: migrates on the connection, and in the transaction, of the caller."""
 
 from alembic import context
 

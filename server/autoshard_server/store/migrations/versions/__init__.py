@@ -1,1 +1,1 @@
-"""One module per migration; none is changed after its release."""
+"""One module per migration; a released migration never changes."""

@@ -1,4 +1,4 @@
-"""Jobs, as version 0.1.0 made them without migrations; what it made is left as it is."""
+"""Table of jobs as in version 0.1.0, which had no migrations; an existing table is kept."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Create the table where a database is new."""
+    """Create the table if the database is new."""
     if sa.inspect(op.get_bind()).has_table("jobs"):
         return
     op.create_table(

@@ -1,4 +1,4 @@
-"""Events, an index of plans, callers and their keys; leases that no clock decides."""
+"""Tables of events, plans, API keys and idempotency keys; leases measured by heartbeats."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add tables and columns; jobs keep their order."""
+    """Add tables and columns; the order of jobs stays."""
     _extend_jobs()
     _add_events()
     _add_plans()

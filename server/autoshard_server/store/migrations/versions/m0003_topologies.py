@@ -1,4 +1,4 @@
-"""Topologies that are stored under names."""
+"""Table of stored topologies."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add their table."""
+    """Add the table."""
     op.create_table(
         "topologies",
         sa.Column("name", sa.String(64), primary_key=True),
