@@ -48,7 +48,7 @@ faults: $(INSTALLED)  ## Kill servers, workers and databases while jobs run, int
 prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 	$(BIN)/python benchmarks/random_problems.py --count 100000 --processes 2
 
-prove-loading: $(INSTALLED)  ## Load 1.1 billion parameters onto 4 ranks: what is read, and held
+prove-loading: $(INSTALLED)  ## Load 1.1 billion parameters onto 4 ranks: bytes read, and memory
 	$(BIN)/python -m benchmarks.loading
 
 load: $(INSTALLED)  ## Requests per second for plans that are known, into docs/reliability.md
@@ -60,7 +60,7 @@ conformance: $(INSTALLED)  ## The whole API against its specification, into docs
 fuzz: $(INSTALLED)  ## 10,000 damaged archives and requests, into docs/reliability.md
 	$(BIN)/python -m benchmarks.fuzz
 
-prove-image: $(INSTALLED)  ## Build the image without an engine, run it confined, ask it for a plan (root)
+prove-image: $(INSTALLED)  ## Build the image without an engine, run it confined, request a plan (root)
 	$(BIN)/python -m benchmarks.image --write
 
 image:  ## Build the container image; BUILD="buildah build --format docker" does without docker

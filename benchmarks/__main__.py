@@ -19,7 +19,7 @@ _DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
 
 
 def main() -> int:
-    """Measure the tables that are asked for, and write each as soon as it is there."""
+    """Measure the selected tables, and write each as soon as it is measured."""
     options = _parser().parse_args()
     selection = Selection(
         models=tuple(options.models),
@@ -29,9 +29,9 @@ def main() -> int:
     )
     for name in options.tables or _possible(selection):
         settings = _settings(options, name)
-        how = _how(name, settings, selection)
+        conditions = _conditions(name, settings, selection)
         code = code_digest()
-        head = caption(f"code {code}; {how}")
+        head = caption(f"code {code}; {conditions}")
         table = TABLES[name](settings, selection)
         if code_digest() != code:
             head += "\n\n**The code changed while this was measured: rows may not be comparable.**"
@@ -42,11 +42,11 @@ def main() -> int:
 
 
 def _possible(selection: Selection) -> list[str]:
-    """All tables, without the contest's where its instances are not at hand."""
+    """All tables; that of the contest only if its instances are given."""
     return [name for name in TABLES if name != "contest" or selection.instances]
 
 
-def _how(name: str, settings: Settings, selection: Selection) -> str:
+def _conditions(name: str, settings: Settings, selection: Selection) -> str:
     if name in {"contest", "random"}:
         return "one run"
     part = ", a part of the models and meshes" if selection.models or selection.meshes else ""
@@ -62,7 +62,7 @@ def _settings(options: argparse.Namespace, table: str) -> Settings:
         repetitions=options.repetitions or REPETITIONS.get(table, 5),
         time_limit=options.time_limit or TIME_LIMITS.get(table, 120.0),
         relative_gap=options.relative_gap,
-        patience=options.patience,
+        timeout=options.timeout,
         most_memory=int(options.most_memory * 1e9),
         resume=options.resume,
     )
@@ -73,17 +73,17 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--tables", nargs="+", choices=TABLES, default=[], help="default: all")
     add("--models", nargs="+", default=[], help="of the table of models, or .pt2; default: all")
-    add("--meshes", nargs="+", type=_mesh, default=[], help="likewise, such as 8 2x4")
+    add("--meshes", nargs="+", type=_mesh, default=[], help="such as 8 2x4; default: all")
     add("--instances", nargs="+", default=[], help="contest files, PATH or PATH:SECONDS")
     add("--num-problems", type=int, default=10_000, help="random problems")
     add("--repetitions", type=int, help="measurements per case; default: 5, fewer of long tables")
-    add("--time-limit", type=float, help="seconds for the solver; default: as goals say")
+    add("--time-limit", type=float, help="seconds for the solver; default: that of the table")
     add("--relative-gap", type=float, default=1e-3, help="at which the solver stops")
-    add("--patience", type=float, default=600.0, help="seconds until a measurement is stopped")
-    add("--most-memory", type=float, default=12.0, help="GB that a measurement may take")
+    add("--timeout", type=float, default=600.0, help="seconds until a measurement is stopped")
+    add("--most-memory", type=float, default=12.0, help="GB that a measurement may use")
     add("--folder", type=Path, default=Path("build/benchmarks"), help="exports and results")
-    add("--document", type=Path, default=_DOCUMENT, help="what the tables are written into")
-    add("--resume", action="store_true", help="take results of the same code and settings")
+    add("--document", type=Path, default=_DOCUMENT, help="file that the tables are written into")
+    add("--resume", action="store_true", help="reuse results of the same code and settings")
     return parser
 
 

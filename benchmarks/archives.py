@@ -1,7 +1,7 @@
-"""Exported models on disk, made when they are first asked for.
+"""Exported models on disk, exported on first use.
 
-Exporting happens in another process: it needs torch, and the process that starts the
-measurements must stay small (a child's peak memory is never below its parent's on Linux).
+Exporting runs in another process: it needs torch, and the process that starts the measurements must
+stay small (a child's peak memory is never below its parent's on Linux).
 """
 
 import hashlib
@@ -14,15 +14,15 @@ _SOURCE = Path(__file__).with_name("models.py")
 
 
 class ExportFailedError(Exception):
-    """A model cannot be exported; the message is what the export said last."""
+    """A model cannot be exported; the message is the last line of the export's output."""
 
 
 def archive(name: str, folder: Path) -> Path:
     """The archive of a model of `benchmarks.models`, from the folder or exported anew.
 
     Args:
-        name: of the model; or the path of an archive, which is taken as it is.
-        folder: where archives are kept.
+        name: of the model, or the path of an archive, which is returned.
+        folder: with the archives.
 
     Raises:
         ExportFailedError: it cannot be exported.
@@ -42,12 +42,12 @@ def archive(name: str, folder: Path) -> Path:
 
 
 def last_line(text: str) -> str:
-    """What a process said last; an exception's message, as a rule."""
+    """The last line of a process's output, usually the message of an exception."""
     return text.strip().rpartition("\n")[2]
 
 
 def _state() -> str:
-    """Eight digits that change with the models' description and with what exports them."""
+    """Eight hex digits that depend on the models' source and the versions that export them."""
     versions = [f"{name} {version(name)}" for name in ("torch", "transformers")]
     text = "\n".join([_SOURCE.read_text(encoding="utf-8"), *versions])
     return hashlib.sha256(text.encode()).hexdigest()[:8]

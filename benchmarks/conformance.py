@@ -1,7 +1,7 @@
-"""The whole API against its specification: schemathesis makes requests, and looks at answers.
+"""Conformance of the API to its specification: schemathesis makes requests and checks responses.
 
 `python -m benchmarks.conformance` makes 2,000 examples and more, and writes the result into
-docs/reliability.md. The service runs as it is installed, with keys, and knows one graph.
+docs/reliability.md. The service runs with API keys, and has one graph and its plan.
 """
 
 import argparse
@@ -29,18 +29,18 @@ _DOCUMENT = _ROOT / "docs" / "reliability.md"
 _PHASES = "examples,coverage,fuzzing,stateful"
 
 _NOT_CHECKED = "positive_data_acceptance"
-"""A schema cannot say that a digest is that of the body, or that a mesh has a topology."""
+"""This check does not apply: a schema cannot require a digest to be that of the body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conformance:
-    """What schemathesis has found.
+    """Result of schemathesis.
 
     Attributes:
-        status: its exit status; 0 where nothing was wrong.
-        num_cases: requests that it made.
-        num_operations: operations that were asked, of how many there are.
-        text: what it printed.
+        status: its exit status; 0 without findings.
+        num_cases: number of requests.
+        num_operations: number of tested operations and of all.
+        text: its output.
     """
 
     status: int
@@ -50,10 +50,10 @@ class Conformance:
 
 
 def conform(max_examples: int, *, phases: str = _PHASES, seed: int = 1) -> Conformance:
-    """Ask a service of its own with so many examples for each operation."""
+    """Test a new service with a number of examples for each operation."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        # As `service` names it.
+        # The database of `service`.
         token = _key(f"sqlite:///{path / 'cache.sqlite3'}")
         with service(path, "--auth") as url:
             known = _known(url, token)
@@ -74,11 +74,11 @@ def _known(url: str, token: str) -> dict[str, str]:
     layers = torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)
     archive = export_model(torch.nn.Sequential(*layers), (torch.zeros(8, 16),))
     digest = hashlib.sha256(archive).hexdigest()
-    asked = {"graph_sha256": digest, "mesh": {"shape": [2]}, "options": {"mode": "inference"}}
+    request = {"graph_sha256": digest, "mesh": {"shape": [2]}, "options": {"mode": "inference"}}
     headers = {"Authorization": f"Bearer {token}", "Prefer": "wait=60"}
     with httpx2.Client(base_url=url, headers=headers, timeout=90) as http:
         http.put(f"/v1/graphs/{digest}", content=archive).raise_for_status()
-        plan = http.post("/v1/plans", json=asked).raise_for_status().json()["id"]
+        plan = http.post("/v1/plans", json=request).raise_for_status().json()["id"]
         job = http.get("/v1/jobs").raise_for_status().json()["jobs"][0]["id"]
     ids = {"digest": digest, "graph_sha256": digest, "plan_id": plan, "before": plan}
     return {**ids, "after": plan, "job_id": job, "name": "h100-sxm"}
@@ -99,7 +99,7 @@ def _run(url: str, token: str, known: dict[str, str], flags: list[str]) -> Confo
         "AUTOSHARD_KNOWN": json.dumps(known),
     }
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(  # noqa: S603  the command is ours
+        done = subprocess.run(  # noqa: S603  a constant command
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
     text = done.stdout + done.stderr
@@ -114,7 +114,7 @@ def _run(url: str, token: str, known: dict[str, str], flags: list[str]) -> Confo
 
 
 def main() -> int:
-    """Run, and write what came of it."""
+    """Run, and write the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance", description=__doc__)
     parser.add_argument("--examples", type=int, default=40, help="for each operation")
     parser.add_argument("--seed", type=int, default=1)
@@ -124,7 +124,8 @@ def main() -> int:
     found = conform(options.examples, seed=options.seed)
     outcome = "none" if found.status == 0 else "**some, see the output of the command**"
     table = (
-        "| operations | requests | server errors and answers that do not conform |\n|---|---|---|\n"
+        "| operations | requests | server errors and responses that do not conform |\n"
+        "|---|---|---|\n"
         f"| {found.num_operations} | {found.num_cases:,} | {outcome} |"
     )
     print(found.text)

@@ -1,6 +1,6 @@
-"""Hooks of schemathesis: half of all cases ask about what is really there.
+"""Hooks of schemathesis: half of all cases use ids of existing resources.
 
-Loaded by its own command line, with what is there in the variable AUTOSHARD_KNOWN as JSON.
+Loaded by its command line; the variable AUTOSHARD_KNOWN has the ids as JSON.
 """
 
 import itertools
@@ -18,13 +18,13 @@ _counter = itertools.count()
 
 @schemathesis.hook
 def map_path_parameters(_context: Any, parameters: dict[str, Any] | None) -> Any:
-    """Ids of what is there."""
+    """Insert ids of existing resources."""
     return _with_known(parameters)
 
 
 @schemathesis.hook
 def map_body(_context: Any, body: Any) -> Any:
-    """Digests and ids of what is there."""
+    """Insert digests and ids of existing resources."""
     return _with_known(body) if isinstance(body, dict) else body
 
 
@@ -35,7 +35,7 @@ def _with_known(given: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _known(name: str, value: Any) -> Any:
-    """What is there, in place of a value that could be; what is wrong on purpose stays wrong."""
+    """An existing id in place of a well-formed one; a malformed value is returned unchanged."""
     known = _KNOWN.get(name)
     if known is None or not isinstance(value, str):
         return value

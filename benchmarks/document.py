@@ -1,4 +1,4 @@
-"""docs/performance.md: text by hand, with tables between markers that are written here."""
+"""Writes tables between markers into Markdown documents whose other text is written by hand."""
 
 import os
 import platform
@@ -12,11 +12,11 @@ _PACKAGES = ("autoshard", "highspy", "numpy", "torch", "transformers")
 
 
 class MarkerMissingError(Exception):
-    """The document has no place for a table."""
+    """The document lacks the markers of a table."""
 
 
 def replace_table(document: str, name: str, table: str) -> str:
-    """The document with a table in its place, between `<!-- NAME -->` and `<!-- /NAME -->`.
+    """Replace the text between `<!-- NAME -->` and `<!-- /NAME -->` by a table.
 
     Raises:
         MarkerMissingError: the document lacks the two markers.
@@ -31,14 +31,14 @@ def replace_table(document: str, name: str, table: str) -> str:
     return changed
 
 
-def caption(how: str) -> str:
-    """When, on what and how a table was measured; call it when the measuring begins."""
+def caption(conditions: str) -> str:
+    """Time, machine, versions and conditions of a measurement; call it at its start."""
     busy, cores = os.getloadavg()[0], os.cpu_count()
     packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     return (
         f"*{datetime.now(UTC):%Y-%m-%d %H:%M} UTC; {_processor()}, {cores} cores, "
         f"{_memory() / 1e9:.0f} GB, load {busy:.1f} when it began; {platform.system()}, "
-        f"Python {platform.python_version()}, {packages}{_commit()}; {how}.*"
+        f"Python {platform.python_version()}, {packages}{_commit()}; {conditions}.*"
     )
 
 
@@ -46,7 +46,7 @@ def _commit() -> str:
     """The commit that is measured, after a comma; empty outside of a checkout."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        done = subprocess.run(  # noqa: S603  nothing but our own words
+        done = subprocess.run(  # noqa: S603  a constant command
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):

@@ -1,13 +1,12 @@
-"""A step of a plan beside the same step under PyTorch's own ways to train on several ranks.
+"""Step times of plans, compared with PyTorch's DistributedDataParallel, FSDP2 and tensor parallel.
 
     autoshard calibrate --nproc 4 --mesh 4 -o topology.json
     python -m benchmarks.frameworks topology.json
 
 Writes the table into docs/performance.md. `DistributedDataParallel`, `fully_shard` and
-`parallelize_module` are written by hand as their documentation shows; beside each stands the
-plan of the same pattern, and beside all of them the plan that the optimizer chooses. All run in
-turn in the same processes, round after round, so that what else the machine does meets all of
-them alike; medians count, and ratios more than seconds.
+`parallelize_module` are applied as in their documentation, and compared with the plan of the same
+pattern and with the optimal plan. Each round runs a step of all of them in the same processes, so
+that other load of the machine affects all equally; the table has medians of seconds and of ratios.
 """
 
 import argparse
@@ -55,19 +54,19 @@ _VOCABULARY = 8192
 _TOLERANCE = 1e-3
 
 Step = Callable[[], torch.Tensor]
-"""Forward, backward and the optimizer of one step; gives the loss, a mean over ranks' rows."""
+"""Forward, backward and optimizer of one step; returns the loss, a mean over the whole batch."""
 
 _ROWS = {
     "GPT-2": ("*.attn", "*.mlp", "*.c_*", "*.ln_*", "lm_head"),
     "Llama": ("*.self_attn", "*.mlp", "*_proj", "*norm", "lm_head"),
 }
-"""The modules of each model, all of which work on a rank's own rows in some patterns."""
+"""Patterns of the modules of each model that are sharded along the batch in data parallelism."""
 
 Pattern = Callable[[str], dict[str, Any]]
 
 
 def _by_rows(parameters: str, **options: str) -> Pattern:
-    """Options for a model, by name: ranks have own rows, and parameters rest in a layout."""
+    """Options that shard the batch, with a given layout of the parameters, by model name."""
 
     def of(name: str) -> dict[str, Any]:
         nodes = dict.fromkeys(_ROWS[name], "S(0)")
@@ -82,7 +81,7 @@ PATTERNS: Mapping[str, Pattern] = {
     "fully_shard": _by_rows("S(0)", reshard_after_forward="always"),
     "parallelize_module": lambda _: {"algo": "megatron", "pins": {"inputs": {"*": "R"}}},
 }
-"""What of a plan is fixed to be like each of them."""
+"""Options that fix the pattern of each framework, by model name."""
 
 CHOSEN = "the optimizer's plan"
 
@@ -117,7 +116,7 @@ def build(name: str) -> nn.Module:
         )
     )
     for block in _blocks(model):
-        # parallelize_module knows nn.Linear alone.
+        # parallelize_module supports nn.Linear only.
         mlp = block.get_submodule("mlp")
         for part in ("c_fc", "c_proj"):
             setattr(mlp, part, _linear(mlp.get_submodule(part)))
@@ -143,7 +142,7 @@ def batch() -> dict[str, Any]:
 
 
 def plans_of(name: str, mesh: Mesh) -> dict[str, Plan]:
-    """The plan of each pattern, and the one that is chosen freely."""
+    """The plan of each pattern, and the optimal plan."""
     with torch.device("meta"):
         model = build(name)
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in batch().items()}
@@ -172,12 +171,13 @@ def _step(model: nn.Module, inputs: Mapping[str, Any], *, mean: bool) -> Step:
     Args:
         model: runs on this rank.
         inputs: of forward.
-        mean: whether the losses of ranks are those of their own rows.
+        mean: true if each rank's loss is that of its slice of the batch.
     """
-    cut = [p for p in model.parameters() if isinstance(p, DTensor)]
-    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    # One kernel does not take both.
-    optimizers = [torch.optim.AdamW(group, lr=1e-4, fused=True) for group in (cut, whole) if group]
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    # A fused optimizer does not support both in one group.
+    groups = [group for group in (sharded, plain) if group]
+    optimizers = [torch.optim.AdamW(group, lr=1e-4, fused=True) for group in groups]
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(**inputs).loss
@@ -202,7 +202,7 @@ def replicated(name: str, _: DeviceMesh) -> Step:
 
 
 def sharded(name: str, mesh: DeviceMesh) -> Step:
-    """`fully_shard` of every block, and of what is left."""
+    """`fully_shard` of every block, and of the root module."""
     model = build(name)
     for block in _blocks(model):
         fully_shard(block, mesh=mesh)
@@ -211,10 +211,10 @@ def sharded(name: str, mesh: DeviceMesh) -> Step:
 
 
 def by_columns_and_rows(name: str, mesh: DeviceMesh) -> Step:
-    """`parallelize_module` with columns before rows, as in Megatron-LM.
+    """`parallelize_module` with column- before row-parallel layers, as in Megatron-LM.
 
-    GPT-2's queries, keys and values are one product, which no style cuts by heads, so its
-    attention is whole.
+    GPT-2 computes queries, keys and values in one product, which no style shards by heads, so its
+    attention is replicated.
     """
     model = build(name)
     inner: dict[str, ParallelStyle]
@@ -242,7 +242,7 @@ def _blocks(model: nn.Module) -> Sequence[nn.Module]:
     return list(model.get_submodule(name).children())
 
 
-BY_HAND: Mapping[str, Callable[[str, DeviceMesh], Step]] = {
+FRAMEWORKS: Mapping[str, Callable[[str, DeviceMesh], Step]] = {
     "DistributedDataParallel": replicated,
     "fully_shard": sharded,
     "parallelize_module": by_columns_and_rows,
@@ -250,21 +250,21 @@ BY_HAND: Mapping[str, Callable[[str, DeviceMesh], Step]] = {
 
 
 def planned(name: str, mesh: DeviceMesh, plan: Plan) -> Step:
-    """A plan; every rank passes the whole batch, of which it takes its own rows."""
+    """`parallelize` with a plan; every rank passes the whole batch."""
     return _step(parallelize(build(name), plan, mesh), batch(), mean=False)
 
 
 def measured(
     launched: LaunchContext, name: str, documents: Mapping[str, str], rounds: int
 ) -> list[list[float]]:
-    """Seconds of a step, of the slowest rank: in each round, by hand and then as planned.
+    """Seconds of a step on the slowest rank, in each round: of the frameworks, then of the plans.
 
     Raises:
         RuntimeError: two of them compute different losses.
     """
     torch.set_num_threads(1)
     mesh = launched.device_mesh
-    steps = [make(name, mesh) for make in BY_HAND.values()]
+    steps = [make(name, mesh) for make in FRAMEWORKS.values()]
     steps += [planned(name, mesh, Plan.from_json(text)) for text in documents.values()]
     found = []
     gc.disable()
@@ -293,12 +293,13 @@ def _compare(row: Sequence[float], loss: torch.Tensor, number: int) -> None:
 
 
 def table(name: str, rounds: Sequence[Sequence[float]], plans: Mapping[str, Plan]) -> list[str]:
-    """Rows: a way by hand, the plan that is like it, and the chosen one, with their ratios."""
+    """Rows: a framework, the plan of its pattern, and the optimal plan, with their ratios."""
     columns = list(zip(*rounds, strict=True))
-    hands, ours = columns[: len(BY_HAND)], columns[len(BY_HAND) :]
-    chosen = ours[list(plans).index(CHOSEN)]
+    hands, planned_times = columns[: len(FRAMEWORKS)], columns[len(FRAMEWORKS) :]
+    chosen = planned_times[list(plans).index(CHOSEN)]
     rows = []
-    for hand, pattern, column in zip(hands, plans, ours, strict=False):  # the chosen one is last
+    # The optimal plan comes last.
+    for hand, pattern, column in zip(hands, plans, planned_times, strict=False):
         cells = [f"{1e3 * median(times):.0f} ms" for times in (hand, column, chosen)]
         ratios = [f"{_ratio(times, hand):.2f}" for times in (column, chosen)]
         rows.append(f"| {name} | {pattern} | {' | '.join(cells)} | {' | '.join(ratios)} |")
@@ -306,7 +307,7 @@ def table(name: str, rounds: Sequence[Sequence[float]], plans: Mapping[str, Plan
 
 
 def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """Median over rounds, in each of which both met the same machine."""
+    """Median of the ratios of all rounds."""
     return median(one / other for one, other in zip(times, others, strict=True))
 
 
@@ -322,7 +323,7 @@ def main() -> None:
     head = caption(f"{options.rounds} rounds, 4 gloo ranks, topology {topology.source}")
     mesh = make_mesh((4,), axes=("x",), topology=topology)
     lines = [
-        "| model | by hand | takes | plan of that pattern | optimizer's plan | ratio | ratio |",
+        "| model | framework | step | plan of its pattern | optimal plan | ratio | ratio |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for name in options.models:

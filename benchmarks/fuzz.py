@@ -1,7 +1,7 @@
-"""Damaged archives and JSON, to the reader and to a service: does anything break or grow?
+"""Fuzzing of the archive reader and of a service with damaged archives and JSON.
 
-`python -m benchmarks.fuzz` makes 10,000 of them and writes the result into docs/reliability.md.
-The reader may answer with a graph or with a GraphError, the service with any status below 500.
+`python -m benchmarks.fuzz` makes 10,000 cases and writes the result into docs/reliability.md. The
+reader may return a graph or raise a GraphError; the service may respond with any status below 500.
 """
 
 import argparse
@@ -44,13 +44,13 @@ _INTERNAL = 500
 
 @dataclass
 class Findings:
-    """What happened to the cases of one target.
+    """Results of the cases of one target.
 
     Attributes:
-        outcomes: how many cases ended how.
-        failures: what must not happen, with the seed of the case.
-        grown: bytes of resident memory that were added after warming up.
-        seconds: in all.
+        outcomes: number of cases by outcome.
+        failures: unexpected errors, with the number of the case.
+        grown: growth of resident memory after warming up, in bytes.
+        seconds: of all cases.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -60,7 +60,7 @@ class Findings:
 
 
 class Cases:
-    """Damaged inputs, each made from its number alone.
+    """Damaged inputs, each determined by its number.
 
     Attributes:
         intact: an archive that is not damaged.
@@ -73,24 +73,24 @@ class Cases:
         self._models = [_model_json(archive) for archive in self._archives]
 
     def archive(self, number: int) -> bytes:
-        """An archive, or its model.json, that is damaged somewhere."""
+        """A damaged archive or model.json."""
         draw = random.Random(f"{self._seed}/{number}")
-        which = draw.randrange(len(self._archives))
-        how = draw.choices(("archive", "text", "model", "packed"), (4, 1, 2, 3))[0]
-        if how == "archive":
-            return _damaged(self._archives[which], draw)
-        model = copy.deepcopy(self._models[which])
+        index = draw.randrange(len(self._archives))
+        kind = draw.choices(("archive", "text", "model", "packed"), (4, 1, 2, 3))[0]
+        if kind == "archive":
+            return _damaged(self._archives[index], draw)
+        model = copy.deepcopy(self._models[index])
         for _ in range(draw.randint(1, 4)):
             _change(model, draw)
         text = json.dumps(model).encode()
-        if how == "text":
+        if kind == "text":
             text = _damaged(text, draw)
-        return _zipped(text) if how == "packed" else text
+        return _zipped(text) if kind == "packed" else text
 
     def request(self, number: int) -> bytes:
-        """JSON of a request that is damaged somewhere."""
+        """Damaged JSON of a request."""
         draw = random.Random(f"{self._seed}/request/{number}")
-        asked: dict[str, Any] = {
+        request: dict[str, Any] = {
             "mesh": {"shape": [2, 2], "axes": ["a", "b"], "topology": "h100-sxm"},
             "options": {
                 "mode": "training",
@@ -103,13 +103,13 @@ class Cases:
             "graph_sha256": "0" * 64,
         }
         for _ in range(draw.randint(1, 3)):
-            _change(asked, draw)
-        text = json.dumps(asked).encode()
+            _change(request, draw)
+        text = json.dumps(request).encode()
         return draw.choices((text, _damaged(text, draw)), (4, 1))[0]
 
 
 def fuzz_reader(cases: Cases, count: int) -> Findings:
-    """Let the reader read so many damaged archives."""
+    """Read a number of damaged archives."""
 
     def read(number: int) -> str:
         try:
@@ -122,7 +122,7 @@ def fuzz_reader(cases: Cases, count: int) -> Findings:
 
 
 def fuzz_service(cases: Cases, count: int) -> Findings:
-    """Send so many damaged bodies to a service of its own."""
+    """Send a number of damaged bodies to a new service."""
     os.environ |= {"AUTOSHARD_NUM_WORKERS": "0", "AUTOSHARD_MAX_QUEUED_JOBS": "1000000"}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -145,7 +145,7 @@ def fuzz_service(cases: Cases, count: int) -> Findings:
 
 
 def _sent(http: httpx2.Client, cases: Cases, number: int) -> httpx2.Response:
-    archive, asked = cases.archive(number), cases.request(number)
+    archive, request = cases.archive(number), cases.request(number)
     as_json = {"Content-Type": "application/json"}
     plain = b'{"mesh": {"shape": [2]}}'
     match number % 5:
@@ -155,12 +155,12 @@ def _sent(http: httpx2.Client, cases: Cases, number: int) -> httpx2.Response:
         case 1:
             return http.post("/v1/plans", files=_form(archive, plain))
         case 2:
-            return http.post("/v1/plans", files=_form(cases.intact, asked))
+            return http.post("/v1/plans", files=_form(cases.intact, request))
         case 3:
-            return http.post("/v1/plans:lookup", content=asked, headers=as_json)
+            return http.post("/v1/plans:lookup", content=request, headers=as_json)
         case _:
             path = random.Random(number).choice(("plans", "searches", "operators:coverage"))
-            return http.post(f"/v1/{path}", content=asked, headers=as_json)
+            return http.post(f"/v1/{path}", content=request, headers=as_json)
 
 
 def _form(graph: bytes, request: bytes) -> dict[str, tuple[str | None, bytes]]:
@@ -176,7 +176,7 @@ def _run(case: Callable[[int], str], count: int, process: psutil.Process) -> Fin
             before = process.memory_info().rss
         try:
             found.outcomes[case(number)] += 1
-        except Exception as error:  # noqa: BLE001  whatever it is must not happen
+        except Exception as error:  # noqa: BLE001  every error is a finding
             found.failures.append(f"case {number}: {type(error).__name__}: {error}")
     found.grown = process.memory_info().rss - before
     found.seconds = time.perf_counter() - begun
@@ -184,7 +184,7 @@ def _run(case: Callable[[int], str], count: int, process: psutil.Process) -> Fin
 
 
 def _damaged(body: bytes, draw: random.Random) -> bytes:
-    """Bytes with some flipped, cut out, put in twice, or cut off."""
+    """Bytes with bits flipped, parts deleted, duplicated or replaced, or the end truncated."""
     made = bytearray(body)
     for _ in range(draw.choice((1, 1, 2, 8, 64))):
         at = draw.randrange(len(made)) if made else 0
@@ -204,7 +204,7 @@ def _damaged(body: bytes, draw: random.Random) -> bytes:
 
 
 def _change(document: Any, draw: random.Random) -> None:
-    """Replace, drop or double one value somewhere in a document, in place."""
+    """Replace, drop or multiply a random value of a document, in place."""
     places = list(_places(document))
     owner, key = draw.choice(places)
     match draw.randrange(4):
@@ -212,7 +212,7 @@ def _change(document: Any, draw: random.Random) -> None:
             del owner[key]
         case 1:
             other, name = draw.choice(places)
-            # Of another place, as long as the copy stays small.
+            # Only if the other place still exists.
             if (isinstance(other, dict) and name in other) or isinstance(other, list):
                 owner[key] = copy.deepcopy(draw.choice(_NASTY))
         case 2 if isinstance(owner[key], int | float):
@@ -268,7 +268,7 @@ def _table(found: dict[str, Findings]) -> str:
 
 
 def main() -> int:
-    """Fuzz both, and write what came of it."""
+    """Fuzz both targets, and write the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="cases, half for each target")
     parser.add_argument("--seed", type=int, default=0)

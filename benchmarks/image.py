@@ -1,14 +1,13 @@
-"""The container without a container engine: built, confined as in a cluster, and asked.
+"""A test of the container image without a container engine.
 
 `debootstrap` makes a base of Debian with Python, `buildah` builds the Dockerfile on it, and the
-image then runs as its own settings say (user, variables, command) in namespaces of its own: root
-file system read-only, /tmp in memory, one volume to write to. It is asked for its health with its
-own health check, and for a plan of GPT-2; that plan must be the one that is made here. Then a
-server that only queues and a worker run in a container each, on one PostgreSQL, and plan it too.
-The program ends with status 1 if anything is not as it should be; with `--write` it puts what it
-saw into docs/deploy.md.
+image runs with its own settings (user, variables, command) in new namespaces, with a read-only root
+file system, /tmp in memory and one writable volume. Its health check must pass, and its plan of
+GPT-2 must equal the one that is made here. Then a server without workers and a worker run in a
+container each, on one PostgreSQL, and plan GPT-2 too. The program ends with status 1 if a check
+fails; with `--write` it writes the results into docs/deploy.md.
 
-Run `make prove-image` as root on Linux with buildah, debootstrap, util-linux and PostgreSQL.
+Run `make check_image-image` as root on Linux with buildah, debootstrap, util-linux and PostgreSQL.
 """
 
 import argparse
@@ -60,12 +59,12 @@ owner="$2"
 shift 2
 exec setpriv --no-new-privs chroot --userspec="$owner" --groups= "$0" /usr/bin/env -i "$@"
 """
-"""Root of the image, volume, owner, then variables and command; in namespaces of its own."""
+"""Arguments: root of the image, volume, owner, then variables and command; in new namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """An image as a folder, and how it says it wants to be run."""
+    """An unpacked image with its settings."""
 
     root: Path
     volume: Path
@@ -77,7 +76,7 @@ class Container:
         """Run a command in it, confined."""
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--ipc", "--uts"]
         confined = ["sh", "-c", _CONFINE, str(self.root), str(self.volume), self.settings["User"]]
-        return subprocess.Popen(  # noqa: S603  our own image
+        return subprocess.Popen(  # noqa: S603  a constant command
             [*namespaces, *confined, *self.settings["Env"], *variables, *command],
             text=True,
             **options,
@@ -87,20 +86,20 @@ class Container:
         """Status and output of a short command in it."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with self.start(command, variables, **pipes) as process:
-            said, _ = process.communicate(timeout=60)
-        return process.returncode, said.strip()
+            output, _ = process.communicate(timeout=60)
+        return process.returncode, output.strip()
 
 
 def run(*command: str) -> str:
     """Output of a command that must succeed."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  ours
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
     return done.stdout.strip()
 
 
 def make_base() -> None:
-    """An image of Debian with Python, from its packages."""
+    """Make an image of Debian with Python, from its packages."""
     with TemporaryDirectory() as folder:
         run("debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, folder)
         subprocess.run(["umount", f"{folder}/proc"], capture_output=True, check=False)  # noqa: S603,S607
@@ -112,7 +111,7 @@ def make_base() -> None:
 
 
 def build(volumes: Sequence[str], arguments: Sequence[str]) -> float:
-    """Build the Dockerfile; the seconds that it took."""
+    """Build the Dockerfile; return the seconds that it took."""
     start = time.perf_counter()
     mounts = [f"--volume={volume}:{volume}:ro" for volume in volumes]
     arguments = [f"--build-arg={argument}" for argument in (f"BASE={BASE}", *arguments)]
@@ -136,45 +135,45 @@ def unpacked() -> Iterator[Container]:
         run("buildah", "rm", container)
 
 
-def prove(container: Container) -> list[tuple[str, str]]:
-    """Start the service as the image says, ask it, end it; what was seen.
+def check_image(container: Container) -> list[tuple[str, str]]:
+    """Start the service with the image's settings, check it, and stop it; return the results.
 
     Raises:
-        SystemExit: something is not as it should be.
+        SystemExit: a check failed.
     """
     settings, archive = container.settings, export_gpt2()
     rows = [("user", container.output("id")[1])]
     for path in ("/", "/opt/autoshard"):
-        status, said = container.output("touch", f"{path}/x")
+        status, output = container.output("touch", f"{path}/x")
         expect(status != 0, f"{path} can be written")
-        rows.append((f"`touch {path.rstrip('/')}/x`", said.rpartition(": ")[2]))
+        rows.append((f"`touch {path.rstrip('/')}/x`", output.rpartition(": ")[2]))
     command = [*settings["Entrypoint"], *settings["Cmd"]]
-    status, said = container.output(*command)
-    expect(status != 0 and "no API key" in said, "it starts without a key")
+    status, output = container.output(*command)
+    expect(status != 0 and "no API key" in output, "it starts without a key")
     rows.append((f"`{shlex.join(command)}`", "refuses to start: there is no API key"))
     key = make_key(container)
-    rows.append(("`autoshard keys create prove`", "a key"))
+    rows.append(("`autoshard keys create check_image`", "a key"))
     with container.start(command, stderr=subprocess.PIPE) as service:
         try:
-            rows += ask(container, archive, key)
+            rows += check_service(container, archive, key)
         finally:
-            ended_by_term(service)
+            terminate(service)
         log = service.stderr.read() if service.stderr is not None else ""
-    expect("Application shutdown complete" in log, f"it did not end in peace:\n{log}")
-    return [*rows, ("SIGTERM", "shut down in peace")]
+    expect("Application shutdown complete" in log, f"it did not shut down cleanly:\n{log}")
+    return [*rows, ("SIGTERM", "clean shutdown")]
 
 
 def make_key(container: Container, variables: Sequence[str] = ()) -> str:
     """An API key, made in the container."""
-    create = (*container.settings["Entrypoint"], "keys", "create", "prove")
-    status, said = container.output(*create, variables=variables)
-    key = next((word for word in said.split() if word.startswith("autoshard_")), "")
-    expect(status == 0 and key != "", f"no key can be made: {said}")
+    create = (*container.settings["Entrypoint"], "keys", "create", "check_image")
+    status, output = container.output(*create, variables=variables)
+    key = next((word for word in output.split() if word.startswith("autoshard_")), "")
+    expect(status == 0 and key != "", f"no key can be made: {output}")
     return key
 
 
-def prove_apart(container: Container, programs: Path) -> list[tuple[str, str]]:
-    """A server that only queues and a worker, in a container each, on one PostgreSQL."""
+def check_separate_worker(container: Container, programs: Path) -> list[tuple[str, str]]:
+    """Check a server without workers and a worker, in a container each, on one PostgreSQL."""
     folder = container.volume / "postgres"
     folder.mkdir()
     container.volume.chmod(0o755)
@@ -195,35 +194,35 @@ def prove_apart(container: Container, programs: Path) -> list[tuple[str, str]]:
             container.start([*entry, "worker"], [store], **quiet) as worker,
         ):
             try:
-                return ask_apart(key)
+                return request_plan_apart(key)
             finally:
-                ended_by_term(worker)
-                ended_by_term(server)
+                terminate(worker)
+                terminate(server)
     finally:
         cluster.stop()
 
 
-def ask_apart(key: str) -> list[tuple[str, str]]:
-    """A plan from a server that cannot make one itself."""
+def request_plan_apart(key: str) -> list[tuple[str, str]]:
+    """Request a plan from a server without workers."""
     with Client(f"http://127.0.0.1:{PORT}", api_key=key, cache=False) as client:
         wait_until_ready(client)
         start = time.perf_counter()
         result = client.request_plan(export_gpt2(), mesh=MESH)
         seconds = time.perf_counter() - start
     expect(result.plan is not None and not result.cached, "the worker made no plan")
-    return [("server, `autoshard worker` and PostgreSQL apart", f"planned in {seconds:.2f} s")]
+    return [("separate server, `autoshard worker` and PostgreSQL", f"planned in {seconds:.2f} s")]
 
 
-def ask(container: Container, archive: bytes, key: str) -> list[tuple[str, str]]:
-    """Health and a plan, over HTTP."""
+def check_service(container: Container, archive: bytes, key: str) -> list[tuple[str, str]]:
+    """Check health and request a plan over HTTP."""
     with Client(f"http://127.0.0.1:{PORT}", api_key=key, cache=False) as client:
         start = time.perf_counter()
         wait_until_ready(client)
         ready = time.perf_counter() - start
         check = container.settings["Healthcheck"]["Test"]
-        expect(check[0] == "CMD", "the health check needs no shell")
-        status, said = container.output(*check[1:])
-        expect(status == 0, f"the health check fails: {said}")
+        expect(check[0] == "CMD", "the health check needs a shell")
+        status, output = container.output(*check[1:])
+        expect(status == 0, f"the health check fails: {output}")
         start = time.perf_counter()
         result = client.request_plan(archive, mesh=MESH)
         solved = time.perf_counter() - start
@@ -234,19 +233,19 @@ def ask(container: Container, archive: bytes, key: str) -> list[tuple[str, str]]
     expect(result.plan.id == expected.id, "the plan has another id than one made here")
     expect(
         result.plan.certificate.objective == expected.certificate.objective,
-        "the plan takes another time than one made here",
+        "the plan has another objective than one made here",
     )
     expect(again.cached, "the second request was not answered from the cache")
     return [
         ("`/readyz`", f"after {ready:.1f} s"),
         ("health check", "passes"),
-        ("GPT-2 on 2x4, posted", f"planned in {solved:.2f} s, the same plan as outside"),
-        ("posted again", "answered from the cache"),
+        ("plan of GPT-2 on 2x4", f"made in {solved:.2f} s, the same plan as outside"),
+        ("the same request again", "answered from the cache"),
     ]
 
 
 def wait_until_ready(client: Client) -> None:
-    """Ask until the service is ready."""
+    """Poll until the service is ready."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -259,8 +258,8 @@ def wait_until_ready(client: Client) -> None:
             return
 
 
-def ended_by_term(process: "subprocess.Popen[str]") -> None:
-    """SIGTERM to the container's first process, as engines send it."""
+def terminate(process: "subprocess.Popen[str]") -> None:
+    """Send SIGTERM to the container's first process, as engines do, and wait."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii")
     for child in children.split():
         os.kill(int(child), signal.SIGTERM)
@@ -268,7 +267,7 @@ def ended_by_term(process: "subprocess.Popen[str]") -> None:
 
 
 def expect(condition: bool, otherwise: str) -> None:  # noqa: FBT001  reads as a sentence
-    """End with a message where something is not as it should be."""
+    """Exit with a message unless a condition is true."""
     if not condition:
         raise SystemExit(f"wrong: {otherwise}")
 
@@ -280,7 +279,7 @@ def size_of(image: str) -> str:
 
 
 def main() -> None:
-    """Build, run, ask; and write down what was seen."""
+    """Build, run and check the image; print or write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep-base", action="store_true", help="use the base of an earlier run")
     parser.add_argument(
@@ -294,12 +293,12 @@ def main() -> None:
     rows = [("build", f"{build(given.volume, given.build_arg):.0f} s"), ("image", size_of(IMAGE))]
     rows.append(("base", f"{size_of(BASE)} (Debian {SUITE})"))
     with unpacked() as container:
-        rows += prove(container)
+        rows += check_image(container)
         programs = binaries()
         expect(programs is not None, "PostgreSQL is not installed")
         assert programs is not None
-        rows += prove_apart(container, programs)
-    lines = ["| what | seen |", "|---|---|", *(f"| {what} | {seen} |" for what, seen in rows)]
+        rows += check_separate_worker(container, programs)
+    lines = ["| check | result |", "|---|---|", *(f"| {name} | {seen} |" for name, seen in rows)]
     table = "\n".join(lines)
     sys.stdout.write(table + "\n")
     if given.write:

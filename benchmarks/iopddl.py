@@ -2,10 +2,9 @@
 
     python benchmarks/iopddl.py asplos-2025-iopddl-A.json.gz:60 asplos-2025-iopddl-G.json.gz:120
 
-Each argument is the path of an instance (from github.com/google/iopddl) with the seconds
-to spend on it after a colon; without them the time of the contest is used. The table that
-is printed gives, besides the answer, the price of the choice computed here once more from
-the raw file, and its ratio to the best entry of the contest.
+Each argument is the path of an instance (from github.com/google/iopddl), optionally with a time
+limit in seconds after a colon; the default is that of the contest. The printed table has the
+solution, a check of its price against the raw file, and its ratio to the best entry of the contest.
 """
 
 import argparse
@@ -26,10 +25,10 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the contest (github.com/google/iopddl) says about an instance.
+    """Published values of an instance of the contest (github.com/google/iopddl).
 
     Attributes:
-        model: what is sharded, and on which mesh.
+        model: model, mode and mesh.
         seconds: time limit of the contest.
         best: objective of the best entry.
     """
@@ -55,7 +54,7 @@ def published(path: Path) -> Published:
 
 
 def evaluated(path: Path, choice: list[int]) -> tuple[float, float, float]:
-    """Price, peak usage and usage limit of a choice, straight from the file."""
+    """Price, peak usage and usage limit of a choice, computed from the raw file."""
     data = path.read_bytes()
     text = gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data
     raw: dict[str, Any] = json.loads(text)["problem"]
@@ -89,7 +88,7 @@ def row(path: Path, solution: Solution, loading: float) -> str:
 
 
 def main() -> int:
-    """Solve the instances that are named and print the table."""
+    """Solve the given instances and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("instances", nargs="+", help="PATH or PATH:SECONDS")
     options = parser.parse_args()

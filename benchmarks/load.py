@@ -1,7 +1,7 @@
-"""How many requests a second a service answers that knows the answers, and how soon.
+"""Load test of a service whose results are cached: requests per second, and latencies.
 
-The service and the clients run on this machine, and share its processors. Each client holds
-one connection and asks again when it has been answered. `python -m benchmarks.load` writes the
+The service and the clients run on this machine and share its processors. Each client has one
+connection and sends the next request after each response. `python -m benchmarks.load` writes the
 result into docs/reliability.md.
 """
 
@@ -33,14 +33,14 @@ _LIMIT = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request that is sent over and over.
+class RepeatedRequest:
+    """A request that is sent repeatedly.
 
     Attributes:
         name: for the table.
         head: request line and headers.
         body: of the request.
-        status: that every answer must have.
+        status: expected of every response.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What came of a load.
+    """Result of a load test.
 
     Attributes:
-        seconds: from each request to its whole answer.
-        elapsed: seconds from the first request to the last answer.
-        failures: answers with another status.
-        nbytes: of one answer, as sent.
+        seconds: latency of each request, to the end of its response.
+        elapsed: seconds from the first request to the last response.
+        failures: number of responses with another status.
+        nbytes: bytes of one response, as sent.
     """
 
     seconds: Sequence[float]
@@ -67,16 +67,16 @@ class Load:
 
     @property
     def rate(self) -> float:
-        """Answers per second."""
+        """Responses per second."""
         return len(self.seconds) / self.elapsed
 
     def quantile(self, share: float) -> float:
-        """Seconds within which that share of all answers came."""
+        """Quantile of the latencies, in seconds."""
         return sorted(self.seconds)[min(int(share * len(self.seconds)), len(self.seconds) - 1)]
 
 
-async def load(url: str, ask: Ask, *, clients: int, duration: float) -> Load:
-    """Ask from so many connections at once, for so many seconds."""
+async def load(url: str, repeated: RepeatedRequest, *, clients: int, duration: float) -> Load:
+    """Send requests on concurrent connections, for a number of seconds."""
     address = urlsplit(url)
     times: list[float] = []
     failures = 0
@@ -86,7 +86,7 @@ async def load(url: str, ask: Ask, *, clients: int, duration: float) -> Load:
     async def client() -> None:
         nonlocal failures, nbytes
         reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=_LIMIT)
-        request = ask.head + ask.body
+        request = repeated.head + repeated.body
         while (start := time.perf_counter()) < end:
             writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
@@ -94,7 +94,7 @@ async def load(url: str, ask: Ask, *, clients: int, duration: float) -> Load:
             if length:
                 await reader.readexactly(length)
             times.append(time.perf_counter() - start)
-            failures += int(head[9:12]) != ask.status
+            failures += int(head[9:12]) != repeated.status
             nbytes = len(head) + length
         writer.close()
         await writer.wait_closed()
@@ -110,8 +110,8 @@ def _length(head: bytes) -> int:
     return 0 if at < 0 else int(lowered[at + 16 : lowered.index(b"\r\n", at)])
 
 
-def measure(clients: int, duration: float) -> list[tuple[Ask, Load]]:
-    """Loads on a service that knows a plan of GPT-2."""
+def measure(clients: int, duration: float) -> list[tuple[RepeatedRequest, Load]]:
+    """Load tests of a service that has a plan of GPT-2."""
     archive = _gpt2()
     digest = hashlib.sha256(archive).hexdigest()
     asked = {"graph_sha256": digest, "mesh": {"shape": [2, 4]}}
@@ -120,28 +120,30 @@ def measure(clients: int, duration: float) -> list[tuple[Ask, Load]]:
             http.put(f"/v1/graphs/{digest}", content=archive).raise_for_status()
             made = http.post("/v1/plans", json=asked, headers={"Prefer": "wait=60"})
             plan_id = made.raise_for_status().json()["id"]
-        asks = _asks(plan_id, json.dumps(asked).encode())
+        requests = _requests(plan_id, json.dumps(asked).encode())
         found = []
-        for ask in asks:
-            asyncio.run(load(url, ask, clients=clients, duration=duration / 5))
-            found.append((ask, asyncio.run(load(url, ask, clients=clients, duration=duration))))
+        for repeated in requests:
+            asyncio.run(load(url, repeated, clients=clients, duration=duration / 5))
+            found.append(
+                (repeated, asyncio.run(load(url, repeated, clients=clients, duration=duration)))
+            )
         return found
 
 
-def _asks(plan_id: str, body: bytes) -> list[Ask]:
+def _requests(plan_id: str, body: bytes) -> list[RepeatedRequest]:
     plan = f"/v1/plans/{plan_id}"
     zstd = {"Accept-Encoding": "zstd"}
     known = {"If-None-Match": f'"{plan_id}"'}
     return [
-        _ask("POST /v1/plans:lookup", "POST", "/v1/plans:lookup", _JSON, body),
-        _ask("GET /v1/plans/{id}, which the caller has", "GET", plan, known, status=304),
-        _ask("POST /v1/plans, answer in zstd", "POST", "/v1/plans", _JSON | zstd, body),
-        _ask("POST /v1/plans, answer as it is", "POST", "/v1/plans", _JSON, body),
-        _ask("GET /v1/plans/{id}, answer in zstd", "GET", plan, zstd),
+        _request("POST /v1/plans:lookup", "POST", "/v1/plans:lookup", _JSON, body),
+        _request("GET /v1/plans/{id}, not modified", "GET", plan, known, status=304),
+        _request("POST /v1/plans, response in zstd", "POST", "/v1/plans", _JSON | zstd, body),
+        _request("POST /v1/plans, response uncompressed", "POST", "/v1/plans", _JSON, body),
+        _request("GET /v1/plans/{id}, response in zstd", "GET", plan, zstd),
     ]
 
 
-def _ask(
+def _request(
     name: str,
     method: str,
     path: str,
@@ -149,12 +151,12 @@ def _ask(
     body: bytes = b"",
     *,
     status: int = 200,
-) -> Ask:
+) -> RepeatedRequest:
     sent = {"Host": "autoshard", **headers}
     if body:
         sent["Content-Length"] = str(len(body))
     lines = "".join(f"{key}: {value}\r\n" for key, value in sent.items())
-    return Ask(name, f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), body, status)
+    return RepeatedRequest(name, f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), body, status)
 
 
 def _gpt2() -> bytes:
@@ -164,15 +166,15 @@ def _gpt2() -> bytes:
     return export_model(model, (), {"input_ids": ids, "labels": ids, "use_cache": False})
 
 
-def _table(found: Sequence[tuple[Ask, Load]]) -> str:
+def _table(found: Sequence[tuple[RepeatedRequest, Load]]) -> str:
     rows = [
-        "| request | bytes of an answer | requests/s | median | p99 | wrong |",
+        "| request | bytes of a response | requests/s | median | p99 | wrong |",
         "|---|---|---|---|---|---|",
     ]
-    for ask, result in found:
+    for repeated, result in found:
         median = statistics.median(result.seconds) * 1e3
         rows.append(
-            f"| `{ask.name}` | {result.nbytes:,} | {result.rate:,.0f} | {median:.1f} ms "
+            f"| `{repeated.name}` | {result.nbytes:,} | {result.rate:,.0f} | {median:.1f} ms "
             f"| {result.quantile(0.99) * 1e3:.1f} ms | {result.failures} |"
         )
     return "\n".join(rows)

@@ -1,11 +1,10 @@
-"""A Llama of 1.1 billion parameters, loaded onto 4 ranks: what is read, and what it takes.
+"""Loading a Llama of 1.1 billion parameters onto 4 ranks: bytes read, and memory.
 
-Random weights are written as safetensors files of transformers' layout. Each rank then applies
-the plan to a model without memory for parameters, and loads. For each rank this program prints
-how much it read, which the system's own count must confirm, and by how much the process grew
-meanwhile at most. It compares every slice with what the `safetensors` package reads, saves
-the weights again, compares them with the first ones, and ends with status 1 if anything is wrong or
-larger than it may be.
+Random weights are written as safetensors files in the layout of transformers. Each rank applies the
+plan to a model on the meta device, and loads. For each rank this program prints the bytes read,
+which must agree with the count of the operating system, and the largest growth of the process. It
+compares every slice with that of the `safetensors` package, saves the weights again, compares them
+with the original ones, and ends with status 1 if anything is wrong or exceeds its limit.
 
 Run `python -m benchmarks.loading`; it needs Linux, 5 GB of memory and 4.4 GB of disk.
 """
@@ -46,10 +45,10 @@ from autoshard import (
 NUM_RANKS = 4
 NUM_FILES = 5
 MOST_GROWTH = 1.1
-"""A process may grow to so many times its shard, plus one tensor."""
+"""Largest growth of a process: this many times its shard, plus one tensor."""
 
 HEADERS = 1 << 20
-"""Bytes that may be read beside tensors."""
+"""Bytes that may be read in addition to tensors."""
 
 INDEX = "model.safetensors.index.json"
 
@@ -58,17 +57,17 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank read and took; all in bytes but the seconds.
+    """Result of one rank, in bytes unless noted.
 
     Attributes:
-        read: as the report says.
-        counted: as the system counted meanwhile.
+        read: bytes read, from the report.
+        counted: bytes read, from the operating system.
         stored: size of the checkpoint's tensors.
-        shard: what the rank holds of the parameters.
-        growth: of the process at its largest while it loads, resident memory.
-        growth_saving: likewise while it saves what it has loaded.
+        shard: size of the rank's parameters.
+        growth: largest growth of resident memory while loading.
+        growth_saving: largest growth of resident memory while saving.
         seconds: of loading.
-        differing: parameters that are not what the files hold.
+        differing: number of parameters that differ from the files.
     """
 
     read: int
@@ -82,7 +81,7 @@ class Outcome:
 
 
 def build(layers: int) -> nn.Module:
-    """The published sizes of TinyLlama-1.1B, with fewer layers if wanted; in bfloat16."""
+    """TinyLlama-1.1B in bfloat16, with a given number of layers."""
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=5632,
@@ -105,7 +104,7 @@ def plan_of(layers: int) -> Plan:
 
 
 def write_checkpoint(shapes: Shapes, folder: Path) -> None:
-    """Random weights in files of about the same size, with an index."""
+    """Write random weights in files of about the same size, with an index."""
     total = sum(prod(shape) for shape in shapes.values())
     groups: list[list[str]] = [[] for _ in range(NUM_FILES)]
     before = 0
@@ -155,14 +154,14 @@ def run_rank(rank: int, plan: Plan, layers: int, folder: Path) -> None:
 
 
 def _begin_peak() -> int:
-    """Let the largest size of the process begin anew; gives the size now."""
+    """Reset the peak of resident memory; return the current size."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def _status(field: str) -> int:
-    """A line of the process's status, bytes."""
+    """A field of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
@@ -173,7 +172,7 @@ def _bytes_read() -> int:
 
 
 def _differing(model: nn.Module, folder: Path, rank: int) -> Iterator[str]:
-    """Names of parameters whose slice is not what the `safetensors` package reads."""
+    """Names of parameters whose slice differs from that of the `safetensors` package."""
     places = json.loads((folder / INDEX).read_text())["weight_map"]
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -193,15 +192,15 @@ def _differing(model: nn.Module, folder: Path, rank: int) -> Iterator[str]:
                 yield name
 
 
-def complaints(outcome: Outcome, largest: int) -> Iterator[str]:
-    """What is wrong on one rank.
+def failed_checks(outcome: Outcome, largest: int) -> Iterator[str]:
+    """Failed checks of one rank.
 
     Args:
         outcome: of the rank.
         largest: bytes of the largest tensor.
     """
     if outcome.differing:
-        yield f"{outcome.differing} parameters are not what the files hold"
+        yield f"{outcome.differing} parameters differ from the files"
     if outcome.read != outcome.shard:
         yield f"read {outcome.read} bytes for a shard of {outcome.shard}"
     if not outcome.read <= outcome.counted <= outcome.read + HEADERS:
@@ -248,12 +247,12 @@ def main() -> None:
     print(table(outcomes))
     largest = max(2 * prod(shape) for shape in shapes.values())
     found = [
-        f"rank {rank}: {complaint}"
+        f"rank {rank}: {failure}"
         for rank, outcome in enumerate(outcomes)
-        for complaint in complaints(outcome, largest)
+        for failure in failed_checks(outcome, largest)
     ]
-    found += [f"{name} was saved otherwise than it was loaded" for name in unequal]
-    print("\n".join(found) or "all as it should be")
+    found += [f"{name} differs after saving" for name in unequal]
+    print("\n".join(found) or "all checks passed")
     sys.exit(bool(found))
 
 

@@ -1,10 +1,10 @@
-"""One measurement: from the bytes of an archive to a checked plan, in this process.
+"""A single measurement: from the bytes of an archive to a checked plan, in this process.
 
     python -m benchmarks.measure '{"archive": "gpt2.pt2", "mesh": [2, 4], "options": {},
                                    "most_memory": 12000000000}'
 
-Prints JSON lines: {"phase": ...} as each phase begins, so that whoever ends the process
-knows how far it came, and at last the result.
+Prints JSON lines: {"phase": ...} at the start of each phase, so that the phase of a killed process
+is known, and the result at the end.
 """
 
 import json
@@ -26,7 +26,7 @@ from autoshard_solver_cache import FolderCache, NamespacedCache
 T = TypeVar("T")
 
 _BYTES_PER_UNIT = 1 if sys.platform == "darwin" else 1024
-"""What `ru_maxrss` counts in."""
+"""Unit of `ru_maxrss`."""
 
 
 class _Phases:
@@ -42,22 +42,22 @@ class _Phases:
 
 
 def announce(phase: str) -> None:
-    """Say on standard output that a phase begins."""
+    """Print the start of a phase on standard output."""
     print(json.dumps({"phase": phase}), flush=True)
 
 
-def measure(asked: dict[str, Any]) -> dict[str, Any]:
-    """Load, plan and check; what came out, with the seconds of each phase.
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Load, plan and check; return the result, with the seconds of each phase.
 
     Args:
-        asked: `archive`, a path; `mesh`, the size of each axis; `options`, of planning;
-            `most_memory`, bytes of address space that this process may take; `blocks`, a
-            folder of solved blocks, if there is one.
+        case: `archive`, a path; `mesh`, the size of each axis; `options`, of planning;
+            `most_memory`, bytes of address space that this process may use; `blocks`, a
+            folder of solved blocks, optional.
     """
-    _limit_memory(asked["most_memory"])
-    data = Path(asked["archive"]).read_bytes()
-    mesh, options = make_mesh(asked["mesh"]), PlanOptions.model_validate(asked["options"])
-    tables = NamespacedCache(FolderCache(asked["blocks"]), "blocks") if "blocks" in asked else None
+    _limit_memory(case["most_memory"])
+    data = Path(case["archive"]).read_bytes()
+    mesh, options = make_mesh(case["mesh"]), PlanOptions.model_validate(case["options"])
+    tables = NamespacedCache(FolderCache(case["blocks"]), "blocks") if "blocks" in case else None
     phases, start = _Phases(), time.perf_counter()
     graph = phases.run("load", lambda: load_graph(data))
     plan = phases.run(
@@ -84,7 +84,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limit_memory(most: int) -> None:
-    """Fail with a MemoryError rather than take the whole machine down."""
+    """Limit the address space, so that the process fails with a MemoryError beyond it."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
@@ -94,14 +94,14 @@ def _announce(progress: Progress) -> None:
 
 
 def _split(seconds: dict[str, float], plan: Plan) -> dict[str, float]:
-    """The planner's own phases in place of one figure; what they leave is assembly."""
+    """Replace the seconds of planning by those of its phases; the remainder is `assemble`."""
     inner = plan.provenance.wall_time
     outer = {name: value for name, value in seconds.items() if name != "plan"}
     return outer | inner | {"assemble": seconds["plan"] - sum(inner.values())}
 
 
 def main() -> int:
-    """Measure what the only argument asks for, and print the result."""
+    """Measure the case of the only argument, and print the result."""
     try:
         result = measure(json.loads(sys.argv[1]))
     except (AutoshardError, MemoryError) as error:

@@ -1,8 +1,8 @@
-"""The models that are planned, at the sizes that people train.
+"""The models that are planned, at published sizes.
 
-They are built on the meta device from the config classes of transformers, so nothing is
-downloaded and no weight exists. `python -m benchmarks.models NAME PATH` exports one; the
-benchmarks do that in a process of its own and keep the file (see `archives`).
+They are built on the meta device from the config classes of transformers, without downloads and
+without weights. `python -m benchmarks.models NAME PATH` exports one; the benchmarks do so in
+another process and keep the file (see `archives`).
 """
 
 import argparse
@@ -30,7 +30,7 @@ class Model:
     Attributes:
         config: name of the config class in transformers.
         head: name of the model class in transformers.
-        sizes: what differs from the defaults of the config class.
+        sizes: arguments of the config class.
         dtype: of parameters and activations.
         inputs: makes the keyword arguments of forward; called on the meta device.
     """
@@ -42,7 +42,7 @@ class Model:
     inputs: Callable[[], Inputs]
 
     def export(self) -> bytes:
-        """The archive, of the model in training mode, as its constructor leaves it."""
+        """The archive of the model in training mode."""
         config = getattr(transformers, self.config)(**self.sizes)
         with torch.device("meta"):
             model: nn.Module = getattr(transformers, self.head)(config).to(self.dtype)
@@ -87,7 +87,7 @@ def _image_inputs(batch: int) -> Callable[[], Inputs]:
 
 
 def _llama3(layers: int, batch: int, sequence: int, **sizes: int) -> Model:
-    """Llama 3 (arXiv:2407.21783, table 3); the 8B sizes where nothing else is said."""
+    """Llama 3 (arXiv:2407.21783, table 3); with the sizes of 8B unless given."""
     llama = {
         "vocab_size": 128_256,
         "hidden_size": 4096,
@@ -174,14 +174,14 @@ MODELS: Mapping[str, Model] = MappingProxyType(
         ),
     }
 )
-"""By name; batch and sequence are those of the whole step, over all devices."""
+"""Models by name; batch and sequence are those of a step over all devices."""
 
 
 def main() -> int:
     """Export one model into a file."""
     parser = argparse.ArgumentParser(description="Export a model on the meta device.")
     parser.add_argument("name", choices=sorted(MODELS))
-    parser.add_argument("path", type=Path, help="where the archive is written")
+    parser.add_argument("path", type=Path, help="file for the archive")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()

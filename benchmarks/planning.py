@@ -1,4 +1,4 @@
-"""Cases of planning, and what measuring them several times gives."""
+"""Cases of planning, and repeated measurements of them."""
 
 import hashlib
 import json
@@ -19,39 +19,38 @@ UNLIMITED = 10**15
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How cases are measured.
+    """Settings of measurements.
 
     Attributes:
-        folder: holds exported models and results.
+        folder: of exported models and results.
         repetitions: measurements of a case, each in a fresh process.
-        time_limit: seconds for the solver, and once more for finding a conflict.
-        relative_gap: at which the solver stops; pinned, so that tables stay comparable when
-            the default changes.
-        patience: seconds after which a measurement is stopped, whatever it does.
-        most_memory: bytes of address space that a measurement may take.
-        resume: whether results in the folder are taken instead of measuring again, if they
-            were measured with the same code and settings.
+        time_limit: seconds for the solver, and the same for finding a conflict.
+        relative_gap: at which the solver stops; fixed, so that tables stay comparable when the
+            default changes.
+        timeout: seconds after which a measurement is stopped.
+        most_memory: bytes of address space that a measurement may use.
+        resume: reuse results in the folder that were measured with the same code and settings.
     """
 
     folder: Path
     repetitions: int = 5
     time_limit: float = 120.0
     relative_gap: float = 1e-3
-    patience: float = 600.0
+    timeout: float = 600.0
     most_memory: int = 12 * 10**9
     resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is planned.
+    """A model and how it is planned.
 
     Attributes:
         model: a name in `benchmarks.models`, or the path of an archive.
         mesh: size of each axis of H100s in nodes of 8, the default topology.
         mode: training or inference.
         memory_budget: bytes per device; the device's own memory if None.
-        cached: whether the blocks of the model have been solved before, by another process.
+        cached: true if another process has solved the blocks of the model before.
     """
 
     model: str
@@ -62,12 +61,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """Name of the model."""
         return Path(self.model).stem if self.model.endswith(".pt2") else self.model
 
     @property
     def mesh_text(self) -> str:
-        """Such as 2x4."""
+        """The mesh as text, such as 2x4."""
         return "x".join(map(str, self.mesh))
 
     def __str__(self) -> str:
@@ -81,12 +80,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What measuring a case gave.
+    """Measurements of a case.
 
     Attributes:
-        case: what was planned.
-        runs: what `benchmarks.measure` printed, one per repetition that came to its end.
-        failure: why there is none, or not as many as were wanted; else empty.
+        case: the case.
+        runs: output of `benchmarks.measure` for each repetition that finished.
+        failure: reason why repetitions are missing; else empty.
     """
 
     case: Case
@@ -94,7 +93,7 @@ class Result:
     failure: str = ""
 
     def seconds(self, phase: str) -> float:
-        """Median of a phase; zero where the phase did not take place."""
+        """Median of a phase; zero without the phase."""
         return float(median(run["seconds"].get(phase, 0.0) for run in self.runs))
 
     @property
@@ -110,45 +109,45 @@ class Result:
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The last run; what has no clock in it is the same in all, or `note` says so."""
+        """The last run; all but times and memory is equal in all runs."""
         return self.runs[-1]
 
     @property
     def gap(self) -> float | None:
-        """Largest gap of all runs; None where a run has no plan or no bound."""
+        """Largest gap of all runs; None if a run has no plan or no bound."""
         gaps = [run["certificate"]["gap"] for run in self.runs]
         return None if not gaps or None in gaps else max(gaps)
 
     @property
     def found(self) -> bool:
-        """Whether every run has a plan."""
+        """True if every run has a plan."""
         objectives = [run["certificate"]["objective"] for run in self.runs]
         return bool(objectives) and None not in objectives
 
     @property
     def needs_memory(self) -> bool:
-        """Whether memory keeps the case from having a plan."""
+        """True if there is no plan because of the memory budget."""
         return bool(self.runs) and bool(self.last["memory_conflict"])
 
     @property
     def status(self) -> str:
-        """One word or two for a table."""
+        """Status of the runs, for a table."""
         if not self.runs:
             return "**failed**"
         statuses = sorted({run["certificate"]["status"] for run in self.runs})
         if self.found and not all(run["legal"] for run in self.runs):
-            return "**illegal plan**"
+            return "**invalid plan**"
         return ", ".join(statuses) if self.found else f"**{', '.join(statuses)}**"
 
     @property
     def note(self) -> str:
-        """Whatever a reader has to know besides the figures; empty where all is well."""
+        """Failure, reasons and findings of the runs; empty without any."""
         return self.failure or "; ".join(sorted({run["reason"] for run in self.runs} - {""}))
 
 
 def measure_case(case: Case, settings: Settings) -> Result:
-    """Measure a case as often as the settings say; a failure is not repeated."""
-    limits = (settings.time_limit, settings.relative_gap, settings.patience, settings.most_memory)
+    """Measure a case repeatedly; a failure is not repeated."""
+    limits = (settings.time_limit, settings.relative_gap, settings.timeout, settings.most_memory)
     key = json.dumps([asdict(case), settings.repetitions, limits, code_digest()])
     name = f"{case.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     kept = settings.folder / "results" / name
@@ -163,7 +162,7 @@ def measure_case(case: Case, settings: Settings) -> Result:
 
 
 def code_digest() -> str:
-    """Eight digits that change with any source file of what is measured."""
+    """Eight hex digits of the digest of all measured source files."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for folder in ("autoshard", "server", "solver_cache"):
@@ -178,7 +177,7 @@ def _measured(case: Case, settings: Settings) -> Result:
         path = archive(case.model, settings.folder / "models")
     except ExportFailedError as error:
         return Result(case, (), f"cannot be exported: {error}")
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "archive": str(path),
         "mesh": case.mesh,
         "options": {
@@ -190,44 +189,44 @@ def _measured(case: Case, settings: Settings) -> Result:
         "most_memory": settings.most_memory,
     }
     if not case.cached:
-        return _repeated(case, asked, settings)
+        return _repeated(case, request, settings)
     with tempfile.TemporaryDirectory() as blocks:
-        asked["blocks"] = blocks
+        request["blocks"] = blocks
         # The first one solves the blocks.
-        first = _repeated(case, asked, replace(settings, repetitions=1))
-        return first if first.failure else _repeated(case, asked, settings)
+        first = _repeated(case, request, replace(settings, repetitions=1))
+        return first if first.failure else _repeated(case, request, settings)
 
 
-def _repeated(case: Case, asked: Mapping[str, Any], settings: Settings) -> Result:
+def _repeated(case: Case, request: Mapping[str, Any], settings: Settings) -> Result:
     runs: list[Mapping[str, Any]] = []
     for _ in range(settings.repetitions):
-        run = run_module("benchmarks.measure", asked, patience=settings.patience)
+        run = run_module("benchmarks.measure", request, timeout=settings.timeout)
         if "error" in run:
             return Result(case, tuple(runs), run["error"])
         runs.append(run)
     return Result(case, tuple(runs))
 
 
-def run_module(module: str, asked: Mapping[str, Any], *, patience: float) -> dict[str, Any]:
-    """What a module prints last, run in a fresh process with one JSON argument.
+def run_module(module: str, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
+    """Run a module in a new process with one JSON argument; return the last JSON that it prints.
 
-    Where it ends otherwise, or not within `patience` seconds, `error` says how.
+    If it fails, or does not end within `timeout` seconds, the result has an `error`.
     """
-    command = [sys.executable, "-m", module, json.dumps(asked)]
+    command = [sys.executable, "-m", module, json.dumps(request)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err)  # noqa: S603  our own module
         try:
-            process.wait(timeout=patience)
+            process.wait(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            return {"error": f"stopped after {patience:g} s in phase '{_last(out)['phase']}'"}
+            return {"error": f"stopped after {timeout:g} s in phase '{_last(out)['phase']}'"}
         err.seek(0)
-        said = last_line(err.read())
+        message = last_line(err.read())
         last = _last(out)
         if process.returncode or "phase" in last:
             status = f"ended with status {process.returncode} in phase '{last.get('phase')}'"
-            return {"error": f"{status}: {said}".strip(": ")}
+            return {"error": f"{status}: {message}".strip(": ")}
         return last
 
 

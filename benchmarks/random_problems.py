@@ -1,15 +1,14 @@
-"""Random small problems: does every route of the solver find what brute force finds?
+"""Random small problems: every route of the solver is compared with brute force.
 
-For each seed a problem is drawn, priced choice by choice (`brute_force`) and solved. The
-solve must end with the same status, a choice that is allowed and whose price is the
-optimum, and a bound that no choice undercuts. The route turns steps off, so that the
-ones behind them must carry the problem alone:
+For each seed a problem is drawn, enumerated (`brute_force`) and solved. The solution must have the
+same status, an allowed choice with the optimal price, and a bound that is not above the optimum.
+The route disables steps, so that the later ones are tested alone:
 
     everything   all steps, as in production
-    no products  no variable is minimised out by its neighbours
-    no tables    no elimination: relaxation and branch and bound
-    no rounding  elimination and prices on usage, asked for a gap of zero
-    messages     every problem counts as large: messages first, no products, no tables
+    no products  no elimination of variables with few neighbours
+    no tables    no elimination: linear relaxation, and branch and bound
+    no rounding  elimination and prices on usage, with a requested gap of zero
+    messages     every problem counts as large: TRW-S first, no products, no tables
 
 Run `python benchmarks/random_problems.py --count 100000`; the exit status is 1 if any
 problem failed, and the seed of each failure is printed.
@@ -46,12 +45,12 @@ _NEWS_EVERY = 5000
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What one seed showed.
+    """Result of one seed.
 
     Attributes:
-        seed: draws the problem and the route.
-        labels: family, route, and the steps that took part.
-        failure: what was wrong; empty where nothing was.
+        seed: of the problem and the route.
+        labels: family, route, and the steps that ran.
+        failure: the error; empty without one.
     """
 
     seed: int
@@ -96,7 +95,7 @@ def _mixed(rng: np.random.Generator) -> Problem:
 
 
 def _contested(rng: np.random.Generator) -> Problem:
-    """Dense, without ties; cheap strategies use most and the limit allows few of them."""
+    """Dense, without ties; cheap strategies use most, and the limit allows few of them."""
     sizes = [int(n) for n in rng.integers(3, 5, int(rng.integers(5, 8)))]
     nodes = []
     for size in sizes:
@@ -125,7 +124,7 @@ def _layered(rng: np.random.Generator) -> Problem:
 
 
 def _followers(rng: np.random.Generator) -> Problem:
-    """Chains of permutations and functions, as aliases make them, with prices on top."""
+    """Chains in which a strategy determines that of the next node, as aliases do, with prices."""
     num_nodes = int(rng.integers(3, 9))
     sizes = [int(n) for n in rng.integers(2, 5, num_nodes)]
     edges = []
@@ -186,7 +185,7 @@ def _usage(rng: np.random.Generator, size: int) -> FloatArray:
 def _prices(
     rng: np.random.Generator, shape: tuple[int, ...], unit: float, lowest: float
 ) -> FloatArray:
-    """Prices in some unit, whole numbers half of the time so that equal prices happen."""
+    """Random prices in a unit; half of the time integers, so that equal prices occur."""
     prices = rng.uniform(lowest, 9.0, shape)
     if _chance(rng, 0.5):
         prices = np.rint(prices)
@@ -196,7 +195,7 @@ def _prices(
 
 
 def _route(name: str) -> tuple[SolverSettings, float]:
-    """Settings that turn steps off, and the gap to ask for."""
+    """Settings that disable steps, and the requested gap."""
     limits: dict[str, float] = {}
     if name != "everything":
         limits["max_product_work"] = 0.0
@@ -227,7 +226,7 @@ def examine(seed: int) -> RunOutcome:
 
 
 def _failure(problem: Problem, found: Solution, truth: Solution, gap: float) -> str:
-    """What is wrong with an answer; empty where nothing is."""
+    """The error of a solution; empty without one."""
     if found.status is not truth.status:
         return f"status {found.status} instead of {truth.status}"
     if truth.status is SolveStatus.INFEASIBLE:
@@ -243,7 +242,7 @@ def _failure(problem: Problem, found: Solution, truth: Solution, gap: float) -> 
 
 
 def _paid(problem: Problem, solution: Solution) -> float:
-    """Sum of the absolute prices of a choice: what rounding is measured against."""
+    """Sum of the absolute prices of a choice, the scale of rounding errors."""
     choice = solution.choice
     if choice is None:
         return 0.0
@@ -275,7 +274,7 @@ def main() -> int:
     seconds = time.perf_counter() - start
     print(f"{len(seeds)} problems, seeds {seeds.start} to {seeds.stop - 1}: {failures} failures")
     print(f"in {seconds:.0f} s on {options.processes} processes\n")
-    print("| what | problems |\n|---|---|")
+    print("| label | problems |\n|---|---|")
     for label, number in sorted(tally.items()):
         print(f"| {label} | {number} |")
     return int(failures > 0)

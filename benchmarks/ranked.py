@@ -1,4 +1,4 @@
-"""The models and plans of the ranking: from the optimum to bad ones that pins ask for."""
+"""Models and plans of the ranking: the optimum, and worse plans that pins enforce."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,11 +38,11 @@ class Ranked:
 
     Attributes:
         model: built on the meta device.
-        tensors: of a whole step.
-        weights: pattern of the parameters that are cut.
-        columns: dim of a weight that makes features.
-        products: pattern of the nodes that read them.
-        sequence: whether the inputs have a dim of tokens.
+        tensors: makes the inputs of a step.
+        weights: pattern of the parameters that are sharded.
+        columns: dim of output features of a weight.
+        products: pattern of the matrix products.
+        sequence: true if the inputs have a sequence dim.
     """
 
     model: Callable[[], nn.Module]
@@ -61,13 +61,13 @@ class Ranked:
     def on_one_axis(self) -> Cases:
         """Options of the plans on one axis, by name."""
         rows = {"inputs": {"*": "S(0)"}}
-        whole = {"inputs": {"*": "R"}}
+        replicated = {"inputs": {"*": "R"}}
         cases: dict[str, Mapping[str, Any]] = {
             "optimal": {},
             "Megatron": {"algo": "megatron"},
             "data parallel": {"pins": rows | {"parameters": {"*": "I"}}},
             "fully sharded": {"pins": rows | {"parameters": {self.weights: "S(0)"}}},
-            "columns": {"pins": whole | {"parameters": {self.weights: f"S({self.columns})"}}},
+            "columns": {"pins": replicated | {"parameters": {self.weights: f"S({self.columns})"}}},
         }
         if self.sequence:
             tokens = {"inputs": {"*": "S(1)"}, "parameters": {"*": "I"}}
@@ -85,11 +85,11 @@ class Ranked:
             "data parallel": {"pins": both | {"parameters": {"*": "I,I"}}},
             "fully sharded": {"pins": both | {"parameters": {self.weights: "S(0),S(0)"}}},
             "sharded over dp": {"pins": both | {"parameters": {self.weights: "S(0),I"}}},
-            "batch over dp, weights whole": {"pins": outer | {"parameters": {"*": "I,I"}}},
+            "batch over dp, weights replicated": {"pins": outer | {"parameters": {"*": "I,I"}}},
             "batch over dp, columns over tp": {"pins": outer | columns},
             "batch over dp, rows over tp": {"pins": outer | rows},
-            "products whole over tp": {"pins": {"nodes": {self.products: "*,Replicate()"}}},
-            "products whole": {"pins": {"nodes": {self.products: "Replicate(),Replicate()"}}},
+            "products replicated over tp": {"pins": {"nodes": {self.products: "*,Replicate()"}}},
+            "products replicated": {"pins": {"nodes": {self.products: "Replicate(),Replicate()"}}},
         }
         if self.sequence:
             tokens = {"inputs": {"*": "S(0),S(1)"}, "parameters": {"*": "I,I"}}
@@ -98,7 +98,7 @@ class Ranked:
         return cases
 
     def plans(self, topology: Topology) -> Iterator[tuple[str, Plan]]:
-        """The plans that there are on 4 devices, none of them twice, with their names."""
+        """All distinct plans on 4 devices, with their names."""
         graph = self.graph()
         meshes = {
             "4": (make_mesh((4,), axes=("x",), topology=topology), self.on_one_axis()),
@@ -106,15 +106,15 @@ class Ranked:
         }
         found: list[Plan] = []
         for shape, (mesh, cases) in meshes.items():
-            for name, asked in cases.items():
-                plan = make_plan(graph, mesh, _options(asked))
+            for name, options in cases.items():
+                plan = make_plan(graph, mesh, _options(options))
                 if plan.found and plan.stages not in [other.stages for other in found]:
                     found.append(plan)
                     yield f"{name}, {shape}", plan
 
 
-def _options(asked: Mapping[str, Any]) -> PlanOptions:
-    return PlanOptions.model_validate({"optimizer": "sgd", "relative_gap": 0.01, **asked})
+def _options(given: Mapping[str, Any]) -> PlanOptions:
+    return PlanOptions.model_validate({"optimizer": "sgd", "relative_gap": 0.01, **given})
 
 
 def _llama() -> nn.Module:
@@ -166,4 +166,4 @@ MODELS: Mapping[str, Ranked] = {
     "GPT-2": Ranked(_gpt2, _tokens, "*.c_*.weight", 1, "addmm*"),
     "ViT": Ranked(_vit, _images, "*layers.*[_f][pc]*[jr12].weight", 0, "linear*", sequence=False),
 }
-"""By name; 2, 4 and 3 layers."""
+"""Models by name; with 2, 4 and 3 layers."""

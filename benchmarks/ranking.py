@@ -1,12 +1,12 @@
-"""Plans of a few models, ranked by what is predicted and by what gloo ranks measure.
+"""Rank correlation of predicted and measured step times, for plans of a few models on gloo ranks.
 
     autoshard calibrate --nproc 4 --mesh 2,2 -o topology.json
     python -m benchmarks.ranking topology.json
 
-Writes the tables into docs/measured.md. All plans of a model run in turn, round after round, so
-that what else the machine does meets all of them alike; medians count. On a machine with other
-work, calibrate with `--busy` and rank with `--busy`: then the processor time of all ranks counts,
-over the processors.
+Writes the tables into docs/measured.md. Each round runs one step of every plan of a model, so that
+other load of the machine affects all plans equally; the table has medians. On a machine with other
+work, calibrate with `--busy` and rank with `--busy`: the ranking then uses the processor time of
+all ranks, divided by the number of processors.
 """
 
 import argparse
@@ -31,11 +31,11 @@ _DOCUMENT = Path(__file__).parent.parent / "docs" / "measured.md"
 _ROUNDS = 7
 
 Seconds = tuple[float, float]
-"""Of a step: wall time of the slowest rank; processor time of all, over the processors."""
+"""Wall time of a step on the slowest rank; processor time of all ranks per processor."""
 
 
 def measured(launched: LaunchContext, documents: Sequence[str]) -> list[Seconds]:
-    """Medians of a step of each plan."""
+    """Median seconds of a step of each plan."""
     torch.set_num_threads(1)
     plans = [Plan.from_json(text) for text in documents]
     meshes = {
@@ -63,7 +63,7 @@ def _seconds(step: SyntheticStep) -> Seconds:
 
 
 def table(plans: Mapping[str, Plan], seconds: Sequence[float]) -> str:
-    """Plans in the order of their predictions, and the rank correlation."""
+    """Table of the plans, ordered by predicted time, and the rank correlation."""
     rows = [
         (plan.costs.total + plan.costs.overlapped, time, name)
         for (name, plan), time in zip(plans.items(), seconds, strict=True)
@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
     options = parser.parse_args()
     topology = topology_from_json(options.topology.read_bytes())
-    what = "processor time over the processors" if options.busy else "wall time"
-    parts = [caption(f"{what}, medians of {_ROUNDS} rounds; topology {topology.source}")]
+    clock = "processor time per processor" if options.busy else "wall time"
+    parts = [caption(f"{clock}, medians of {_ROUNDS} rounds; topology {topology.source}")]
     for name, ranked in MODELS.items():
         plans = dict(ranked.plans(topology))
         documents = [plan.to_json() for plan in plans.values()]

@@ -1,8 +1,8 @@
-"""One measurement of the service: a request that is new to it, then the same one again.
+"""A single measurement of the service: a new request, then repetitions of it.
 
-The service is a process of its own with an empty cache. "answer" is the time until the
-whole response to the graph is there; "plan" is what a client that has not seen the plan
-needs until it has read it, and "again" what it needs for asking once more.
+The service runs in another process with an empty cache. "answer" is the time of the HTTP request;
+"plan" is the time until a new client has read the plan, and "again" that of a repeated request of
+the same client.
 """
 
 import json
@@ -20,26 +20,26 @@ from autoshard.errors import AutoshardError
 from autoshard.plan import PlanOptions
 
 
-def measure(asked: dict[str, Any]) -> dict[str, Any]:
+def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Seconds of a first request and of each repetition.
 
     Args:
-        asked: `archive`, a path; `mesh`; `options`; and the number of `repetitions`.
+        case: `archive`, a path; `mesh`; `options`; and the number of `repetitions`.
     """
-    data = Path(asked["archive"]).read_bytes()
-    options = PlanOptions.model_validate(asked["options"])
+    data = Path(case["archive"]).read_bytes()
+    options = PlanOptions.model_validate(case["options"])
     with tempfile.TemporaryDirectory() as folder, service(Path(folder)) as url:
         plans, again = [], []
-        for _ in range(1 + asked["repetitions"]):
-            with Client(url, timeout=asked["options"]["time_limit"] + 60) as client:
-                # Opens the connection, which takes longer than an answer.
+        for _ in range(1 + case["repetitions"]):
+            with Client(url, timeout=case["options"]["time_limit"] + 60) as client:
+                # Opens the connection, which takes longer than a response.
                 client.health()
-                plans.append(_client_seconds(client, data, asked["mesh"], options))
-                again.append(_client_seconds(client, data, asked["mesh"], options))
+                plans.append(_client_seconds(client, data, case["mesh"], options))
+                again.append(_client_seconds(client, data, case["mesh"], options))
         (first, _), *others = plans
         with httpx2.Client(base_url=url, timeout=60.0) as http:
-            _answer_seconds(http, data, asked)
-            answers = [_answer_seconds(http, data, asked) for _ in range(asked["repetitions"])]
+            _answer_seconds(http, data, case)
+            answers = [_answer_seconds(http, data, case) for _ in range(case["repetitions"])]
     return {
         "first": first,
         "plan": [seconds for seconds, _ in others],
@@ -61,9 +61,9 @@ def _client_seconds(
 
 
 def _answer_seconds(
-    http: httpx2.Client, data: bytes, asked: dict[str, Any]
+    http: httpx2.Client, data: bytes, case: dict[str, Any]
 ) -> tuple[float, bool, int]:
-    request = json.dumps({"mesh": {"shape": asked["mesh"]}, "options": asked["options"]})
+    request = json.dumps({"mesh": {"shape": case["mesh"]}, "options": case["options"]})
     files: dict[str, tuple[str | None, bytes]] = {
         "graph": ("graph", data),
         "request": (None, request.encode()),
@@ -76,7 +76,7 @@ def _answer_seconds(
 
 
 def main() -> int:
-    """Measure what the only argument asks for, and print the result."""
+    """Measure the case of the only argument, and print the result."""
     try:
         result = measure(json.loads(sys.argv[1]))
     except AutoshardError as error:

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md: which cases they measure, and how they read."""
+"""The tables of docs/performance.md: their cases and their formatting."""
 
 import subprocess
 import sys
@@ -36,11 +36,11 @@ _WIDE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a run is restricted to, and what it is given.
+    """The selected cases.
 
     Attributes:
-        models: of the table of models; all where empty.
-        meshes: likewise.
+        models: of the table of models; all if empty.
+        meshes: of the table of models; all if empty.
         instances: files of the contest, each PATH or PATH:SECONDS.
         num_problems: random problems compared with brute force.
     """
@@ -55,22 +55,21 @@ Table = Callable[[Settings, Selection], str]
 
 
 def rows(header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
-    """A table in markdown; the first column to the left, the others to the right."""
+    """A table in Markdown; the first column is left-aligned, the others right-aligned."""
     rule = [":--", *["--:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *cells])
 
 
 def headline(settings: Settings, _: Selection) -> str:
-    """Llama-3-8B in training on 8x8, phase by phase: all solved anew, and with blocks known."""
+    """Llama-3-8B in training on 8x8, by phase: without and with cached blocks."""
     cases = (Case(LLAMA, (8, 8), cached=cached) for cached in (False, True))
     return _phases([_measure(case, settings) for case in cases])
 
 
 def depth(settings: Settings, _: Selection) -> str:
-    """The same layers, 8, 32 and 128 of them.
+    """Llama-3-8B with 8, 32 and 128 layers, with and without a memory limit.
 
-    Once as they are and once without a memory limit: only then do all depths ask the same
-    question, and only plans are compared with plans.
+    Times of different depths are only compared without a limit, where every depth has a plan.
     """
     as_is = [_measure(Case(name, (8, 8)), settings) for name in _DEPTHS]
     lifted = [_measure(Case(name, (8, 8), memory_budget=UNLIMITED), settings) for name in _DEPTHS]
@@ -79,7 +78,7 @@ def depth(settings: Settings, _: Selection) -> str:
 
 def _ratio(least: Result, most: Result) -> str:
     if not (least.found and most.found):
-        return "No ratio: a depth has no plan, and a plan is not compared with the lack of one."
+        return "No ratio: one of the depths has no plan."
     total = most.seconds("total") / least.seconds("total")
     planned = (most.seconds("total") - most.seconds("load")) / (
         least.seconds("total") - least.seconds("load")
@@ -101,7 +100,7 @@ def memory(settings: Settings, _: Selection) -> str:
 
 
 def budgets(settings: Settings, _: Selection) -> str:
-    """Llama-3-8B in less and less memory."""
+    """Llama-3-8B with decreasing memory budgets."""
     given = (UNLIMITED, *(size * 10**9 for size in _BUDGETS))
     cases = (Case(LLAMA, (8, 8), memory_budget=budget) for budget in given)
     results = [_measure(case, settings) for case in cases]
@@ -137,7 +136,7 @@ def models(settings: Settings, selection: Selection) -> str:
 
 
 def _with_lifted(case: Case, settings: Settings) -> list[Result]:
-    """The case; and once more without its memory limit where it has no plan within it."""
+    """The case; if memory rules out a plan, also the case without a memory limit."""
     result = _measure(case, settings)
     if not result.runs or result.found:
         return [result]
@@ -145,12 +144,12 @@ def _with_lifted(case: Case, settings: Settings) -> list[Result]:
 
 
 def service(settings: Settings, _: Selection) -> str:
-    """The same request again, answered from the service's cache."""
+    """A request to the service, and the same request answered from its cache."""
     try:
         path = archive(LLAMA, settings.folder / "models")
     except ExportFailedError as error:
         return f"**Failed**: {LLAMA} cannot be exported: {error}"
-    asked = {
+    request = {
         "archive": str(path),
         "mesh": [8, 8],
         "options": {
@@ -159,15 +158,18 @@ def service(settings: Settings, _: Selection) -> str:
         },
         "repetitions": settings.repetitions,
     }
-    _say(f"service: {LLAMA} on 8x8")
-    got = run_module("benchmarks.service", asked, patience=settings.patience)
+    _log(f"service: {LLAMA} on 8x8")
+    got = run_module("benchmarks.service", request, timeout=settings.timeout)
     if "error" in got:
         return f"**Failed**: {got['error']}"
     megabytes = f"{got['archive_bytes'] / 1e6:.1f} MB sent, {got['answer_bytes'] / 1e6:.1f} MB back"
     header = (f"request ({megabytes})", "seconds")
-    again = "same request, whole answer" + ("" if got["hits"] else " (**not from the cache**)")
+    again = "same request, HTTP response" + ("" if got["hits"] else " (**not from the cache**)")
     lines = [
-        ("first request, cache empty, until the client has the plan", f"{got['first']:.3f}"),
+        (
+            "first request, with an empty cache, until the client has the plan",
+            f"{got['first']:.3f}",
+        ),
         (again, f"{median(got['answer']):.3f}"),
         ("same request, until another client has read the plan", f"{median(got['plan']):.3f}"),
         ("same request once more, by a client that has read it", f"{median(got['again']):.3f}"),
@@ -176,21 +178,21 @@ def service(settings: Settings, _: Selection) -> str:
 
 
 def contest(_: Settings, selection: Selection) -> str:
-    """Instances of the contest, by the script beside this one."""
-    _say(f"contest: {' '.join(selection.instances)}")
+    """Instances of the contest, by `benchmarks/iopddl.py`."""
+    _log(f"contest: {' '.join(selection.instances)}")
     return _script("iopddl.py", *selection.instances)
 
 
 def random(_: Settings, selection: Selection) -> str:
-    """Random small problems against brute force, by the script beside this one."""
-    _say(f"random: {selection.num_problems} problems")
+    """Random small problems compared with brute force, by `benchmarks/random_problems.py`."""
+    _log(f"random: {selection.num_problems} problems")
     return _script("random_problems.py", "--count", str(selection.num_problems))
 
 
 def _script(name: str, *arguments: str) -> str:
-    """What a script prints, and its complaint if it has one."""
+    """Output of a script, with its errors if it fails."""
     path = Path(__file__).with_name(name)
-    done = subprocess.run(  # noqa: S603  our own script
+    done = subprocess.run(  # noqa: S603  a constant command
         [sys.executable, str(path), *arguments], capture_output=True, text=True, check=False
     )
     if not done.returncode:
@@ -211,23 +213,23 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "contest": contest,
     }
 )
-"""By name, which is also that of its place in the document."""
+"""Tables by name, which is also that of the markers in the document."""
 
 REPETITIONS: Mapping[str, int] = MappingProxyType({"models": 1, "memory": 3, "budgets": 1})
-"""Measurements of each case, for tables of so many or so long ones that 5 take too long."""
+"""Measurements of each case, for tables with many or slow cases; the others have 5."""
 
 TIME_LIMITS: Mapping[str, float] = MappingProxyType({"models": 30.0, "budgets": 60.0})
-"""Seconds for the solver, for tables that say what it finds within them."""
+"""Time limit of the solver in seconds, for tables with another one than the default."""
 
 
 def _measure(case: Case, settings: Settings) -> Result:
     result = measure_case(case, settings)
     seconds = f" {result.seconds('total'):.2f} s" if result.runs else ""
-    _say(f"{case}: {result.status}{seconds} {result.note}".strip())
+    _log(f"{case}: {result.status}{seconds} {result.note}".strip())
     return result
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -272,18 +274,18 @@ def _gap_text(result: Result) -> str:
 
 
 def _verdict(results: Sequence[Result]) -> str:
-    """How many cases have a plan, a small gap, and are fast."""
+    """Number of cases with a plan, with a small gap, and of fast ones."""
     found = [r for r in results if r.runs and r.gap is not None]
     close = [r for r in found if r.gap is not None and r.gap <= _WIDE]
     fast = [r for r in results if r.runs and r.seconds("total") <= _SLOW]
-    no_room = [r for r in results if r.needs_memory]
+    infeasible = [r for r in results if r.needs_memory]
     return (
         f"{len(results)} cases: {len(found)} have a plan with a bound, {len(close)} of them within "
-        f"{_WIDE:.0%} of it; {len(no_room)} are proven not to fit into memory; "
+        f"{_WIDE:.0%} of it; {len(infeasible)} are proven not to fit into memory; "
         f"{len(fast)} took at most {_SLOW:.0f} s."
     )
 
 
 def _notes(results: Sequence[Result]) -> str:
-    """Reasons of the cases that have no plan, or not a whole set of measurements."""
+    """Notes of the cases that have one, such as the reason why there is no plan."""
     return "\n".join(f"- {result.case}: {result.note}" for result in results if result.note)

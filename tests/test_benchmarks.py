@@ -53,7 +53,7 @@ def test_a_tiny_model_gets_its_lines_and_the_rest_of_the_page_stays(
 
 def test_a_case_that_is_stopped_stays_with_its_reason(folder: Path, tmp_path: Path) -> None:
     page = Path(shutil.copy(PAGE, tmp_path))
-    asked = ("--tables", "models", "--models", "gpt2-tiny", "--meshes", "8", "--patience", "0.01")
+    asked = ("--tables", "models", "--models", "gpt2-tiny", "--meshes", "8", "--timeout", "0.01")
     done = benchmarks(*asked, "--folder", folder, "--document", page)
     assert done.returncode == 0, done.stderr
     table = table_of(page, "models")

@@ -1,4 +1,4 @@
-"""Real services in processes of their own, requests with known answers, and what became of them."""
+"""Services in separate processes, requests with known plans, and the outcomes of their jobs."""
 
 import json
 import os
@@ -28,10 +28,10 @@ from autoshard_server.store.jobs import EventKind, JobState
 from autoshard_solver_cache import open_engine
 
 LEASE = 4.0
-"""Seconds: short, so that a dead worker is soon found."""
+"""Seconds; short, so that dead workers are detected soon."""
 
-_START_PATIENCE = 120.0
-_REQUEST_PATIENCE = 60.0
+_START_TIMEOUT = 120.0
+_REQUEST_TIMEOUT = 60.0
 _POLL = 0.2
 
 
@@ -48,13 +48,13 @@ class _Mlp(torch.nn.Module):
 
 @cache
 def graph_of(number: int) -> bytes:
-    """A small program; each number is another one."""
+    """A small program, different for each number."""
     return export_model(_Mlp(16 * (number + 1)), (torch.zeros(8, 16),))
 
 
 @cache
-def right_answer(number: int) -> str:
-    """The plan of a program, made here, without what tells how it was made."""
+def expected_plan(number: int) -> str:
+    """The plan of a program, made in this process, without its provenance."""
     plan = make_plan(load_graph(graph_of(number)), make_mesh((2, 2)))
     return _comparable(plan)
 
@@ -65,12 +65,13 @@ def _comparable(plan: Plan) -> str:
 
 @dataclass
 class Process:
-    """A process of ours whose log is kept.
+    """A process with its log.
 
     Attributes:
-        command: what runs.
-        environment: variables besides ours.
-        ready: what its log says when it has started.
+        command: to run.
+        environment: additional environment variables.
+        ready: text of the log line of a process that has started.
+        log: lines of the log.
     """
 
     command: Sequence[str]
@@ -79,8 +80,8 @@ class Process:
     log: list[dict[str, Any]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        """Start it, and wait until it says that it is ready."""
-        self._process = subprocess.Popen(  # noqa: S603  ours
+        """Start it, and wait until it is ready."""
+        self._process = subprocess.Popen(  # noqa: S603  a constant command
             self.command,
             env={**os.environ, **self.environment},
             stderr=subprocess.PIPE,
@@ -89,15 +90,15 @@ class Process:
         )
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
-        deadline = time.monotonic() + _START_PATIENCE
-        while not self._said(self.ready):
+        deadline = time.monotonic() + _START_TIMEOUT
+        while not self._has_logged(self.ready):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"it did not start: {self.log[-5:]}")
             time.sleep(0.02)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ask it to end, and wait."""
+        """Send SIGTERM, and wait."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         self._process.wait()
@@ -105,11 +106,11 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
     def kill(self) -> None:
-        """End it as a crash of the machine would."""
+        """Send SIGKILL, and wait."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
@@ -118,7 +119,7 @@ class Process:
         """Lines of its log of one kind."""
         return [line for line in list(self.log) if line.get("event") == name]
 
-    def _said(self, text: str) -> bool:
+    def _has_logged(self, text: str) -> bool:
         return any(text in str(line.get("event", "")) for line in list(self.log))
 
     def _read(self) -> None:
@@ -158,19 +159,19 @@ class Worker(Process):
 def _environment(url: str, settings: Mapping[str, object]) -> dict[str, str]:
     given = {"store_url": url, "lease": LEASE, "retry_after": 1, **settings}
     special = {name: str(value) for name, value in given.items() if name.isupper()}
-    ours = {f"AUTOSHARD_{n.upper()}": str(v) for n, v in given.items() if not n.isupper()}
-    return {**ours, **special}
+    renamed = {f"AUTOSHARD_{n.upper()}": str(v) for n, v in given.items() if not n.isupper()}
+    return {**renamed, **special}
 
 
 @dataclass
-class Asked:
-    """Requests that were accepted, and what has become of them.
+class Submissions:
+    """Requests that were sent, by their first response.
 
     Attributes:
-        jobs: id of each accepted job, and the number of its program.
-        accepted: requests that were answered with a job, be it their own or somebody else's.
-        known: requests that were answered with the right plan at once.
-        refused: answers to requests that were not accepted, by status and type.
+        jobs: number of the program of each accepted job, by the job's id.
+        accepted: number of responses with a job, new or shared.
+        known: number of responses with the correct plan.
+        refused: number of other responses, by status and type.
     """
 
     jobs: dict[str, int] = field(default_factory=dict)
@@ -180,13 +181,13 @@ class Asked:
     _lock: Lock = field(default_factory=Lock)
 
     def post(self, address: str, number: int) -> None:
-        """Ask for the plan of a program."""
+        """Request the plan of a program."""
         files = {
             "graph": ("g.pt2", graph_of(number), "application/octet-stream"),
             "request": (None, json.dumps({"mesh": {"shape": [2, 2]}}), "application/json"),
         }
         try:
-            answer = httpx2.post(f"{address}/v1/plans", files=files, timeout=_REQUEST_PATIENCE)
+            answer = httpx2.post(f"{address}/v1/plans", files=files, timeout=_REQUEST_TIMEOUT)
         except httpx2.TransportError as error:
             self.refused[type(error).__name__] += 1
             return
@@ -202,7 +203,7 @@ class Asked:
             self.refused[f"{answer.status_code} {kind}".strip()] += 1
 
     def post_until_accepted(self, address: str, number: int) -> None:
-        """Ask as a client does that comes back later."""
+        """Request the plan of a program until it is accepted."""
         before = len(self.jobs) + self.known
         while len(self.jobs) + self.known == before:
             self.post(address, number)
@@ -211,41 +212,41 @@ class Asked:
 
 @dataclass(frozen=True)
 class Settled:
-    """What became of accepted jobs.
+    """Outcome of accepted jobs.
 
     Attributes:
-        right: jobs that ended with the right plan.
-        errors: jobs that ended with problem details, by their type.
-        wrong: jobs that ended with another plan.
-        lost: jobs that did not end, or are not known any more.
-        again: how often a job was started again.
-        doubled: jobs that ended more than once.
-        seconds: until all had ended.
+        right: number of jobs that ended with the correct plan.
+        errors: number of jobs that ended with problem details, by their type.
+        wrong: number of jobs that ended with another plan.
+        lost: number of jobs that did not end, or are unknown.
+        restarts: number of restarts of jobs.
+        doubled: number of jobs that ended more than once.
+        seconds: until all jobs had ended.
     """
 
     right: int
     errors: Counter[str]
     wrong: int
     lost: int
-    again: int
+    restarts: int
     doubled: int
     seconds: float
 
 
-def settle(asked: Asked, address: str, url: str, *, patience: float = 1200.0) -> Settled:
-    """Wait until all jobs have ended, and compare them with what is right.
+def settle(submitted: Submissions, address: str, url: str, *, timeout: float = 1200.0) -> Settled:
+    """Wait until all jobs have ended, and compare their plans with the expected ones.
 
     Args:
-        asked: what was accepted.
+        submitted: with the accepted jobs.
         address: of a service.
-        url: of the database behind it.
-        patience: seconds after which what has not ended is lost.
+        url: of its database.
+        timeout: seconds after which unfinished jobs count as lost.
     """
     began = time.monotonic()
-    waiting = set(asked.jobs)
+    waiting = set(submitted.jobs)
     ended: dict[str, dict[str, Any]] = {}
-    with httpx2.Client(base_url=address, timeout=_REQUEST_PATIENCE) as http:
-        while waiting and time.monotonic() - began < patience:
+    with httpx2.Client(base_url=address, timeout=_REQUEST_TIMEOUT) as http:
+        while waiting and time.monotonic() - began < timeout:
             for job_id in sorted(waiting):
                 job = _job(http, job_id)
                 if job is not None and job["done"]:
@@ -253,9 +254,9 @@ def settle(asked: Asked, address: str, url: str, *, patience: float = 1200.0) ->
                     waiting.discard(job_id)
             time.sleep(_POLL)
     seconds = time.monotonic() - began
-    told = _states(url, list(asked.jobs))
+    states_of = _states(url, list(submitted.jobs))
     made = {i: job["result"] for i, job in ended.items() if "result" in job}
-    rights = {job_id: _is_right(plan, asked.jobs[job_id]) for job_id, plan in made.items()}
+    rights = {job_id: _is_right(plan, submitted.jobs[job_id]) for job_id, plan in made.items()}
     return Settled(
         right=sum(rights.values()),
         errors=Counter(
@@ -263,22 +264,22 @@ def settle(asked: Asked, address: str, url: str, *, patience: float = 1200.0) ->
         ),
         wrong=len(rights) - sum(rights.values()),
         lost=len(waiting),
-        again=sum(max(0, states.count("running") - 1) for states in told.values()),
-        doubled=sum(sum(JobState(s).done for s in states) > 1 for states in told.values()),
+        restarts=sum(max(0, states.count("running") - 1) for states in states_of.values()),
+        doubled=sum(sum(JobState(s).done for s in states) > 1 for states in states_of.values()),
         seconds=seconds,
     )
 
 
-def count_ended(asked: Asked, address: str) -> int:
-    """How many jobs have ended so far."""
-    with httpx2.Client(base_url=address, timeout=_REQUEST_PATIENCE) as http:
-        found = [_job(http, job_id) for job_id in asked.jobs]
+def count_ended(submitted: Submissions, address: str) -> int:
+    """Number of jobs that have ended."""
+    with httpx2.Client(base_url=address, timeout=_REQUEST_TIMEOUT) as http:
+        found = [_job(http, job_id) for job_id in submitted.jobs]
     return sum(job is not None and job["done"] for job in found)
 
 
-def await_ended(asked: Asked, address: str, number: int) -> None:
-    """Wait until so many jobs have ended."""
-    while count_ended(asked, address) < number:
+def await_ended(submitted: Submissions, address: str, number: int) -> None:
+    """Wait until a number of jobs have ended."""
+    while count_ended(submitted, address) < number:
         time.sleep(_POLL)
 
 
@@ -292,28 +293,28 @@ def _job(http: httpx2.Client, job_id: str) -> dict[str, Any] | None:
 
 
 def _states(url: str, jobs: Sequence[str]) -> dict[str, list[str]]:
-    """The states that each job has been in, as its events in the database tell."""
+    """The states that each job was in, from its events in the database."""
     engine = open_engine(url)
     store = JobStore(engine, lease=LEASE, max_attempts=1)
-    told = {job_id: store.events(job_id, limit=10_000) for job_id in jobs}
+    states_of = {job_id: store.events(job_id, limit=10_000) for job_id in jobs}
     engine.dispose()
     return {
         job_id: [str(e.data["state"]) for e in events if e.kind is EventKind.STATE]
-        for job_id, events in told.items()
+        for job_id, events in states_of.items()
     }
 
 
 def _is_right(plan: Mapping[str, Any], number: int) -> bool:
-    return _comparable(Plan.from_document(plan)) == right_answer(number)
+    return _comparable(Plan.from_document(plan)) == expected_plan(number)
 
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """A disk of its own in memory; only root may make one."""
+    """Mount a small file system in memory; only root may do so."""
     folder.mkdir()
     size = f"size={megabytes}m"
     mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
-    subprocess.run(mount, check=True)  # noqa: S603  nothing but our own words
+    subprocess.run(mount, check=True)  # noqa: S603  a constant command
     try:
         yield folder
     finally:

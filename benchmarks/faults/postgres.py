@@ -1,4 +1,4 @@
-"""A PostgreSQL of our own: made in a folder, started, stopped, and gone in the end."""
+"""A temporary PostgreSQL cluster in a folder."""
 
 import os
 import pwd
@@ -14,13 +14,13 @@ from pathlib import Path
 import psycopg
 
 _OWNER = "postgres"
-"""Who runs the server where we are root, which it refuses to be."""
+"""User of the server if this process is root: PostgreSQL refuses to run as root."""
 
 _QUICK = "fsync=off\nfull_page_writes=off\nmax_connections=60\n"
 
 
 def binaries() -> Path | None:
-    """Folder of initdb and pg_ctl; None where PostgreSQL is not installed."""
+    """Folder of initdb and pg_ctl; None if PostgreSQL is not installed."""
     if found := shutil.which("initdb"):
         return Path(found).resolve().parent
     installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
@@ -29,12 +29,12 @@ def binaries() -> Path | None:
 
 @dataclass
 class Cluster:
-    """A server that listens on a socket in its folder, and nowhere else.
+    """A server that listens on a socket in its folder only.
 
     Attributes:
         binaries: folder of initdb and pg_ctl.
-        folder: where its data and its socket are.
-        user: who runs it; ourselves if left out.
+        folder: with its data and its socket.
+        user: that runs it; the current one if None.
     """
 
     binaries: Path
@@ -43,7 +43,7 @@ class Cluster:
     _numbers: Iterator[int] = field(default_factory=count)
 
     def make(self) -> None:
-        """Make its files."""
+        """Initialise its data folder."""
         data = str(self.folder / "data")
         self._run("initdb", "-D", data, "-U", "autoshard", "-A", "trust", "--no-sync", "-E", "UTF8")
         with (self.folder / "data" / "postgresql.conf").open("a") as settings:
@@ -52,18 +52,18 @@ class Cluster:
             )
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start it, and wait until it accepts connections."""
         self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "-l", self._log, "start")
 
     def stop(self, mode: str = "immediate") -> None:
-        """Stop it; immediately is as if its power were cut."""
+        """Stop it; `immediate` does so without a shutdown, as in a crash."""
         self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "-m", mode, "stop")
 
     def create_database(self) -> str:
-        """A new, empty database, as a SQLAlchemy URL."""
+        """Create an empty database; return its SQLAlchemy URL."""
         name = f"autoshard_{next(self._numbers)}"
         with psycopg.connect(self._address("postgres"), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]  our own name
+            connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]  a safe name
         return f"postgresql+psycopg://autoshard@/{name}?host={self.folder}"
 
     @property
@@ -76,16 +76,16 @@ class Cluster:
     def _run(self, program: str, *arguments: str) -> None:
         command = [str(self.binaries / program), *arguments]
         with Path(os.devnull).open("w") as nowhere:
-            subprocess.run(  # noqa: S603  ours
+            subprocess.run(  # noqa: S603  a constant command
                 command, check=True, user=self.user, stdout=nowhere, cwd=self.folder
             )
 
 
 @contextmanager
 def running_cluster(programs: Path) -> Iterator[Cluster]:
-    """A server that runs until the end of the block."""
+    """A server that runs until the end of the `with` block."""
     is_root = os.geteuid() == 0
-    # Not below pytest's folder, which other users cannot enter.
+    # Not in pytest's folder, which other users cannot access.
     folder = Path(tempfile.mkdtemp(prefix="autoshard-pg-"))
     if is_root:
         owner = pwd.getpwnam(_OWNER)

@@ -1,4 +1,4 @@
-"""What goes wrong, and when; each scenario ends when every accepted job has ended."""
+"""Fault scenarios; each ends when every accepted job has ended."""
 
 import os
 import signal
@@ -16,13 +16,13 @@ from autoshard_server.store.artifacts import PLANS
 from autoshard_solver_cache import SolverCache
 from benchmarks.faults.harness import (
     LEASE,
-    Asked,
     Service,
     Settled,
+    Submissions,
     Worker,
     await_ended,
+    expected_plan,
     graph_of,
-    right_answer,
     settle,
     small_disk,
 )
@@ -33,20 +33,20 @@ _JUMP = 6 * 3600
 _CLIENTS = 200
 _DISK_MEGABYTES = 24
 _MOST_ACCEPTED = 60
-"""Requests that a database on a full disk may have room for."""
+"""Largest number of requests until a database on a full disk refuses one."""
 _FAKETIME = "libfaketime.so.1"
 _BEGUN = 0.2
-"""Seconds of a processor after which a solver certainly has its work."""
+"""Seconds of processor time after which a solver certainly has its job."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a scenario runs.
+    """Resources of a scenario.
 
     Attributes:
-        folder: empty, and its own.
-        cluster: a PostgreSQL; None where none is installed.
-        num_jobs: requests to make.
+        folder: an empty one.
+        cluster: a PostgreSQL cluster; None if PostgreSQL is not installed.
+        num_jobs: number of requests.
     """
 
     folder: Path
@@ -55,12 +55,12 @@ class Place:
 
     @property
     def sqlite(self) -> str:
-        """A database in the folder."""
+        """URL of a database in the folder."""
         return f"sqlite:///{self.folder / 'store.sqlite3'}"
 
     @property
     def postgres(self) -> str:
-        """A database of the cluster.
+        """URL of a new database of the cluster.
 
         Raises:
             NotPossibleError: there is no cluster.
@@ -71,112 +71,112 @@ class Place:
 
 
 class NotPossibleError(Exception):
-    """A scenario needs something that is not here."""
+    """A requirement of a scenario is missing."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a scenario shows.
+    """Outcome of a scenario.
 
     Attributes:
-        asked: what was accepted, and what was not.
-        settled: what became of it.
-        note: what else was seen.
-        sound: whether that was as it should be.
+        submitted: requests by their first response.
+        settled: outcome of the accepted jobs.
+        note: other observations.
+        sound: true if these are as expected.
     """
 
-    asked: Asked
+    submitted: Submissions
     settled: Settled
     note: str = ""
     sound: bool = True
 
     @property
     def holds(self) -> bool:
-        """Whether nothing was lost, wrong or done twice."""
+        """True if no job was lost, wrong or ended twice."""
         s = self.settled
-        return self.sound and s.wrong == s.lost == s.doubled == 0 and bool(self.asked.jobs)
+        return self.sound and s.wrong == s.lost == s.doubled == 0 and bool(self.submitted.jobs)
 
 
 def server_killed(place: Place) -> Outcome:
-    """The server is killed (SIGKILL) with a fifth of the jobs done, and started again."""
-    asked, url = Asked(), place.sqlite
+    """The server is killed (SIGKILL) after a fifth of the jobs, and restarted."""
+    submitted, url = Submissions(), place.sqlite
     with Service(url) as service:
-        _post_all(asked, service.address, range(place.num_jobs))
-        await_ended(asked, service.address, max(1, place.num_jobs // 5))
+        _post_all(submitted, service.address, range(place.num_jobs))
+        await_ended(submitted, service.address, max(1, place.num_jobs // 5))
         service.kill()
     with Service(url) as service:
-        return Outcome(asked, settle(asked, service.address, url))
+        return Outcome(submitted, settle(submitted, service.address, url))
 
 
 def worker_killed(place: Place) -> Outcome:
     """One of two workers on one PostgreSQL is killed in the middle of a solve."""
-    asked, url = Asked(), place.postgres
+    submitted, url = Submissions(), place.postgres
     with Service(url, num_workers=0) as service, ExitStack() as stack:
         workers = [stack.enter_context(Worker(url, num_workers=1)) for _ in range(2)]
-        _post_all(asked, service.address, range(place.num_jobs))
+        _post_all(submitted, service.address, range(place.num_jobs))
         _await(lambda: bool(workers[0].events("solver_process")))
         solver = workers[0].events("solver_process")[-1]["pid"]
         workers[0].kill()
         _await(lambda: not _runs(solver))
-        settled = settle(asked, service.address, url)
+        settled = settle(submitted, service.address, url)
         started = len(workers[1].events("job_started"))
     drained = bool(workers[1].events("worker_ended"))
     note = f"the other worker ran {started}"
-    return Outcome(asked, settled, note, drained and settled.again >= 1)
+    return Outcome(submitted, settled, note, drained and settled.restarts >= 1)
 
 
 def solver_killed(place: Place) -> Outcome:
     """The process of a solve is killed, as the kernel does when memory runs out."""
-    asked, url = Asked(), place.sqlite
+    submitted, url = Submissions(), place.sqlite
     with Service(url) as service:
-        _post_all(asked, service.address, range(place.num_jobs))
+        _post_all(submitted, service.address, range(place.num_jobs))
         hit: set[str] = set()
         for _ in range(min(3, place.num_jobs)):
             _await(lambda: bool(_solving(service, hit)))
             job_id, pid = _solving(service, hit)[-1]
             os.kill(pid, signal.SIGKILL)
             hit.add(job_id)
-        settled = settle(asked, service.address, url)
-    return Outcome(asked, settled, sound=settled.again >= 1)
+        settled = settle(submitted, service.address, url)
+    return Outcome(submitted, settled, sound=settled.restarts >= 1)
 
 
 def database_gone(place: Place) -> Outcome:
-    """PostgreSQL crashes in the middle of the jobs, and is back after 10 s."""
-    asked, url = Asked(), place.postgres
+    """PostgreSQL crashes while jobs run, and is restarted after 10 s."""
+    submitted, url = Submissions(), place.postgres
     assert place.cluster is not None
     with Service(url) as service:
-        _post_all(asked, service.address, range(place.num_jobs))
-        await_ended(asked, service.address, max(1, place.num_jobs // 5))
+        _post_all(submitted, service.address, range(place.num_jobs))
+        await_ended(submitted, service.address, max(1, place.num_jobs // 5))
         place.cluster.stop()
         began = time.monotonic()
-        asked.post(service.address, place.num_jobs)
+        submitted.post(service.address, place.num_jobs)
         time.sleep(max(0.0, _OUTAGE - (time.monotonic() - began)))
         place.cluster.start()
-        asked.post_until_accepted(service.address, place.num_jobs)
-        settled = settle(asked, service.address, url)
-    refused = ", ".join(asked.refused)
-    return Outcome(asked, settled, f"requests meanwhile: {refused}", settled.right > 0)
+        submitted.post_until_accepted(service.address, place.num_jobs)
+        settled = settle(submitted, service.address, url)
+    refused = ", ".join(submitted.refused)
+    return Outcome(submitted, settled, f"requests meanwhile: {refused}", settled.right > 0)
 
 
 def disk_full(place: Place) -> Outcome:
-    """The disk of the database is full in the middle of the jobs, until somebody makes room."""
+    """The disk of the database is full while jobs run, until space is freed."""
     if os.geteuid() != 0:
         raise NotPossibleError("only root may mount a small disk")
-    asked = Asked()
+    submitted = Submissions()
     with small_disk(place.folder / "disk", _DISK_MEGABYTES) as disk:
         url = f"sqlite:///{disk / 'store.sqlite3'}"
         with Service(url) as service:
-            _post_all(asked, service.address, range(place.num_jobs))
-            await_ended(asked, service.address, max(1, place.num_jobs // 5))
+            _post_all(submitted, service.address, range(place.num_jobs))
+            await_ended(submitted, service.address, max(1, place.num_jobs // 5))
             _fill(disk / "ballast")
-            _post_until_refused(asked, service.address, place.num_jobs)
+            _post_until_refused(submitted, service.address, place.num_jobs)
             _await(lambda: bool(service.events("store_unavailable")))
             time.sleep(2 * LEASE)
             (disk / "ballast").unlink()
-            settled = settle(asked, service.address, url)
+            settled = settle(submitted, service.address, url)
             intact = _is_intact(url)
-    refused = ", ".join(asked.refused)
-    return Outcome(asked, settled, f"requests meanwhile: {refused}", bool(refused) and intact)
+    refused = ", ".join(submitted.refused)
+    return Outcome(submitted, settled, f"requests meanwhile: {refused}", bool(refused) and intact)
 
 
 def clock_jumps(place: Place) -> Outcome:
@@ -184,52 +184,52 @@ def clock_jumps(place: Place) -> Outcome:
     library = next(Path("/usr/lib").glob(f"*/faketime/{_FAKETIME}"), None)
     if library is None:
         raise NotPossibleError("libfaketime is not installed")
-    asked, url = Asked(), place.sqlite
+    submitted, url = Submissions(), place.sqlite
     offset = place.folder / "offset"
     offset.write_text("+0s")
     fake = {
         "LD_PRELOAD": library,
         "FAKETIME_TIMESTAMP_FILE": offset,
         "FAKETIME_NO_CACHE": 1,
-        # Leases count by the monotonic clock, which no real jump moves either.
+        # Leases use the monotonic clock, which real jumps do not change either.
         "FAKETIME_DONT_FAKE_MONOTONIC": 1,
     }
     with Service(url, **fake) as service:
-        _post_all(asked, service.address, range(place.num_jobs))
+        _post_all(submitted, service.address, range(place.num_jobs))
         for number, jump in enumerate((_JUMP, -_JUMP, 0)):
-            await_ended(asked, service.address, (number + 1) * max(1, place.num_jobs // 5))
+            await_ended(submitted, service.address, (number + 1) * max(1, place.num_jobs // 5))
             offset.write_text(f"{jump:+d}s")
-        settled = settle(asked, service.address, url)
+        settled = settle(submitted, service.address, url)
         stamps = [line["timestamp"][:13] for line in service.events("job_finished")]
     note = f"the service saw {len(set(stamps))} different hours"
-    return Outcome(asked, settled, note, settled.again == 0 and len(set(stamps)) > 1)
+    return Outcome(submitted, settled, note, settled.restarts == 0 and len(set(stamps)) > 1)
 
 
 def two_servers(place: Place) -> Outcome:
-    """200 clients ask two servers on one PostgreSQL the same 20 questions at once."""
-    asked, url = Asked(), place.postgres
-    questions = max(1, place.num_jobs * 2 // 5)
-    # Exporting is not for threads.
-    for question in range(questions):
-        graph_of(question)
-        right_answer(question)
+    """200 clients concurrently send the same 20 requests to two servers on one PostgreSQL."""
+    submitted, url = Submissions(), place.postgres
+    num_programs = max(1, place.num_jobs * 2 // 5)
+    # Exporting is not thread-safe.
+    for number in range(num_programs):
+        graph_of(number)
+        expected_plan(number)
     with Service(url) as one, Service(url) as other, ThreadPoolExecutor(_CLIENTS) as pool:
         addresses = (one.address, other.address)
         clients = [
-            pool.submit(asked.post, addresses[client % 2], client % questions)
+            pool.submit(submitted.post, addresses[client % 2], client % num_programs)
             for client in range(_CLIENTS)
         ]
         for client in clients:
             client.result()
-        settled = settle(asked, other.address, url)
+        settled = settle(submitted, other.address, url)
         started = sum(len(server.events("job_started")) for server in (one, other))
-    answered = asked.accepted + asked.known
+    answered = submitted.accepted + submitted.known
     note = (
-        f"{answered} of {_CLIENTS} requests answered, {asked.known} of them with the plan at once; "
-        f"{started} solves for {questions} plans"
+        f"{answered} of {_CLIENTS} requests answered, {submitted.known} of them with the plan; "
+        f"{started} solves for {num_programs} plans"
     )
-    sound = started == questions == settled.right and answered == _CLIENTS
-    return Outcome(asked, settled, note, sound)
+    sound = started == num_programs == settled.right and answered == _CLIENTS
+    return Outcome(submitted, settled, note, sound)
 
 
 def ray_worker_killed(place: Place) -> Outcome:
@@ -238,13 +238,13 @@ def ray_worker_killed(place: Place) -> Outcome:
         import ray  # noqa: F401, PLC0415  an extra
     except ImportError:
         raise NotPossibleError("Ray is not installed") from None
-    asked, url = Asked(), place.sqlite
+    submitted, url = Submissions(), place.sqlite
     with Service(url, executor="ray") as service:
-        _post_all(asked, service.address, range(place.num_jobs))
+        _post_all(submitted, service.address, range(place.num_jobs))
         _await(lambda: bool(_ray_workers(service.pid)))
         os.kill(_ray_workers(service.pid)[0], signal.SIGKILL)
-        settled = settle(asked, service.address, url)
-    return Outcome(asked, settled, sound=settled.again >= 1)
+        settled = settle(submitted, service.address, url)
+    return Outcome(submitted, settled, sound=settled.restarts >= 1)
 
 
 Scenario = Callable[[Place], Outcome]
@@ -265,29 +265,29 @@ SCENARIOS: dict[str, Scenario] = {
 """Every scenario by its name."""
 
 
-def _post_all(asked: Asked, address: str, numbers: range) -> None:
+def _post_all(submitted: Submissions, address: str, numbers: range) -> None:
     for number in numbers:
-        asked.post(address, number)
+        submitted.post(address, number)
 
 
-def _post_until_refused(asked: Asked, address: str, first: int) -> None:
-    """Ask for further plans; what the database has room for in its own files is accepted."""
+def _post_until_refused(submitted: Submissions, address: str, first: int) -> None:
+    """Request further plans until one is refused: the database may have free space in its files."""
     for number in range(first, first + _MOST_ACCEPTED):
-        asked.post(address, number)
-        if asked.refused:
+        submitted.post(address, number)
+        if submitted.refused:
             return
 
 
-def _await(condition: Callable[[], bool], *, patience: float = 300.0) -> None:
-    deadline = time.monotonic() + patience
+def _await(condition: Callable[[], bool], *, timeout: float = 300.0) -> None:
+    deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("what the scenario waits for did not happen")
+            raise TimeoutError("the condition of the scenario was not met in time")
         time.sleep(0.02)
 
 
 def _solving(service: Service, but: set[str]) -> list[tuple[str, int]]:
-    """Jobs whose solver runs, with its process, but for some."""
+    """Jobs whose solver runs, with its process id, except some jobs."""
     found = [(e["job_id"], e["pid"]) for e in service.events("solver_process")]
     return [(job_id, pid) for job_id, pid in found if job_id not in but and _runs(pid)]
 
@@ -297,7 +297,7 @@ def _runs(pid: int) -> bool:
 
 
 def _ray_workers(service: int) -> list[int]:
-    """Actors below a service that have a solver with work."""
+    """Process ids of a service's Ray actors whose solvers have a job."""
     found = []
     for process in psutil.Process(service).children(recursive=True):
         with suppress(psutil.Error):

@@ -1,8 +1,8 @@
 """Plan the families at their published sizes, and write the table into docs/zoo.md.
 
-python -m benchmarks.zoo                      everything that has no result yet
-python -m benchmarks.zoo --families gpt2 dit  two of them; the others stay as they are
-python -m benchmarks.zoo --again              everything anew
+python -m benchmarks.zoo                      all cases without a result
+python -m benchmarks.zoo --families gpt2 dit  two families; the others keep their results
+python -m benchmarks.zoo --again              all cases, also those with a result
 python -m benchmarks.zoo --ranks 8 4          run the small sizes on gloo ranks instead
 """
 
@@ -22,7 +22,7 @@ _DOCUMENT = Path(__file__).parents[2] / "docs" / "zoo.md"
 
 
 def main() -> int:
-    """Measure what is asked for, and write its table."""
+    """Measure the selected families, and write the table."""
     options = _parser().parse_args()
     families = options.families or list(FAMILIES)
     if options.again:
@@ -38,7 +38,7 @@ def main() -> int:
 
 def _run_on_ranks(families: Sequence[str], options: argparse.Namespace) -> None:
     settings = RankSettings(options.folder, tuple(options.ranks), tuple(options.precisions))
-    head = caption("gloo; what is empty has not been run")
+    head = caption("gloo; empty cells have not been run")
     for outcomes in run_on_ranks(families, settings):
         print(*outcomes, sep="\n", flush=True)
         table = ranks_table(rank_outcomes(RankSettings(options.folder)))
@@ -49,7 +49,7 @@ def _plan(families: Sequence[str], options: argparse.Namespace) -> None:
     settings = Settings(
         options.folder,
         time_limit=options.time_limit,
-        patience=options.patience,
+        timeout=options.timeout,
         most_memory=int(options.most_memory * 1e9),
     )
     head = caption(f"solver limit {settings.time_limit:g} s, one run each")
@@ -69,15 +69,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description="Measure.")
     add = parser.add_argument
     add("--families", nargs="+", choices=FAMILIES, default=[], help="default: all")
-    add("--again", action="store_true", help="throw earlier results away")
-    ranks = "run the small sizes on so many ranks instead, one number after the other"
+    add("--again", action="store_true", help="discard earlier results")
+    ranks = "run the small sizes on these numbers of ranks instead"
     add("--ranks", nargs="+", type=int, choices=(4, 8), default=[], help=ranks)
     add("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="on ranks")
     add("--time-limit", type=float, default=120.0, help="seconds for the solver")
-    add("--patience", type=float, default=1800.0, help="seconds until a family is given up")
-    add("--most-memory", type=float, default=12.0, help="GB that a process may take")
+    add("--timeout", type=float, default=1800.0, help="seconds until a family is stopped")
+    add("--most-memory", type=float, default=12.0, help="GB that a process may use")
     add("--folder", type=Path, default=Path("build/zoo"), help="exports and results")
-    add("--document", type=Path, default=_DOCUMENT, help="what the tables are written into")
+    add("--document", type=Path, default=_DOCUMENT, help="file that the tables are written into")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""Decoders of the zoo: dense ones, experts and state spaces.
+"""Decoders of the zoo: dense models, mixtures of experts and state-space models.
 
-Sizes are those of the published models; what is not given is the default of the config class,
-which is that of the model after which the class is named.
+Sizes are those of the published models; other arguments have the defaults of the config class,
+which are those of the model after which the class is named.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
-"""Encoders and translators of the zoo.
+"""Encoders and encoder-decoder models of the zoo.
 
-Sizes are those of the published models; what is not given is the default of the config class,
-which is that of the model after which the class is named.
+Sizes are those of the published models; other arguments have the defaults of the config class,
+which are those of the model after which the class is named.
 """
 
 from collections.abc import Mapping

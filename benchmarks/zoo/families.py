@@ -15,7 +15,7 @@ _CRITEO = (
     405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152,
     12_973, 108, 36,
 )  # fmt: skip
-"""Rows of the 26 tables that MLPerf trains on Criteo's logs, cut off at 40 million."""
+"""Rows of the 26 embedding tables of MLPerf's DLRM on Criteo's logs, at most 40 million each."""
 
 PLAIN: Mapping[str, Family] = {
     "diffusion-unet": Family(
@@ -141,4 +141,4 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **PLAIN,
     }
 )
-"""By name; batch and sequence are those of the whole step, over all devices."""
+"""Families by name; batch and sequence are those of a step over all devices."""

@@ -1,4 +1,4 @@
-"""What a family of models is: one description, built at its published size or a small one."""
+"""A family of models, built at its published size or at a small one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,23 +24,23 @@ class Family:
     """A family of models.
 
     Attributes:
-        kind: what it is used for, a heading of the table.
+        kind: its use, such as diffusion.
         inputs: makes the arguments of forward.
-        real: what differs from the defaults of the constructor at the published size.
+        real: constructor arguments of the published size that are not defaults.
         real_batch: arguments of `inputs` at that size.
-        small: what differs in a model that four ranks run in a second.
+        small: constructor arguments of a model that four ranks run in a second.
         small_batch: arguments of `inputs` for it.
         config: name of the config class in transformers; empty for a plain torch model.
         head: name of the model class in transformers.
-        model: class of the model where it is plain torch.
-        output: field of the model's result whose mean square stands for a loss; empty where
-            the model computes its loss itself.
+        model: class of the model, if it is plain torch.
+        output: field of the model's result whose mean square is the loss; empty if the model
+            computes a loss.
         dtype: of the published model.
-        training: whether it is built in training mode; not where that mode draws experts at
-            random, or looks at values to decide what to compute. It is trained all the same.
-        adapt: changes a model of transformers that an export would not keep as it is, such as
-            one with gradients of its own.
-        note: where the sizes are from, unless they are the defaults of the config class.
+        training: build the model in training mode; false if that mode draws random experts, or
+            has data-dependent control flow. Plans are for training all the same.
+        adapt: changes a model of transformers that cannot be exported as it is, such as one with
+            a custom autograd function.
+        note: source of the sizes, unless they are the defaults of the config class.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Family:
     note: str = ""
 
     def build_real(self) -> Built:
-        """The published size, on the meta device: shapes without contents."""
+        """The published size, on the meta device."""
         with torch.device("meta"):
             model = self._model(self.real).to(self.dtype)
             inputs = _cast(self.inputs(**self.real_batch), self.dtype)
@@ -71,7 +71,7 @@ class Family:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            # Tensors that are neither parameters nor buffers, which `to` leaves as they are.
+            # Tensors that are neither parameters nor buffers, which `to` does not convert.
             vars(module).update(_cast(vars(module), dtype))
         return model.train(self.training), _cast(self.inputs(**self.small_batch), dtype)
 
@@ -91,7 +91,7 @@ class Family:
 
 
 class MeanSquare(nn.Module):
-    """A model without a loss of its own, and the mean square of an output in its place."""
+    """A model without a loss, with the mean square of an output as its loss."""
 
     def __init__(self, model: nn.Module, output: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def _without_dropout(config: Any) -> None:
 
 
 def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Floating-point tensors in the model's own element type."""
+    """Convert floating-point tensors to the model's element type."""
     return {
         name: value.to(dtype)
         if isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -123,7 +123,7 @@ def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def perceptron(widths: tuple[int, ...]) -> nn.Sequential:
-    """Linear layers with a ReLU between each two."""
+    """Linear layers with ReLUs between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.ReLU()] * bool(layers) + [nn.Linear(inputs, outputs)]
@@ -131,36 +131,36 @@ def perceptron(widths: tuple[int, ...]) -> nn.Sequential:
 
 
 def ids(batch: int, sequence: int) -> torch.Tensor:
-    """Token ids that every vocabulary here has, without those that mean padding."""
+    """Random token ids that are in every vocabulary here, without padding ids."""
     return torch.randint(3, 60, (batch, sequence))
 
 
 def decoder(batch: int, sequence: int) -> Inputs:
-    """Tokens to continue."""
+    """Inputs of a causal language model."""
     tokens = ids(batch, sequence)
     return {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
 def scan_decoder(batch: int, sequence: int) -> Inputs:
-    """Tokens to continue, for models whose cache has another name."""
+    """Inputs of a causal language model without the argument `use_cache`."""
     tokens = ids(batch, sequence)
     return {"input_ids": tokens, "labels": tokens}
 
 
 def masked(batch: int, sequence: int) -> Inputs:
-    """Tokens of which some are to be filled in."""
+    """Inputs of a masked language model."""
     tokens = ids(batch, sequence)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
 def features(batch: int, sequence: int) -> Inputs:
-    """Tokens for a model that makes features of them."""
+    """Inputs of a text encoder."""
     tokens = ids(batch, sequence)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
 def translation(batch: int, source: int, target: int) -> Inputs:
-    """Tokens, and what they are to become."""
+    """Inputs of an encoder-decoder model."""
     return {
         "input_ids": ids(batch, source),
         "attention_mask": torch.ones(batch, source, dtype=torch.long),
@@ -185,7 +185,7 @@ def segmented_image(batch: int, pixels: int, classes: int) -> Inputs:
 
 
 def masked_image(batch: int, pixels: int) -> Inputs:
-    """Images, and the mask of what is seen of them: all."""
+    """Images with a pixel mask of ones."""
     mask = torch.ones(batch, pixels, pixels, dtype=torch.long)
     return image(batch, pixels) | {"pixel_mask": mask}
 
@@ -196,7 +196,7 @@ def image_and_text(batch: int, pixels: int, sequence: int) -> Inputs:
 
 
 def video(batch: int, frames: int, pixels: int, classes: int) -> Inputs:
-    """Short films with a class each."""
+    """Videos with a class each."""
     return {
         "pixel_values": torch.randn(batch, frames, 3, pixels, pixels),
         "labels": torch.randint(0, classes, (batch,)),
@@ -226,7 +226,7 @@ def waveform(batch: int, samples: int) -> Inputs:
 
 
 def series(batch: int, steps: int, channels: int, horizon: int) -> Inputs:
-    """Numbers over time, and how they go on."""
+    """Time series, and their continuation."""
     return {
         "past_values": torch.randn(batch, steps, channels),
         "future_values": torch.randn(batch, horizon, channels),

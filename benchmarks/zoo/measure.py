@@ -1,8 +1,7 @@
-"""Planning the families at their published sizes; results are kept, so a run can go on.
+"""Planning the families at their published sizes; results are stored, so a run can be resumed.
 
-One process per family exports it and plans it in all cases, with a time limit, so that one
-that fails or never ends stops no other. It is forked from this one, which has imported all that
-takes long to import.
+One process per family exports it and plans all of its cases, with a time limit, so that a failure
+does not affect other families. It is forked from this one, whose imports take long.
 """
 
 import json
@@ -31,18 +30,18 @@ MODES = ("training", "inference")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the families are measured.
+    """Settings of the measurements.
 
     Attributes:
-        folder: holds exported models and results.
+        folder: of exported models and results.
         time_limit: seconds for the solver, per plan.
-        patience: seconds after which a family is given up.
-        most_memory: bytes of address space that a process may take.
+        timeout: seconds after which a family is stopped.
+        most_memory: bytes of address space that a process may use.
     """
 
     folder: Path
     time_limit: float = 120.0
-    patience: float = 1800.0
+    timeout: float = 1800.0
     most_memory: int = 12 * 10**9
 
 
@@ -54,10 +53,10 @@ class Outcome:
         family: its name.
         mesh: size of each axis.
         mode: training or inference.
-        run: what `benchmarks.measure` gives; or `error`, why there is nothing.
+        run: result of `benchmarks.measure`, or its `error`.
         cpu: seconds of processor time from the archive to the checked plan.
         code: digest of the code that was measured.
-        lifted: whether the memory limit was lifted, since no plan fits within it.
+        lifted: true if no plan fits into memory, so that the case has no memory limit.
     """
 
     family: str
@@ -70,22 +69,22 @@ class Outcome:
 
     @property
     def found(self) -> bool:
-        """Whether there is a plan that the checker finds nothing wrong with."""
+        """True if there is a plan that the checker accepts."""
         return bool(self.run.get("legal"))
 
     @property
     def gap(self) -> float | None:
-        """Relative gap of the plan, if there is one with a bound."""
+        """Relative gap of the plan; None without a plan or a bound."""
         return None if "error" in self.run else self.run["certificate"]["gap"]
 
     def __str__(self) -> str:
         mesh = "x".join(map(str, self.mesh))
-        said = self.run.get("error") or self.run["certificate"]["status"]
-        return f"{self.family} on {mesh}, {self.mode}: {said}"
+        status = self.run.get("error") or self.run["certificate"]["status"]
+        return f"{self.family} on {mesh}, {self.mode}: {status}"
 
 
 def outcomes_of(name: str, settings: Settings) -> list[Outcome]:
-    """What is known of a family, in the order of meshes and modes."""
+    """Stored results of a family, in the order of meshes and modes."""
     kept = (_kept(name, mesh, mode, settings) for mesh, mode in product(MESHES, MODES))
     return list(_read([path for path in kept if path.exists()]))
 
@@ -98,21 +97,21 @@ def measure_family(name: str, settings: Settings) -> list[Outcome]:
             target=_measure_cases, args=(name, missing, settings)
         )
         child.start()
-        child.join(settings.patience)
+        child.join(settings.timeout)
         ended = child.exitcode
         if ended is None:
             child.kill()
             child.join()
         if ended != 0:
-            why = f"stopped after {settings.patience:g} s" if ended is None else f"status {ended}"
-            _fail(name, missing, why, settings)
+            reason = f"stopped after {settings.timeout:g} s" if ended is None else f"status {ended}"
+            _fail(name, missing, reason, settings)
     return outcomes_of(name, settings)
 
 
 def _measure_cases(
     name: str, missing: Sequence[tuple[tuple[int, ...], str]], settings: Settings
 ) -> None:
-    """The life of a family's process."""
+    """Main function of a family's process: export it, and plan its cases."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     code, path = code_digest(), settings.folder / "models" / f"{name}.pt2"
@@ -133,27 +132,27 @@ def _measure_cases(
 def _run(
     path: Path, mesh: tuple[int, ...], mode: str, settings: Settings
 ) -> tuple[dict[str, Any], bool]:
-    """Plan one case; once more without the memory limit where no plan fits within it."""
+    """Plan one case; if no plan fits into memory, again without the memory limit."""
     options = {"mode": mode, "time_limit": settings.time_limit}
-    asked = {"archive": str(path), "mesh": mesh, "most_memory": settings.most_memory}
+    case = {"archive": str(path), "mesh": mesh, "most_memory": settings.most_memory}
     try:
         with Path(devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-            run = measure({**asked, "options": options})
+            run = measure({**case, "options": options})
             lifted = bool(run["memory_conflict"])
             if lifted:
-                run = measure({**asked, "options": options | {"memory_budget": UNLIMITED}})
+                run = measure({**case, "options": options | {"memory_budget": UNLIMITED}})
     except (AutoshardError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}".strip(": ")}, False
     return run, lifted
 
 
 def _fail(
-    name: str, cases: Sequence[tuple[tuple[int, ...], str]], why: str, settings: Settings
+    name: str, cases: Sequence[tuple[tuple[int, ...], str]], reason: str, settings: Settings
 ) -> None:
-    """Keep a failure for every case that has no result."""
+    """Store a failure for every case that has no result."""
     for mesh, mode in cases:
         if not _kept(name, mesh, mode, settings).exists():
-            run = {"error": why}
+            run = {"error": reason}
             _keep(Outcome(name, mesh, mode, run, 0.0, code_digest(), lifted=False), settings)
 
 

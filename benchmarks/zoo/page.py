@@ -14,7 +14,7 @@ _MOST_WHOLE = 0.02
 
 
 def planned_table(outcomes: Sequence[Outcome]) -> str:
-    """A row per family, a column per mesh and mode; then what was reached, and what was not."""
+    """A row per family, a column per mesh and mode; then the totals, and notes on failed goals."""
     groups = [(name, list(found)) for name, found in groupby(outcomes, lambda o: o.family)]
     columns = [f"{_mesh(mesh)}, {mode}" for mesh in MESHES for mode in MODES]
     header = ("family", "size", "parameters", "nodes", *columns)
@@ -31,12 +31,12 @@ def _row(name: str, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _cell(outcome: Outcome) -> str:
-    """Status unless optimal, gap, seconds, share of time in operators that run whole."""
+    """Status unless optimal, gap, seconds, share of time in replicated operators."""
     run = outcome.run
     if "error" in run:
         return "**failed**"
     if not outcome.found:
-        return f"**{run['certificate']['status'] if not run['legal'] else 'illegal'}**"
+        return f"**{run['certificate']['status'] if not run['legal'] else 'invalid'}**"
     status = run["certificate"]["status"]
     words = [] if status == "optimal" else [status]
     words.append("no bound" if outcome.gap is None else f"{outcome.gap:.2%}")
@@ -51,7 +51,7 @@ def _verdict(groups: Sequence[tuple[str, Sequence[Outcome]]]) -> str:
     return (
         f"{len(groups)} of {len(FAMILIES)} families measured, {len(full)} of them in all "
         f"{wanted} cases. In {len(good)} families all cases have a checked plan, a gap under "
-        f"{_MOST_GAP:.0%}, and under {_MOST_WHOLE:.0%} of the time in operators that run whole."
+        f"{_MOST_GAP:.0%}, and under {_MOST_WHOLE:.0%} of the time in replicated operators."
     )
 
 
@@ -72,7 +72,7 @@ def _notes(outcomes: Sequence[Outcome]) -> str:
 
 
 def _why(outcome: Outcome) -> str:
-    """What a case that misses a mark is short of."""
+    """The goal that a case misses."""
     run = outcome.run
     if "error" in run or not outcome.found:
         return run.get("error") or run["reason"] or "no plan"
@@ -81,12 +81,12 @@ def _why(outcome: Outcome) -> str:
         total = run["coverage"]["total"]
         dear = [use for use in uses if (use["time_whole"] or 0.0) / total > _MOST_WHOLE / 10]
         named = (f"`{use['operator']}` {use['time_whole'] / total:.1%}" for use in dear)
-        return f"whole on every rank: {', '.join(named)}"
+        return f"replicated on every rank: {', '.join(named)}"
     return f"gap {outcome.gap:.2%}" if outcome.gap is not None else "nothing is proven"
 
 
 def ranks_table(outcomes: Sequence[RankOutcome]) -> str:
-    """A row per family, a column per precision and number of ranks; then what failed, and how."""
+    """A row per family, a column per precision and number of ranks; then the failures."""
     columns = sorted({outcome.column for outcome in outcomes})
     families = dict.fromkeys(outcome.family for outcome in outcomes)
     known = {(outcome.family, outcome.column): outcome.error for outcome in outcomes}

@@ -1,4 +1,4 @@
-"""Models of tables, text and graphs that transformers does not have; each returns its loss."""
+"""Models of tables, text and graphs in plain torch; each returns its loss."""
 
 from itertools import pairwise
 

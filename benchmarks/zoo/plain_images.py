@@ -1,4 +1,4 @@
-"""Models of images that transformers does not have, in plain torch; each returns its loss."""
+"""Vision models in plain torch that transformers does not have; each returns its loss."""
 
 import math
 from itertools import pairwise

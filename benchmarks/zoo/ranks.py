@@ -1,7 +1,7 @@
-"""Running the small sizes on gloo ranks; results are kept, so a run can go on.
+"""Running the small sizes on gloo ranks; results are stored, so a run can be resumed.
 
-One launch of ranks runs a batch of families one after the other, since launching takes longer
-than most of them; each has its result as soon as its batch has ended.
+One launch of ranks runs a batch of families in sequence, because launching takes longer than most
+families.
 """
 
 import json
@@ -25,21 +25,21 @@ PRECISIONS = ("float64", "float32")
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """How the families are run.
+    """Settings of the runs.
 
     Attributes:
-        folder: holds results.
-        num_ranks: the numbers of ranks that are asked for.
-        precisions: element types likewise.
+        folder: of results.
+        num_ranks: numbers of ranks.
+        precisions: element types.
         batch: families per launch.
-        patience: seconds after which a launch is given up.
+        timeout: seconds after which a launch is stopped.
     """
 
     folder: Path
     num_ranks: Sequence[int] = (8, 4)
     precisions: Sequence[str] = PRECISIONS
     batch: int = 8
-    patience: float = 900.0
+    timeout: float = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class RankOutcome:
     Attributes:
         family: its name.
         precision: element type.
-        num_ranks: how many ranks ran it.
-        error: what went wrong on the first rank where something did; empty where all is well.
+        num_ranks: number of ranks.
+        error: of the first rank that failed; empty if none did.
         code: digest of the code that was run.
     """
 
@@ -62,7 +62,7 @@ class RankOutcome:
 
     @property
     def column(self) -> str:
-        """Such as `float64 on 4`."""
+        """Column of the table, such as `float64 on 4`."""
         return f"{self.precision} on {self.num_ranks}"
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class RankOutcome:
 
 
 def rank_outcomes(settings: RankSettings) -> list[RankOutcome]:
-    """All that is known, in the order of the families."""
+    """All stored results, in the order of the families."""
     cases = product(FAMILIES, settings.num_ranks, settings.precisions)
     kept = (_kept(*case, settings) for case in cases)
     return [_read(path) for path in kept if path.exists()]
@@ -79,7 +79,7 @@ def rank_outcomes(settings: RankSettings) -> list[RankOutcome]:
 def run_on_ranks(
     families: Sequence[str], settings: RankSettings
 ) -> Iterator[Sequence[RankOutcome]]:
-    """Run what has not passed yet; what came out, launch by launch."""
+    """Run the cases that have not passed yet; yield the outcomes of each launch."""
     for num_ranks, precision in product(settings.num_ranks, settings.precisions):
         missing = [name for name in families if not _passed(name, num_ranks, precision, settings)]
         for start in range(0, len(missing), settings.batch):
@@ -96,7 +96,7 @@ def run_on_ranks(
 def _launch(
     families: Sequence[str], num_ranks: int, precision: str, settings: RankSettings
 ) -> Mapping[str, str]:
-    """Run families on ranks that are started for them: the error of each."""
+    """Run families in one launch of ranks; return the error of each."""
     folder = (settings.folder / "launch").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -104,13 +104,13 @@ def _launch(
     cases = {name: f"{name} {precision} on {num_ranks}" for name in families}
     command = [sys.executable, str(_LAUNCHER), file, str(folder), f"--ranks={num_ranks}"]
     command += [f"--case={case}" for case in cases.values()]
-    with (folder / "log").open("w", encoding="utf-8") as said:
+    with (folder / "log").open("w", encoding="utf-8") as log:
         try:
-            subprocess.run(  # noqa: S603  our own program
-                command, cwd=_ROOT, stderr=said, timeout=settings.patience, check=True
+            subprocess.run(  # noqa: S603  a constant command
+                command, cwd=_ROOT, stderr=log, timeout=settings.timeout, check=True
             )
         except subprocess.TimeoutExpired:
-            return dict.fromkeys(families, f"launch stopped after {settings.patience:g} s")
+            return dict.fromkeys(families, f"launch stopped after {settings.timeout:g} s")
         except subprocess.CalledProcessError as error:
             return dict.fromkeys(families, f"launch ended with status {error.returncode}")
     outcomes: list[dict[str, str]] = json.loads((folder / "outcomes.json").read_text("utf-8"))
@@ -118,11 +118,11 @@ def _launch(
 
 
 def first_error(outcomes: Sequence[Mapping[str, str]], case: str) -> str:
-    """The last line of what went wrong with a case, on the first rank where something did.
+    """The last line of a case's error, on the first rank that failed; empty if none did.
 
     Args:
-        outcomes: what each rank says of each case, as `tests/support/ranks.py` writes it.
-        case: one of them.
+        outcomes: errors of each rank by case, as `tests/support/ranks.py` writes them.
+        case: the case.
     """
     failed = (found[case].strip() for found in outcomes if found[case])
     return next(failed, "").rpartition("\n")[2]

@@ -1,6 +1,6 @@
-"""Models of the zoo that see, some of them with a text.
+"""Vision and vision-language models of the zoo.
 
-Sizes are those of the published models; what is not given is the default of the config class.
+Sizes are those of the published models; other arguments have the defaults of the config class.
 """
 
 from collections.abc import Mapping

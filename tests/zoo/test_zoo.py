@@ -36,7 +36,7 @@ def test_a_run_that_failed_is_named_and_one_goes_on_where_it_was(
     page: Path, tmp_path: Path
 ) -> None:
     places = ("--folder", tmp_path, "--document", page)
-    zoo("--families", "two-tower", "--patience", "0.01", *places)
+    zoo("--families", "two-tower", "--timeout", "0.01", *places)
     table = table_of(page, "planned")
     assert table.count("**failed**") == 4
     assert "- two-tower on 2x4, inference: stopped after 0.01 s" in table
