@@ -93,27 +93,27 @@ class _Base:
         made._backend = Local(made._transport, _offline_plans(cache), resources)
         return made
 
-    async def _answer(
+    async def _compute_from_plans(
         self,
         *plans: Plan | str,
         kind: type[T],
-        ask: Callable[..., Request],
-        here: Callable[..., T],
+        make_request: Callable[..., Request],
+        compute: Callable[..., T],
         waiting: bool = False,
     ) -> T:
-        """Return what is asked about plans, from the service if it has all of them.
+        """Compute a result from plans: at the service if all are ids, else in this process.
 
         Args:
             *plans: ids, or plans.
-            kind: of the answer; of `str` the text itself.
-            ask: makes the request, with the ids as arguments.
-            here: works the answer out in this process, with the plans as arguments.
-            waiting: whether the service may need a job for it.
+            kind: type of the result; a `str` is the text of the response.
+            make_request: makes the request to the service; its arguments are the ids.
+            compute: computes the result in this process; its arguments are the plans.
+            waiting: true if the service may need a job for it.
         """
         if isinstance(self._backend, Remote) and all(isinstance(plan, str) for plan in plans):
-            return await self._backend.ask(ask(*plans), kind, waiting=waiting)
+            return await self._backend.request(make_request(*plans), kind, waiting=waiting)
         found = [await self._backend.get_plan(p) if isinstance(p, str) else p for p in plans]
-        return await self._transport.run(lambda: here(*found))
+        return await self._transport.run(lambda: compute(*found))
 
 
 class AsyncClient(_Base):
@@ -257,7 +257,7 @@ class AsyncClient(_Base):
     ) -> Validation:
         """Check a request for a plan and measure its problem, without planning it.
 
-        A request that planning would refuse is refused here, with the same message: operators or
+        A request that planning would refuse is refused compute, with the same message: operators or
         options that cannot be planned, an invalid mesh, a limit of the service. The arguments are
         those of `plan`.
 
@@ -377,11 +377,11 @@ class AsyncClient(_Base):
             ServiceUnavailableError: the service does not answer.
         """
         query = {"name": name, "value": "true" if value else None, "time_limit": time_limit}
-        return await self._answer(
+        return await self._compute_from_plans(
             plan,
             kind=Explanation,
-            ask=lambda plan_id: get(f"{PLANS}/{plan_id}/explain", **query),
-            here=lambda made: core.explain(made, name, value=value, time_limit=time_limit)[0],
+            make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/explain", **query),
+            compute=lambda made: core.explain(made, name, value=value, time_limit=time_limit)[0],
             waiting=True,
         )
 
@@ -397,12 +397,14 @@ class AsyncClient(_Base):
             RequestRejectedError: there is no such plan, or they are of different graphs.
             ServiceUnavailableError: the service does not answer.
         """
-        return await self._answer(
+        return await self._compute_from_plans(
             before,
             after,
             kind=PlanDifference,
-            ask=lambda *pair: post(f"{PLANS}:compare", {"before": pair[0], "after": pair[1]}),
-            here=compare_plans,
+            make_request=lambda *pair: post(
+                f"{PLANS}:compare", {"before": pair[0], "after": pair[1]}
+            ),
+            compute=compare_plans,
         )
 
     async def export(self, plan: Plan | str, target: str) -> str:
@@ -416,11 +418,11 @@ class AsyncClient(_Base):
             RequestRejectedError: there is no such plan or target.
             ServiceUnavailableError: the service does not answer.
         """
-        return await self._answer(
+        return await self._compute_from_plans(
             plan,
             kind=str,
-            ask=lambda plan_id: get(f"{PLANS}/{plan_id}/export", to=target),
-            here=lambda made: export_plan(made, target),
+            make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/export", to=target),
+            compute=lambda made: export_plan(made, target),
         )
 
     async def trace(self, plan: Plan | str) -> str:
@@ -431,14 +433,14 @@ class AsyncClient(_Base):
 
         Raises:
             PlanError: the document has no plan, in this process.
-            RequestRejectedError: so at the service; or there is no such document.
+            RequestRejectedError: the document has no plan at the service, or there is none.
             ServiceUnavailableError: the service does not answer.
         """
-        return await self._answer(
+        return await self._compute_from_plans(
             plan,
             kind=str,
-            ask=lambda plan_id: get(f"{PLANS}/{plan_id}/trace"),
-            here=lambda made: chrome_trace(simulate(made)),
+            make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/trace"),
+            compute=lambda made: chrome_trace(simulate(made)),
         )
 
     async def list_plans(

@@ -222,26 +222,26 @@ class Remote:
         response = await self._transport.send(Request("POST", f"/v1/jobs/{job_id}:cancel"))
         return read_job(read_json(response))
 
-    async def ask(self, request: Request, kind: type[T], *, waiting: bool) -> T:
-        """Return the answer to a request, after its job if it starts one.
+    async def request(self, request: Request, kind: type[T], *, waiting: bool) -> T:
+        """Return the result of a request, after waiting for its job if it needs one.
 
         Args:
             request: an idempotent one.
-            kind: of the answer; of `str` the text itself.
+            kind: type of the result; a `str` is the text of the response.
             waiting: as in `Transport.send`.
 
         Raises:
             RequestRejectedError: the service refused, or the job failed.
             ServiceUnavailableError: the service cannot be reached.
-            ServiceError: the answer is of another kind.
+            ServiceError: the response has another type.
         """
         response = await self._transport.send(request, waiting=waiting)
         if response.status_code == codes.ACCEPTED:
             job = await self._follow(response, None)
             job.check()
             return _read(TypeAdapter(kind), job.result)
-        answer = response.content.decode() if kind is str else read_json(response)
-        return _read(TypeAdapter(kind), answer)
+        result = response.content.decode() if kind is str else read_json(response)
+        return _read(TypeAdapter(kind), result)
 
     async def list_plans(
         self, *, graph_digest: str | None = None, limit: int = 100

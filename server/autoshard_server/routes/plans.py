@@ -287,12 +287,12 @@ async def export_plan(
 async def trace_plan(
     plan_id: PlanId, request: Request, service: ServiceParameter, _caller: Reader
 ) -> Response:
-    """One predicted step of a plan over time, for Perfetto or chrome://tracing.
+    """Trace one predicted step of a plan, for Perfetto or chrome://tracing.
 
-    Compute, communication on each mesh axis, and the memory meanwhile.
+    The trace has compute, communication on each mesh axis, and memory over time.
     """
     text = await service.in_parser(partial(_trace, await _cached_plan(service, plan_id)))
-    # The plan never changes, but another release may draw it differently.
+    # The plan never changes, but another release may trace it differently.
     return tagged_response(request, text, hashlib.sha256(text).hexdigest(), cache=REVALIDATE)
 
 
