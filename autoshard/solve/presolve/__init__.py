@@ -9,6 +9,7 @@ from autoshard.solve.presolve.drop_strategies import (
     DropDominated,
     EnforceArcConsistency,
     Losses,
+    SeparateTerms,
     SimplifyLimits,
 )
 from autoshard.solve.presolve.merge_variables import (
@@ -34,6 +35,7 @@ def default_reductions(effort: Effort = DEFAULT_EFFORT) -> tuple[Reduction, ...]
         MergeTies(),
         EnforceArcConsistency(),
         SubstituteVariables(),
+        SeparateTerms(),
         SimplifyLimits(),
         FixVariables(),
         links,
@@ -54,6 +56,7 @@ __all__ = [
     "NormalizeLinks",
     "Presolve",
     "Reduction",
+    "SeparateTerms",
     "SimplifyLimits",
     "SolveLowTreewidth",
     "SubstituteVariables",

@@ -1,7 +1,8 @@
 """Reductions that drop strategies: arc consistency, dominance, usage limits."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -138,6 +139,34 @@ def _worst_moves(values: FloatArray, max_work: float) -> FloatArray | None:
         move[~np.isfinite(row)] = -np.inf
         np.maximum(worst, move, out=worst)
     return worst
+
+
+class SeparateTerms:
+    """Write the usage of each variable with terms that do not overlap.
+
+    Terms of merged variables overlap where their members live at the same time. As one term there,
+    a strategy that uses more of one member and less of another is compared by what it uses in
+    all: `DropDominated` and `SimplifyLimits` look at one term after the other.
+    """
+
+    name = "separate_terms"
+
+    def apply(self, network: Network) -> Inverse:
+        """Add up the terms of each variable between the places where one begins or ends."""
+        for v, variable in _users(network):
+            terms = sorted(variable.terms, key=lambda term: term.first)
+            if any(after.first < before.last for before, after in pairwise(terms)):
+                separate = tuple(_separated(terms))
+                network.replace(v, Variable(variable.labels, variable.cost, separate))
+        return nothing_to_undo
+
+
+def _separated(terms: Collection[Term]) -> Iterator[Term]:
+    places = sorted({place for term in terms for place in (term.first, term.last)})
+    for first, last in pairwise(places):
+        alive = [term.usage for term in terms if term.first <= first and last <= term.last]
+        if alive:
+            yield Term(first, last, np.add.reduce(alive))
 
 
 class SimplifyLimits:
