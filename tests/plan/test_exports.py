@@ -267,7 +267,7 @@ def test_what_a_target_cannot_say_at_all_is_an_error(
 
 
 def test_an_unknown_target_is_named() -> None:
-    with pytest.raises(OptionError, match="choose one of parallelize-module, fsdp2"):
+    with pytest.raises(OptionError, match=r"choose one of .*parallelize-module"):
         export_plan(planned(wide_mlp, a=2), "pipedream")
 
 

@@ -1,27 +1,19 @@
 """Plans for people who keep their own framework: code and settings that place as the plan does.
 
-A target is a function from an `Outline` to text. Nothing here needs torch, and nothing but the
-plan is read.
+A target is a function from an `Outline` to text, under `export_target`; every module of this
+package is imported here. Nothing here needs torch, and nothing but the plan is read.
 """
 
-from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
 from autoshard.errors import OptionError
 from autoshard.plan.document import Plan
-from autoshard.plan.exports.fsdp2 import to_fsdp2
 from autoshard.plan.exports.outline import Outline
-from autoshard.plan.exports.tables import to_csv, to_json
-from autoshard.plan.exports.tensor_parallel import to_hf_tp_plan, to_parallelize_module
-from autoshard.plan.exports.torchtitan import to_torchtitan
+from autoshard.plan.exports.target import EXPORT_TARGETS, ExportTarget
 
-EXPORT_TARGETS: dict[str, Callable[[Outline], str]] = {
-    "parallelize-module": to_parallelize_module,
-    "fsdp2": to_fsdp2,
-    "hf-tp-plan": to_hf_tp_plan,
-    "torchtitan": to_torchtitan,
-    "json": to_json,
-    "csv": to_csv,
-}
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
 
 def export_plan(plan: Plan, target: str) -> str:
@@ -40,7 +32,7 @@ def export_plan(plan: Plan, target: str) -> str:
     if target not in EXPORT_TARGETS:
         known = ", ".join(EXPORT_TARGETS)
         raise OptionError(f"unknown export target {target!r}; choose one of {known}")
-    return EXPORT_TARGETS[target](Outline(plan))
+    return EXPORT_TARGETS[target].export(Outline(plan))
 
 
-__all__ = ["EXPORT_TARGETS", "export_plan"]
+__all__ = ["EXPORT_TARGETS", "ExportTarget", "export_plan"]

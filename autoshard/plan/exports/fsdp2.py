@@ -13,6 +13,7 @@ from autoshard.plan.exports.outline import (
     folded,
     not_expressed,
 )
+from autoshard.plan.exports.target import export_target
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
 
@@ -72,6 +73,16 @@ def _average_gradient(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
 '''
 
 
+@export_target(
+    "fsdp2",
+    media_type="text/x-python",
+    written_as="Python, `shard(model, mesh)`",
+    content=(
+        "shards over the data-parallel axis, of any dim, and `reshard_after_forward` per "
+        "block. Apply it after `parallelize-module` if weights are sharded over another axis "
+        "too"
+    ),
+)
 def to_fsdp2(outline: Outline) -> str:
     """A function `shard(model, mesh)` that applies FSDP2 on the data-parallel axes.
 

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from textwrap import wrap
+from typing import Literal
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.layouts import AxisType, I, Layout
 from autoshard.plan.compare import mesh_text
 from autoshard.plan.document import PlacedInput, Plan, Stage
+
+Role = Literal["replicate", "shard", "tensor", "context"]
+"""Purpose of an axis: data-parallel, with whole parameters or with shards; or another one."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,39 @@ class Outline:
         }
         best = max(axes, key=lambda axis: (cut[axis], axis), default=None)
         return best if best is not None and cut[best] else None
+
+    @cached_property
+    def roles(self) -> dict[Role, tuple[int, ...]]:
+        """The axes of each role, of those with more than one rank."""
+        roles: dict[Role, tuple[int, ...]] = {}
+        for axis in self.active:
+            role = self._role(axis)
+            roles[role] = (*roles.get(role, ()), axis)
+        return roles
+
+    def _role(self, axis: int) -> Role:
+        if axis in self.data_axes:
+            cut = any(p.layout.types[axis].is_shard for p in self.parameters)
+            return "shard" if cut else "replicate"
+        given = [Layout.parse(i.layout) for i in self.stage.inputs if i.kind == "user" and i.shape]
+        along = given and all(layout.types[axis].dim == 1 for layout in given)
+        return "context" if along else "tensor"
+
+    def degree(self, role: Role) -> int:
+        """Ranks of all axes of a role together."""
+        return prod(self.sizes[axis] for axis in self.roles.get(role, ()))
+
+    def require_one_axis(self, role: Role, framework: str) -> None:
+        """Raise unless at most one axis has a role.
+
+        Raises:
+            PlanError: several have it.
+        """
+        if len(axes := self.roles.get(role, ())) > 1:
+            raise PlanError(
+                f"the axes {self.named(axes)} are both for {role} parallelism, which has one "
+                f"degree in {framework}; plan on a mesh with fewer axes"
+            )
 
     @cached_property
     def regathered(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.plan.document import PlacedInput
 from autoshard.plan.exports.outline import Outline, comment
+from autoshard.plan.exports.target import export_target
 
 _COLUMNS = ("kind", "name", "aliases", "dtype", "shape", "local_shape", "layout", "placements")
 _LEFT_OUT = (
@@ -14,6 +15,12 @@ _LEFT_OUT = (
 )
 
 
+@export_target(
+    "json",
+    media_type="application/json",
+    written_as="JSON",
+    content="everything that the plan places: tensors at rest, operators, reshardings, outputs",
+)
 def to_json(outline: Outline) -> str:
     """A JSON object: mesh, tensors at rest, outputs, operators, reshardings, checkpoints."""
     stage = outline.stage
@@ -29,6 +36,12 @@ def to_json(outline: Outline) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
+@export_target(
+    "csv",
+    media_type="text/csv",
+    written_as="CSV after a comment",
+    content="tensors at rest",
+)
 def to_csv(outline: Outline) -> str:
     """CSV with a header and a row for each parameter, buffer, constant and input."""
     text = StringIO()

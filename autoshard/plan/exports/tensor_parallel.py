@@ -25,6 +25,7 @@ from autoshard.plan.exports.outline import (
     pattern,
     placement_code,
 )
+from autoshard.plan.exports.target import export_target
 
 
 class Cut(Enum):
@@ -326,6 +327,15 @@ def parallelize(
 '''
 
 
+@export_target(
+    "parallelize-module",
+    media_type="text/x-python",
+    written_as="Python, `parallelize(model, mesh)`",
+    content=(
+        "all parameters on one axis: torch's `ColwiseParallel` and `RowwiseParallel` where "
+        "they shard as the plan does, otherwise a style that gathers before use"
+    ),
+)
 def to_parallelize_module(outline: Outline) -> str:
     """A function `parallelize(model, mesh)` that cuts parameters over one axis as planned.
 
@@ -455,6 +465,12 @@ TP_PLAN = {{
 """
 
 
+@export_target(
+    "hf-tp-plan",
+    media_type="text/x-python",
+    written_as="Python, `TP_SIZE` and `TP_PLAN`",
+    content="linear layers and embeddings that are sharded over one axis, in all layers alike",
+)
 def to_hf_tp_plan(outline: Outline) -> str:
     """Python with `TP_SIZE` and `TP_PLAN`, for transformers' `DistributedConfig`.
 

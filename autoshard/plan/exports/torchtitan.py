@@ -1,20 +1,24 @@
 """Settings of torchtitan's `[parallelism]`, as its releases up to 0.2 read them from TOML."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from autoshard.errors import PlanError
-from autoshard.layouts import Layout
-from autoshard.plan.exports.outline import Outline, comment, folded, not_expressed
+from autoshard.plan.exports.outline import Outline, Role, comment, folded, not_expressed
+from autoshard.plan.exports.target import export_target
 
-_DEGREES = {
+_DEGREES: dict[str, Role] = {
     "data_parallel_replicate_degree": "replicate",
     "data_parallel_shard_degree": "shard",
     "tensor_parallel_degree": "tensor",
     "context_parallel_degree": "context",
-    "pipeline_parallel_degree": "pipeline",
 }
 
 
+@export_target(
+    "torchtitan",
+    media_type="application/toml",
+    written_as="TOML",
+    content="degrees of parallelism, resharding after forward, activation checkpointing",
+)
 def to_torchtitan(outline: Outline) -> str:
     """TOML with the degrees of parallelism, resharding and activation checkpointing.
 
@@ -24,43 +28,14 @@ def to_torchtitan(outline: Outline) -> str:
     Raises:
         PlanError: two axes are for the same, in a way that has one degree.
     """
-    roles = _roles(outline)
+    outline.require_one_axis("tensor", "torchtitan")
+    outline.require_one_axis("context", "torchtitan")
     lines = ["", "[parallelism]"]
-    for setting, role in _DEGREES.items():
-        lines.append(f"{setting} = {_degree(outline, roles.get(role, ()))}")
+    lines += [f"{setting} = {outline.degree(role)}" for setting, role in _DEGREES.items()]
+    lines.append("pipeline_parallel_degree = 1")
     lines.append(f'fsdp_reshard_after_forward = "{_resharding(outline)}"')
     lines += ["", "[activation_checkpoint]", f'mode = "{_checkpointing(outline)}"', ""]
-    return comment(_header(outline, roles)) + "\n".join(lines)
-
-
-def _roles(outline: Outline) -> dict[str, list[int]]:
-    """What each axis is for. Data-parallel axes shard, or only replicate."""
-    roles: dict[str, list[int]] = {}
-    for axis in outline.active:
-        roles.setdefault(_role(outline, axis), []).append(axis)
-    for role in ("tensor", "context"):
-        if len(axes := roles.get(role, [])) > 1:
-            raise PlanError(
-                f"the axes {outline.named(axes)} are both for {role} parallelism, which has one "
-                f"degree in torchtitan; plan on a mesh with fewer axes"
-            )
-    return roles
-
-
-def _role(outline: Outline, axis: int) -> str:
-    if axis in outline.data_axes:
-        cut = any(p.layout.types[axis].is_shard for p in outline.parameters)
-        return "shard" if cut else "replicate"
-    given = [Layout.parse(i.layout) for i in outline.stage.inputs if i.kind == "user" and i.shape]
-    along = given and all(layout.types[axis].dim == 1 for layout in given)
-    return "context" if along else "tensor"
-
-
-def _degree(outline: Outline, axes: Sequence[int]) -> int:
-    degree = 1
-    for axis in axes:
-        degree *= outline.sizes[axis]
-    return degree
+    return comment(_header(outline)) + "\n".join(lines)
 
 
 def _resharding(outline: Outline) -> str:
@@ -72,16 +47,16 @@ def _checkpointing(outline: Outline) -> str:
     return "full" if outline.stage.checkpoints else "none"
 
 
-def _header(outline: Outline, roles: dict[str, list[int]]) -> Iterator[str]:
+def _header(outline: Outline) -> Iterator[str]:
     yield f"Degrees for torchtitan (0.2 and earlier), from autoshard's {outline.title}."
     yield "Put these tables into a model's job config."
     yield ""
-    yield from not_expressed(_missing(outline, roles))
+    yield from not_expressed(_missing(outline))
 
 
-def _missing(outline: Outline, roles: dict[str, list[int]]) -> Iterator[str]:
+def _missing(outline: Outline) -> Iterator[str]:
     yield "how each parameter and activation is cut: torchtitan's own models decide that"
-    for role, axes in roles.items():
+    for role, axes in outline.roles.items():
         if len(axes) > 1:
             yield f"that {outline.named(axes)} are axes of their own: torchtitan makes them one"
         others = [

@@ -2,7 +2,7 @@
 
 import hashlib
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request, Response
@@ -65,15 +65,16 @@ _MAX_EXPLANATION = 600.0
 
 _DIFFERENCE = TypeAdapter(PlanDifference)
 
-_MEDIA_TYPES = {"json": JSON, "csv": "text/csv", "torchtitan": "application/toml"}
-
 _TRACE = {
     "type": "object",
     "required": ["traceEvents"],
     "properties": {"traceEvents": {"type": "array", "items": {"type": "object"}}},
 }
 
-Target = Literal["parallelize-module", "fsdp2", "hf-tp-plan", "torchtitan", "json", "csv"]
+_EXPORTS = {
+    target.media_type: {"schema": {} if target.media_type == JSON else {"type": "string"}}
+    for target in plans.EXPORT_TARGETS.values()
+}
 
 
 @router.post(
@@ -246,13 +247,7 @@ async def compare_plans(request: Request, service: ServiceParameter, _caller: Re
             ),
             304: ("The caller has this export.",),
         },
-        content={
-            **{
-                kind: {"schema": {"type": "string"}}
-                for kind in ("application/toml", "text/csv", "text/x-python")
-            },
-            JSON: {"schema": {}},
-        },
+        content=_EXPORTS,
     ),
 )
 async def export_plan(
@@ -260,15 +255,21 @@ async def export_plan(
     request: Request,
     service: ServiceParameter,
     _caller: Reader,
-    to: Annotated[Target, Query(description="framework or format")],
+    to: Annotated[
+        str,
+        Query(
+            description="framework or format", json_schema_extra={"enum": [*plans.EXPORT_TARGETS]}
+        ),
+    ],
 ) -> Response:
     """Export a plan as code or settings of another framework."""
     body = await _cached_plan(service, plan_id)
     text = await service.in_parser(partial(_export, body, to))
-    kind = _MEDIA_TYPES.get(to, "text/x-python")
     # The plan never changes, but another release may export it differently.
     tag = hashlib.sha256(text).hexdigest()
-    return tagged_response(request, text, tag, kind, cache=REVALIDATE)
+    return tagged_response(
+        request, text, tag, plans.EXPORT_TARGETS[to].media_type, cache=REVALIDATE
+    )
 
 
 @router.get(
