@@ -7,7 +7,7 @@ GPT-2 must equal the one that is made here. Then a server without workers and a 
 container each, on one PostgreSQL, and plan GPT-2 too. The program ends with status 1 if a check
 fails; with `--write` it writes the results into docs/deploy.md.
 
-Run `make check_image-image` as root on Linux with buildah, debootstrap, util-linux and PostgreSQL.
+Run `make prove-image` as root on Linux with buildah, debootstrap, util-linux and PostgreSQL.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def check_image(container: Container) -> list[tuple[str, str]]:
     expect(status != 0 and "no API key" in output, "it starts without a key")
     rows.append((f"`{shlex.join(command)}`", "refuses to start: there is no API key"))
     key = make_key(container)
-    rows.append(("`autoshard keys create check_image`", "a key"))
+    rows.append(("`autoshard keys create prove`", "a key"))
     with container.start(command, stderr=subprocess.PIPE) as service:
         try:
             rows += check_service(container, archive, key)
@@ -165,7 +165,7 @@ def check_image(container: Container) -> list[tuple[str, str]]:
 
 def make_key(container: Container, variables: Sequence[str] = ()) -> str:
     """An API key, made in the container."""
-    create = (*container.settings["Entrypoint"], "keys", "create", "check_image")
+    create = (*container.settings["Entrypoint"], "keys", "create", "prove")
     status, output = container.output(*create, variables=variables)
     key = next((word for word in output.split() if word.startswith("autoshard_")), "")
     expect(status == 0 and key != "", f"no key can be made: {output}")

@@ -257,7 +257,7 @@ class AsyncClient(_Base):
     ) -> Validation:
         """Check a request for a plan and measure its problem, without planning it.
 
-        A request that planning would refuse is refused compute, with the same message: operators or
+        A request that planning would refuse is refused here, with the same message: operators or
         options that cannot be planned, an invalid mesh, a limit of the service. The arguments are
         those of `plan`.
 
