@@ -1,4 +1,4 @@
-"""Commands about running plans, as far as they need no ranks."""
+"""Commands that run plans, as far as they need no ranks."""
 
 import json
 from pathlib import Path

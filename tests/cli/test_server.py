@@ -1,4 +1,4 @@
-"""Commands that ask a service, and what they do when it is down."""
+"""Commands that use a service, also when it is down."""
 
 import io
 import logging

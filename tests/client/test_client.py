@@ -1,4 +1,4 @@
-"""The client against a real service, and against services that misbehave."""
+"""The client with a real service, and with services that send invalid responses."""
 
 import json
 import subprocess

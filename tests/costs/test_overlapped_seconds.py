@@ -1,4 +1,4 @@
-"""What runs beside compute: by hand, and against schedules that are followed step by step."""
+"""Overlapped seconds, computed by hand and by step-by-step schedules."""
 
 from itertools import accumulate
 

@@ -1,4 +1,4 @@
-"""Discovery of operators of a model's own, and what it refuses."""
+"""Discovery of rules of custom operators, and operators that it refuses."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Archives that are broken, hostile, or of something else."""
+"""Archives that are damaged, malicious, or not exported programs."""
 
 import copy
 import io

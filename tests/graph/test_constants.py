@@ -1,4 +1,4 @@
-"""Values of constants that travel with a graph."""
+"""Values of constants that are stored in a graph."""
 
 import io
 import json

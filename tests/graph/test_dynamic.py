@@ -1,4 +1,4 @@
-"""Sizes that an export left open."""
+"""Dynamic sizes of an export."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The proof of normalisation: a normalised graph computes what the model computes."""
+"""Normalised graphs compute the same results as the model."""
 
 from collections import Counter
 from collections.abc import Callable

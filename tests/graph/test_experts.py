@@ -1,4 +1,4 @@
-"""Mixtures of experts are recognised by how they hang together, and only where all of it fits."""
+"""Recognition of mixtures of experts by their dataflow."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Writes into tensors and views of them, against what PyTorch does."""
+"""In-place writes and views, compared with PyTorch."""
 
 from collections.abc import Callable
 

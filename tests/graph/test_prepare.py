@@ -1,4 +1,4 @@
-"""What is the same in every step is made once, and everything else stays where it was."""
+"""Prepared inputs: tensors that are equal in every step are computed once."""
 
 import json
 from collections.abc import Callable

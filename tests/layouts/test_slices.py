@@ -1,4 +1,4 @@
-"""What ranks hold, and what reshardings move, where axes divide dims and where they do not."""
+"""Slices of ranks, and bytes of reshardings, with even and uneven shards."""
 
 from dataclasses import dataclass
 from itertools import product

@@ -1,4 +1,4 @@
-"""Dims that an axis does not divide: which may be cut, into what, and what reshardings move."""
+"""Uneven shards: allowed dims, sizes, and bytes of reshardings."""
 
 import pytest
 import torch

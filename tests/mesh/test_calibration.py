@@ -1,4 +1,4 @@
-"""Topologies fitted to measurements that are made up by topologies, and files of them."""
+"""Topologies fitted to synthetic measurements of known topologies, and their files."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Devices fitted to measurements that are made up by devices, and files of them."""
+"""Devices fitted to synthetic measurements of known devices, and their files."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,4 +1,4 @@
-"""Examples of all operators, proved on ranks; the page of operators, and what models use."""
+"""Examples of all operators on simulated ranks; the page of operators; operators of models."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

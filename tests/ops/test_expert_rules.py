@@ -1,4 +1,4 @@
-"""Rules of mixtures of experts: proven with the whole operators, spelt as an export has them."""
+"""Rules of mixtures of experts, compared with the exported operators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

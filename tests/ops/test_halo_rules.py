@@ -1,4 +1,4 @@
-"""Windows that overlap: ranks exchange edges, and the result is that of the whole image."""
+"""Overlapping windows: with halo exchange, ranks compute the unsharded result."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rules of operators on images and sounds, proved on simulated ranks, forward and backward."""
+"""Rules of operators on images and audio, on simulated ranks, forward and backward."""
 
 from collections.abc import Callable
 from typing import Any

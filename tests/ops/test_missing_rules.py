@@ -1,4 +1,4 @@
-"""What holds on execution is offered by the rule, or left out for a reason."""
+"""Every sharding that holds on execution is in the rule, or excluded for a stated reason."""
 
 import re
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Every distinct call that real models make has a rule, and the rule is true."""
+"""Every distinct call of real models has a rule, which holds on simulated ranks."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rules of operators that compute: each is proved on simulated ranks, forward and backward."""
+"""Rules of operators that compute, on simulated ranks, forward and backward."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The proof itself, and what it must not let through."""
+"""The comparison of rules with execution, and wrong rules that it must reject."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Random operators on simulated ranks: slices draw on their own, copies draw the same."""
+"""Random operators on simulated ranks: shards draw different numbers, replicas equal ones."""
 
 from collections.abc import Callable
 from typing import Any

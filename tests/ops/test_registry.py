@@ -1,4 +1,4 @@
-"""The specs: operators that they name exist, and they are complete."""
+"""The specs: their operators exist, and no field is missing."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

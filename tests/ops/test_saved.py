@@ -1,4 +1,4 @@
-"""What autograd really keeps of every operator that has a sample, against the table."""
+"""Saved tensors of the specs, compared with those of autograd."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rules of operators that move, combine and reduce elements, proved on simulated ranks."""
+"""Rules of operators that move, combine and reduce elements, on simulated ranks."""
 
 from collections.abc import Callable
 from typing import Any

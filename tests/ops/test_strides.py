@@ -1,4 +1,4 @@
-"""Memory that tensors share, against what PyTorch does."""
+"""Memory that tensors share, compared with PyTorch."""
 
 from collections.abc import Callable, Sequence
 from itertools import permutations, product

@@ -1,4 +1,4 @@
-"""Letters that an axis does not divide: which may be cut all the same, proved on ranks."""
+"""Index letters that an axis does not divide: rules for uneven shards, on simulated ranks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

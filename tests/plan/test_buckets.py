@@ -1,4 +1,4 @@
-"""Which reshardings of parameters share collectives."""
+"""Reshardings of parameters that share a bucket."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,4 +1,4 @@
-"""A plan that was tampered with is found out, whatever was changed."""
+"""The checker detects every modification of a plan."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Which operators fall back, why, and what that costs."""
+"""Operators that are replicated, the reasons, and the cost."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""What exports say, and that they say it from the plan alone; that it runs is shown on ranks."""
+"""Text of exports, made from the plan alone; other tests run it on ranks."""
 
 import csv
 import json

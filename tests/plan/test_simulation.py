@@ -1,4 +1,4 @@
-"""Steps of plans over time; what they add up to is what the checker found right."""
+"""Simulated steps: their sums equal the costs that the checker verified."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The memory that a plan predicts, against the memory that running it takes.
+"""The predicted memory of a plan, compared with that of running it.
 
 One process and one device here; `tests/runtime/test_memory_on_ranks.py` has collectives.
 The turn is met to a hundredth of a percent, but for the tensors of one element and the random

@@ -1,4 +1,4 @@
-"""Blocks of real models in real caches: plans are those of a fresh solve."""
+"""Block caches with real models: plans equal those of a new solve."""
 
 import json
 import sqlite3

@@ -1,4 +1,4 @@
-"""Plans under a budget: what they recompute, what that costs, and what is asked for."""
+"""Plans under a memory budget: recomputation, its cost, and invalid budgets."""
 
 from itertools import pairwise
 from typing import Any

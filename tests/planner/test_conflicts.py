@@ -1,4 +1,4 @@
-"""Infeasible requests: which options cannot all hold, and whether memory is among them."""
+"""Infeasible requests: the conflicting options, and whether memory is one of them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Pins, forbidden collectives, the batch axis: plans obey them, and the checker sees to it."""
+"""Pins, forbidden collectives, the batch axis: plans satisfy them, and the checker verifies it."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Depth costs next to nothing: what repeats is formulated once, yet checked everywhere."""
+"""Depth: repeated blocks are formulated once, and checked everywhere."""
 
 import json
 from collections.abc import Callable

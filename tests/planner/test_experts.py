@@ -1,4 +1,4 @@
-"""Expert parallelism is found where it pays, and what moves rows is stated and checked."""
+"""Expert parallelism is found where it is cheapest; its all-to-alls are stated and checked."""
 
 from collections.abc import Iterator
 from dataclasses import replace

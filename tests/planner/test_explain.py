@@ -1,4 +1,4 @@
-"""Alternatives and their regrets, each checked against the plan that a pin gives."""
+"""Alternatives and their regrets, each compared with the plan under the pin."""
 
 from typing import Any
 

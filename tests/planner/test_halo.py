@@ -1,4 +1,4 @@
-"""Images cut by rows and columns: the optimizer finds it, and prices the exchange of edges."""
+"""Images sharded by rows and columns: found by the planner, with a priced halo exchange."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

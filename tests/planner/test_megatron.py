@@ -1,4 +1,4 @@
-"""The fixed pattern: what it looks like, and that it never beats the optimum."""
+"""The fixed pattern of Megatron-LM, which is never better than the optimum."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the problem with memory counts and pays is what finished plans hold and cost."""
+"""Memory and cost of the memory problem, compared with those of finished plans."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

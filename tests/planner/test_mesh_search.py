@@ -1,4 +1,4 @@
-"""Every mesh of so many devices, planned in processes of their own."""
+"""Searches over all meshes of a number of devices, in several processes."""
 
 import time
 from dataclasses import replace

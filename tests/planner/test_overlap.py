@@ -1,4 +1,4 @@
-"""Plans whose weights move beside compute, and the checker that works it out anew."""
+"""Plans with overlap of weight collectives and compute, and their check."""
 
 import json
 import re

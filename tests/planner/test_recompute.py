@@ -1,4 +1,4 @@
-"""What runs once more follows from plan and program."""
+"""Recomputation, derived from plan and program."""
 
 from collections import Counter
 

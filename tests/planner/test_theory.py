@@ -1,4 +1,4 @@
-"""The answers that theory demands, found with no hints."""
+"""Plans that theory predicts, found without hints."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Plans that cut what an axis does not divide: legal, priced by the largest share, checked."""
+"""Plans with uneven shards: valid, priced by the largest shard, and checked."""
 
 from functools import cache
 from math import prod

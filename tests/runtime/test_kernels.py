@@ -1,4 +1,4 @@
-"""Local operators, every rank of a mesh simulated one after the other."""
+"""Local operators, with all ranks of a mesh simulated in sequence."""
 
 from itertools import product
 

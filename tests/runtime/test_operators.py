@@ -1,4 +1,4 @@
-"""Calling operators by name, and what a plan may not call."""
+"""Calls of operators by name, and operators that a plan may not call."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A plan is for one model: which names are one parameter counts too."""
+"""A plan fits only its model, including the names of tied parameters."""
 
 import copy
 

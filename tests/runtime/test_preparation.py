@@ -1,4 +1,4 @@
-"""What is the same in every step: each rank holds its slice, in memory of its own."""
+"""Prepared inputs: each rank has its slice in separate memory."""
 
 import pytest
 import torch

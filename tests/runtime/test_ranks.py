@@ -1,4 +1,4 @@
-"""The program that runs cases on ranks: what fails is named, and the rest still runs."""
+"""The program that runs test cases on ranks: failures are named, and other cases still run."""
 
 import json
 import subprocess

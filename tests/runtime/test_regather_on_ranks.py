@@ -1,4 +1,4 @@
-"""What backward makes once more, on two ranks: how often, for whom, and for how long."""
+"""Re-gathering in backward on two ranks: number of gathers, readers, and lifetime."""
 
 import gc
 from collections.abc import Callable, Iterator

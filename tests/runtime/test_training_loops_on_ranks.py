@@ -1,4 +1,4 @@
-"""What training and decoding loops do with a planned model, on 4 ranks."""
+"""Training and decoding loops with a planned model on 4 ranks."""
 
 from collections.abc import Callable
 

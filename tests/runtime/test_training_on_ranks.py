@@ -1,4 +1,4 @@
-"""Batches, gradients, and many steps of training with a checkpoint between two plans."""
+"""Batches, gradients, and training steps with a checkpoint between two plans."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Files that hold no weights, or not those that are asked for."""
+"""Files that are not checkpoints, or lack the requested weights."""
 
 import json
 import os

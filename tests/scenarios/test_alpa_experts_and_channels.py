@@ -1,4 +1,4 @@
-"""C: experts and convolutions under Alpa's prices; ids as in docs/scenarios.md."""
+"""Scenarios C: experts and convolutions under Alpa's costs; ids as in docs/scenarios.md."""
 
 import pytest
 from scenarios.alpa import (

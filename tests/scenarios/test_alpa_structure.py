@@ -1,4 +1,4 @@
-"""A: data parallelism, tensor parallelism and ZeRO, under Alpa's prices.
+"""Scenarios A: data parallelism, tensor parallelism and ZeRO, under Alpa's costs.
 
 Each id names one published scenario; docs/scenarios.md lists them all, with those that
 do not hold. `sum of all-reduces` are Alpa's objectives without its penalty on replicated

@@ -1,4 +1,4 @@
-"""B: transformers under Alpa's prices; ids as in docs/scenarios.md."""
+"""Scenarios B: transformers under Alpa's costs; ids as in docs/scenarios.md."""
 
 import pytest
 from scenarios.alpa import (

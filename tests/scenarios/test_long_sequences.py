@@ -1,4 +1,4 @@
-"""One long sequence on eight devices: what is cut is the sequence, with no hint to do so."""
+"""A long sequence on eight devices is sharded along the sequence, without hints."""
 
 from collections.abc import Callable
 from functools import partial

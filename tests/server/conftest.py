@@ -1,4 +1,4 @@
-"""Real services on real sockets, and small exported programs to send them."""
+"""Services on real sockets, and small exported programs for requests."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The whole API against its specification, and against clients made from it."""
+"""Conformance of the API to its specification, and of a client generated from it."""
 
 import importlib
 import os

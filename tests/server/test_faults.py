@@ -1,4 +1,4 @@
-"""Real services that are killed while they work: small versions of `make faults`."""
+"""Services that are killed while jobs run: small versions of `make faults`."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The service as it is started for real: a process of its own, ended by a signal."""
+"""The service as a separate process, ended by a signal."""
 
 import json
 import os

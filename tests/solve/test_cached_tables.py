@@ -1,4 +1,4 @@
-"""Tables in a store: answers are those of a fresh solve, and damage is noticed."""
+"""Tables in a store: solutions equal those of a new solve, and damaged entries are detected."""
 
 import time
 from collections.abc import Callable

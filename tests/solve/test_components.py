@@ -1,4 +1,4 @@
-"""Components of groups: found from forbidden pairs, and the same answers as without them."""
+"""Components of groups, found from forbidden pairs; solutions equal those without components."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Messages, windows and followers: the steps that carry large problems, on small ones."""
+"""TRW-S, large-neighbourhood search and substitution, on small problems."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Min-marginals against the brute force of a problem in which a strategy is forced."""
+"""Min-marginals, compared with brute force on problems with a fixed strategy."""
 
 from dataclasses import replace
 

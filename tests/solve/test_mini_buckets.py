@@ -1,4 +1,4 @@
-"""Parts of a network's links, and orders of elimination, against brute force."""
+"""Mini-bucket relaxations and elimination orders, compared with brute force."""
 
 from collections.abc import Callable
 from dataclasses import replace

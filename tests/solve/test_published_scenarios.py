@@ -1,4 +1,4 @@
-"""Problems with published answers: data and values of OpenXLA's and nnScaler's solver tests."""
+"""Problems with published optima: data of the solver tests of OpenXLA and nnScaler."""
 
 from collections.abc import Callable
 from dataclasses import replace

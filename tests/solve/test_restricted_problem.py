@@ -1,4 +1,4 @@
-"""Wide problems: valid bounds, restricted problems, and the optimum in the end."""
+"""Wide problems: valid bounds, restricted problems, and the optimum."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Runs of equal groups: the same answers as without the hint, and found through the runs."""
+"""Runs of equal groups: run contraction gives the solutions of a solve without hints."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Limits that bind over runs, at one time or at many."""
+"""Runs with a binding usage limit, at one time or at many."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Time limits, cancellation and progress: what is promised, not how fast."""
+"""Time limits, cancellation and progress."""
 
 import threading
 from collections.abc import Callable

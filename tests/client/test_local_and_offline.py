@@ -1,4 +1,4 @@
-"""Plans without a service: kept on this machine, or made in this process."""
+"""Plans without a service: stored on this machine, or made in this process."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Graphs that are stored once by digest, and all that can be asked about them."""
+"""Stored graphs, and the requests that name one by digest."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Many callers at once, who want few different things."""
+"""Concurrent clients with equal requests."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""Traces across queue and worker."""
+"""Traces from a request through the queue to the worker."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Workers without a service around them: limits, cancelling, and a database that goes away."""
+"""Workers without a service: limits, cancelling, and an unavailable database."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from autoshard_server.solvers.workers import MAX_LOST, SolverHealth
 from autoshard_server.store.database import Stores
 from autoshard_server.store.jobs import EventKind, JobState
 
-SCRIPTED = [sys.executable, str(Path(__file__).parent / "programs" / "scripted.py")]
+SCRIPTED = [sys.executable, str(Path(__file__).parents[1] / "programs" / "scripted.py")]
 
 
 def test_a_solve_over_its_memory_limit_fails_alone() -> None:

@@ -1,4 +1,4 @@
-"""Collectives inside operators: priced, stated, counted, steered and checked."""
+"""Collectives inside operators: priced, stated, counted, constrained and checked."""
 
 from collections.abc import Callable
 from functools import cache

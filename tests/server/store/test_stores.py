@@ -1,4 +1,4 @@
-"""The service's database: what is kept beside jobs, on both databases."""
+"""The stores of the service's database except jobs, on SQLite and PostgreSQL."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Rules of operators along dims that are cut: the same statistics on every rank, and exact."""
+"""Rules of operators along sharded dims: equal statistics on every rank, exact results."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Jobs over HTTP: progress, results, errors, and processes that are really gone."""
+"""Jobs over HTTP: progress, results, errors, cancelling."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from autoshard_server.problems import TYPE_PREFIX
 from autoshard_server.solvers.messages import Progressed, Solved, SolverInput
 from autoshard_server.solvers.solving import solve
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 def process_of(solver: Any) -> int:

@@ -1,4 +1,4 @@
-"""Tree specs come with a plan, perhaps from a server."""
+"""Tree specs of a plan, which may come from an untrusted source."""
 
 import json
 import sys

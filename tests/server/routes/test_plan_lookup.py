@@ -1,4 +1,4 @@
-"""Asking for a plan that exists, without sending the graph."""
+"""Looking up the plan of an earlier request, without sending the graph."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Blocks that one job has solved are reused by the jobs after it."""
+"""Later jobs reuse the blocks that an earlier job has solved."""
 
 import os
 import signal

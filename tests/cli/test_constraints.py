@@ -1,4 +1,4 @@
-"""Constraints, explaining, comparing and searching from the command line."""
+"""Constraints, explain, compare and search on the command line."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What docs/service.md shows is run, against a service."""
+"""The commands of docs/service.md, run against a service."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""What callers of any service expect: codings, keys for repetition, pages, events."""
+"""HTTP semantics: content encodings, idempotency keys, pagination, event streams."""
 
 import gzip
 import hashlib

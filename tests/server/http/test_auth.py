@@ -1,4 +1,4 @@
-"""API keys: who may ask, for what, and how a service starts that others can reach."""
+"""API keys: authentication, scopes, and services that require keys."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Topologies that are stored under names, and requests that name them."""
+"""Stored topologies, and requests that name them."""
 
 import hashlib
 import json

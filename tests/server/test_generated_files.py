@@ -1,4 +1,4 @@
-"""What is committed says what the code does."""
+"""Generated files are current."""
 
 import json
 import re

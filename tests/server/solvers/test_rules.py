@@ -1,4 +1,4 @@
-"""Rules that come with a request: they make the plan, and the service runs no operator."""
+"""Sharding rules that are sent with a request; the service does not run custom operators."""
 
 import json
 import zipfile

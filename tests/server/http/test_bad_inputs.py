@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request, the answer is a problem that names it, and nothing breaks."""
+"""Invalid requests: the response is a problem document that names the error."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Both clients when the way to the service, or the service, fails for a while."""
+"""Retries of both clients when the connection or the service fails for a while."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""The main path: a graph and a mesh in, a plan out, and from the cache the second time."""
+"""Plans over HTTP: made by a job, then returned from the cache."""
 
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO

@@ -39,7 +39,7 @@ from autoshard_server.store.tables import metadata
 from autoshard_server.store.topologies import TopologyStore
 from autoshard_solver_cache import StoreUnavailableError
 
-OLD = Path(__file__).parent / "data" / "store-0.1.0.db"
+OLD = Path(__file__).parents[1] / "data" / "store-0.1.0.db"
 OLD_PLAN = "bdc4747b5666bc1c0c879efd0e8959085839a127f7daa07990c6a1abc616e062"
 OLD_RUNNING = "0ab81128c68041cc989a51903f496983"
 

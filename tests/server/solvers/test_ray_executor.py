@@ -1,4 +1,4 @@
-"""Solves on a real Ray cluster of this machine; one start for all cases."""
+"""Solves on a real Ray cluster on this machine, which is started once for all tests."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-SCRIPTED = [sys.executable, str(Path(__file__).parent / "programs" / "scripted.py")]
+SCRIPTED = [sys.executable, str(Path(__file__).parents[1] / "programs" / "scripted.py")]
 
 
 @pytest.fixture(scope="module")

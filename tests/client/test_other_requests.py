@@ -1,4 +1,4 @@
-"""Searches, validations, coverages and topologies: alike at a service, awaited, and without one."""
+"""Searches, validations, coverages and topologies: with a service and without."""
 
 import asyncio
 import re
