@@ -227,6 +227,45 @@ def test_torchtitan_is_told_what_runs_again() -> None:
     assert "'model.layers.0': True," in export_plan(plan, "fsdp2")
 
 
+@pytest.mark.parametrize(
+    ("axes", "pins", "expected"),
+    [
+        ({"a": 4}, {"parameters": {"*": "I"}, "inputs": {"*": "S(0)"}}, ["1", "1", "1"]),
+        ({"a": 4}, {"inputs": {"*": "R"}}, ["4", "1", "1"]),
+        ({"a": 4}, {"inputs": {"*": "S(1)"}}, ["1", "1", "4"]),
+        (
+            {"a": 2, "b": 2},
+            {"parameters": {"*": "I,S(0)"}, "inputs": {"*": "S(0),S(0)"}},
+            ["1", "1", "1", "optim_grads_params", "fsdp_dtensor", "2"],
+        ),
+    ],
+)
+def test_megatron_gets_the_degrees_of_the_plan(
+    axes: dict[str, int], pins: dict[str, Any], expected: list[str]
+) -> None:
+    arguments = megatron_arguments(planned(llama, pins, **axes))
+    assert [a for a in arguments if not a.startswith("--")] == expected
+    assert ("--use-megatron-fsdp" in arguments) == ("optim_grads_params" in expected)
+    assert "--sequence-parallel" not in arguments
+
+
+def test_megatron_is_told_of_sequences_and_recomputation() -> None:
+    options = {
+        "pins": {"inputs": {"*": "R"}, "nodes": {"*add*": "S(1)"}},
+        "activation_checkpointing": "always",
+    }
+    plan = make_plan(small_graph(llama), slow_devices(a=4), PlanOptions.model_validate(options))
+    arguments = megatron_arguments(plan)
+    assert {"--sequence-parallel", "--recompute-granularity"} <= set(arguments)
+
+
+def megatron_arguments(plan: Plan) -> list[str]:
+    """Arguments as Bash passes them on."""
+    code = export_plan(plan, "megatron") + 'printf "%s\n" "${MEGATRON_ARGUMENTS[@]}"'
+    done = subprocess.run(["bash", "-euc", code], check=True, capture_output=True, text=True)  # noqa: S603, S607  ours
+    return done.stdout.split()
+
+
 def test_tables_hold_every_tensor_at_rest() -> None:
     plan = planned(gpt2, tp=4)
     placed = {i.target: list(i.placements) for i in plan.stages[0].inputs}
