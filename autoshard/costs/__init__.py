@@ -1,4 +1,4 @@
-"""What operators and parameters cost on one rank: seconds and bytes."""
+"""Costs of operators and parameters on one rank, in seconds and bytes."""
 
 from autoshard.costs.compute import Category, categorise, efficiency_key, operator_times
 from autoshard.costs.memory import (

@@ -1,4 +1,4 @@
-"""Seconds that operators take on one rank: a roofline over local sizes.
+"""Seconds of operators on one rank: a roofline model over local sizes.
 
 | category    | forward                             | backward                               |
 |-------------|-------------------------------------|----------------------------------------|
@@ -9,15 +9,13 @@
 |             | bytes / bandwidth)                  | output gradients, writes input         |
 |             |                                     | gradients                              |
 
-and a kernel launch for each forward and each gradient, views excepted. Where the device says
-how long an operator takes (`Device.operators`), that counts instead: its own overhead, and a
-multiple of the table's seconds; a view then takes a multiple of what copying it would, forward
-and backward like a stream's. A contraction is a matrix product
-in the widest sense: convolutions and attention are among them. The gradient of a product
-of two factors with respect to either is a product over the same index space, so it has
-the forward's flops and bytes. (Attention has three factors; three times forward stands for
-the 2.5 of FlashAttention, Dao 2023, section 3.1, whose backward computes five products for
-the forward's two.)
+plus a kernel launch for each forward and each gradient, except for views. If the device has
+measured times of an operator (`Device.operators`), they are used instead: an overhead, and a
+multiple of the seconds in the table; a view then takes a multiple of the seconds of a copy.
+Contractions are matrix products, convolutions and attention. The gradient of a product of two
+factors with respect to either is a product over the same index space, with the flops and bytes of
+forward. (Attention has three factors; three times forward approximates the factor 2.5 of
+FlashAttention, Dao 2023, section 3.1, whose backward computes five products and forward two.)
 
 Roofline: Williams, Waterman and Patterson, "Roofline: an insightful visual performance
 model" (2009).
@@ -40,7 +38,7 @@ from autoshard.ops import Call, OperatorRule, Strategy, spec_for
 
 
 class Category(StrEnum):
-    """Which formula prices an operator."""
+    """Cost category of an operator, which selects its formula."""
 
     VIEW = "view"
     CONTRACTION = "contraction"
@@ -58,18 +56,18 @@ def operator_times(
     name: str = "",
     is_view: bool = False,
 ) -> FloatArray:
-    """Seconds of one operator on one rank, forward and in training also backward.
+    """Seconds of one operator on one rank; forward, and in training also backward.
 
     Args:
         rule: the operator's rule.
         strategies: strategies of that rule; S of them.
-        inputs: global shapes of the tensor inputs, in the rule's order; `requires_grad` says
-            which of them get a gradient.
+        inputs: global shapes of the tensor inputs, in the rule's order; backward computes the
+            gradients of those that require one.
         outputs: global shapes of the outputs.
-        device: what a rank runs on.
-        training: whether backward counts.
-        name: of the operator, by which the device may know how long it takes.
-        is_view: whether the outputs only alias the inputs.
+        device: device of the rank.
+        training: True to include backward.
+        name: key of the operator in `Device.operators` (see `efficiency_key`).
+        is_view: True if the outputs only alias the inputs.
 
     Returns:
         Seconds, shape [S].
@@ -87,10 +85,10 @@ def operator_times(
 
 
 def efficiency_key(call: Call) -> str:
-    """The name under which a device knows how long an operator takes.
+    """Key of an operator in `Device.operators`.
 
-    What takes an operator to another kernel is part of it: that attention is causal, and that
-    it draws random numbers beside, as dropout does.
+    It includes attributes that select another kernel: causal attention, and random numbers, as in
+    dropout.
     """
     draws = spec_for(call.operator).draws
     words = [call.operator]
@@ -100,11 +98,11 @@ def efficiency_key(call: Call) -> str:
 
 
 class _Work(NamedTuple):
-    """What an operator does in one direction.
+    """Work of an operator in one direction.
 
     Attributes:
-        seconds: by the roofline, without overheads, shape [S].
-        num_kernels: that are launched.
+        seconds: roofline seconds without overheads, shape [S].
+        num_kernels: number of launched kernels.
     """
 
     seconds: FloatArray
@@ -120,8 +118,8 @@ def _seconds(work: _Work, fit: RooflineFit | None, device: Device) -> FloatArray
 def categorise(rule: OperatorRule, inputs: Sequence[Tensor], *, is_view: bool) -> Category:
     """The category of an operator.
 
-    A contraction sums a letter that two floating-point inputs share, and its output has a
-    letter that not all of the factors have; a dot product has none and is a stream.
+    A contraction sums over a letter that two floating-point inputs share, and its output has a
+    letter that some factor lacks. (A dot product has no such letter and is a stream.)
     """
     if is_view:
         return Category.VIEW
@@ -132,48 +130,48 @@ def categorise(rule: OperatorRule, inputs: Sequence[Tensor], *, is_view: bool) -
 
 @dataclass(frozen=True, slots=True)
 class _Contraction:
-    """An operator seen as a product: its factors and the letters of each extent.
+    """An operator as a matrix product: its factors, and the letters of each extent.
 
     Attributes:
         factors: positions of the floating-point inputs that have a summed letter.
-        made: letters of the output.
-        free: letters of the output, grouped by the factors that have them; a group that all
-            factors have is a batch and left out. A letter that no factor has (the rows that
-            a convolution makes of other rows) counts with the first factor's own.
+        output: letters of the output.
+        free: letters of the output, grouped by the factors that have them, without those that all
+            factors have (batch letters). A letter that no factor has (output rows of a
+            convolution) is grouped with the first factor.
     """
 
     factors: tuple[int, ...]
-    made: frozenset[str]
+    output: frozenset[str]
     free: tuple[frozenset[str], ...]
 
     @classmethod
     def of(cls, rule: OperatorRule, inputs: Sequence[Tensor]) -> "_Contraction":
-        held = [letters_of(dims) for dims in rule.inputs]
-        kept = frozenset().union(*(letters_of(dims) for dims in rule.outputs))
+        letters = [letters_of(dims) for dims in rule.inputs]
+        remaining = frozenset().union(*(letters_of(dims) for dims in rule.outputs))
         floating = [i for i, tensor in enumerate(inputs) if tensor.dtype.is_differentiable]
-        summed = frozenset().union(*(held[i] for i in floating)) - kept
-        shared = {x for x in summed if sum(x in held[i] for i in floating) > 1}
-        factors = tuple(i for i in floating if held[i] & shared)
+        summed = frozenset().union(*(letters[i] for i in floating)) - remaining
+        shared = {x for x in summed if sum(x in letters[i] for i in floating) > 1}
+        factors = tuple(i for i in floating if letters[i] & shared)
         groups: dict[tuple[int, ...], set[str]] = {}
-        for letter in sorted(kept):
-            owners = tuple(i for i in factors if letter in held[i]) or factors[:1]
+        for letter in sorted(remaining):
+            owners = tuple(i for i in factors if letter in letters[i]) or factors[:1]
             if len(owners) < len(factors):
                 groups.setdefault(owners, set()).add(letter)
-        return cls(factors, kept, tuple(frozenset(group) for group in groups.values()))
+        return cls(factors, remaining, tuple(frozenset(group) for group in groups.values()))
 
     def efficiency(self, sizes: LocalSizes, flops: FloatArray, tile: float) -> FloatArray:
-        """Share of the peak that a product of these local extents reaches, shape [S].
+        """Fraction of the peak that a product of these local extents reaches, shape [S].
 
-        How many terms a sum has is half the operations of an element that is made. Letters do
-        not tell: a convolution sums some places for each, a grouped product rows of one group.
+        The number of terms of a sum is half the operations per output element. It cannot be derived
+        from letters: a convolution sums over a window, a grouped product over one group.
 
         Args:
             sizes: local sizes of letters.
-            flops: of all points, those that are left out included, shape [S].
+            flops: operations of all points, including masked ones, shape [S].
             tile: extent at which half of the efficiency is lost.
         """
         result = MATMUL_EFFICIENCY * sizes.product(())
-        terms = flops / (2 * np.maximum(sizes.product(self.made), 1.0))
+        terms = flops / (2 * np.maximum(sizes.product(self.output), 1.0))
         for length in (terms, *map(sizes.product, self.free)):
             extent = np.maximum(length, 1.0)
             result *= extent / (extent + tile)
@@ -181,7 +179,7 @@ class _Contraction:
 
 
 class _Operator:
-    """What the formulas need to know of one call."""
+    """Local sizes, bytes and operations of one call, for the formulas."""
 
     def __init__(
         self,
@@ -218,28 +216,29 @@ class _Operator:
 
 
 def _computed(rule: OperatorRule, sizes: LocalSizes) -> FloatArray | float:
-    """Share of its points that a rank computes; of the ranks the one with most, shape [S].
+    """Fraction of its points that a rank computes, for the rank with most work, shape [S].
 
-    Where a row sees the columns up to its own place, the last rows and the first columns have
-    most: if rows first..last are on that rank and s columns, the sum of min(row, s).
+    With a causal mask, each row uses the columns up to its own index, so the rank with the last
+    rows and the first columns has most work: with rows first..last and s columns, the sum of
+    min(row, s).
     """
     if rule.causal is None:
         return 1.0
     rows, columns = ((letter,) for letter in rule.causal)
     last, num_rows, num_columns = rule.sizes[rows[0]], sizes.product(rows), sizes.product(columns)
     first = last - num_rows + 1
-    until = np.clip(num_columns, first - 1, last)  # from here on a row sees all columns
+    until = np.clip(num_columns, first - 1, last)  # first row that uses all columns
     seen = (until - first + 1) * (first + until) / 2 + (last - until) * num_columns
     return seen / np.maximum(num_rows * num_columns, 1.0)
 
 
 def _spilled(rule: OperatorRule, sizes: LocalSizes) -> FloatArray | float:
-    """Bytes of what goes through memory because a letter is cut, shape [S]."""
+    """Bytes of the intermediate tensor that is spilled if a letter is sharded, shape [S]."""
     reduced = rule.reduced
     if not reduced.spilled:
         return 0.0
-    is_cut = sizes.product(reduced.over) < prod(rule.sizes[letter] for letter in reduced.over)
-    return is_cut * sizes.product(reduced.spilled) * reduced.spilled_bytes
+    is_sharded = sizes.product(reduced.over) < prod(rule.sizes[letter] for letter in reduced.over)
+    return is_sharded * sizes.product(reduced.spilled) * reduced.spilled_bytes
 
 
 def _widest(inputs: Sequence[Tensor]) -> DType:
@@ -248,21 +247,21 @@ def _widest(inputs: Sequence[Tensor]) -> DType:
 
 
 def _is_gathered(rule: OperatorRule, inputs: Sequence[Tensor], position: int) -> bool:
-    """Whether only those rows of an input are read that an index input picks.
+    """True if only the rows of an input that an index input selects are read.
 
-    The picked dim's letter is then nowhere else, and in its place the output has a letter of
-    the index.
+    The letter of the indexed dim then occurs nowhere else, and the output has a letter of the index
+    instead.
     """
-    held = [letters_of(dims) for dims in rule.inputs]
-    kept = frozenset().union(*(letters_of(dims) for dims in rule.outputs))
-    others = frozenset().union(*(x for i, x in enumerate(held) if i != position))
+    letters = [letters_of(dims) for dims in rule.inputs]
+    remaining = frozenset().union(*(letters_of(dims) for dims in rule.outputs))
+    others = frozenset().union(*(x for i, x in enumerate(letters) if i != position))
     indices = [
-        letters
-        for letters, tensor in zip(held, inputs, strict=True)
+        index
+        for index, tensor in zip(letters, inputs, strict=True)
         if not tensor.dtype.is_differentiable
     ]
-    picked = held[position] - kept - others
-    return bool(picked) and any(letters & kept - held[position] for letters in indices)
+    picked = letters[position] - remaining - others
+    return bool(picked) and any(index & remaining - letters[position] for index in indices)
 
 
 def _contraction_forward(operator: _Operator) -> _Work:

@@ -1,4 +1,4 @@
-"""How much of an operator one rank works on, for all its strategies at once."""
+"""Local sizes of an operator on one rank, for all strategies at once."""
 
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -14,7 +14,7 @@ class LocalSizes:
     """Sizes of an operator's letters on one rank.
 
     Args:
-        rule: the operator's rule, before anything is cut.
+        rule: the operator's rule, unsharded.
         strategies: strategies of that rule; S of them.
     """
 
@@ -29,7 +29,7 @@ class LocalSizes:
     def product(self, letters: Iterable[str]) -> FloatArray:
         """Product of the local sizes of some letters, shape [S]."""
         result = self._ones.copy()
-        # Beyond 2^53 a product of floats depends on the order, and that of a set on the run.
+        # Sorted: beyond 2^53 a product of floats depends on the order of its factors.
         for letter in sorted(letters):
             result *= self._columns[letter]
         return result

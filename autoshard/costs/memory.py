@@ -1,4 +1,4 @@
-"""Bytes that one rank holds: parameters with what training adds to them, and activations."""
+"""Bytes on one rank: parameters with gradients and optimizer state, and activations."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from autoshard.ops import OperatorRule, SavedByAutograd, Strategy
 
 @dataclass(frozen=True, slots=True)
 class ParameterBytes:
-    """Bytes that one rank holds for its slice of a parameter.
+    """Bytes of a parameter shard on one rank.
 
     Attributes:
-        parameter: the slice itself.
-        gradient: its gradient.
-        optimizer: the optimizer's state, and its float32 copy where it keeps one.
+        parameter: bytes of the shard.
+        gradient: bytes of its gradient.
+        optimizer: bytes of the optimizer state, including a float32 master copy if there is one.
     """
 
     parameter: int
@@ -32,20 +32,20 @@ class ParameterBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all bytes."""
         return self.parameter + self.gradient + self.optimizer
 
 
 def parameter_bytes(
     shape: Sequence[int], dtype: DType, optimizer: OptimizerSpec | None = None
 ) -> ParameterBytes:
-    """Bytes for one rank's slice of a parameter.
+    """Bytes of a parameter shard on one rank.
 
     Args:
-        shape: shape of the slice.
+        shape: shape of the shard.
         dtype: element type of the parameter and of its gradient.
-        optimizer: what trains the parameter; None in inference, for a parameter that is
-            frozen and for a buffer, which have neither gradient nor state.
+        optimizer: optimizer of the parameter; None in inference, for a frozen parameter and for a
+            buffer, which have neither gradient nor state.
     """
     nbytes = prod(shape) * dtype.itemsize
     if optimizer is None:
@@ -61,13 +61,13 @@ def activation_bytes(
     *,
     is_view: bool = False,
 ) -> FloatArray:
-    """Bytes of an operator's outputs on one rank; a view holds nothing of its own.
+    """Bytes of an operator's outputs on one rank; 0 for a view.
 
     Args:
         rule: the operator's rule.
         strategies: strategies of that rule; S of them.
         outputs: global shapes of the outputs.
-        is_view: whether the outputs only alias the inputs.
+        is_view: True if the outputs only alias the inputs.
 
     Returns:
         Bytes, shape [S].
@@ -82,13 +82,13 @@ def activation_bytes(
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
-    """Bytes that one rank keeps of a call until its backward, each of shape [S].
+    """Bytes of the tensors of a call that are saved for backward on one rank, each of shape [S].
 
     Attributes:
-        inputs: by position, the inputs that are kept; they belong to whoever makes them, so
-            what several calls keep is held once.
-        outputs: likewise the outputs.
-        extra: what only autograd sees, all of it together.
+        inputs: bytes of saved inputs by position; a tensor that several calls save is in memory
+            once.
+        outputs: bytes of saved outputs by position.
+        extra: total bytes of tensors that only autograd uses.
     """
 
     inputs: Mapping[int, FloatArray]
@@ -103,14 +103,14 @@ def saved_bytes(
     outputs: Sequence[Tensor],
     saved: SavedByAutograd,
 ) -> SavedBytes:
-    """Bytes that one rank keeps of a call until its backward.
+    """Bytes of the tensors of a call that are saved for backward on one rank.
 
     Args:
         rule: the operator's rule.
         strategies: strategies of that rule; S of them.
         inputs: global shapes of the inputs.
         outputs: global shapes of the outputs.
-        saved: what the call keeps.
+        saved: the saved tensors of the call.
     """
     sizes = LocalSizes(rule, strategies)
     dims = (*rule.inputs, *rule.outputs)
@@ -126,7 +126,7 @@ def saved_bytes(
 
 
 def halo_bytes(rule: OperatorRule, strategies: Sequence[Strategy]) -> tuple[FloatArray, FloatArray]:
-    """Bytes of halos on one rank: saved until backward, and used while backward runs.
+    """Bytes of halos on one rank: saved for backward, and temporary during backward.
 
     Args:
         rule: the operator's rule.
@@ -159,8 +159,7 @@ def parse_bytes(text: str) -> int:
     """Read an amount of memory: "80GB" is 80 * 10^9 bytes, "80GiB" is 80 * 2^30.
 
     Args:
-        text: a number, which may have a fraction, and a unit; bytes where there is no unit.
-            A fraction of a byte is dropped.
+        text: a decimal number and a unit; bytes without a unit. Rounded down to whole bytes.
 
     Raises:
         OptionError: the text is not an amount above zero in a known unit.

@@ -1,4 +1,4 @@
-"""What optimizers keep per parameter, and how long their local update takes."""
+"""Optimizers: bytes of their state, and seconds of the local update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from autoshard.mesh import Device
 
 
 class Optimizer(StrEnum):
-    """Optimizers whose state is known, by what `torch.optim` keeps for them."""
+    """Optimizers whose state is known (as in `torch.optim`)."""
 
     NONE = "none"
     SGD = "sgd"
@@ -29,21 +29,21 @@ _FULL_STATES = {
     Optimizer.ADAMW: 2,
     Optimizer.ADAFACTOR: 0,
 }
-"""Tensors of the parameter's shape that an optimizer keeps."""
+"""Number of state tensors with the shape of the parameter."""
 
 _GRADIENT_READS = {Optimizer.ADAFACTOR: 2}
-"""Passes over the gradient where it takes more than one: statistics first, then the update."""
+"""Number of passes over the gradient if more than one: statistics, then the update."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """An optimizer and how it keeps its state.
+    """An optimizer and the element types of its state.
 
     Attributes:
-        name: which optimizer.
-        state_dtype: element type of the state; None for that of the values it updates, the
-            master weights where there are any and the parameter otherwise.
-        master_weights: whether parameters narrower than float32 have a float32 copy that the
+        name: the optimizer.
+        state_dtype: element type of the state; None for that of the updated values (master weights
+            if there are any, else the parameter).
+        master_weights: True if parameters narrower than float32 have a float32 copy that the
             optimizer updates.
     """
 
@@ -53,10 +53,10 @@ class OptimizerSpec:
 
     @classmethod
     def named(cls, name: str) -> "OptimizerSpec":
-        """The optimizer of that name, its state in the parameters' element type.
+        """Return the optimizer with a name, its state in the parameters' element type.
 
         Raises:
-            OptionError: there is no such optimizer; the message lists those there are.
+            OptionError: the name is unknown; the message lists all names.
         """
         try:
             return cls(Optimizer(name.lower()))
@@ -65,14 +65,14 @@ class OptimizerSpec:
             raise OptionError(f"optimizer {name!r} is unknown; choose one of {known}") from None
 
     def master_nbytes(self, shape: Sequence[int], dtype: DType) -> int:
-        """Bytes of the float32 copy of one rank's slice of a parameter."""
+        """Bytes of the float32 master copy of a parameter shard."""
         return prod(shape) * DType.FLOAT32.itemsize if self._has_master(dtype) else 0
 
     def state_nbytes(self, shape: Sequence[int], dtype: DType) -> int:
-        """Bytes of the optimizer's own state for one rank's slice, without the master copy.
+        """Bytes of the optimizer state of a parameter shard, without the master copy.
 
-        Adafactor keeps a mean per row and one per column over the last two dims, and one
-        element each for a vector. Step counters are a few bytes and not counted.
+        Adafactor has one mean per row and one per column of the last two dims, and one value per
+        element of a vector. Step counters are not counted.
         """
         default = DType.FLOAT32 if self._has_master(dtype) else dtype
         return self._state_elements(shape) * (self.state_dtype or default).itemsize
@@ -96,18 +96,18 @@ class OptimizerSpec:
 def optimizer_time(
     optimizer: OptimizerSpec, shape: Sequence[int], dtype: DType, device: Device
 ) -> float:
-    """Seconds of the local update of one rank's slice of a parameter.
+    """Seconds of the local update of a parameter shard.
 
-    Updates are bound by memory: the gradient is read, the parameter and each state are read
-    and written (Adam reads p, g, m, v and writes p, m, v). With master weights it is the
-    master copy that is read and written, and the parameter is only written. No launch is
-    counted: PyTorch's foreach and fused optimizers update all parameters in a few kernels.
+    Updates are bound by memory: the gradient is read, the parameter and each state are read and
+    written (Adam reads p, g, m, v and writes p, m, v). With master weights, the master copy is read
+    and written, and the parameter is only written. Kernel launches are not counted: PyTorch's
+    foreach and fused optimizers update all parameters in a few kernels.
 
     Args:
-        optimizer: which optimizer.
-        shape: shape of the slice.
+        optimizer: the optimizer.
+        shape: shape of the shard.
         dtype: element type of parameter and gradient.
-        device: what a rank runs on.
+        device: device of the rank.
     """
     if optimizer.name is Optimizer.NONE:
         return 0.0

@@ -1,34 +1,33 @@
-"""Communication of weights that runs beside compute: how much of it nobody waits for.
+"""Overlap of the communication of weights with compute.
 
-A *weight* is a parameter, or what is made of one alone, transposed or cast. What moves it
-waits for no activation: its gather can run ahead of its reader, beside the compute that comes
-before, and the reduction of its gradient can go on beside the rest of backward. Both are
-priced against the compute of the reader itself: forward communication hides under the
-reader's forward; backward communication, and what runs forward once more in backward, under
-its backward. What does not fit is left to wait for.
+A *weight* is a parameter, or a value computed from a single parameter, such as its transpose or
+cast. Its communication does not depend on activations: its gather can be prefetched during earlier
+compute, and the reduction of its gradient can run during the rest of backward. Both are compared
+with the compute of the weight's reader: forward communication overlaps with the forward of the
+reader; backward communication, including a re-gather, overlaps with its backward. The remainder is
+exposed.
 
-That is the steady state of a stack of layers that are alike, where the gather of one layer
-runs beside the layer before it. In general: of readers 1..n with communication C and compute
-W each, communication one after the other and as far ahead as it likes, the forward pass takes
+This models the steady state of a stack of equal layers, where the gather of one layer overlaps with
+the previous layer. In general, for readers 1..n with communication C_i and compute W_i, sequential
+communication and unlimited prefetching, the forward pass takes
 
     max over i of (C_1 + .. + C_i + W_i + .. + W_n)
 
 (Johnson, "Optimal two- and three-stage production schedules with setup times included",
-1954), and that is at most sum(max(C_i, W_i)) + max(min(C_i, W_i)). The price here is the
-first of the two terms, so it is short of the truth by what a single reader hides at most:
-the first gather has nothing to run beside. Backward is the same in a mirror; where weights
-are gathered again there too, only for readers that are alike.
+1954), which is at most sum(max(C_i, W_i)) + max(min(C_i, W_i)). The price used here is the first
+term, so it underestimates the time by at most the overlap of one reader, since the first gather
+cannot be prefetched. Backward is symmetric; with re-gathers, only if readers are equal.
 
-Everything else errs on the dear side:
+All other simplifications overestimate the time:
 
-* compute of operators without weights hides nothing, nor does what a checkpoint runs again;
-* collectives of activations hide nothing and are not hidden, as if links that both use
-  served one after the other; likewise all communication of one reader, on whatever axes;
-* compute hides once: weights of one reader share it, in the ratio of the time that a whole
-  all-reduce of each takes, and a resharding that several readers share hides nothing.
+* compute of operators without weights, and recomputation of checkpoints, overlaps with nothing; *
+collectives of activations are never overlapped, and neither do they overlap with those of weights;
+  all communication of one reader, on any axes, is sequential;
+* weights of one reader share its compute, in proportion to the time of an all-reduce of each; a
+  resharding that several readers share does not overlap.
 
-Two things are left out: that collectives slow the kernels beside them, and the memory of
-what is gathered ahead.
+Two effects are ignored: collectives slow down concurrent kernels, and prefetched weights use
+memory.
 """
 
 from collections.abc import Sequence
@@ -42,9 +41,9 @@ from autoshard.graph import Graph, Node
 from autoshard.mesh import Mesh
 from autoshard.ops import weights_of
 
-_HIDEABLE = 1 - 1e-6
-"""Share of what fits under compute that costs nothing: of plans that take equal time, the
-one that communicates less wins."""
+_FREE_FRACTION = 1 - 1e-6
+"""Fraction of overlapped communication that is free; the rest breaks ties in favour of plans with
+less communication."""
 
 
 Seconds = TypeVar("Seconds", float, FloatArray)
@@ -52,7 +51,7 @@ Seconds = TypeVar("Seconds", float, FloatArray)
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackward(Generic[Seconds]):
-    """Seconds of something forward and backward; numbers, or arrays of one shape."""
+    """Seconds in forward and in backward; floats, or arrays of the same shape."""
 
     forward: Seconds
     backward: Seconds
@@ -64,21 +63,21 @@ def overlapped_seconds(
     *,
     again: bool = False,
 ) -> Seconds:
-    """Seconds of communication that run beside compute.
+    """Seconds of communication that overlap with compute.
 
     Args:
-        communication: of a weight, for one reader.
-        compute: of the reader, as far as it is this weight's share.
-        again: whether the forward part runs once more in backward.
+        communication: communication of a weight for one reader.
+        compute: the weight's share of the reader's compute.
+        again: True if the forward part runs again in backward.
     """
     late = communication.backward + (communication.forward if again else 0.0)
     early: Seconds = np.minimum(communication.forward, compute.forward)
-    hidden: Seconds = _HIDEABLE * (early + np.minimum(late, compute.backward))
+    hidden: Seconds = _FREE_FRACTION * (early + np.minimum(late, compute.backward))
     return hidden
 
 
 class Overlap:
-    """Which uses of a program's values are uses of weights, and their share of compute.
+    """Uses of weights in a program, and their share of the reader's compute.
 
     Args:
         graph: the program.
@@ -92,9 +91,9 @@ class Overlap:
         self._shares: dict[str, tuple[float, ...]] = {}
 
     def share(self, node: Node, position: int) -> float | None:
-        """Share of a node's compute beside which an input can move; None if it is no weight.
+        """Share of a node's compute that overlaps with an input; None if it is not a weight.
 
-        Those of all inputs of a node add up to 1, or to 0 if it reads no weight.
+        The shares of all inputs of a node add up to 1, or to 0 if it reads no weight.
         """
         if node.name not in self._shares:
             self._shares[node.name] = self._shared(node.inputs)

@@ -1,4 +1,4 @@
-"""Rules for operators that have none, found by running them on small tensors."""
+"""Discovery of sharding rules for operators that have none, by running them on small tensors."""
 
 from autoshard.discovery.program import Discovery, Finding, discover
 

@@ -1,4 +1,4 @@
-"""A call made small enough to be tried, and its trials."""
+"""Probes: small versions of operator calls, on which shardings can be tried."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ import torch
 
 from autoshard.discovery.shapes import (
     FEW_ELEMENTS,
-    KEPT,
+    GROWTH,
     MAX_ELEMENTS,
-    TIMES,
+    SMALL_SIZE,
     Shapes,
     integers_in,
     num_elements,
@@ -26,26 +26,26 @@ from autoshard.runtime.operators import OperatorCall
 
 
 class NotTriableError(Exception):
-    """An operator cannot be tried; the message says why."""
+    """An operator cannot be tried on small tensors; the message has the reason."""
 
 
 class RandomOperatorError(NotTriableError):
-    """An operator draws random numbers, so not even whole values are the same on all ranks."""
+    """An operator draws random numbers, so its outputs would differ between ranks."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A small call, and how to run it.
+    """A small version of a call.
 
     Attributes:
-        call: the call, large.
+        call: the original call.
         node: the small call, with its attributes.
-        shapes: of the small inputs.
-        floating: element type of floating-point inputs; their own if None.
-        device: where it runs.
-        differentiable: whether gradients are compared.
-        integers: kinds of integers that the operator takes.
-        follow: whether attributes that are sizes became small too.
+        shapes: shapes of the small inputs.
+        floating: element type of floating-point inputs; None for that of the original inputs.
+        device: device on which the call runs.
+        differentiable: True if gradients are compared.
+        integers: kinds of integer inputs that the operator accepts (see `values.Kind`).
+        follow: True if attributes that equal a size of the inputs are made small too.
     """
 
     call: Call
@@ -58,28 +58,28 @@ class Probe:
     follow: bool = False
 
     def run(self, values: Tensors) -> tuple[torch.Tensor, ...]:
-        """Run on whole tensors, or on a rank's."""
+        """Run the operator on the given tensors, global or local."""
         custom = frozenset({self.node.operator})
         return OperatorCall(self.node, torch.device(self.device), custom=custom)(values)
 
     def trial(self, kind: Kind, *, parts: int = 2) -> Trial:
-        """A trial with such numbers.
+        """Return a trial with inputs of a kind.
 
         Raises:
-            Exception: whatever the operator raises on them.
+            Exception: any error that the operator raises.
         """
         needs = [self.differentiable and t.dtype.is_differentiable for t in self.call.inputs]
         return Trial(self.draw(kind), needs, self.run, self.run_ranks, parts=parts)
 
     def run_ranks(self, _: Types, ranks: PerRank) -> Iterator[PerRank]:
-        """What every rank makes, unless one refuses."""
+        """Yield the outputs of every rank, or nothing if the operator fails on a rank."""
         try:
             yield [self.run(values) for values in ranks]
-        except Exception:  # noqa: BLE001  an operator may be anybody's and raise anything
+        except Exception:  # noqa: BLE001  custom operators may raise anything
             return
 
     def draw(self, kind: Kind, *, seed: int = 0) -> tuple[torch.Tensor, ...]:
-        """Inputs of this kind."""
+        """Draw inputs of a kind."""
         return draw(
             kind,
             self.call.inputs,
@@ -91,20 +91,20 @@ class Probe:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of numbers to try."""
+        """Kinds of inputs to try."""
         first = self.integers[0]
         more = (Kind("normal", other) for other in self.integers[1:])
         return (*(Kind(floats, first) for floats in FLOATS), *more)
 
     def larger(
-        self, sizes: Collection[int], *, times: int = TIMES, limit: int = MAX_ELEMENTS
+        self, sizes: Collection[int], *, times: int = GROWTH, limit: int = MAX_ELEMENTS
     ) -> "Probe | None":
-        """The same with some sizes of the large call less small, if that runs too.
+        """Return a probe in which some sizes are larger; None if it is too large or does not run.
 
         Args:
-            sizes: of the large call.
-            times: how many times as large as they are here they become at least.
-            limit: elements that the inputs may have together.
+            sizes: sizes of the original call to enlarge.
+            times: minimum factor by which they grow, relative to the smallest probe.
+            limit: maximum number of elements of all inputs together.
         """
         small = _small(self.call, follow=self.follow, larger=sizes, times=times)
         if small is None or small.shapes == self.shapes or num_elements(small.shapes) > limit:
@@ -118,32 +118,32 @@ class Probe:
 
 
 def probe_of(call: Call) -> Probe:
-    """A small form of a call that runs.
+    """Return a probe of a call that runs.
 
     Raises:
-        NotTriableError: there is none, or running it is not all that the operator does.
+        NotTriableError: no small version runs, or the operator has side effects.
     """
     if not call.inputs:
-        raise NotTriableError("it takes no tensors")
-    reason = f"its tensors have more than {MAX_ELEMENTS} elements at any size that fits"
+        raise NotTriableError("it has no tensor inputs")
+    reason = f"even its smallest valid inputs have more than {MAX_ELEMENTS} elements"
     for attempt in _attempts(call):
         try:
             return _prepared(attempt)
         except NotTriableError:
             raise
         except Exception as error:  # noqa: BLE001  an operator may raise anything
-            line = (str(error).splitlines() or [type(error).__name__])[0][:_LONGEST]
-            reason = f"no small call of it runs: {line}"
+            line = (str(error).splitlines() or [type(error).__name__])[0][:_MAX_MESSAGE]
+            reason = f"it fails on small tensors: {line}"
     raise NotTriableError(reason)
 
 
 def _small(
-    call: Call, *, follow: bool, larger: Collection[int] = (), times: int = TIMES
+    call: Call, *, follow: bool, larger: Collection[int] = (), times: int = GROWTH
 ) -> Probe | None:
-    """The call with small sizes; attributes that are sizes follow them, or bound them."""
+    """The call with small sizes; with `follow`, attributes that equal sizes are replaced too."""
     shapes = [tensor.shape for tensor in call.inputs]
     attributes = [i for _, value in call.arguments for i in integers_in(value)]
-    sizes = {size for shape in shapes for size in shape if size > KEPT}
+    sizes = {size for shape in shapes for size in shape if size > SMALL_SIZE}
     if follow and sizes.isdisjoint(attributes):
         return None
     bounds = [value for value in attributes if not (follow and value in sizes)]
@@ -158,9 +158,9 @@ def _small(
 
 
 def _attempts(call: Call) -> Iterator[Probe]:
-    """Small calls: with gradients before without, and in precise numbers before the call's own.
+    """Small calls to try: with gradients first, then without; float64 before the original dtype.
 
-    Attributes that are sizes stay if the tensors are small then, and the CPU goes before a GPU.
+    Attributes that equal sizes are kept if the tensors are small then. The CPU comes before a GPU.
     """
     own = {t.dtype for t in call.inputs if t.dtype.is_differentiable}
     real = own and not any(dtype.startswith("complex") for dtype in own)
@@ -177,11 +177,11 @@ def _attempts(call: Call) -> Iterator[Probe]:
 
 
 def _prepared(probe: Probe) -> Probe:
-    """The probe with the kinds of integers that it takes.
+    """Return the probe with the kinds of integers that the operator accepts.
 
     Raises:
-        NotTriableError: the operator does more than to compute outputs from its inputs.
-        Exception: whatever it raises on all numbers, or where it has no gradient.
+        NotTriableError: the operator has side effects or random outputs.
+        Exception: the operator fails on all kinds of inputs, or has no gradient.
     """
     integral = any(not t.dtype.is_differentiable and t.dtype != "bool" for t in probe.call.inputs)
     taken: list[str] = []
@@ -200,13 +200,13 @@ def _prepared(probe: Probe) -> Probe:
         raise refusal
     ready = replace(probe, integers=tuple(taken))
     trial = ready.trial(ready.kinds[0])
-    if ready.differentiable and not trial.made and _carries_gradient(probe.call):
+    if ready.differentiable and not trial.with_gradient and _carries_gradient(probe.call):
         raise RuntimeError("it has no gradient")
     return ready
 
 
 def _carries_gradient(call: Call) -> bool:
-    """Whether gradients could pass through a call, by its element types."""
+    """True if the element types allow gradients from outputs to inputs."""
     return all(
         any(tensor.dtype.is_differentiable for tensor in tensors)
         for tensors in (call.inputs, call.outputs)
@@ -214,7 +214,13 @@ def _carries_gradient(call: Call) -> bool:
 
 
 def _check(probe: Probe, kind: Kind) -> None:
-    """Run twice, and compare."""
+    """Run the operator twice and check that it is a deterministic function of its inputs.
+
+    Raises:
+        NotTriableError: it modifies or aliases its inputs, or its outputs are too large or have
+            shapes that depend on values.
+        RandomOperatorError: two runs differ.
+    """
     values = probe.draw(kind)
     before = [value.clone() for value in values]
     devices = [] if probe.device == "cpu" else [torch.cuda.current_device()]
@@ -225,7 +231,7 @@ def _check(probe: Probe, kind: Kind) -> None:
         second = probe.run(values)
         other = probe.run(probe.draw(kind, seed=1))
     if not all(map(close, values, before)):
-        raise NotTriableError("it writes into its inputs")
+        raise NotTriableError("it modifies its inputs in place")
     taken = {value.untyped_storage().data_ptr() for value in values if value.numel()}
     if any(o.untyped_storage().data_ptr() in taken for o in first if o.numel()):
         raise NotTriableError("its outputs share memory with its inputs")
@@ -233,10 +239,10 @@ def _check(probe: Probe, kind: Kind) -> None:
         raise NotTriableError(f"its outputs have more than {MAX_ELEMENTS} elements")
     shapes, again, others = ([o.shape for o in made] for made in (first, second, other))
     if shapes != others or [len(s) for s in shapes] != [len(o.shape) for o in probe.call.outputs]:
-        raise NotTriableError("the shapes of its outputs depend on the numbers in its inputs")
+        raise NotTriableError("the shapes of its outputs depend on the values of its inputs")
     if shapes != again or not all(map(close, first, second)):
         raise RandomOperatorError("it draws random numbers")
 
 
-_LONGEST = 200
-"""Characters of what an operator said."""
+_MAX_MESSAGE = 200
+"""Maximum length of an error message of an operator, in characters."""

@@ -1,4 +1,4 @@
-"""The operators of a program that have no rule, and the rules that are found for them."""
+"""Discovery of rules for all operators of a program that have none."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from autoshard.discovery.probe import NotTriableError, RandomOperatorError, probe_of
-from autoshard.discovery.search import OutOfTimeError, Search
+from autoshard.discovery.search import OutOfTimeError, RuleSearch
 from autoshard.discovery.shapes import integers_in
 from autoshard.errors import GraphError, SchemaError, UnsupportedError
 from autoshard.graph import (
@@ -29,27 +29,27 @@ from autoshard.ops import Call, call_of, has_rule, with_rules
 from autoshard.solve import KeyValueStore
 
 TIME_LIMIT = 30.0
-"""Seconds for all operators of a program."""
+"""Default time limit in seconds for all operators of a program."""
 
 _LARGEST_SIZE = 1 << 20
-"""Of an attribute of operators of ATen that are tried; of a list, the product counts: it may be
-the shape of an output."""
+"""Maximum integer attribute of ATen operators that are tried. Of a list the product counts, since
+it may be the shape of an output."""
 
-_NO_TIME = "there was no time left to try it"
+_NO_TIME = "the time limit was reached before it could be tried"
 
 _TIME_PER_CALL = 10.0
-"""Seconds for one kind of call, so that it leaves time for others."""
+"""Time limit in seconds for one kind of call, so that others get time too."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What trying one kind of call came to.
+    """Result for one kind of call.
 
     Attributes:
-        operator: of the calls.
-        nodes: their names.
-        rule: what was found; None where they cannot be tried.
-        reason: why they cannot be tried.
+        operator: operator of the calls.
+        nodes: names of the nodes.
+        rule: the rule that was found; None if the operator could not be tried.
+        reason: the reason why it could not be tried.
     """
 
     operator: str
@@ -60,11 +60,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What trying the operators of a program came to.
+    """Result of trying all operators of a program.
 
     Attributes:
         graph: the program with the rules that were found.
-        findings: one per kind of call that had no rule, in program order.
+        findings: one result per kind of call that had no rule, in program order.
     """
 
     graph: Graph
@@ -72,7 +72,7 @@ class Discovery:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there was time to try everything."""
+        """True if everything was tried within the time limit."""
         return all(finding.reason != _NO_TIME for finding in self.findings)
 
 
@@ -90,19 +90,19 @@ def discover(
     registered with torch, by importing the module that defines them.
 
     Args:
-        graph: the program. Calls that it has rules for already are left alone.
-        custom: whether operators that are not of ATen are tried.
-        aten: whether operators of ATen are tried.
-        store: keeps what was found for operators of ATen. What a custom operator does may
-            change under its name, so it is always tried anew.
-        time_limit: seconds for all of them; what is not tried by then has no rule.
+        graph: the program. Calls that already have a rule are skipped.
+        custom: True to try operators that are not part of ATen.
+        aten: True to try ATen operators.
+        store: cache for the rules of ATen operators. Custom operators are always tried again,
+            since their implementation may change.
+        time_limit: seconds for all operators; operators not tried in time get no rule.
 
     Returns:
-        The program with at most `MAX_RULES` rules, which is what one can be read with.
+        The program with at most `MAX_RULES` rules, the limit of the graph format.
 
     Raises:
-        UnsupportedError: an operator draws random numbers: no plan can say which ranks
-            should draw the same ones.
+        UnsupportedError: an operator draws random numbers, and no plan can specify which ranks
+            must draw the same ones.
     """
     deadline = time.monotonic() + time_limit
     findings: list[Finding] = []
@@ -115,7 +115,7 @@ def discover(
             if len(graph.rules) + len(rules) < MAX_RULES:
                 finding = _finding(call_of(graph, nodes[0]), nodes, store, deadline)
             else:
-                reason = f"the program has {MAX_RULES} rules already, which is the limit"
+                reason = f"the program already has {MAX_RULES} rules, which is the limit"
                 finding = Finding(operator, _names(nodes), None, reason)
             findings.append(finding)
             if finding.rule is not None:
@@ -125,7 +125,7 @@ def discover(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: handing them to threads would take longer than the work."""
+    """Limit torch to one thread: for tiny tensors, threads cost more than they save."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -135,7 +135,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _kinds(graph: Graph) -> Iterator[list[Node]]:
-    """The nodes without a rule, those of alike calls together."""
+    """Nodes without a rule, grouped by kind of call."""
     kinds: dict[object, list[Node]] = {}
     for node in graph.nodes:
         if not has_rule(node.operator) and node.inputs and graph.rule_of(node) is None:
@@ -156,13 +156,13 @@ def _finding(
         return Finding(call.operator, names, rule)
     try:
         end = min(deadline, time.monotonic() + _TIME_PER_CALL)
-        rule = Search(probe_of(call), end).rule()
-        # What is too large to be read back may not get into a plan.
+        rule = RuleSearch(probe_of(call), end).rule()
+        # A rule that exceeds the limits of the graph format must not get into a plan.
         rules_from_json(rules_to_json([rule]))
     except RandomOperatorError:
         raise UnsupportedError(
-            f"node {names[0]!r}: {call.operator} draws random numbers, so ranks would disagree; "
-            "draw them with an operator of torch, and pass them in"
+            f"node {names[0]!r}: {call.operator} draws random numbers, which would differ between "
+            "ranks; draw them with a torch operator and pass them as an input"
         ) from None
     except (NotTriableError, SchemaError) as error:
         return Finding(call.operator, names, None, str(error))
@@ -178,21 +178,21 @@ def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
 
 
 def _refusal(call: Call) -> str:
-    """Why an operator of ATen is not tried; a stranger's program may call any."""
+    """Reason why an ATen operator is not tried, since programs are untrusted; "" if it is."""
     namespace, _, packet = call.operator.partition(".")
     if namespace != "aten":
         return ""
     if packet.startswith("_"):
-        return "internal operators check their arguments too little to be tried"
+        return "internal ATen operators do not check their arguments well enough to be tried"
     for name, value in call.arguments:
         if prod(max(abs(i), 1) for i in integers_in(value)) > _LARGEST_SIZE:
             text = list(value) if isinstance(value, tuple) else value
-            return f"its {name!r} of {text} may ask for more memory than there is"
+            return f"its {name!r} of {text} may need too much memory"
     return ""
 
 
 def _key(call: Call) -> str:
-    """Digest of the operator, its attributes, the tensors and the versions."""
+    """Digest of the operator, its attributes, tensors and software versions."""
     frame = [RULES_VERSION, version("autoshard"), torch.__version__, call.operator]
     arguments = [(name, anonymous(value)) for name, value in call.arguments]
     parts = [repr(arguments), repr(call.inputs), repr(call.outputs)]
@@ -200,7 +200,7 @@ def _key(call: Call) -> str:
 
 
 def _read(body: bytes | None, call: Call) -> CallRule | None:
-    """The rule in a store's entry; None if it is damaged or for other calls."""
+    """Parse the rule in a cache entry; None if it is damaged or belongs to another call."""
     if body is None:
         return None
     try:

@@ -1,8 +1,10 @@
-"""From trials to a rule: which dims may be cut together, how finely, and what is linear.
+"""Search for the sharding rule of an operator call, by trying shardings on small tensors.
 
-Every claim is put to all trials of a call. How finely a dim may be cut follows from cutting it
-into more parts, in two sizes: a factor that stays (a number of groups) is the letter, one that
-stays inside (pairs of numbers, blocks of 128) is not cut, and otherwise the whole dim is free.
+An option (types of inputs and outputs on one mesh axis) is accepted if it is valid in all trials of
+the call. The number of shards that a dim allows is found by sharding it into more and more parts,
+in two sizes of the call. If the number of valid parts is the same in both sizes (a number of
+groups), it is the size of the letter. If the size of a valid part is the same (pairs of numbers,
+blocks of 128), such parts are not split. Otherwise the whole dim can be sharded freely.
 """
 
 import time
@@ -14,7 +16,7 @@ from math import gcd
 import torch
 
 from autoshard.discovery.probe import NotTriableError, Probe
-from autoshard.discovery.shapes import FAR, FAR_ELEMENTS
+from autoshard.discovery.shapes import MAX_VALIDATION_ELEMENTS, VALIDATION_GROWTH
 from autoshard.discovery.trial import Option, Trial, Types, axis_types
 from autoshard.graph import CallRule, Letters, Tensor
 from autoshard.graph.checks import MAX_FREE, MAX_GROUPS
@@ -24,170 +26,180 @@ from autoshard.ops import axis_rules
 from autoshard.ops.index_space import given_rule
 
 MAX_COMBINATIONS = 512
-"""Combinations of input types that are tried with one dim cut."""
+"""Maximum combinations of input types that are tried with one dim sharded."""
 
 MAX_PARTS = 16
-"""Parts into which a dim is cut at most."""
+"""Maximum number of shards that are tried for a dim."""
 
 _MAX_LINEAR = 6
-"""Floating-point inputs up to which all groups are tried."""
+"""Maximum number of floating-point inputs for which all groups of them are tried."""
 
-Cuts = tuple[tuple[int, int], ...]
-"""The dims that one letter cuts: tensors (inputs, then outputs), and the dim in each."""
+LetterDims = tuple[tuple[int, int], ...]
+"""Dims that have a letter, as pairs of tensor index (inputs, then outputs) and dim."""
 
 
 class OutOfTimeError(Exception):
-    """Trying takes longer than it may."""
+    """The search exceeded its time limit."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One letter of a rule.
+class ShardableLetter:
+    """An index letter that a mesh axis can shard.
 
     Attributes:
-        option: what an axis does that cuts it.
-        size: into how many parts it can be cut at most.
+        option: types of inputs and outputs when the letter is sharded.
+        size: size of the letter, which is the maximum number of shards.
     """
 
     option: Option
     size: int
 
     @property
-    def dims(self) -> Cuts:
-        """The dims that it is the outer factor of."""
+    def dims(self) -> LetterDims:
+        """Dims whose outer factor is the letter."""
         types = (*self.option.inputs, *self.option.outputs)
         return tuple((i, t.dim) for i, t in enumerate(types) if t.is_shard)
 
 
 @dataclass
-class Search:
-    """The search for the rule of one call.
+class RuleSearch:
+    """Search for the sharding rule of one call.
 
     Args:
         probe: the small call.
-        deadline: when to give up, by `time.monotonic()`.
+        deadline: value of `time.monotonic()` at which the search stops.
 
     Raises:
-        NotTriableError: the operator says nothing about itself: its outputs are always 0.
+        NotTriableError: the outputs are always 0 or never finite, so nothing can be compared.
     """
 
     probe: Probe
     deadline: float
-    _known: dict[Types, frozenset[Option]] = field(default_factory=dict)
-    _larger: dict[frozenset[int], Probe | None] = field(default_factory=dict)
+    _options_by_inputs: dict[Types, frozenset[Option]] = field(default_factory=dict)
+    _larger_probes: dict[frozenset[int], Probe | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._trials = list(_trials(self.probe))
-        if len(self._trials) < _FEWEST:
-            raise NotTriableError("it gives no finite numbers")
+        if len(self._trials) < _MIN_TRIALS:
+            raise NotTriableError("its outputs are not finite")
         for outputs in zip(*(trial.outputs for trial in self._trials), strict=True):
             if not any(bool(output.count_nonzero()) for output in outputs):
-                raise NotTriableError("it gives zeros whatever goes in")
+                raise NotTriableError("its outputs are always zero")
         self._values = self.probe.draw(self.probe.kinds[0])
         self._outputs = self._trials[0].outputs
 
     def rule(self) -> CallRule:
-        """The rule of the large call.
+        """Return the rule of the original call.
 
         Raises:
-            OutOfTimeError: there was no time to try everything.
+            OutOfTimeError: the deadline passed before the search was complete.
         """
         call = self.probe.call
-        cuts: list[Cut] = []
+        letters: list[ShardableLetter] = []
         for i, tensor in enumerate(call.inputs):
             for dim in range(len(tensor.shape)):
-                taken = {pair for cut in cuts for pair in cut.dims}
+                taken = {pair for letter in letters for pair in letter.dims}
                 if (i, dim) not in taken and S(dim) in axis_types(self._values[i]):
-                    self._add(cuts, next(self._cuts(i, dim, taken), None))
-        return self._assembled(cuts[:MAX_FREE], self._linear())
+                    self._add(letters, next(self._letters_with(i, dim, taken), None))
+        return self._call_rule(letters[:MAX_FREE], self._linear())
 
-    def _add(self, cuts: list[Cut], cut: Cut | None) -> None:
-        """Take a letter if one rule can say all the letters' options."""
-        if cut is not None and self._says([*cuts, cut]):
-            cuts.append(cut)
+    def _add(self, letters: list[ShardableLetter], letter: ShardableLetter | None) -> None:
+        """Add a letter if one rule can express the options of all letters."""
+        if letter is not None and self._is_expressible([*letters, letter]):
+            letters.append(letter)
 
-    def _says(self, cuts: Sequence[Cut]) -> bool:
-        rule = given_rule(self.probe.call, self._assembled(cuts, linear=()))
-        return {cut.option for cut in cuts} <= {
+    def _is_expressible(self, letters: Sequence[ShardableLetter]) -> bool:
+        rule = given_rule(self.probe.call, self._call_rule(letters, linear=()))
+        return {letter.option for letter in letters} <= {
             Option(option.inputs, option.outputs)
-            for parts in {_least_factor(cut.size) for cut in cuts}
+            for parts in {_least_divisor(letter.size) for letter in letters}
             for option in axis_rules(rule, parts)
         }
 
-    def _cuts(self, position: int, dim: int, taken: set[tuple[int, int]]) -> Iterator[Cut]:
-        """The letters that have this dim, those first that make no sums."""
+    def _letters_with(
+        self, position: int, dim: int, taken: set[tuple[int, int]]
+    ) -> Iterator[ShardableLetter]:
+        """Letters that a dim may have; those without partial inputs come first."""
         for inputs in self._combinations(position, dim):
             for option in sorted(self._options(inputs), key=_preference):
                 if I in (*option.inputs, *option.outputs):
                     continue
-                cut = Cut(option, self._fineness(option))
-                if cut.size > 1 and taken.isdisjoint(cut.dims) and self._holds_far(option):
-                    yield cut
+                letter = ShardableLetter(option, self._max_parts(option))
+                is_free = letter.size > 1 and taken.isdisjoint(letter.dims)
+                if is_free and self._is_valid_at_larger_sizes(option):
+                    yield letter
 
     def _combinations(self, position: int, dim: int) -> Iterator[Types]:
-        """Types of the inputs with one dim cut: what is related cut too, then not, then sums."""
+        """Input types with one dim sharded; related dims sharded first, partial inputs last."""
         shapes = [tensor.shape for tensor in self.probe.call.inputs]
         size = shapes[position][dim]
-        cuts: list[list[AxisType]] = []
+        choices: list[list[AxisType]] = []
         for i, value in enumerate(self._values):
-            able = [t for t in axis_types(value) if t.is_shard and _related(shapes[i][t.dim], size)]
-            able.sort(key=lambda t, shape=shapes[i]: shape[t.dim] != size)  # type: ignore[misc]  # a default
-            cuts.append([S(dim)] if i == position else [*able, R])
+            candidates = [
+                t
+                for t in axis_types(value)
+                if t.is_shard and _may_shard_together(shapes[i][t.dim], size)
+            ]
+            candidates.sort(key=lambda t, shape=shapes[i]: shape[t.dim] != size)  # type: ignore[misc]  # a default
+            choices.append([S(dim)] if i == position else [*candidates, R])
         sums = [
             types if i == position or P not in axis_types(value) else [*types, P]
-            for i, (types, value) in enumerate(zip(cuts, self._values, strict=True))
+            for i, (types, value) in enumerate(zip(choices, self._values, strict=True))
         ]
-        yield from islice(product(*cuts), MAX_COMBINATIONS)
+        yield from islice(product(*choices), MAX_COMBINATIONS)
         yield from islice((types for types in product(*sums) if P in types), MAX_COMBINATIONS)
 
     def _options(self, inputs: Types) -> frozenset[Option]:
-        """What holds in all trials with these types of inputs.
+        """Options with these input types that are valid in all trials.
 
         Raises:
-            OutOfTimeError: there is no time left.
+            OutOfTimeError: the deadline passed.
         """
-        if inputs not in self._known:
-            self._known[inputs] = _common(self._trials, inputs, self.deadline)
-        return self._known[inputs]
+        if inputs not in self._options_by_inputs:
+            self._options_by_inputs[inputs] = _options_of_all(self._trials, inputs, self.deadline)
+        return self._options_by_inputs[inputs]
 
-    def _fineness(self, option: Option) -> int:
-        """Into how many parts the large call can be cut so; 1 where that is not clear."""
+    def _max_parts(self, option: Option) -> int:
+        """Maximum number of shards in the original call; 1 if it cannot be determined."""
         call = self.probe.call
-        large = _extent(option, call.inputs, call.outputs)
-        small = _extent(option, self._values, self._outputs)
-        parts = self._most_parts(self.probe, option, small)
-        if self._is_large(option):
+        large = _common_size(option, call.inputs, call.outputs)
+        small = _common_size(option, self._values, self._outputs)
+        parts = self._max_valid_parts(self.probe, option, small)
+        if self._has_full_size(option):
             return parts
         inner = large // (small // parts)
-        other = self._with_larger(self._cut_sizes(option))
+        other = self._larger_probe(self._sharded_sizes(option))
         if other is None:
             return gcd(large, parts, inner)
         values = other.draw(other.kinds[0])
-        extent = _extent(option, values, other.run(values))
-        more = self._most_parts(other, option, extent)
+        size = _common_size(option, values, other.run(values))
+        more = self._max_valid_parts(other, option, size)
         found = [parts] if parts == more else []
-        found += [inner] if small // parts == extent // more else []
+        found += [inner] if small // parts == size // more else []
         return gcd(large, *found) if found else 1
 
-    def _holds_far(self, option: Option) -> bool:
-        """Whether an option holds nearer to the real sizes too, where that can be tried."""
-        sizes = self._cut_sizes(option)
-        far = (self.probe.larger(sizes, times=t, limit=FAR_ELEMENTS) for t in FAR)
-        other = next((probe for probe in far if probe is not None), None)
-        return other is None or self._holds(other, option, 2)
+    def _is_valid_at_larger_sizes(self, option: Option) -> bool:
+        """True if an option is also valid in a larger call, or if no larger call can run."""
+        sizes = self._sharded_sizes(option)
+        larger = (
+            self.probe.larger(sizes, times=t, limit=MAX_VALIDATION_ELEMENTS)
+            for t in VALIDATION_GROWTH
+        )
+        other = next((probe for probe in larger if probe is not None), None)
+        return other is None or self._is_valid(other, option, 2)
 
-    def _cut_sizes(self, option: Option) -> frozenset[int]:
-        """The sizes of the large call's inputs that an option cuts."""
+    def _sharded_sizes(self, option: Option) -> frozenset[int]:
+        """Sizes of the dims of the original inputs that an option shards."""
         pairs = zip(self.probe.call.inputs, option.inputs, strict=True)
         return frozenset(tensor.shape[t.dim] for tensor, t in pairs if t.is_shard)
 
-    def _with_larger(self, sizes: frozenset[int]) -> Probe | None:
-        if sizes not in self._larger:
-            self._larger[sizes] = self.probe.larger(sizes)
-        return self._larger[sizes]
+    def _larger_probe(self, sizes: frozenset[int]) -> Probe | None:
+        if sizes not in self._larger_probes:
+            self._larger_probes[sizes] = self.probe.larger(sizes)
+        return self._larger_probes[sizes]
 
-    def _is_large(self, option: Option) -> bool:
-        """Whether the dims that an option cuts have the sizes of the large call."""
+    def _has_full_size(self, option: Option) -> bool:
+        """True if the dims that an option shards have the same sizes as in the original call."""
         small = [tuple(value.shape) for value in (*self._values, *self._outputs)]
         call = self.probe.call
         large = [tensor.shape for tensor in (*call.inputs, *call.outputs)]
@@ -197,29 +209,29 @@ class Search:
             for t, few, many in zip(types, small, large, strict=True)
         )
 
-    def _most_parts(self, probe: Probe, option: Option, extent: int) -> int:
-        """The most parts into which a small call can be cut so, as into any factor of them."""
+    def _max_valid_parts(self, probe: Probe, option: Option, size: int) -> int:
+        """Maximum number of parts for which an option, and each divisor of the number, is valid."""
         valid = {1}
-        for parts in range(2, min(extent, MAX_PARTS) + 1):
+        for parts in range(2, min(size, MAX_PARTS) + 1):
             factors = {d for d in range(1, parts) if parts % d == 0}
-            if extent % parts == 0 and factors <= valid and self._holds(probe, option, parts):
+            if size % parts == 0 and factors <= valid and self._is_valid(probe, option, parts):
                 valid.add(parts)
-        # All parts that were tried hold: then so does the whole extent.
-        tried = {d for d in range(1, min(extent, MAX_PARTS) + 1) if extent % d == 0}
-        return extent if valid == tried else max(valid)
+        # If all divisors up to MAX_PARTS are valid, the whole dim is assumed to be free.
+        tried = {d for d in range(1, min(size, MAX_PARTS) + 1) if size % d == 0}
+        return size if valid == tried else max(valid)
 
-    def _holds(self, probe: Probe, option: Option, parts: int) -> bool:
+    def _is_valid(self, probe: Probe, option: Option, parts: int) -> bool:
         if time.monotonic() > self.deadline:
             raise OutOfTimeError
-        return option in _held(probe.trial(probe.kinds[0], parts=parts), option.inputs)
+        return option in _valid_options(probe.trial(probe.kinds[0], parts=parts), option.inputs)
 
     def _linear(self) -> tuple[frozenset[int], ...]:
-        """Groups of inputs that make a sum of the outputs if they are sums together."""
-        able = [i for i, value in enumerate(self._values) if P in axis_types(value)]
+        """Groups of inputs in which the operator is jointly linear."""
+        candidates = [i for i, value in enumerate(self._values) if P in axis_types(value)]
         if not all(P in axis_types(output) for output in self._outputs):
             return ()
-        most = len(able) if len(able) <= _MAX_LINEAR else 1
-        groups = (frozenset(g) for n in range(1, most + 1) for g in combinations(able, n))
+        most = len(candidates) if len(candidates) <= _MAX_LINEAR else 1
+        groups = (frozenset(g) for n in range(1, most + 1) for g in combinations(candidates, n))
         found = (group for group in groups if self._is_linear(group))
         return tuple(islice(found, MAX_GROUPS))
 
@@ -228,11 +240,13 @@ class Search:
         option = Option(inputs, (P,) * len(self._outputs))
         return option in self._options(inputs)
 
-    def _assembled(self, cuts: Sequence[Cut], linear: tuple[frozenset[int], ...]) -> CallRule:
+    def _call_rule(
+        self, shardable: Sequence[ShardableLetter], linear: tuple[frozenset[int], ...]
+    ) -> CallRule:
         call = self.probe.call
         names = (f"d{i}" for i in count())
-        letter_of = {pair: name for cut in cuts for name in [next(names)] for pair in cut.dims}
-        sizes = {letter_of[pair]: cut.size for cut in cuts for pair in cut.dims}
+        letter_of = {pair: name for x in shardable for name in [next(names)] for pair in x.dims}
+        sizes = {letter_of[pair]: x.size for x in shardable for pair in x.dims}
         free = frozenset(sizes)
         tensors = (*call.inputs, *call.outputs)
         lettered: list[Letters] = []
@@ -249,7 +263,7 @@ class Search:
                 dims.append(letters)
             lettered.append(tuple(dims))
         num_inputs = len(call.inputs)
-        outputs = [cut.option.outputs for cut in cuts]
+        outputs = [x.option.outputs for x in shardable]
         return CallRule(
             operator=call.operator,
             arguments=tuple((name, anonymous(value)) for name, value in call.arguments),
@@ -257,17 +271,19 @@ class Search:
             sizes=tuple(sizes.items()),
             inputs=tuple(lettered[:num_inputs]),
             outputs=tuple(lettered[num_inputs:]),
-            contracted=frozenset(letter_of[c.dims[0]] for c in cuts if P in c.option.outputs),
+            contracted=frozenset(letter_of[x.dims[0]] for x in shardable if P in x.option.outputs),
             whole=frozenset(sizes) - free,
             linear=linear,
-            addends=frozenset(i for cut in cuts for i, t in enumerate(cut.option.inputs) if t is P),
+            addends=frozenset(
+                i for x in shardable for i, t in enumerate(x.option.inputs) if t is P
+            ),
             unaffected=frozenset(i for made in outputs for i, t in enumerate(made) if t is R),
             differentiable=self.probe.differentiable,
         )
 
 
 def _trials(probe: Probe) -> Iterator[Trial]:
-    """The trials that give finite numbers."""
+    """Trials whose outputs have finite numbers."""
     for kind in probe.kinds:
         try:
             trial = probe.trial(kind)
@@ -277,38 +293,38 @@ def _trials(probe: Probe) -> Iterator[Trial]:
             yield trial
 
 
-def _common(trials: Sequence[Trial], inputs: Types, deadline: float) -> frozenset[Option]:
+def _options_of_all(trials: Sequence[Trial], inputs: Types, deadline: float) -> frozenset[Option]:
     found: set[Option] | None = None
     for trial in trials:
         if time.monotonic() > deadline:
             raise OutOfTimeError
-        held = _held(trial, inputs)
-        found = held if found is None else found & held
+        valid = _valid_options(trial, inputs)
+        found = valid if found is None else found & valid
         if not found:
             break
     return frozenset(found or ())
 
 
-def _held(trial: Trial, inputs: Types) -> set[Option]:
+def _valid_options(trial: Trial, inputs: Types) -> set[Option]:
     try:
         return trial.options(inputs)
     except Exception:  # noqa: BLE001  backward of an operator may raise anything
         return set()
 
 
-def _extent(
+def _common_size(
     option: Option,
     inputs: Sequence[torch.Tensor | Tensor],
     outputs: Sequence[torch.Tensor | Tensor],
 ) -> int:
-    """Common factor of the sizes that an option cuts."""
+    """Greatest common divisor of the sizes of the dims that an option shards."""
     types = (*option.inputs, *option.outputs)
     tensors = (*inputs, *outputs)
     return gcd(*(t.shape[k.dim] for t, k in zip(tensors, types, strict=True) if k.is_shard))
 
 
-def _related(one: int, other: int) -> bool:
-    """Whether two sizes may be cut together."""
+def _may_shard_together(one: int, other: int) -> bool:
+    """True if dims of these sizes may be sharded together: one size divides the other."""
     least, large = sorted((one, other))
     return least > 1 and large % least == 0
 
@@ -318,9 +334,9 @@ def _preference(option: Option) -> tuple[int, int, str]:
     return types.count(P), option.outputs.count(R), str(option)
 
 
-def _least_factor(size: int) -> int:
+def _least_divisor(size: int) -> int:
     return next((n for n in range(2, size) if size % n == 0), size)
 
 
-_FEWEST = 2
-"""Trials that must give finite numbers."""
+_MIN_TRIALS = 2
+"""Minimum number of trials with finite outputs."""

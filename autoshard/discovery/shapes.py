@@ -1,9 +1,9 @@
-"""Small shapes that stand for the large ones of a call.
+"""Small shapes that replace the large shapes of a call.
 
-Sizes that are equal stay equal, larger ones stay larger, a size that divides another still
-does, and each keeps how it compares with the integers among the call's attributes: a window of
-64 stays shorter than the sequence, and 8 heads still divide the width. Sizes up to `KEPT` stay
-as they are, and others become multiples of 4, so that halves can be halved.
+Equal sizes stay equal, the order of sizes and their divisibility are preserved, and so is the
+relation of each size to the integers among the call's attributes: a window of 64 stays shorter than
+the sequence, and 8 heads still divide the width. Sizes up to `SMALL_SIZE` do not change; others
+become multiples of 4, so that a shard can be sharded again.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,24 +14,25 @@ from autoshard.graph import Argument
 
 _STEP = 4
 
-KEPT = 8
-"""Sizes up to this one are small already."""
+SMALL_SIZE = 8
+"""Sizes up to this one are not changed."""
 
-TIMES = 3
-"""Factor of the sizes in a second look: a claim about a size needs two of them."""
+GROWTH = 3
+"""Factor between the two sizes in which the number of shards of a dim is tried."""
 
 FEW_ELEMENTS = 1 << 16
-"""Elements that the tensors of a call may have together without a look for smaller ones."""
+"""Number of elements of all inputs up to which attributes that equal sizes are kept."""
 
-FAR = (64, 16)
-"""Factors of a last look, at sizes nearer to the real ones: it finds limits that an operator
-does not tell, such as a first block that is special. The first that is small enough counts."""
+VALIDATION_GROWTH = (64, 16)
+"""Size factors for validating an option in a larger call, closer to the original; this finds
+special cases such as a first block that is treated differently. The first factor that fits is
+used."""
 
-FAR_ELEMENTS = 1 << 18
-"""Elements that the tensors of a call may have together at such a look."""
+MAX_VALIDATION_ELEMENTS = 1 << 18
+"""Maximum number of elements of all inputs in such a larger call."""
 
 MAX_ELEMENTS = 1 << 23
-"""Elements that they may have together at all."""
+"""Maximum number of elements of all inputs of a probe."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -41,15 +42,15 @@ def smaller_sizes(
     attributes: Sequence[int],
     *,
     larger: Collection[int] = (),
-    times: int = TIMES,
+    times: int = GROWTH,
 ) -> dict[int, int]:
-    """A small size for each size of some shapes.
+    """Return a small size for each size of some shapes.
 
     Args:
-        shapes: of all tensors that go in.
-        attributes: integers that the call was given; they stay.
-        larger: sizes that become at least so many times as large as they would otherwise.
-        times: how many times.
+        shapes: shapes of all inputs.
+        attributes: integers among the attributes, which do not change.
+        larger: sizes to enlarge.
+        times: minimum factor by which they grow.
     """
     if larger:
         least = smaller_sizes(shapes, attributes)
@@ -62,7 +63,7 @@ def _smaller(
 ) -> dict[int, int]:
     bounds = sorted({abs(value) for value in attributes if abs(value) > 1})
     sizes = sorted({size for shape in shapes for size in shape})
-    chosen = {size: size for size in sizes if size <= KEPT or size in bounds}
+    chosen = {size: size for size in sizes if size <= SMALL_SIZE or size in bounds}
     for size in sizes:
         if size not in chosen:
             chosen[size] = _smallest(size, chosen, bounds, least.get(size, _STEP))
@@ -70,7 +71,7 @@ def _smaller(
 
 
 def _smallest(size: int, chosen: Mapping[int, int], bounds: Sequence[int], least: int) -> int:
-    """The first multiple of a number that behaves as this size does."""
+    """First multiple of `least` with the same order and divisibility as `size`."""
     for small in count(least, least):
         if small >= size:
             return size
@@ -89,22 +90,22 @@ def _smallest(size: int, chosen: Mapping[int, int], bounds: Sequence[int], least
 
 
 def _ordered(size: int, small: int, other: int, other_small: int) -> bool:
-    """Whether two sizes compare as their small ones do."""
+    """True if two sizes compare like their small replacements."""
     return (size > other) == (small > other_small) and (size < other) == (small < other_small)
 
 
 def with_sizes(shapes: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Shapes:
-    """The shapes with every size replaced."""
+    """Replace every size in shapes."""
     return tuple(tuple(sizes[size] for size in shape) for shape in shapes)
 
 
 def num_elements(shapes: Sequence[Sequence[int]]) -> int:
-    """Elements of tensors of these shapes together."""
+    """Total number of elements of tensors with these shapes."""
     return sum(prod(shape) for shape in shapes)
 
 
 def integers_in(argument: Argument) -> Iterator[int]:
-    """The integers in an argument, through nested lists; flags are none."""
+    """Yield the integers in an argument and its nested lists, without booleans."""
     if isinstance(argument, tuple):
         for item in argument:
             yield from integers_in(item)
@@ -113,7 +114,7 @@ def integers_in(argument: Argument) -> Iterator[int]:
 
 
 def replace_integers(argument: Argument, sizes: Mapping[int, int]) -> Argument:
-    """The argument with the integers that are sizes replaced."""
+    """Replace the integers of an argument that are keys of `sizes`."""
     if isinstance(argument, tuple):
         return tuple(replace_integers(item, sizes) for item in argument)
     if isinstance(argument, int) and not isinstance(argument, bool):

@@ -1,8 +1,8 @@
-"""One call with fixed numbers, run whole and in parts: what an axis may do to it.
+"""A trial: one call with fixed inputs, run on global tensors and on simulated ranks.
 
-The ranks of one axis are simulated in this process. Inputs are cut or split as the types of
-an option say, every rank runs the operator, and what they make is compared with the whole,
-forward and backward.
+The ranks of one mesh axis are simulated in this process. Inputs are sharded or made partial as the
+types of an option require, every rank runs the operator, and outputs and gradients are compared
+with those of the global call.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ Tensors = Sequence[torch.Tensor]
 PerRank = Sequence[Tensors]
 
 RunWhole = Callable[[Tensors], Tensors]
-"""Runs the whole call."""
+"""Run the call on global tensors."""
 
 RunRanks = Callable[[Types, PerRank], Iterator[PerRank]]
-"""What all ranks make, given the types and the values of their inputs. It may come in several
-ways, where what a rank runs depends on more than its inputs; it does not come at all where the
-operator refuses."""
+"""Run the call on all ranks, given the types and local values of their inputs, and yield the
+outputs of every rank. Yields several results if the local call depends on more than its inputs, and
+none if the operator raises an error."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What an axis does: types of inputs and outputs, R where no gradient flows."""
+    """Types of inputs and outputs on one mesh axis; R instead of I if no gradient flows."""
 
     inputs: Types
     outputs: Types
@@ -38,22 +38,22 @@ class Option:
 
 
 class Trial:
-    """A call with fixed numbers.
+    """A call with fixed inputs.
 
     Args:
-        values: the inputs.
-        needs: which of them get a gradient.
-        run: runs the call.
-        run_ranks: runs a rank's share of it on every rank.
-        parts: how many ranks the axis has.
+        values: the global inputs.
+        needs: for each input, True if it gets a gradient.
+        run: runs the global call.
+        run_ranks: runs the local calls of all ranks.
+        parts: number of ranks of the axis.
 
     Raises:
-        RuntimeError: the call refuses these numbers, or has no gradient (torch's own words).
+        RuntimeError: the call rejects these inputs, or has no gradient (message of torch).
 
     Attributes:
-        outputs: of the whole call.
-        made: positions of the outputs that have a gradient.
-        gradients: of the inputs that get one, by position.
+        outputs: outputs of the global call.
+        with_gradient: positions of the outputs that have a gradient.
+        gradients: gradients of the inputs that get one, by position.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Trial:
         self._generator = torch.Generator().manual_seed(5)
         inputs = self._tracked(values)
         self.outputs = run(inputs)
-        self.made = [i for i, output in enumerate(self.outputs) if output.requires_grad]
-        self._cotangents = {i: self._random_like(self.outputs[i]) for i in self.made}
+        self.with_gradient = [i for i, output in enumerate(self.outputs) if output.requires_grad]
+        self._cotangents = {i: self._random_like(self.outputs[i]) for i in self.with_gradient}
         self.gradients = self._backward(self.outputs, inputs, self._cotangents)
 
     def options(self, inputs: Types) -> set[Option]:
-        """What holds with these types of inputs."""
+        """Return all valid options with these input types."""
         ranks = [self._tracked(values) for values in self._split_all(self._values, inputs)]
         found: set[Option] = set()
         for run in self._run_ranks(inputs, ranks):
@@ -85,33 +85,35 @@ class Trial:
                 _matching(whole, [outputs[i] for outputs in run])
                 for i, whole in enumerate(self.outputs)
             ]
-            for outputs in product(*map(self._with_gradient, range(len(choices)), choices)):
+            for outputs in product(*map(self._with_invariant, range(len(choices)), choices)):
                 taken = self._inputs_after_backward(inputs, outputs, ranks, run)
                 if taken is not None:
                     found.add(Option(taken, outputs))
         return found
 
     def canonical(self, option: Option) -> Option:
-        """R in place of I where no gradient flows."""
+        """Return the option with R instead of I wherever no gradient flows."""
         inputs = (t if t is not I or self._flows(i) else R for i, t in enumerate(option.inputs))
-        outputs = (t if t is not I or i in self.made else R for i, t in enumerate(option.outputs))
+        outputs = (
+            t if t is not I or i in self.with_gradient else R for i, t in enumerate(option.outputs)
+        )
         return Option(tuple(inputs), tuple(outputs))
 
     def _flows(self, position: int) -> bool:
         return position in self.gradients and bool(self.gradients[position].any())
 
-    def _with_gradient(self, output: int, kinds: list[AxisType]) -> list[AxisType]:
-        return [I, *kinds] if R in kinds and output in self.made else kinds
+    def _with_invariant(self, output: int, kinds: list[AxisType]) -> list[AxisType]:
+        return [I, *kinds] if R in kinds and output in self.with_gradient else kinds
 
     def _inputs_after_backward(
         self, inputs: Types, outputs: Types, ranks: PerRank, run: PerRank
     ) -> Types | None:
-        """The types of inputs that their gradients have; None if one has none of them."""
-        if any(made[i].requires_grad is False for made in run for i in self.made):
+        """Input types after checking gradients; None if a gradient matches no type of its input."""
+        if any(made[i].requires_grad is False for made in run for i in self.with_gradient):
             return None
         parts = {
             i: self._split(self._cotangents[i], _GRADIENT.get(outputs[i], outputs[i]))
-            for i in self.made
+            for i in self.with_gradient
         }
         local = [
             self._backward(made, values, {i: part[rank] for i, part in parts.items()})
@@ -120,8 +122,8 @@ class Trial:
         taken = list(inputs)
         for i, whole in self.gradients.items():
             matching = _matching(whole, [gradients[i] for gradients in local])
-            able = (R, I) if inputs[i] is R else (inputs[i],)
-            fits = [t for t in able if _GRADIENT.get(t, t) in matching]
+            candidates = (R, I) if inputs[i] is R else (inputs[i],)
+            fits = [t for t in candidates if _GRADIENT.get(t, t) in matching]
             if not fits:
                 return None
             taken[i] = fits[0]
@@ -167,17 +169,17 @@ class Trial:
 
 
 _GRADIENT = {R: P, P: R, I: R}
-"""How the gradient of a type lies, in terms of values."""
+"""Type of the gradient, read as the type of a value."""
 
 
 def axis_types(value: torch.Tensor, parts: int = 2) -> list[AxisType]:
-    """What an axis may do to a value; R stands for the same on all ranks."""
-    cuts = [S(dim) for dim, size in enumerate(value.shape) if size and size % parts == 0]
-    return [R, *cuts, *([P] if value.is_floating_point() or value.is_complex() else [])]
+    """Return the types that a value can have on an axis; R stands for both I and R."""
+    shards = [S(dim) for dim, size in enumerate(value.shape) if size and size % parts == 0]
+    return [R, *shards, *([P] if value.is_floating_point() or value.is_complex() else [])]
 
 
 def _matching(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[AxisType]:
-    """As what the parts make the whole."""
+    """Types for which the values of the ranks represent the global value."""
     whole, parts = whole.detach(), [part.detach() for part in parts]
     first = parts[0]
     if any(part.shape != first.shape for part in parts):
@@ -198,15 +200,15 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 _TOLERANCES = {torch.float64: 2e-6, torch.complex128: 2e-6, torch.float32: 1e-4}
-"""Relative, and of the largest element. What is true only nearly is off by far more; what is
-true may be computed in float32 inside of an operator that takes float64."""
+"""Tolerance relative to the largest element. Wrong options differ by far more; correct ones may be
+computed in float32 inside an operator that takes float64."""
 
 _COARSE = 2e-2
-"""For element types of half precision and less."""
+"""Tolerance for half precision and below."""
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors agree, up to rounding where they are floating-point numbers."""
+    """True if two tensors are equal, up to rounding if they are floating-point."""
     if actual.dtype is not expected.dtype or actual.shape != expected.shape:
         return False
     if not (expected.is_floating_point() or expected.is_complex()):

@@ -1,9 +1,8 @@
-"""Numbers to try an operator with.
+"""Random inputs to try an operator with.
 
-A claim must hold for all of several kinds of numbers: normally distributed ones of two
-magnitudes and positive ones; flags are set half of the time, hardly ever or nearly always; and
-integers may be anything, in order, or all small, since what they stand for (ids, positions,
-offsets) is not known.
+An option must be valid for several kinds of inputs. Floating-point inputs are normally distributed
+(two magnitudes) or positive; booleans are true half of the time, rarely or mostly; integers are
+arbitrary, sorted or small, since their meaning (ids, positions, offsets) is unknown.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from autoshard.graph import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Which numbers to draw.
+    """Kind of random inputs.
 
     Attributes:
         floats: `normal`, `large` or `positive`.
@@ -41,15 +40,15 @@ def draw(
     device: torch.device,
     seed: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Inputs of a call.
+    """Draw the inputs of a call.
 
     Args:
-        kind: of numbers.
-        tensors: element types of the inputs.
-        shapes: of the inputs.
-        floating: element type in place of every floating-point one; as it is if None.
-        device: where they are made.
-        seed: of the numbers.
+        kind: kind of inputs.
+        tensors: the original inputs, for their element types.
+        shapes: shapes of the inputs.
+        floating: element type that replaces all floating-point ones; None to keep them.
+        device: device of the inputs.
+        seed: random seed.
     """
     generator = torch.Generator().manual_seed(seed)
     sizes = [size for shape in shapes for size in shape if size > 1]
@@ -61,7 +60,7 @@ def draw(
             numbers = _floating(kind, own, shape, generator)
             made.append(numbers.to(floating if floating and own.is_floating_point else own))
         elif own is torch.bool:
-            made.append(torch.rand(shape, generator=generator) < _SET[kind.floats])
+            made.append(torch.rand(shape, generator=generator) < _TRUE_FRACTION[kind.floats])
         else:
             made.append(_INTEGERS[kind.integers](shape, end, generator).to(own))
     return tuple(value.to(device) for value in made)
@@ -100,8 +99,8 @@ def _small(shape: tuple[int, ...], _end: int, generator: torch.Generator) -> tor
     return torch.randint(0, 2, shape, generator=generator)
 
 
-_SET = {"normal": 0.5, "positive": 0.9, "large": 0.1}
-"""Share of flags that are set, by the kind of floating-point numbers that go with them."""
+_TRUE_FRACTION = {"normal": 0.5, "positive": 0.9, "large": 0.1}
+"""Fraction of booleans that are true, by the kind of floating-point inputs."""
 
 _FLOATS: Mapping[str, Callable[[tuple[int, ...], torch.Generator], torch.Tensor]] = {
     "normal": _normal,

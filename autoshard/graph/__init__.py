@@ -1,4 +1,4 @@
-"""Exported archive -> immutable graph. Knows no torch, except to export."""
+"""Loading of exported archives into immutable graphs; torch is needed only to export a model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for (PEP 562)."""
+    """Import `export_model`, which needs torch, on first access (PEP 562)."""
     if name == "export_model":
         from autoshard.graph.export import export_model  # noqa: PLC0415 - torch is slow to import
 

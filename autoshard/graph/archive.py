@@ -1,8 +1,8 @@
-"""Reading a `.pt2` archive without trusting it: its `model.json`, and values of small constants.
+"""Safe reading of untrusted `.pt2` archives: `model.json` and the values of small constants.
 
-Nothing here unpickles, evaluates or imports torch. `torch.export.save` writes each constant as the
-bytes of its elements and a description in JSON; only these two are read. Weights, large constants
-and pickled objects stay untouched and have no value.
+Nothing is unpickled or executed, and torch is not imported. `torch.export.save` writes each
+constant as raw bytes and a JSON description, which are read here. Weights, large constants and
+pickled objects are ignored.
 """
 
 import json
@@ -24,19 +24,19 @@ from autoshard.graph.parse import DTYPES, LAYOUTS
 CONSTANTS_FOLDER = "data/constants/"
 CONSTANTS_FILE = f"{CONSTANTS_FOLDER}model_constants_config.json"
 CONSTANT_BYTES = 1 << 16
-"""How large a constant may be whose value travels with its graph."""
+"""Maximum size in bytes of a constant whose value is stored in the graph."""
 CONSTANTS_BYTES = 1 << 24
-"""How large all of them may be together: many constants may share one file."""
+"""Maximum size in bytes of all such constants together; many may share one file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A constant that an archive has the value of.
+    """A constant with its value.
 
     Attributes:
-        shape: its sizes.
+        shape: sizes.
         dtype: element type.
-        contents: its elements in order, in little-endian bytes.
+        contents: elements in row-major order, as little-endian bytes.
     """
 
     shape: tuple[int, ...]
@@ -47,14 +47,14 @@ class Constant:
 def read_constants(
     config: Mapping[str, Any], read: Callable[[str], bytes | None]
 ) -> dict[str, Constant]:
-    """The small constants whose elements lie in a row, by name, up to `CONSTANTS_BYTES` in all.
+    """Read the small contiguous constants by name, up to `CONSTANTS_BYTES` in total.
 
     Args:
-        config: what the archive says of its constants.
-        read: the contents of a file of the folder of constants; None where there is none.
+        config: the JSON description of the constants.
+        read: returns the contents of a file in the folder of constants, or None if it is missing.
 
     Raises:
-        SchemaError: what the archive says is mistyped, or a constant is shorter than it says.
+        SchemaError: the description is mistyped, or a file is too short.
     """
     with place(CONSTANTS_FILE):
         return dict(_constants(member(config, "config", dict), read))
@@ -88,7 +88,7 @@ def _constant(
     offset = _integers([member(meta, "storage_offset", dict)])
     if shape is None or offset is None or dtype is None or layout != "strided":
         return None
-    if prod(shape) * dtype.itemsize > CONSTANT_BYTES or not _lie_in_a_row(shape, strides):
+    if prod(shape) * dtype.itemsize > CONSTANT_BYTES or not _is_contiguous(shape, strides):
         return None
     contents = read(file)
     if contents is None:
@@ -101,13 +101,13 @@ def _constant(
 
 
 def _integers(items: list[Any]) -> tuple[int, ...] | None:
-    """Sizes that are numbers, none of them negative; None if any is a symbol."""
+    """Non-negative literal sizes; None if one is symbolic."""
     values = [typed(item, dict, "a size").get("as_int") for item in items]
     numbers = tuple(v for v in values if isinstance(v, int) and v >= 0)
     return numbers if len(numbers) == len(values) else None
 
 
-def _lie_in_a_row(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
     return strides is not None and all(
         size == 1 or stride == prod(shape[dim + 1 :])
         for dim, (size, stride) in enumerate(zip(shape, strides, strict=False))
@@ -115,7 +115,7 @@ def _lie_in_a_row(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bo
 
 
 def with_contents(graph: Graph, constants: Mapping[str, Constant]) -> Graph:
-    """The graph with the values of those of its constants that are known."""
+    """Return the graph with the known values of its constants."""
 
     def known(source: Input) -> Input:
         constant = constants.get(source.target) if source.kind is InputKind.CONSTANT else None
@@ -133,7 +133,7 @@ def with_contents(graph: Graph, constants: Mapping[str, Constant]) -> Graph:
 
 
 TIES_FILE = "autoshard.json"
-"""Extra file in which `export_model` records which parameter names are one tensor."""
+"""Extra file in which `export_model` records tied parameters."""
 
 _NAMESPACE = re.compile(rb'"torch\.ops\.(\w+)\.')
 _MODEL_SUFFIX = "models/model.json"
@@ -147,18 +147,18 @@ _UNREADABLE = (
     OSError,
     ValueError,
 )
-"""What zipfile raises on truncated, encrypted, overlapping or unknown members."""
+"""Exceptions of zipfile for truncated, encrypted, overlapping or unknown members."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimits:
-    """How large an archive may be; the defaults fit every public model with room to spare.
+    """Size limits of an archive; the defaults are far above the size of public models.
 
     Attributes:
         archive_bytes: size of the archive, or of a bare model.json.
         model_bytes: decompressed size of model.json.
         compression_ratio: decompressed over compressed size of model.json.
-        nodes: operator calls in the program, sub-graphs included.
+        nodes: number of operator calls in the program, including sub-graphs.
     """
 
     archive_bytes: int = 1 << 30
@@ -169,13 +169,13 @@ class ArchiveLimits:
 
 @dataclass(frozen=True)
 class Archive:
-    """What an archive says.
+    """Contents of an archive.
 
     Attributes:
         model: the parsed model.json.
-        ties: groups of parameter names that are one tensor each; None where the archive
-            was not made by `export_model` and so does not say.
-        constants: the values of small constants by name.
+        ties: groups of names of tied parameters; None if unknown, because the archive was not made
+            by `export_model`.
+        constants: values of small constants by name.
     """
 
     model: dict[str, Any]
@@ -188,10 +188,10 @@ def read_archive(source: str | Path | bytes, *, limits: ArchiveLimits | None = N
 
     Args:
         source: path or bytes of a `.pt2` archive, or of its `models/model.json` alone.
-        limits: how large it may be.
+        limits: size limits.
 
     Raises:
-        ArchiveError: it cannot be read, holds no or several models, or exceeds a limit.
+        ArchiveError: the archive cannot be read, has no or several models, or exceeds a limit.
         SchemaError: model.json is not JSON, or not an object.
     """
     limits = limits or ArchiveLimits()
@@ -204,9 +204,9 @@ def read_archive(source: str | Path | bytes, *, limits: ArchiveLimits | None = N
 
 
 def operator_namespaces(data: bytes, *, limits: ArchiveLimits) -> frozenset[str]:
-    """Namespaces of all operators that an archive names, without parsing it.
+    """Namespaces of all operators in an archive, without parsing it.
 
-    Empty for what is no archive; `read_archive` says what is wrong with it.
+    Empty if the archive is invalid; `read_archive` reports the error.
     """
     text = data
     try:
@@ -281,7 +281,7 @@ def _find_model(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
         return found[0]
     if found:
         raise ArchiveError(
-            f"the archive holds {len(found)} models named {_MODEL_SUFFIX}; it must hold one"
+            f"the archive has {len(found)} models named {_MODEL_SUFFIX}; it must have one"
         )
     others = [
         i.filename
@@ -290,7 +290,7 @@ def _find_model(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
     ]
     if others:
         raise ArchiveError(
-            f"the archive holds {', '.join(others[:3])} but no {_MODEL_SUFFIX}; "
+            f"the archive has {', '.join(others[:3])} but no {_MODEL_SUFFIX}; "
             "save one program with torch.export.save"
         )
     raise ArchiveError(
@@ -299,7 +299,7 @@ def _find_model(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
 
 
 def _decompress(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limits: ArchiveLimits) -> bytes:
-    """Decompress one member, reading at most the limit whatever its header claims."""
+    """Decompress one member, reading at most the limit regardless of its header."""
     by_ratio = int(member.compress_size * limits.compression_ratio)
     allowed = min(limits.model_bytes, by_ratio)
     with archive.open(member) as file:
@@ -309,7 +309,7 @@ def _decompress(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limits: Archi
     if by_ratio < limits.model_bytes:
         raise ArchiveError(
             f"{member.filename} decompresses to more than {limits.compression_ratio:g} times its "
-            "size, as a zip bomb does; save it anew with torch.export.save, or raise "
+            "size, like a zip bomb; save it again with torch.export.save, or raise "
             "ArchiveLimits.compression_ratio"
         )
     raise ArchiveError(

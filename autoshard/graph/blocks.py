@@ -1,9 +1,9 @@
-"""Repeated blocks, found by structure: the layers of a transformer, whatever they are called.
+"""Detection of repeated blocks, such as the layers of a transformer.
 
-A block is a run of nodes that follows itself in the program, again and again, with the same
-operators, attributes, shapes and wiring. Names and modules are not looked at. A value that
-enters a block comes from the block's own parameters, from the instance before, or from
-outside, and then it is the same value for all instances: a mask, say.
+A block is a sequence of nodes that is repeated consecutively in the program, with the same
+operators, attributes, shapes and connections. Names and modules are ignored. An input of a block
+instance is one of its own parameters, an output of the previous instance, or a value that all
+instances share, such as a mask.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,18 +14,18 @@ import numpy as np
 from autoshard.arrays import BoolArray, IntArray
 from autoshard.graph.ir import Graph
 
-_SHORTEST = 4
-"""Nodes of the shortest run that is worth being called a block."""
+_MIN_LENGTH = 4
+"""Minimum number of nodes of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of nodes and its repetitions.
+    """A sequence of nodes and its repetitions.
 
     Attributes:
         start: index of the first node of the first instance.
-        length: nodes of one instance.
-        count: how many instances follow each other.
+        length: number of nodes of one instance.
+        count: number of instances.
     """
 
     start: int
@@ -34,20 +34,20 @@ class Block:
 
     @property
     def stop(self) -> int:
-        """Index behind the last node of the last instance."""
+        """Index after the last node of the last instance."""
         return self.start + self.length * self.count
 
     def instances(self) -> Iterator[range]:
-        """Indices of the nodes of each instance."""
+        """Yield the node indices of each instance."""
         for first in range(self.start, self.stop, self.length):
             yield range(first, first + self.length)
 
 
 def find_blocks(graph: Graph) -> tuple[Block, ...]:
-    """Every repeated block of a program, in program order; blocks do not overlap.
+    """Find all repeated blocks of a program, in program order and without overlap.
 
-    Where a run can be cut into instances in several ways, the cut with the fewest values
-    handed from one instance to the next is taken.
+    If a run can be divided into instances in several ways, the division with the fewest values
+    passed from one instance to the next is used.
     """
     kinds = np.array(graph.kinds, dtype=np.intp)
     wiring = _Wiring(graph)
@@ -55,7 +55,7 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
     free = np.ones(len(kinds), dtype=bool)
     while (run := _longest_run(kinds, free)) is not None:
         first, length, size = run
-        block = wiring.best_cut(first, length, size)
+        block = wiring.best_block(first, length, size)
         if block is not None:
             found.append(block)
         free[first : first + size] = False
@@ -63,15 +63,15 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
 
 
 def _longest_run(kinds: IntArray, free: BoolArray) -> tuple[int, int, int] | None:
-    """First node, period and size of the run that covers most free nodes.
+    """First node, period and size of the run that covers the most free nodes.
 
-    Among runs of (nearly) the same size the shortest period wins: twelve layers, not six
+    Among runs of about the same size, the shortest period is chosen: twelve layers rather than six
     pairs of layers.
     """
     best: tuple[int, int, int] | None = None
-    most = _longest_true(free)[1]
-    for period in range(_SHORTEST, most // 2 + 1):
-        if best is not None and best[2] + period > most:
+    max_size = _longest_true(free)[1]
+    for period in range(_MIN_LENGTH, max_size // 2 + 1):
+        if best is not None and best[2] + period > max_size:
             break
         same = (kinds[period:] == kinds[:-period]) & free[period:] & free[:-period]
         first, length = _longest_true(same)
@@ -93,7 +93,7 @@ def _longest_true(flags: BoolArray) -> tuple[int, int]:
 
 
 class _Wiring:
-    """Where every node's inputs come from, and whether a period earlier it was the same."""
+    """Producers of every node's inputs, to compare nodes that are one period apart."""
 
     def __init__(self, graph: Graph) -> None:
         self._inputs = [node.inputs for node in graph.nodes]
@@ -104,16 +104,16 @@ class _Wiring:
         }
         self._users = {v: [i for i, _ in uses] for v, uses in graph.consumers.items()}
 
-    def best_cut(self, first: int, length: int, size: int) -> Block | None:
-        """The longest block in a run; of equally long ones the one that passes on least."""
+    def best_block(self, first: int, length: int, size: int) -> Block | None:
+        """The longest block in a run; among those, the one with the fewest values passed on."""
         strict = [self._follows(i, length) for i in range(first + length, first + size)]
         loose = [
             follows or self._follows(i, length, from_start=first + 2 * length)
             for i, follows in enumerate(strict, start=first + length)
         ]
-        # How many nodes of each prefix do not follow: a stretch follows if there are none.
+        # Prefix sums count the nodes that do not repeat, so a range repeats if the count is equal.
         broken, broken_loosely = _prefix_sums(strict), _prefix_sums(loose)
-        handed_on = self._handed_on(first, size)
+        crossing = self._crossing_values(first, size)
         candidates = []
         for phase in range(min(length, size - 2 * length + 1)):
             pieces = range(phase, size - 2 * length + 1, length)
@@ -122,18 +122,18 @@ class _Wiring:
             begin, count = _longest_chain(starts, links)
             start = first + phase + begin * length
             if count:
-                crossing = handed_on[start + length - first]
-                candidates.append((-count, crossing, start, Block(start, length, count + 1)))
+                num_crossing = crossing[start + length - first]
+                candidates.append((-count, num_crossing, start, Block(start, length, count + 1)))
         return min(candidates)[3] if candidates else None
 
     def _follows(self, i: int, length: int, *, from_start: int | None = None) -> bool:
-        """Whether a node gets each input as the node one period earlier did.
+        """True if the inputs of a node correspond to those of the node one period earlier.
 
         Args:
-            i: the node.
+            i: index of the node.
             length: the period.
-            from_start: if given, the node a period earlier may be in the first instance of
-                all, which gets from outside what the others get from the instance before.
+            from_start: if given, the earlier node may be in the first instance, which gets from
+                outside what other instances get from the previous instance.
         """
         for value, earlier in zip(self._inputs[i], self._inputs[i - length], strict=True):
             made, made_earlier = self._made.get(value), self._made.get(earlier)
@@ -149,11 +149,11 @@ class _Wiring:
         return True
 
     def _is_own(self, value: str, earlier: str, length: int) -> bool:
-        """Whether two graph inputs are used alike, one period apart."""
+        """True if two graph inputs are used by corresponding nodes, one period apart."""
         return self._users[value] == [i + length for i in self._users[earlier]]
 
-    def _handed_on(self, first: int, size: int) -> IntArray:
-        """How many values made inside a run are used behind each place of it."""
+    def _crossing_values(self, first: int, size: int) -> IntArray:
+        """Number of values produced in a run before each position and used after it."""
         crossing = np.zeros(size + 2, dtype=np.intp)
         for value, (maker, _) in self._made.items():
             last = max(self._users[value], default=maker)
@@ -164,12 +164,12 @@ class _Wiring:
 
 
 def _prefix_sums(flags: Sequence[bool]) -> IntArray:
-    """How many flags before each place are not set."""
+    """Number of false flags before each position."""
     return np.concatenate(([0], np.cumsum(~np.array(flags, dtype=bool))))
 
 
 def _longest_chain(starts: Sequence[bool], links: Sequence[bool]) -> tuple[int, int]:
-    """Begin and length of the longest stretch whose first flag may be taken from `starts`."""
+    """Begin and length of the longest chain; its first flag may come from `starts`."""
     best = (0, 0)
     begin = 0
     for k in range(len(links) + 1):

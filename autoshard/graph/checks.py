@@ -1,4 +1,4 @@
-"""Checks of a graph: names are unique, values are made before they are used, rules are bounded."""
+"""Validation of graphs: unique names, topological order, shapes, and limits on rules."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,36 +7,43 @@ from typing import Any
 from autoshard.errors import SchemaError
 from autoshard.graph.ir import CallRule, Dynamic, Graph, InputKind, Node, references, value_of
 from autoshard.graph.ir import Path as DocumentPath
-from autoshard.graph.symbols import LARGEST
+from autoshard.graph.symbols import SIZE_LIMIT
 
 RULES_VERSION = 1
-"""Of the rules that `autoshard.discovery` finds; counts up when it searches differently."""
+"""Version of the rules that `autoshard.discovery` finds; part of their cache keys."""
 
 MAX_RULES = 1024
-"""Rules of one graph."""
+"""Maximum number of rules of one graph."""
 
 MAX_LETTERS = 64
-"""Letters of a rule; tensors of PyTorch have at most 64 dims."""
+"""Maximum number of letters of a rule; PyTorch tensors have at most 64 dims."""
 
 MAX_FREE = 16
-"""Letters of a rule that may be sharded: strategies are their combinations."""
+"""Maximum number of shardable letters of a rule: strategies are combinations of them."""
 
 MAX_GROUPS = 8
-"""Linear groups of a rule: strategies are combinations of these too."""
+"""Maximum number of linear groups of a rule: they multiply strategies too."""
 
 MAX_TENSORS = 256
-"""Inputs, or outputs, of a rule."""
+"""Maximum number of inputs, and of outputs, of a rule."""
 
 MAX_FACTORS = 2
-"""Open sizes that one size may be a product of, such as batch times sequence."""
+"""Maximum number of dynamic sizes in a product, such as batch times sequence."""
 
 _TOO_LARGE = 1 << 62
 
-FILLING = frozenset({"full", "ones", "scalar_tensor", "zeros"})
-MAKING = FILLING | {"arange", "eye", "linspace", "logspace", "tril_indices", "triu_indices"}
-"""Packets that make a tensor of nothing but their arguments."""
+FILL_PACKETS = frozenset({"full", "ones", "scalar_tensor", "zeros"})
+CREATION_PACKETS = FILL_PACKETS | {
+    "arange",
+    "eye",
+    "linspace",
+    "logspace",
+    "tril_indices",
+    "triu_indices",
+}
+"""Packets that create a tensor from their arguments alone."""
 
-FOLLOWING = frozenset(
+DETERMINISTIC_PACKETS = frozenset(
     """
     __and__ __or__ __xor__ abs add all amax amin any argmax argmin bitwise_and bitwise_not
     bitwise_or bitwise_xor broadcast_tensors broadcast_to bucketize cat ceil chunk clamp clamp_max
@@ -50,21 +57,23 @@ FOLLOWING = frozenset(
     unsqueeze where zeros_like
     """.split()  # noqa: SIM905  a table of words
 )
-"""Packets that make the same of the same tensors; what is not here stays in the step."""
+"""Deterministic packets that may move from the step to the preparation."""
 
 
 def may_prepare(node: Node) -> bool:
-    """Whether a call whose inputs are the same in every step makes the same in every step."""
+    """True if a call may be prepared: with constant inputs it has constant outputs."""
     namespace, packet = node.operator.split(".")[:2]
-    return namespace == "aten" and packet in (FOLLOWING if node.inputs else MAKING)
+    return namespace == "aten" and packet in (
+        DETERMINISTIC_PACKETS if node.inputs else CREATION_PACKETS
+    )
 
 
 def check_wiring(graph: Graph) -> None:
-    """Check that the graph is a program.
+    """Check names, topological order and shapes of a graph.
 
     Raises:
-        SchemaError: a name is used twice, a value is used before it is made (which is also
-            what a cycle looks like) or has no shape; the message names it.
+        SchemaError: a name is used twice, or a value is used before it is produced (for example in
+            a cycle) or has no shape; the message has the name.
     """
     _check_unique("node", Counter(node.name for node in graph.nodes))
     made = [i.name for i in graph.inputs if i.kind is not InputKind.LITERAL]
@@ -76,16 +85,16 @@ def check_wiring(graph: Graph) -> None:
         for name in node.inputs:
             if name not in known:
                 raise SchemaError(
-                    f"node {node.name!r} ({node.operator}) uses {name!r}, which no input and no "
-                    "earlier node makes"
+                    f"node {node.name!r} ({node.operator}) uses {name!r}, which is neither an "
+                    "input nor an output of an earlier node"
                 )
-        # Runs for everything in a graph, so no message is written before it is needed.
+        # Runs for every node, so the message is built only on error.
         if not all(name in values for name in node.outputs):
             _check_shapes(graph, node.outputs, f"node {node.name!r} ({node.operator})")
         known.update(node.outputs)
     for output in graph.outputs:
         if output.name is not None and output.name not in known:
-            raise SchemaError(f"the graph returns {output.name!r}, which nothing makes")
+            raise SchemaError(f"the graph returns {output.name!r}, which nothing produces")
     _check_updates(graph)
     _check_contents(graph)
     _check_preparation(graph)
@@ -109,43 +118,43 @@ def _check_updates(graph: Graph) -> None:
 
 
 def _check_contents(graph: Graph) -> None:
-    """Only constants have a value, and it is as long as their shape says."""
+    """Check that only constants have contents, of the size of their tensor."""
     for source in graph.inputs:
         if source.contents is None:
             continue
         tensor = graph.values[source.name] if source.kind is InputKind.CONSTANT else None
         if tensor is None or len(source.contents) != tensor.nbytes:
             raise SchemaError(
-                f"{source.name!r} has a value of {len(source.contents)} bytes and is "
+                f"{source.name!r} has contents of {len(source.contents)} bytes, but it is "
                 f"{tensor or f'a {source.kind}'}"
             )
 
 
 def _check_preparation(graph: Graph) -> None:
-    """What is prepared is what the preparation makes, and it takes nothing."""
+    """Check that the preparation has no inputs and produces exactly the prepared inputs."""
     taken = [i.name for i in graph.inputs if i.kind is InputKind.PREPARED]
     if graph.preparation is None:
         if taken:
-            raise SchemaError(f"nothing makes {taken[0]!r}, which is to be prepared")
+            raise SchemaError(f"prepared input {taken[0]!r} is missing in the preparation")
         return
     made = [output.name for output in graph.preparation.outputs]
     if graph.preparation.inputs or made != taken:
         raise SchemaError(
-            f"the preparation must take nothing and make {taken}; it makes {made} of "
+            f"the preparation must have no inputs and return {taken}; it returns {made} from "
             f"{[i.name for i in graph.preparation.inputs]}"
         )
     for node in graph.preparation.nodes:
         if not may_prepare(node):
             raise SchemaError(
-                f"node {node.name!r} ({node.operator}) of the preparation may be another in each "
-                f"step, or on each rank"
+                f"node {node.name!r} ({node.operator}) of the preparation may differ between steps "
+                f"or ranks"
             )
     check_wiring(graph.preparation)
     for name in taken:
         if graph.values[name] != graph.preparation.values[name]:
             raise SchemaError(
-                f"{name!r} is {graph.values[name]}, and prepared it is "
-                f"{graph.preparation.values[name]}"
+                f"{name!r} is {graph.values[name]} in the graph, but "
+                f"{graph.preparation.values[name]} in the preparation"
             )
 
 
@@ -166,18 +175,18 @@ def check_document(graph: Graph, document: object) -> None:
 
     Args:
         graph: the graph.
-        document: its JSON, in which open sizes have places.
+        document: its JSON, for the paths of dynamic sizes.
 
     Raises:
-        SchemaError: it is not a program, has a value that nothing makes, a preparation within a
-            preparation, rules that are out of bounds, or open sizes that contradict it.
+        SchemaError: the graph is invalid: it has an unused entry in `values`, a nested preparation,
+            rules that exceed the limits, or dynamic sizes that contradict the document.
     """
     for part in (graph, graph.preparation):
         if part is not None:
             _check_values(part)
             check_rules(part.rules)
     if graph.preparation is not None and graph.preparation.preparation is not None:
-        raise SchemaError("preparation: a preparation has none of its own")
+        raise SchemaError("preparation: a preparation must not have a preparation")
     if graph.dynamic is not None:
         _check_dynamic(graph.dynamic, document)
     check_wiring(graph)
@@ -188,7 +197,7 @@ def _check_values(graph: Graph) -> None:
     made |= {i.name for i in graph.inputs if i.kind is not InputKind.LITERAL}
     for name, tensor in graph.values.items():
         if name not in made:
-            raise SchemaError(f"values[{name!r}]: no input and no node makes this value")
+            raise SchemaError(f"values[{name!r}]: no input or node produces this value")
         if tensor.shape and min(tensor.shape) < 0:
             raise SchemaError(f"values[{name!r}]: shape {tensor.shape} has a negative size")
 
@@ -196,13 +205,13 @@ def _check_values(graph: Graph) -> None:
 def _check_dynamic(dynamic: Dynamic, document: object) -> None:
     planned = dynamic.planned
     numbers = (*planned.values(), *(factor for terms, _ in dynamic.sizes for factor, _ in terms))
-    if any(abs(number) >= LARGEST for number in numbers):
-        raise SchemaError("dynamic: a size has at most 63 bits")
+    if any(abs(number) >= SIZE_LIMIT for number in numbers):
+        raise SchemaError("dynamic: sizes are limited to 63 bits")
     for terms, places in dynamic.sizes:
         if any(len(names) > MAX_FACTORS for _, names in terms):
-            raise SchemaError(f"dynamic: a term is a product of at most {MAX_FACTORS} symbols")
+            raise SchemaError(f"dynamic: a term has at most {MAX_FACTORS} symbols")
         if unknown := {name for _, names in terms for name in names} - planned.keys():
-            raise SchemaError(f"dynamic: no symbol is called {min(unknown)!r}")
+            raise SchemaError(f"dynamic: unknown symbol {min(unknown)!r}")
         number = value_of(terms, planned)
         for path in places:
             if _at(document, path) != number:
@@ -219,10 +228,10 @@ def _at(document: Any, path: DocumentPath) -> object:
 
 
 def check_rules(rules: Sequence[CallRule]) -> None:
-    """Check rules that came with a graph: they decide how large the planner's problem gets.
+    """Check the rules of a graph; their limits bound the size of the planner's problem.
 
     Raises:
-        SchemaError: there are too many, one contradicts itself, or two are for the same calls.
+        SchemaError: there are too many rules, one is inconsistent, or two are for the same calls.
     """
     _check_most(rules, MAX_RULES, "rules")
     seen = set()
@@ -232,7 +241,9 @@ def check_rules(rules: Sequence[CallRule]) -> None:
         except SchemaError as error:
             raise SchemaError(f"rules[{i}]: {rule.operator}: {error}") from None
         if rule.call in seen:
-            raise SchemaError(f"rules[{i}]: there are two rules for such calls of {rule.operator}")
+            raise SchemaError(
+                f"rules[{i}]: there are two rules for the same calls of {rule.operator}"
+            )
         seen.add(rule.call)
 
 
@@ -257,9 +268,11 @@ def _check_rule(rule: CallRule) -> None:
         raise SchemaError("'contracted' or 'whole' has an unknown letter")
     refs = [ref for _, argument in rule.arguments for ref in references(argument)]
     if any(ref.name for ref in refs):
-        raise SchemaError("a rule is for calls with any tensors, so its references have no names")
+        raise SchemaError("references in the arguments of a rule must have empty names")
     if not len(refs) == len(rule.inputs) == len(rule.dtypes):
-        raise SchemaError(f"there are {len(refs)} tensors among the arguments, but not as inputs")
+        raise SchemaError(
+            f"{len(refs)} tensors among the arguments do not match the inputs and dtypes"
+        )
     _check_positions((*rule.linear, rule.addends), len(refs))
     _check_positions((rule.unaffected,), len(rule.outputs))
 

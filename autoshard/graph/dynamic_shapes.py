@@ -1,10 +1,10 @@
-"""Sizes that an export left open, and the programs that follow from other numbers for them.
+"""Dynamic sizes of an export, and how all integers of the program depend on them.
 
-A program is planned at the sizes of its example inputs. What else it could be is found out by
-normalising it at a few other sizes: an integer that changes is a sum of products of open
-sizes, and its coefficients follow from the values at hand. That holds for whatever was computed
-from sizes on the way. One more program, which had no part in this, has to come out right;
-otherwise, or where the programs differ in anything else, no size is open.
+A program is planned at the sizes of its example inputs. To find the dependence on dynamic sizes,
+the program is normalised at a few other sizes: every integer that changes is fitted as a polynomial
+in the dynamic sizes, which covers anything that was computed from sizes. The fit is validated with
+one more sample; if it fails, or if the programs differ in anything but integers, all sizes are
+treated as static.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ from autoshard.graph.checks import MAX_FACTORS
 from autoshard.graph.ir import Dynamic, Path, Symbol, Terms, value_of
 from autoshard.graph.symbols import evaluate
 
-MOST_SYMBOLS = 6
-"""Open sizes up to which a program is followed; the number of samples grows with their square."""
+MAX_SYMBOLS = 6
+"""Maximum number of dynamic sizes; the number of samples grows with its square."""
 
-MOST_CALLS = 500_000
-"""Operator calls, in all samples together, up to which a program is followed."""
+MAX_CALLS = 500_000
+"""Maximum number of operator calls in all samples together."""
 
 
 def find_dynamic(
@@ -29,25 +29,25 @@ def find_dynamic(
     planned: Callable[[], Mapping[str, Any]],
     read: Callable[[], object],
 ) -> Dynamic | None:
-    """What is open in a program; None where nothing is, or where it cannot be followed.
+    """Find the dynamic sizes of a program; None if there are none, or if they are not supported.
 
     Args:
-        model: model.json as it was parsed. Its hints are changed meanwhile.
-        planned: gives the document of the program at the sizes of the example inputs.
-        read: makes the document anew, with the hints as they are now.
+        model: the parsed model.json; its hints are modified temporarily.
+        planned: returns the document of the program at the sizes of the example inputs.
+        read: builds the document with the current hints.
     """
     symbols = tuple(_symbols(model))
-    if not 0 < len(symbols) <= MOST_SYMBOLS:
+    if not 0 < len(symbols) <= MAX_SYMBOLS:
         return None
     base = {s.name: s.planned for s in symbols}
     choices = _other_numbers(symbols)
-    if not all(len(numbers) == _SAMPLES for numbers in choices.values()):
+    if not all(len(numbers) == _VALUES_PER_SYMBOL for numbers in choices.values()):
         return None
     groups = _subsets(tuple(base), MAX_FACTORS)
     samples = [base | {name: choices[name][0] for name in group} for group in groups]
     samples.append({name: numbers[1] for name, numbers in choices.items()})
     document = planned()
-    if _num_calls(document) * len(samples) > MOST_CALLS:
+    if _num_calls(document) * len(samples) > MAX_CALLS:
         return None
     hints = _Hints(model)
     try:
@@ -86,7 +86,7 @@ def _symbols(model: Mapping[str, Any]) -> Iterator[Symbol]:
 
 
 def _name_of(text: str) -> str | None:
-    """The symbol that an expression is, if it is nothing else."""
+    """Name of the symbol if an expression is a single symbol, else None."""
     if not text.startswith("Symbol('"):
         return None
     name = text.removeprefix("Symbol('").partition("'")[0]
@@ -94,7 +94,7 @@ def _name_of(text: str) -> str | None:
 
 
 def _expressions(part: object) -> Iterator[dict[str, Any]]:
-    """Every symbolic size in model.json that has a hint."""
+    """Yield every symbolic size in model.json that has a hint."""
     waiting = [part]
     while waiting:
         current = waiting.pop()
@@ -110,30 +110,30 @@ def _expressions(part: object) -> Iterator[dict[str, Any]]:
 
 
 def _other_numbers(symbols: Sequence[Symbol]) -> Mapping[str, list[int]]:
-    """Two numbers that each size may have beside the planned one.
+    """Two other values for each size, for sampling.
 
-    All differ, and they are no round numbers: where two sizes agree, two tensors may be one.
+    All values are different and not round, since equal sizes might make different tensors equal.
     """
     used = {symbol.planned for symbol in symbols}
     chosen: dict[str, list[int]] = {}
     for symbol in symbols:
-        multiples = (symbol.planned * k + 1 for k in range(2, 2 + _TRIED))
-        near = (symbol.planned + k for k in range(-_TRIED, _TRIED))
+        multiples = (symbol.planned * k + 1 for k in range(2, 2 + _NUM_CANDIDATES))
+        near = (symbol.planned + k for k in range(-_NUM_CANDIDATES, _NUM_CANDIDATES))
         free = (n for n in (*multiples, *near) if n > 1 and symbol.allows(n) and n not in used)
-        chosen[symbol.name] = list(islice(dict.fromkeys(free), _SAMPLES))
+        chosen[symbol.name] = list(islice(dict.fromkeys(free), _VALUES_PER_SYMBOL))
         used.update(chosen[symbol.name])
     return chosen
 
 
 class _Hints:
-    """The numbers behind the symbolic sizes of a parsed model.json."""
+    """Hints (example values) of the symbolic sizes in a parsed model.json."""
 
     def __init__(self, model: Mapping[str, Any]) -> None:
         self._expressions = list(_expressions(model))
         self._original = [expression["hint"] for expression in self._expressions]
 
     def read_at(self, sizes: Mapping[str, int], read: Callable[[], object]) -> object:
-        """What is read while every size is what follows from some sizes of the symbols."""
+        """Call `read` with the hints set to the values at given sizes of the symbols."""
         for expression, hint in zip(self._expressions, self._original, strict=True):
             if "as_int" in hint:
                 expression["hint"] = {"as_int": evaluate(expression["expr_str"], sizes)}
@@ -150,7 +150,7 @@ def _fitted(
     samples: Sequence[Mapping[str, int]],
     documents: Sequence[object],
 ) -> Dynamic | None:
-    """The places that differ, if all of them are what the last sample says too."""
+    """Fit all integers that differ; None if the last sample contradicts the fit."""
     found: dict[Terms, list[Path]] = {}
     try:
         for path, numbers in _differences(documents, ()):
@@ -158,49 +158,50 @@ def _fitted(
             if value_of(terms, samples[-1]) != numbers[-1]:
                 return None
             found.setdefault(terms, []).append(path)
-    except _Unlike:
+    except _NotPolynomialError:
         return None
     return Dynamic(symbols, tuple((terms, tuple(places)) for terms, places in found.items()))
 
 
-class _Unlike(Exception):  # noqa: N818  caught where it is raised, and nobody's error
-    """Documents differ in more than integers."""
+class _NotPolynomialError(Exception):
+    """Documents differ in more than integers, or no polynomial fits."""
 
 
 def _differences(documents: Sequence[Any], path: Path) -> Iterator[tuple[Path, Sequence[int]]]:
     first, *others = documents
     kind = type(first)
     if any(type(other) is not kind for other in others):
-        raise _Unlike
+        raise _NotPolynomialError
     if kind is dict:
         if any(other.keys() != first.keys() for other in others):
-            raise _Unlike
+            raise _NotPolynomialError
         for key in first:
             yield from _differences([document[key] for document in documents], (*path, key))
     elif kind is list:
         if any(len(other) != len(first) for other in others):
-            raise _Unlike
+            raise _NotPolynomialError
         for place in range(len(first)):
             yield from _differences([document[place] for document in documents], (*path, place))
     elif any(other != first for other in others):
         if kind is not int:
-            raise _Unlike
+            raise _NotPolynomialError
         yield path, documents
 
 
 def _terms(
     groups: Sequence[tuple[str, ...]], samples: Sequence[Mapping[str, int]], numbers: Sequence[int]
 ) -> Terms:
-    """The sum of products through the numbers of all samples but the last.
+    """Interpolate the numbers of all samples but the last with a polynomial.
 
-    Newton's divided differences: in each symbol there are two numbers, so the sum has degree one
-    in each, and a coefficient of its shifted form is an alternating sum over its subsets.
+    Newton's divided differences: each symbol has two sampled values, so the polynomial has degree
+    one in each symbol, and each coefficient (shifted by the base point) is an alternating sum over
+    subsets of symbols.
 
     Raises:
-        _Unlike: a coefficient is no integer.
+        _NotPolynomialError: a coefficient is not an integer.
     """
     base, at = samples[0], dict(zip(groups, numbers, strict=False))
-    # A sample varies the symbols of its group, so those of one symbol have all other numbers.
+    # The sample of a group changes exactly the symbols of the group.
     steps = {
         name: sample[name] - base[name]
         for group, sample in zip(groups, samples, strict=False)
@@ -212,7 +213,7 @@ def _terms(
         change = sum((-1) ** (len(group) - len(part)) * at[part] for part in inside)
         slope, rest = divmod(change, prod(steps[name] for name in group))
         if rest:
-            raise _Unlike
+            raise _NotPolynomialError
         # (a - a0)(b - b0) = ab - a0 b - b0 a + a0 b0
         for part in inside:
             left = prod(-base[name] for name in group if name not in part)
@@ -221,5 +222,5 @@ def _terms(
 
 
 _BOUNDS = ("min_val", "max_val")
-_SAMPLES = 2
-_TRIED = 8
+_VALUES_PER_SYMBOL = 2
+_NUM_CANDIDATES = 8

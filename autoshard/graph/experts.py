@@ -1,17 +1,16 @@
-"""Rows of tokens ordered by expert: the operators that exchange them are this library's own.
+"""Operators for mixtures of experts, on rows of tokens ordered by expert.
 
-A mixture of experts sends each of T tokens to k of E experts. `autoshard.dispatch` lists the
-tokens' rows by expert, in the order of the tokens within each; `autoshard.grouped_mm` multiplies
-each row with its expert's matrix, `autoshard.expert_bias` repeats an expert's bias for its rows,
-and `autoshard.combine` puts the rows of each token together again. What stands between them acts
-on each row by itself.
+A mixture of experts sends each of T tokens to k of E experts. `autoshard.dispatch` lists the rows
+of the tokens by expert, in token order within each expert; `autoshard.grouped_mm` multiplies each
+row with the matrix of its expert; `autoshard.expert_bias` repeats the bias of an expert for its
+rows; `autoshard.combine` sums the rows of each token. All operators in between act on each row
+separately.
 
-How many rows an expert gets is data. A value that holds them is *ragged*: its shape [A, B, d]
-says what there is on average. Of A equal groups of experts each has B rows, and A B = T k, so
-the number of elements is exact. A rank with a slice of dim 0 holds the rows of its experts, one
-with a slice of dim 1 those of its tokens, and either way their number differs from rank to rank.
-A is the greatest common divisor of E and T k, so that whatever divides experts and tokens
-divides A: it is E itself wherever E divides T k.
+The number of rows of an expert depends on data. A value with such rows is *ragged*: its shape [A,
+B, d] is an average. There are A equal groups of experts with B rows each on average, and A B = T k,
+so the number of elements is exact. A shard of dim 0 has the rows of the rank's experts, a shard of
+dim 1 those of the rank's tokens; in both cases the number of rows differs between ranks. A = gcd(E,
+T k), so any axis that divides both the experts and the rows divides A; A = E if E divides T k.
 """
 
 from math import gcd
@@ -30,10 +29,10 @@ COMBINE = "autoshard.combine.default"
 
 EXPERT_OPERATORS = frozenset({DISPATCH, GROUPED_MM, EXPERT_BIAS, COMBINE})
 RAGGED_DIMS = frozenset({0, 1})
-"""The dims of a ragged value of which a slice is a matter of data."""
+"""Dims of a ragged value whose shards depend on data."""
 
 _SPLITS = frozenset({"aten.chunk", "aten.split", "aten.split_with_sizes", "aten.slice", "aten.cat"})
-"""Packets that act within rows if their dim is the last."""
+"""Packets that act on each row separately if their dim is the last."""
 _PLAIN = frozenset(
     f"aten.{packet}"
     for packet in (
@@ -42,21 +41,21 @@ _PLAIN = frozenset(
         *("tanh", "softplus", "hardtanh", "hardswish", "leaky_relu", "elu", "mish", "log_sigmoid"),
     )
 ) | {"aten.to.dtype"}
-"""Packets, or operators, that act on each element by itself."""
+"""Elementwise packets and operators."""
 
 
 def groups_of_rows(num_experts: int, num_rows: int) -> tuple[int, int]:
-    """The first two dims of a ragged value: groups of experts, and rows of each on average."""
+    """First two sizes of a ragged value: groups of experts, and average rows per group."""
     groups = gcd(num_experts, num_rows)
     return groups, num_rows // groups
 
 
 def acts_within_rows(node: Node, rank: int) -> bool:
-    """Whether an operator does to each row what it does to all.
+    """True if an operator acts on each row separately.
 
     Args:
         node: the operator, with dims counted from the front.
-        rank: number of dims of the rows that it takes and makes.
+        rank: number of dims of its inputs and outputs.
     """
     packet = node.operator.rpartition(".")[0]
     if packet in _SPLITS:
@@ -65,11 +64,11 @@ def acts_within_rows(node: Node, rank: int) -> bool:
 
 
 def ragged_values(graph: Graph) -> frozenset[str]:
-    """The values whose number of rows is data.
+    """Find all ragged values.
 
     Raises:
-        SchemaError: one of them enters an operator that does not act within rows, meets a tensor
-            that has a dim for rows, or leaves the program.
+        SchemaError: a ragged value is an input of an operator that does not act on each row
+            separately or that combines it with another tensor of rows, or the program returns it.
     """
     if not any(node.operator in EXPERT_OPERATORS for node in graph.nodes):
         return frozenset()
@@ -79,7 +78,7 @@ def ragged_values(graph: Graph) -> frozenset[str]:
         if takes and not _may_take(graph, node, takes):
             raise SchemaError(
                 f"node {node.name!r} ({node.operator}) takes {min(takes)!r}, whose rows are "
-                f"ordered by expert, and does not act within rows"
+                f"ordered by expert, but does not act on each row separately"
             )
         if node.operator in EXPERT_OPERATORS or takes:
             ragged.update(() if node.operator == COMBINE else node.outputs)

@@ -1,6 +1,6 @@
-"""Export of a live model to a `.pt2` archive without weights.
+"""Export of a PyTorch model to a `.pt2` archive without weights.
 
-The only module of this package that needs torch; it is imported when it is first used.
+The only module of this package that needs torch; it is imported on first use.
 """
 
 import copy
@@ -19,16 +19,16 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import GraphError
 from autoshard.graph.archive import CONSTANT_BYTES, TIES_FILE
 
-_SAME_GRADIENT = "torch."
-"""Functions of torch itself (activation checkpointing, say) compute what their forward says."""
+_TORCH_MODULES = "torch."
+"""Module prefix of torch's own functions, whose backward matches their forward."""
 
 
 @contextmanager
-def own_gradients_watched() -> Iterator[set[str]]:
-    """A context that collects the names of a model's own `autograd.Function`s.
+def custom_functions() -> Iterator[set[str]]:
+    """Collect the names of custom `autograd.Function`s that are called inside the context.
 
-    An exported graph keeps the operators of their forward and nothing of their backward.
-    Only those that are called where a gradient passes are collected.
+    An exported graph has the operators of their forward, but not their backward. Only calls with
+    an input that requires a gradient count.
     """
     plain = Function.__dict__["apply"]
     found: set[str] = set()
@@ -38,11 +38,11 @@ def own_gradients_watched() -> Iterator[set[str]]:
             isinstance(leaf, torch.Tensor) and leaf.requires_grad
             for leaf in pytree.tree_leaves((args, kwargs))
         )
-        if passes and torch.is_grad_enabled() and not cls.__module__.startswith(_SAME_GRADIENT):
+        if passes and torch.is_grad_enabled() and not cls.__module__.startswith(_TORCH_MODULES):
             found.add(f"{cls.__module__}.{cls.__qualname__}")
         return plain.__func__(cls, *args, **kwargs)
 
-    # Assigned here and put back below.
+    # Patched here and restored below.
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield found
@@ -60,41 +60,41 @@ def export_model(
 ) -> bytes:
     """Export a model on the meta device, in the training or evaluation mode it is in.
 
-    The model is neither changed nor moved, and its weights are not copied: what is exported
-    is a copy of the module tree whose tensors have shapes but no contents. What forward itself
-    writes as numbers, as in `torch.tensor(0.5)`, keeps its value where it is small.
+    The model is not changed or moved, and its weights are not copied: the exported module is a
+    copy whose tensors are on the meta device. Small tensors that forward creates from numbers, as
+    in `torch.tensor(0.5)`, keep their values.
 
     Args:
         model: the model; its weights may be on any device, the meta device included.
-        args: example arguments of forward; the plan will be made for their shapes.
+        args: example arguments of forward; the plan is made for their shapes.
         kwargs: example keyword arguments of forward.
-        dynamic_shapes: sizes that stay open, as in `torch.export.export`. The plan is made for
-            those of the examples, and runs with others that its layouts can cut.
+        dynamic_shapes: dynamic sizes, as in `torch.export.export`. The plan is made for the
+            example sizes, and runs with other sizes that its layouts can shard.
         strict: as in `torch.export.export`.
 
     Returns:
-        The archive, which `load_graph` and `torch.export.load` read. It also records which
-        parameter names are one tensor.
+        The bytes of the archive, for `load_graph` and `torch.export.load`. It also records tied
+        parameters.
 
     Raises:
-        GraphError: the model cannot be copied, traced or saved, or a gradient passes through an
-            `autograd.Function` of its own; the message names the cause.
+        GraphError: the model cannot be copied, traced or saved, or a gradient passes through a
+            custom `autograd.Function`; the message has the cause.
     """
     what = type(model).__name__
     with _named(f"{what} cannot be copied to the meta device"):
         twin = _meta_copy(model)
         meta_args, meta_kwargs = pytree.tree_map(_to_meta, (args, kwargs or {}))
     tracing = _named(f"torch.export cannot trace {what}")
-    # Dynamo, which traces strictly, looks into modes instead of running them.
-    numbers = nullcontext() if strict else _NumbersKept()
+    # Dynamo (strict tracing) would trace into the mode instead of running it.
+    numbers = nullcontext() if strict else _KeepNumbers()
     meta = torch.device("meta")
-    with tracing, torch.enable_grad(), meta, numbers, own_gradients_watched() as own:
+    with tracing, torch.enable_grad(), meta, numbers, custom_functions() as found:
         program = torch.export.export(
             twin, meta_args, meta_kwargs, dynamic_shapes=dynamic_shapes, strict=strict
         )
-    if own:
+    if found:
         raise GraphError(
-            f"{what} has gradients of its own ({', '.join(sorted(own))}), which an exported graph "
+            f"{what} has custom gradients ({', '.join(sorted(found))}), which an exported graph "
             f"does not keep. Make each a torch.library.custom_op with register_autograd, or call "
             f"model.requires_grad_(False) to plan inference"
         )
@@ -106,15 +106,15 @@ def export_model(
 
 
 def tied_names(model: torch.nn.Module) -> list[list[str]]:
-    """Groups of parameter names that are one tensor each, in the model's order."""
+    """Groups of names of tied parameters, in the order of the model."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return [group for group in names.values() if len(group) > 1]
 
 
-class _NumbersKept(TorchFunctionMode):
-    """Makes tensors of numbers on the CPU, where they have values, and takes them to meta."""
+class _KeepNumbers(TorchFunctionMode):
+    """Create tensors from numbers on the CPU, so that they have values, and move them to meta."""
 
     def __torch_function__(
         self,
@@ -123,7 +123,7 @@ class _NumbersKept(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Called for every function of torch."""
+        """Intercept a torch function."""
         given = kwargs or {}
         if func in _OF_NUMBERS and _is_of_small_numbers(args, given):
             return func(*args, **{**given, "device": "cpu"}).to("meta")
@@ -144,7 +144,7 @@ def _is_of_small_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn whatever is raised inside into a GraphError that says what could not be done."""
+    """Convert any exception to a GraphError that starts with `what`."""
     try:
         yield
     except Exception as error:
@@ -153,17 +153,17 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _meta_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """A deep copy in which every tensor is replaced by one on the meta device.
+    """Deep copy with every tensor replaced by one on the meta device.
 
-    Each tensor is entered into deepcopy's memo beforehand, so that no contents are copied
-    and tensors that are shared stay shared.
+    All tensors are in the memo of deepcopy, so that no contents are copied and shared tensors stay
+    shared.
     """
     memo: dict[int, Any] = {id(t): _to_meta(t) for t in _tensors(model)}
     return copy.deepcopy(model, memo)
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and tensors that modules hold in plain attributes and containers."""
+    """Yield parameters, buffers, and tensors in attributes and containers of modules."""
     for module in model.modules():
         yield from (v for v in pytree.tree_leaves(vars(module)) if isinstance(v, torch.Tensor))
 

@@ -1,7 +1,7 @@
-"""The imported model: an immutable graph of operators and the tensors between them.
+"""Intermediate representation of a model: an immutable graph of operator calls and tensors.
 
-Nothing here knows torch. Operators keep PyTorch's names (`aten.linear.default`), and arguments keep
-the names of the operator's schema, so that a runtime can call them again.
+This module does not import torch. Operators have PyTorch's names (`aten.linear.default`) and
+arguments the names of the operator's schema, so that a runtime can call them.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -15,28 +15,28 @@ from pydantic import ConfigDict, GetCoreSchemaHandler, PlainSerializer
 from pydantic_core import CoreSchema, core_schema
 
 _STRICT = ConfigDict(extra="forbid", strict=True, ser_json_bytes="base64", val_json_bytes="base64")
-"""How graphs are read from JSON: unknown members and inexact types are refused."""
+"""Pydantic settings for reading JSON: unknown members and inexact types are errors."""
 
 T = TypeVar("T")
 SortedSet = Annotated[frozenset[T], PlainSerializer(sorted)]
-"""A set that JSON has in ascending order, so that equal graphs have equal digests."""
+"""A set that is sorted in JSON, so that equal graphs have equal digests."""
 
 Path = tuple[str | int, ...]
-"""Where an integer stands in a document: keys and positions from the outside in."""
+"""Path of an integer in a JSON document: keys and indices, outermost first."""
 
 Terms = tuple[tuple[int, tuple[str, ...]], ...]
-"""A sum of products: a coefficient and the symbols that it is multiplied with, each."""
+"""A polynomial in symbols: (coefficient, symbols of the product) for each term."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """An open size.
+    """A dynamic size.
 
     Attributes:
-        name: as the export calls it.
-        planned: its number in the example inputs.
-        least: smallest number that the program is made for.
-        most: largest; None where there is no end.
+        name: name of the symbol in the export.
+        planned: its value in the example inputs.
+        least: minimum value that the program supports.
+        most: maximum value; None if unbounded.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -47,17 +47,17 @@ class Symbol:
     most: int | None
 
     def allows(self, number: int) -> bool:
-        """Whether the program is made for a number."""
+        """True if the program supports a value of the size."""
         return self.least <= number and (self.most is None or number <= self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:
-    """The open sizes of a program, and all integers in its document that depend on them.
+    """Dynamic sizes of a program, and all integers in its document that depend on them.
 
     Attributes:
-        symbols: the open sizes.
-        sizes: what the integers at some places are.
+        symbols: the dynamic sizes.
+        sizes: polynomials in the symbols, each with the paths of the integers that it determines.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -67,11 +67,11 @@ class Dynamic:
 
     @property
     def planned(self) -> dict[str, int]:
-        """The number of each symbol in the example inputs."""
+        """Value of each symbol in the example inputs."""
         return {symbol.name: symbol.planned for symbol in self.symbols}
 
     def symbols_of(self, value: str) -> dict[int, str]:
-        """The symbols that are sizes of a value themselves, by dim."""
+        """Map each dim of a value whose size is a symbol to the symbol."""
         return {
             path[-1]: names[0]
             for ((factor, names), *more), places in self.sizes
@@ -81,11 +81,11 @@ class Dynamic:
         }
 
     def resized(self, document: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-        """The document of the program at other sizes.
+        """Return the JSON document of the program at other sizes.
 
         Args:
-            document: of the program, as JSON has it; not changed.
-            sizes: a number for each symbol.
+            document: JSON document of the program; not modified.
+            sizes: value of each symbol.
         """
         changes: dict[str | int, Any] = {}
         for terms, places in self.sizes:
@@ -105,7 +105,7 @@ class Dynamic:
 
 
 def value_of(terms: Terms, sizes: Mapping[str, int]) -> int:
-    """The number that a sum of products is."""
+    """Evaluate a polynomial in symbols."""
     return sum(factor * prod(sizes[name] for name in names) for factor, names in terms)
 
 
@@ -140,7 +140,7 @@ class DType(StrEnum):
     FLOAT8_E4M3FN = "float8_e4m3fn"
     FLOAT8_E5M2 = "float8_e5m2"
 
-    # Tensors are hashed often, and an enumeration would do it in Python.
+    # Tensors are hashed often, and the hash of an enumeration is slow Python code.
     __hash__ = str.__hash__
 
     @property
@@ -150,7 +150,7 @@ class DType(StrEnum):
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether tensors of this type can carry a gradient."""
+        """True if tensors of this type can have a gradient."""
         return self.value.startswith(("float", "bfloat", "complex"))
 
 
@@ -181,9 +181,9 @@ class Tensor:
     """Shape and element type of a value.
 
     Attributes:
-        shape: sizes, all static.
+        shape: static sizes.
         dtype: element type.
-        requires_grad: whether a gradient flows to this value in training.
+        requires_grad: True if a gradient flows to this value in training.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -199,19 +199,19 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole tensor in bytes."""
+        """Size of the global tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An argument that is a value of the graph, by the value's name."""
+    """An argument that refers to a value of the graph by name."""
 
     name: str
 
 
 class TokenKind(StrEnum):
-    """What a symbolic argument stands for."""
+    """Kind of torch object that a `Token` names."""
 
     DTYPE = "dtype"
     DEVICE = "device"
@@ -224,14 +224,14 @@ _TOKEN_KINDS = frozenset(kind.value for kind in TokenKind)
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """An argument that names a torch object: a dtype, a device, a memory format."""
+    """An argument that names a torch object, such as a dtype, a device or a memory format."""
 
     kind: TokenKind
     value: str
 
 
 def argument_to_json(argument: "Argument") -> Any:
-    """The argument as plain JSON; `argument_from_json` reads it back.
+    """Convert an argument to plain JSON, the inverse of `argument_from_json`.
 
     >>> argument_to_json((Ref("x"), Token(TokenKind.DTYPE, "float32"), float("inf"), 2))
     [{'ref': 'x'}, {'dtype': 'float32'}, {'float': 'inf'}, 2]
@@ -248,10 +248,10 @@ def argument_to_json(argument: "Argument") -> Any:
 
 
 def argument_from_json(value: object) -> "Argument":
-    """Read what `argument_to_json` writes.
+    """Parse the JSON of an argument, as `argument_to_json` writes it.
 
     Raises:
-        ValueError: it is not the JSON of an argument.
+        ValueError: the JSON is not an argument.
     """
     match value:
         case None | bool() | int() | float() | str():
@@ -270,20 +270,20 @@ def argument_from_json(value: object) -> "Argument":
 
 
 def literal_from_json(value: object) -> bool | int | float | str | None:
-    """Read an argument that is one number, string, flag or None.
+    """Parse the JSON of an argument that is a number, string, boolean or None.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: the JSON is anything else.
     """
     argument = argument_from_json(value)
     if argument is None or isinstance(argument, bool | int | float | str):
         return argument
-    raise ValueError(f"a literal must be a number, a string, a flag or null, not {value!r}")
+    raise ValueError(f"a literal must be a number, a string, a boolean or null, not {value!r}")
 
 
 @dataclass(frozen=True)
 class _ReadBy:
-    """Tells pydantic how to read and write an argument."""
+    """Pydantic annotation that parses and serialises an argument."""
 
     read: Callable[[object], "Argument"]
 
@@ -306,10 +306,10 @@ class Node:
     Attributes:
         name: unique among the nodes of its graph.
         operator: namespace, packet and overload, as in `aten.add.Tensor`.
-        arguments: schema name and value of each argument given, in schema order;
-            arguments left at their default are absent.
-        outputs: names of the values made, in order; a list output is flattened.
-        module: dotted path of the module that made the call; empty at the root.
+        arguments: schema name and value of each explicit argument, in schema order; arguments with
+            their default value are absent.
+        outputs: names of the output values, in order; a list output is flattened.
+        module: dotted path of the module that made the call; empty for the root module.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -321,15 +321,15 @@ class Node:
     module: str = ""
 
     def argument(self, name: str, default: Argument = None) -> Argument:
-        """The argument of that schema name, or the default where it was left out."""
+        """Return the argument with a schema name, or `default` if it is absent."""
         return next((value for key, value in self.arguments if key == name), default)
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the values used, in argument order, lists flattened, repeats kept."""
+        """Names of the input values in argument order; lists are flattened, repetitions kept."""
         names: list[str] = []
         for _, argument in self.arguments:
-            # Most arguments are a value or a number, and a generator would take far longer.
+            # Fast path: most arguments are a value or a number, and a generator is slower.
             if isinstance(argument, Ref):
                 names.append(argument.name)
             elif isinstance(argument, tuple):
@@ -338,7 +338,7 @@ class Node:
 
 
 def references(argument: Argument) -> Iterator[Ref]:
-    """Every value an argument refers to, in order, through nested lists."""
+    """Yield all references in an argument and its nested lists, in order."""
     if isinstance(argument, Ref):
         yield argument
     elif isinstance(argument, tuple):
@@ -347,7 +347,7 @@ def references(argument: Argument) -> Iterator[Ref]:
 
 
 def anonymous(argument: Argument) -> Argument:
-    """An argument with `Ref("")` for every tensor."""
+    """Replace every tensor in an argument with `Ref("")`."""
     if isinstance(argument, Ref):
         return Ref("")
     if isinstance(argument, tuple):
@@ -361,24 +361,23 @@ Letters = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class CallRule:
-    """How calls of one kind may be cut: a rule that travels with its graph.
+    """Sharding rule for one kind of call of an operator without a built-in rule.
 
-    It is for operators that this library has no rule for. What its letters and groups mean
-    is said by `autoshard.ops.OperatorRule`, whose fields these are.
+    It is stored in the graph. `autoshard.ops.OperatorRule` explains letters and groups.
 
     Attributes:
         operator: namespace, packet and overload.
-        arguments: those of the calls, with `Ref("")` for every tensor.
+        arguments: arguments of the calls, with `Ref("")` for every tensor.
         dtypes: element type of each tensor input.
         sizes: name and size of each letter.
-        inputs: letters of each tensor input; a dim's size is the product of its letters'.
+        inputs: letters of each tensor input; the size of a dim is the product of its letters.
         outputs: letters of each output.
         contracted: letters that are summed over.
-        whole: letters that may not be cut.
+        whole: letters that must not be sharded.
         linear: groups of inputs in which the operator is jointly linear.
         addends: inputs that are added to a contraction.
-        unaffected: outputs that come out whole from a cut of a letter that they lack.
-        differentiable: whether it holds for gradients too.
+        unaffected: outputs that stay replicated when a letter that they lack is sharded.
+        differentiable: True if the rule is also valid for gradients.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -398,7 +397,7 @@ class CallRule:
 
     @cached_property
     def call(self) -> Hashable:
-        """What calls must be like for the rule to be theirs, as `call_key` says it."""
+        """Key (see `call_key`) of the calls that the rule applies to."""
         sizes = dict(self.sizes)
         tensors = tuple(
             (tuple(prod(sizes[x] for x in letters) for letters in dims), dtype)
@@ -412,7 +411,7 @@ def call_key(
     arguments: tuple[tuple[str, Argument], ...],
     tensors: tuple[tuple[tuple[int, ...], DType], ...],
 ) -> Hashable:
-    """A call without names: operator, attributes, shape and element type of each input."""
+    """Key of a call: operator, attributes, and shape and element type of each input."""
     return operator, tuple((name, _attribute(value)) for name, value in arguments), tensors
 
 
@@ -423,7 +422,7 @@ def _kind(node: Node, tensors: Mapping[str, Hashable]) -> Hashable:
 
 
 def _attribute(argument: Argument) -> Hashable:
-    """What an argument says beside names, 1 and 1.0 and True apart."""
+    """Hashable form of an argument without tensor names; distinguishes 1, 1.0 and True."""
     if isinstance(argument, Ref):
         return Ref
     if isinstance(argument, tuple):
@@ -432,18 +431,18 @@ def _attribute(argument: Argument) -> Hashable:
 
 
 class InputKind(StrEnum):
-    """Where a graph input comes from."""
+    """Origin of a graph input."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
     CONSTANT = "constant"
-    """A tensor that the model captured; its values travel with the model, not the graph."""
+    """A tensor that the model captured; its values are stored with the model, not the graph."""
     PREPARED = "prepared"
-    """A tensor that is the same in every step, and that the graph itself says how to make."""
+    """A tensor that is the same in every step, computed by the preparation of the graph."""
     USER = "user"
     """A tensor that the caller passes to forward."""
     LITERAL = "literal"
-    """A number, string, flag or None that the caller passes; fixed when exported."""
+    """A number, string, boolean or None that the caller passes; fixed at export."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,14 +450,14 @@ class Input:
     """One input of the graph.
 
     Attributes:
-        name: the value's name; a literal has no value but keeps its place among the inputs.
-        kind: where it comes from.
-        target: dotted name in the model (parameter, buffer, constant), the argument, or what
-            the preparation calls it.
+        name: name of the value; a literal has a name and a position but no value.
+        kind: origin of the input.
+        target: dotted name in the model (parameter, buffer, constant), name of the argument, or
+            name in the preparation.
         aliases: further names of the same parameter in the model's state dict.
         literal: the value of a literal.
-        contents: elements of a small constant, in order and in little-endian bytes; None where
-            its value is not known.
+        contents: elements of a small constant in row-major order, as little-endian bytes; None if
+            unknown.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -473,11 +472,11 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output of the graph: a value by name, or a literal where `name` is None.
+    """One output of the graph: the name of a value, or a literal if `name` is None.
 
     Attributes:
-        name: the value.
-        literal: the result of forward where there is no value.
+        name: name of the value.
+        literal: the result of forward if there is no value.
         updates: name of the buffer whose contents the value replaces after the step; None for a
             result of forward.
     """
@@ -491,21 +490,20 @@ class Output:
 
 @dataclass(frozen=True)
 class Graph:
-    """A program: inputs, operators in execution order, outputs.
+    """A program: inputs, operator calls in execution order, outputs.
 
     Attributes:
-        inputs: parameters, buffers and constants first, then what is prepared, then what the
-            caller passes.
-        nodes: in an order in which every value is made before it is used.
-        outputs: what forward returns, flattened; then the new contents of the buffers that
-            forward overwrites.
-        values: shape and type of every value by name.
-        in_spec: how (args, kwargs) nest, as PyTorch's own JSON tree spec; may be empty.
-        out_spec: how the outputs nest, likewise.
-        rules: of operators that this library has no rule for, each for calls of one kind.
-        preparation: a program without inputs that is run once, before the first step; its
-            outputs are the inputs that are prepared, in their order. None where there are none.
-        dynamic: sizes that the export left open; None where all are fixed.
+        inputs: parameters, buffers and constants, then prepared inputs, then user inputs.
+        nodes: operator calls in topological order.
+        outputs: flattened outputs of forward, then the new contents of buffers that forward
+            updates.
+        values: shape and element type of every value by name.
+        in_spec: PyTorch's JSON tree spec of (args, kwargs); may be empty.
+        out_spec: JSON tree spec of the outputs; may be empty.
+        rules: rules for operators without a built-in rule, one per kind of call.
+        preparation: a program without inputs that runs once, before the first step; its outputs
+            are the prepared inputs, in order. None if there are none.
+        dynamic: dynamic sizes; None if all sizes are static.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -522,7 +520,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
-        """For each value the (node index, input position) pairs that use it, in order."""
+        """For each value, the (node index, input position) pairs that use it, in order."""
         uses: dict[str, list[tuple[int, int]]] = {name: [] for name in self.values}
         for i, node in enumerate(self.nodes):
             for position, name in enumerate(node.inputs):
@@ -536,38 +534,38 @@ class Graph:
 
     @cached_property
     def updated(self) -> Mapping[str, int]:
-        """The position of the output that replaces each buffer that forward overwrites."""
+        """Position of the output with the new contents of each buffer that forward updates."""
         return {o.updates: i for i, o in enumerate(self.outputs) if o.updates is not None}
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:
-        """The index of each node by name."""
+        """Index of each node by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}
 
     @cached_property
     def makers(self) -> Mapping[str, int]:
-        """The index of the node that makes each value; inputs have none."""
+        """Index of the node that produces each value; inputs have none."""
         return {value: i for i, node in enumerate(self.nodes) for value in node.outputs}
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """A number per node, equal where operator, attributes and tensors are equal."""
+        """One number per node, equal for nodes with equal operator, attributes and tensors."""
         tensors: dict[Tensor, int] = {}
-        # Tensors are hashed once per value and not once per use.
-        of = {name: tensors.setdefault(x, len(tensors)) for name, x in self.values.items()}
+        # Hash each tensor once per value instead of once per use.
+        tensor_of = {name: tensors.setdefault(x, len(tensors)) for name, x in self.values.items()}
         numbers: dict[Hashable, int] = {}
-        return tuple(numbers.setdefault(_kind(x, of), len(numbers)) for x in self.nodes)
+        return tuple(numbers.setdefault(_kind(x, tensor_of), len(numbers)) for x in self.nodes)
 
     def kind(self, node: Node) -> Hashable:
-        """Operator, attributes and tensors of a node: all that its own behaviour depends on."""
+        """Operator, attributes and tensors of a node, as a hashable key."""
         return _kind(node, self.values)
 
     def rule_of(self, node: Node) -> CallRule | None:
-        """The rule that travels with the graph for a node, if there is one."""
+        """The rule in `rules` for a node; None if there is none."""
         return self._rules.get(self.call_of(node)) if self.rules else None
 
     def call_of(self, node: Node) -> Hashable:
-        """A node's call without names, by which rules are found."""
+        """Key of a node's call (see `call_key`)."""
         tensors = tuple((self.values[v].shape, self.values[v].dtype) for v in node.inputs)
         return call_key(node.operator, node.arguments, tensors)
 
@@ -577,5 +575,5 @@ class Graph:
 
     @property
     def parameters(self) -> tuple[Input, ...]:
-        """The inputs that are parameters."""
+        """Inputs that are parameters."""
         return tuple(i for i in self.inputs if i.kind is InputKind.PARAMETER)

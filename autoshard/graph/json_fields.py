@@ -1,7 +1,4 @@
-"""Typed reading of untrusted JSON.
-
-A member that is missing or has another type is named in the error.
-"""
+"""Type-checked access to untrusted JSON; errors name the missing or mistyped member."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -15,17 +12,25 @@ _JSON_NAMES = {dict: "object", list: "list", str: "string", int: "integer", bool
 
 
 def typed(value: object, kind: type[T], what: str) -> T:
-    """The value, if it is of that JSON type; a boolean is no integer."""
+    """Return a value of a given JSON type; a boolean is not an integer.
+
+    Raises:
+        SchemaError: the value has another type.
+    """
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
     raise _mistyped(value, kind, what)
 
 
 def member(owner: object, key: str, kind: type[T]) -> T:
-    """A required member of a JSON object."""
-    # Runs for everything in a graph, so no message is written before it is needed.
+    """Return a required member of a JSON object.
+
+    Raises:
+        SchemaError: the member is missing or has another type.
+    """
+    # Runs for every member, so the message is built only on error.
     if not isinstance(owner, dict):
-        raise _mistyped(owner, dict, f"what holds {key!r}")
+        raise _mistyped(owner, dict, f"the parent of {key!r}")
     if key not in owner:
         raise SchemaError(f"{key!r} is missing")
     value = owner[key]
@@ -35,7 +40,7 @@ def member(owner: object, key: str, kind: type[T]) -> T:
 
 
 def union(value: object, what: str) -> tuple[str, Any]:
-    """Tag and payload of a tagged union, which JSON writes as an object of one member."""
+    """Tag and payload of a tagged union: a JSON object with one member."""
     members = typed(value, dict, what)
     if len(members) != 1:
         raise SchemaError(f"{what} must have exactly one member, not {_excerpt(value)}")
@@ -45,16 +50,16 @@ def union(value: object, what: str) -> tuple[str, Any]:
 def read_each(
     items: Iterable[Item], read: Callable[[Item], T], where: Callable[[int, Item], str]
 ) -> list[T]:
-    """Read items one by one; an error that comes up says where.
+    """Apply `read` to each item, and prefix errors with the item's location.
 
     Args:
-        items: what to read.
-        read: reads one of them.
-        where: the place of one of them, by its number and itself.
+        items: items to read.
+        read: reads one item.
+        where: location of an item, given its index and itself.
     """
     done: list[T] = []
     for item in items:
-        # Nothing is written down about the places of all that can be read.
+        # The location is built only on error.
         try:
             done.append(read(item))
         except GraphError as error:
@@ -63,10 +68,10 @@ def read_each(
 
 
 class place:  # noqa: N801  a context manager reads like a function
-    """Prefix a graph error raised inside with the place where it happened.
+    """Prefix graph errors that are raised inside the context with a location.
 
     Args:
-        where: the place.
+        where: the location.
     """
 
     __slots__ = ("_where",)
@@ -78,7 +83,7 @@ class place:  # noqa: N801  a context manager reads like a function
         """Do nothing."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Raise a graph error anew, with the place in front."""
+        """Re-raise a graph error with the location as prefix."""
         if isinstance(error, GraphError):
             raise type(error)(f"{self._where}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""From an archive to a normalised graph."""
+"""Loading of an archive as a normalised graph."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +18,14 @@ def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = Non
 
     Args:
         source: path or bytes of a `.pt2` archive, or of its `models/model.json` alone.
-        limits: how large it may be.
+        limits: size limits of the archive.
 
     Returns:
-        The graph, in the form that `autoshard.graph.normalise` promises.
+        The graph, normalised as `autoshard.graph.normalise` describes.
 
     Raises:
         ArchiveError: the archive cannot be read or exceeds a limit.
-        SchemaError: it does not hold an exported program that we understand.
+        SchemaError: the archive has no valid exported program of a supported schema version.
         UnsupportedError: the program uses a feature that cannot be planned.
     """
     limits = limits or ArchiveLimits()

@@ -1,7 +1,7 @@
-"""Parser of an archive's `model.json`: every member checked, every symbolic size replaced.
+"""Parser of an archive's `model.json`: checks every member and replaces symbolic sizes by hints.
 
-The result is a `Program`, which may still nest regions; `Graph` has no nesting. Codes that stand
-for torch objects are those of `torch._export.serde.schema`, schema version 8.
+The result is a `Program`, which may have nested regions; `Graph` has none. The integer codes of
+torch objects are those of `torch._export.serde.schema`, schema version 8.
 """
 
 import re
@@ -26,7 +26,7 @@ from autoshard.graph.json_fields import member, place, read_each, typed, union
 from autoshard.graph.symbols import Symbols, size, to_float
 
 SCHEMA_MAJOR = 8
-"""The schema version that these codes belong to; minor versions only add optional members."""
+"""Schema version of the integer codes; minor versions only add optional members."""
 
 DTYPES = {
     1: DType.UINT8,
@@ -69,14 +69,13 @@ MEMORY_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A list of steps with its own inputs and names.
+    """A list of steps with their inputs, outputs and names.
 
     Attributes:
-        inputs: names of the values that come in; None where a number comes in, which is
-            already put in wherever it is used.
+        inputs: names of the input values; None for a number, which is already inlined.
         steps: operators and regions in execution order.
-        outputs: what goes out.
-        values: shape and type of every value made or taken here.
+        outputs: outputs of the body.
+        values: shape and element type of every value of the body.
     """
 
     inputs: tuple[str | None, ...]
@@ -87,15 +86,15 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A call of a higher-order operator: a body that runs under some setting.
+    """A call of a higher-order operator: a body that runs with some settings, such as no_grad.
 
     Attributes:
         name: unique among the steps of its body.
-        operator: as in `higher_order.wrap_with_set_grad_enabled`.
-        settings: arguments in front of the body.
-        body: what runs.
-        operands: arguments behind the body, one for each input of the body.
-        outputs: names of the values made, one for each output of the body.
+        operator: such as `higher_order.wrap_with_set_grad_enabled`.
+        settings: arguments before the body.
+        body: the sub-graph that runs.
+        operands: arguments after the body, one for each input of the body.
+        outputs: names of the output values, one for each output of the body.
     """
 
     name: str
@@ -108,32 +107,32 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A whole program; the inputs and outputs of its body are those of the model.
+    """A complete program; the inputs and outputs of its body are those of the model.
 
     Attributes:
-        inputs: what comes in.
-        body: what runs.
-        in_spec: how the arguments nest.
-        out_spec: how the results nest.
-        has_open_sizes: whether sizes may be others than the numbers that stand for them.
+        inputs: inputs of the model, including parameters.
+        body: the steps of forward.
+        in_spec: JSON tree spec of the arguments.
+        out_spec: JSON tree spec of the outputs.
+        has_dynamic_sizes: True if some sizes are dynamic, so that hints stand for them.
     """
 
     inputs: tuple[Input, ...]
     body: Body
     in_spec: str = ""
     out_spec: str = ""
-    has_open_sizes: bool = False
+    has_dynamic_sizes: bool = False
 
 
 T = TypeVar("T")
 
 
 def parse_argument(arg: object, symbols: Symbols) -> Argument:
-    """One argument of an operator.
+    """Read an argument of an operator.
 
     Raises:
         SchemaError: it is malformed.
-        UnsupportedError: its kind has no place in a plan (script objects, complex numbers).
+        UnsupportedError: its kind is not supported (script objects, complex numbers).
     """
     tag, payload = union(arg, "an argument")
     if tag in _READERS:
@@ -148,7 +147,7 @@ def parse_argument(arg: object, symbols: Symbols) -> Argument:
 
 
 def tensor_name(payload: object) -> str:
-    """The value that a TensorArgument names."""
+    """Name of the value in a TensorArgument."""
     return member(payload, "name", str)
 
 
@@ -240,11 +239,11 @@ def parse_program(model: Mapping[str, Any], *, max_nodes: int) -> Program:
 
     Args:
         model: the JSON object.
-        max_nodes: most operator calls allowed, sub-graphs included.
+        max_nodes: maximum number of operator calls, including sub-graphs.
 
     Raises:
-        SchemaError: something is missing, mistyped or of another schema version; the
-            message names the place.
+        SchemaError: a member is missing or mistyped, or the schema version is unsupported; the
+            message has the location.
         UnsupportedError: the program uses a feature that cannot be planned.
         ArchiveError: there are more operator calls than allowed.
     """
@@ -259,8 +258,8 @@ def parse_program(model: Mapping[str, Any], *, max_nodes: int) -> Program:
     with place("graph_module.signature"):
         inputs = tuple(_parse_inputs(member(signature, "input_specs", list)))
         _check_outputs(member(signature, "output_specs", list))
-    has_open_sizes = bool(model.get("range_constraints"))
-    return Program(inputs, body, *_parse_specs(module), has_open_sizes=has_open_sizes)
+    has_dynamic_sizes = bool(model.get("range_constraints"))
+    return Program(inputs, body, *_parse_specs(module), has_dynamic_sizes=has_dynamic_sizes)
 
 
 def _check_version(model: Mapping[str, Any]) -> None:
@@ -346,10 +345,10 @@ def _parse_output(arg: object, symbols: Symbols) -> Output:
 
 
 def _parse_step(node: object, position: int, symbols: Symbols) -> Node | Region | None:
-    """One operator; None where it only computes or asserts symbolic sizes."""
+    """Read an operator call; None if it only computes or asserts symbolic sizes."""
     operator = member(node, "target", str).removeprefix("torch.ops.")
     if not all(operator.partition(".")):
-        raise SchemaError(f"'target' is {operator!r}, which is no operator's name")
+        raise SchemaError(f"'target' is {operator!r}, which is not the name of an operator")
     outputs = member(node, "outputs", list)
     names = tuple(_output_names(outputs))
     if operator in _ASSERTIONS or (outputs and not names):
@@ -359,7 +358,7 @@ def _parse_step(node: object, position: int, symbols: Symbols) -> Node | Region 
     if any("as_graph" in member(item, "arg", dict) for item in inputs):
         return _parse_region(typed(name, str, "'name'"), operator, inputs, names, symbols)
     if not names:
-        raise UnsupportedError(f"operator {operator} makes nothing, so its effect is unknown")
+        raise UnsupportedError(f"operator {operator} has no outputs, so its effect is unknown")
     keys = [member(item, "name", str) for item in inputs]
     values = read_each(
         inputs,
@@ -408,7 +407,7 @@ def _parse_region(
 
 
 def _module(node: object) -> str:
-    """Path of the innermost module on the stack, which reads `key,path,type;...`."""
+    """Path of the innermost module on the stack, a text of the form `key,path,type;...`."""
     stack = member(node, "metadata", dict).get("nn_module_stack")
     fields = stack.rsplit(";", 1)[-1].split(",") if isinstance(stack, str) else []
     path = fields[1] if len(fields) > 1 else ""
@@ -447,7 +446,7 @@ def _parse_input(spec: object, position: int) -> Input:
 
 def _literal(name: str, value: Argument) -> Input:
     if value is not None and not isinstance(value, bool | int | float | str):
-        raise SchemaError(f"the value of {name!r} is not a number, string, flag or none")
+        raise SchemaError(f"the value of {name!r} is not a number, string, boolean or None")
     return Input(name, InputKind.LITERAL, name, literal=value)
 
 
@@ -462,7 +461,7 @@ def _check_outputs(specs: list[Any]) -> None:
 
 
 def _parse_specs(module: Mapping[str, Any]) -> tuple[str, str]:
-    """How inputs and outputs nest, from the entry of the root module."""
+    """Tree specs of inputs and outputs, from the entry of the root module."""
     for entry in typed(module.get("module_call_graph", []), list, "'module_call_graph'"):
         signature = entry.get("signature") if isinstance(entry, dict) else None
         if signature is not None and entry.get("fqn") == "":

@@ -1,9 +1,9 @@
-"""A graph as plain JSON, for plan documents and cache keys.
+"""Serialisation of graphs as plain JSON, for plan documents and cache keys.
 
-Members that have their default are left out. References read `{"ref": name}`, tokens
+Members with their default value are left out. References are `{"ref": name}`, tokens
 `{"dtype": "float32"}`, non-finite floats `{"float": "inf"}`. Arguments are pairs, since not every
-store keeps the order of an object's members. What is read may come from a stranger: unknown members
-and inexact types are refused, and `autoshard.graph.checks` bounds the rest.
+store preserves the order of an object's members. Input is untrusted: unknown members and inexact
+types are errors, and `autoshard.graph.checks` enforces limits.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ _DIGEST = "digest"
 
 
 def graph_digest(graph: Graph) -> str:
-    """SHA-256 of everything in the graph, as 64 hexadecimal digits.
+    """SHA-256 of the graph's JSON, as 64 hexadecimal digits.
 
-    Names, module paths and tree specs count, because plans repeat them.
+    It includes names, module paths and tree specs, because plans contain them.
     """
-    # A graph never changes, so its digest is kept with it, as a cached property would be.
+    # Graphs are immutable, so the digest is cached in the instance, like a cached property.
     kept = vars(graph)
     if _DIGEST not in kept:
         kept[_DIGEST] = _document_digest(graph_to_json(graph))
@@ -44,21 +44,21 @@ def _document_digest(document: object) -> str:
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
-    """The graph as an object of plain JSON types; `graph_from_json` reads it back."""
+    """Convert a graph to plain JSON types, the inverse of `graph_from_json`."""
     document: dict[str, Any] = _GRAPH.dump_python(graph, mode="json", exclude_defaults=True)
     return document
 
 
 def graph_from_json(document: object, *, known: Graph | None = None) -> Graph:
-    """Read what `graph_to_json` writes.
+    """Parse the JSON of a graph, as `graph_to_json` writes it.
 
     Args:
         document: plain JSON types.
-        known: a graph that this may well be; it is returned if it is, which is quicker.
+        known: a graph that is returned without parsing if its digest equals the document's.
 
     Raises:
-        SchemaError: a member is missing, unknown or mistyped, or the graph is not a program; the
-            message names the place.
+        SchemaError: a member is missing, unknown or mistyped, or the graph is invalid; the message
+            has its path.
     """
     if known is not None and _is_document_of(known, document):
         return known
@@ -70,12 +70,12 @@ def graph_from_json(document: object, *, known: Graph | None = None) -> Graph:
 def _is_document_of(graph: Graph, document: object) -> bool:
     try:
         return _document_digest(document) == graph_digest(graph)
-    except (TypeError, ValueError, RecursionError):  # it is not JSON; reading it says where
+    except (TypeError, ValueError, RecursionError):  # not JSON; parsing reports the error
         return False
 
 
 def rules_to_json(rules: Iterable[CallRule]) -> list[dict[str, Any]]:
-    """The rules as plain JSON; `rules_from_json` reads them back."""
+    """Convert rules to plain JSON, the inverse of `rules_from_json`."""
     document: list[dict[str, Any]] = _RULES.dump_python(
         tuple(rules), mode="json", exclude_defaults=True
     )
@@ -83,11 +83,11 @@ def rules_to_json(rules: Iterable[CallRule]) -> list[dict[str, Any]]:
 
 
 def rules_from_json(document: object) -> tuple[CallRule, ...]:
-    """Read what `rules_to_json` writes.
+    """Parse the JSON of rules, as `rules_to_json` writes it.
 
     Raises:
-        SchemaError: a member is missing, unknown, mistyped or too large, a rule contradicts
-            itself, or two are for the same calls; the message names the place.
+        SchemaError: a member is missing, unknown, mistyped or too large, a rule is inconsistent,
+            or two are for the same calls; the message has its path.
     """
     rules = _read(_RULES, document, "rules")
     check_rules(rules)
@@ -106,23 +106,25 @@ def _read(adapter: TypeAdapter[T], document: object, what: str) -> T:
 
 
 def resized(graph: Graph, sizes: Mapping[str, int]) -> Graph:
-    """The program at other sizes than those it was exported with.
+    """Return the program at other sizes than those of its example inputs.
 
     Args:
         graph: the program.
-        sizes: numbers by name of the open size; the others stay as they are.
+        sizes: new values of dynamic sizes by name; the others do not change.
 
     Raises:
-        GraphError: the program has no such open size, or does not allow the number.
+        GraphError: the program has no such dynamic size, or does not support the value.
     """
     symbols = {symbol.name: symbol for symbol in graph.dynamic.symbols} if graph.dynamic else {}
     for name, number in sizes.items():
         if name not in symbols:
-            raise GraphError(f"no size {name!r} was left open; there are {sorted(symbols)}")
+            raise GraphError(
+                f"there is no dynamic size {name!r}; the dynamic sizes are {sorted(symbols)}"
+            )
         if not symbols[name].allows(number):
             raise GraphError(
                 f"size {name!r} was exported for {symbols[name].least} to {symbols[name].most}, "
-                f"and is {number}; export again with a wider torch.export.Dim"
+                f"not {number}; export again with a wider torch.export.Dim"
             )
     if graph.dynamic is None or not sizes:
         return graph

@@ -1,7 +1,8 @@
 """Symbolic sizes of an export, evaluated at given sizes or replaced by their hints.
 
-PyTorch writes them as sympy does: `Mul(Integer(2), Symbol('s0', integer=True))`. They arrive in
-archives, so they are parsed, never evaluated as code, and their length and values are bounded.
+PyTorch writes them in sympy's notation: `Mul(Integer(2), Symbol('s0', integer=True))`. They come
+from untrusted archives, so they are parsed and never executed, and their length and values are
+limited.
 """
 
 import ast
@@ -23,24 +24,23 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
     "Mod": mod,
     "PythonMod": mod,
 }
-"""All of them are defined for integers."""
+"""Functions of integers that expressions may use."""
 
-_LARGEST_POWER = 8
-LARGEST = 1 << 63
-"""No size is as large."""
+_MAX_POWER = 8
+SIZE_LIMIT = 1 << 63
+"""Upper limit (exclusive) of sizes."""
 
-_LONGEST = 4000
-"""Characters of an expression; the sizes in a deep stack of convolutions take some hundred."""
+_MAX_LENGTH = 4000
+"""Maximum characters of an expression; sizes in deep stacks of convolutions need some hundred."""
 
 
 def evaluate(text: str, sizes: Mapping[str, int]) -> int:
-    """The number that an expression is for some sizes of its symbols.
+    """Evaluate an expression for given sizes of its symbols.
 
     Raises:
-        UnsupportedError: it uses something other than integers, symbols, and their sums, products,
-            powers, quotients, remainders, least and greatest; or it is too long, or too large a
-            number.
-        SchemaError: it is no expression.
+        UnsupportedError: it uses something other than integers, symbols, sums, products, powers,
+            quotients, remainders, minimum and maximum; or it is too long or its value too large.
+        SchemaError: it is not a valid expression.
     """
     try:
         return _value(_parsed(text), sizes)
@@ -52,18 +52,18 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
 
 @lru_cache(maxsize=1 << 8)
 def _parsed(text: str) -> ast.expr:
-    if len(text) > _LONGEST:
-        raise UnsupportedError(f"the size {text!r:.80} is too long to be followed")
+    if len(text) > _MAX_LENGTH:
+        raise UnsupportedError(f"the size {text!r:.80} is too long")
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
-        raise SchemaError(f"{text!r:.80} is no size") from error
+        raise SchemaError(f"{text!r:.80} is not a size") from error
 
 
 def _value(part: ast.expr, sizes: Mapping[str, int]) -> int:
     number = _number(part, sizes)
-    if abs(number) >= LARGEST:
-        raise UnsupportedError("a size of 64 bits or more cannot be followed")
+    if abs(number) >= SIZE_LIMIT:
+        raise UnsupportedError("sizes of 64 bits or more are not supported")
     return number
 
 
@@ -75,11 +75,11 @@ def _number(part: ast.expr, sizes: Mapping[str, int]) -> int:
             return _integer(number)
         case ast.Call(ast.Name("Pow"), [base, ast.Call(ast.Name("Integer"), [exponent])], []):
             power = _integer(exponent)
-            if 0 <= power <= _LARGEST_POWER:
+            if 0 <= power <= _MAX_POWER:
                 return reduce(lambda x, y: x * y, [_value(base, sizes)] * power, 1)
         case ast.Call(ast.Name(name), parts, []) if name in _FUNCTIONS and parts:
             return _FUNCTIONS[name](*(_value(inner, sizes) for inner in parts))
-    raise UnsupportedError(f"the size {ast.unparse(part)!r:.80} cannot be followed")
+    raise UnsupportedError(f"the size {ast.unparse(part)!r:.80} is not supported")
 
 
 def _integer(part: ast.expr) -> int:
@@ -88,7 +88,7 @@ def _integer(part: ast.expr) -> int:
             return int(number)
         case ast.UnaryOp(ast.USub(), ast.Constant(int(number))):
             return -int(number)
-    raise UnsupportedError(f"the number {ast.unparse(part)!r:.80} cannot be followed")
+    raise UnsupportedError(f"the number {ast.unparse(part)!r:.80} is not supported")
 
 
 Number = bool | int | float
@@ -99,17 +99,17 @@ _LITERALS: dict[str, type[Number]] = {"as_int": int, "as_float": float, "as_bool
 
 @dataclass(frozen=True, slots=True)
 class Symbols:
-    """The numbers behind symbolic names.
+    """Values of symbolic names.
 
     Attributes:
-        hints: number of each name; None where the export recorded none.
+        hints: value of each name; None if the export recorded none.
     """
 
     hints: Mapping[str, Number | None]
 
     @classmethod
     def of(cls, graph: object, outer: "Symbols | None" = None) -> "Symbols":
-        """The symbols of one JSON graph, seen together with those of the graph around it."""
+        """Symbols of a JSON graph, including those of the enclosing graph."""
         hints: dict[str, Number | None] = dict(outer.hints) if outer else {}
         for table in _TABLES:
             values = typed(graph, dict, "the graph").get(table) or {}
@@ -118,7 +118,7 @@ class Symbols:
         return cls(hints)
 
     def resolve(self, argument: object) -> Number:
-        """The number behind a symbolic argument: a name, or a literal among names."""
+        """Value of a symbolic argument: a name or a literal."""
         tag, payload = union(argument, "a symbolic argument")
         if tag != "as_name":
             return literal(tag, payload)
@@ -128,21 +128,21 @@ class Symbols:
         hint = self.hints[name]
         if hint is None:
             raise UnsupportedError(
-                f"the number {name!r} depends on the data, so no size that uses it is known; "
+                f"the number {name!r} depends on the data, so sizes that use it are unknown; "
                 "export with static shapes, and without .item() in the model"
             )
         return hint
 
 
 def size(value: object) -> int:
-    """A size in model.json: a literal, or the hint of an expression.
+    """Read a size in model.json: a literal, or the hint of an expression.
 
     Raises:
         UnsupportedError: the expression has no hint.
         SchemaError: it is not a size.
     """
     if isinstance(value, dict) and len(value) == 1:
-        # Nearly all sizes are plain, and a graph has very many.
+        # Fast path: nearly all sizes are literals.
         plain = value.get("as_int")
         if type(plain) is int and plain >= 0:
             return plain
@@ -158,7 +158,7 @@ def size(value: object) -> int:
 
 
 def symbolic(value: object) -> Number | None:
-    """The number in a SymInt, SymFloat or SymBool; None for an expression without a hint."""
+    """Value of a SymInt, SymFloat or SymBool; None for an expression without a hint."""
     tag, payload = union(value, "a symbolic number")
     if tag != "as_expr":
         return literal(tag, payload)
@@ -168,7 +168,7 @@ def symbolic(value: object) -> Number | None:
 
 
 def literal(tag: str, payload: object) -> Number:
-    """The number of an as_int, as_float or as_bool member."""
+    """Value of an as_int, as_float or as_bool member."""
     kind = _LITERALS.get(tag)
     if kind is None:
         raise SchemaError(f"unknown kind of number {tag!r}")
@@ -178,7 +178,7 @@ def literal(tag: str, payload: object) -> Number:
 
 
 def to_float(payload: object) -> float:
-    """A float of model.json, which spells the non-finite ones as strings."""
+    """Read a float of model.json, where non-finite floats are strings."""
     spelled = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
     if isinstance(payload, str) and payload in spelled:
         return spelled[payload]

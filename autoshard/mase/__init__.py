@@ -1,8 +1,8 @@
-"""Files and maps of MASE's auto-sharding (DeepWok/mase), for people who come from it or go there.
+"""Import and export of the files and maps of MASE's auto-sharding (DeepWok/mase).
 
-MASE keeps a solution, which says how each node of its graph is placed, in a pickle, and hands
-its launcher a map from modules to placements. Pickles from others are a danger: see
-`autoshard.mase.solution`. Nothing of autoshard but its command line imports this package.
+MASE stores a solution (the placements of each node of its graph) in a pickle, and passes a map from
+modules to placements to its launcher. Untrusted pickles are dangerous: see
+`autoshard.mase.solution`. Only the command line imports this package.
 """
 
 from importlib import import_module
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for (PEP 562)."""
+    """Import functions that need torch on first access (PEP 562)."""
     if name in {"sharding_map", "solution_of_map"}:
         module = import_module("autoshard.mase.maps")
         return getattr(module, name)

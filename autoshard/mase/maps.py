@@ -1,8 +1,8 @@
-"""The tensor sharding map, which MASE's launcher takes: modules and how their weights are placed.
+"""The tensor sharding map of MASE's launcher: placements of weights by module.
 
     {module: {"node": name, "sharding": {attribute: spec}}}
 
-The keys are modules, so the map lives in memory only; a spec is a `DTensorSpec`.
+The keys are modules, so the map cannot be stored; a spec is a `DTensorSpec`.
 """
 
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ from autoshard.plan import Plan
 def sharding_map(
     plan: Plan, model: nn.Module, mesh: DeviceMesh | None = None
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The map of a plan for a model.
+    """Convert a plan to a map for a model.
 
     Args:
-        plan: of the model.
-        model: whose modules are the keys.
-        mesh: the devices; the launcher does without.
+        plan: plan of the model.
+        model: model whose modules are the keys.
+        mesh: the devices; not needed by the launcher.
 
     Raises:
-        PlanError: the plan found nothing, or the model lacks one of its parameters.
+        PlanError: the document has no plan, or the model lacks a parameter of the plan.
     """
     if not plan.found:
-        raise PlanError(f"the document has no plan to map: {plan.reason}")
+        raise PlanError(f"the document has no plan: {plan.reason}")
     found: dict[nn.Module, dict[str, Any]] = {}
     names = ((n, p) for s in plan.stages for p in s.parameters for n in (p.target, *p.aliases))
     for name, placed in names:
@@ -41,7 +41,7 @@ def sharding_map(
             module = model.get_submodule(path)
             module.get_parameter(attribute)
         except AttributeError:
-            raise PlanError(f"the model has no parameter {name!r}, which the plan places") from None
+            raise PlanError(f"the model has no parameter {name!r}, which is in the plan") from None
         placements = to_placements(Layout.parse(placed.layout), plan.mesh.axis_sizes)
         entry = found.setdefault(module, {"node": node_name(name), "sharding": {}})
         entry["sharding"][attribute] = DTensorSpec(mesh, placements)  # type: ignore[arg-type]
@@ -51,20 +51,20 @@ def sharding_map(
 def solution_of_map(
     placed: Mapping[nn.Module, Mapping[str, Any]], model: nn.Module
 ) -> dict[str, MaseNode]:
-    """The weights of a map that MASE made, as a solution.
+    """Convert a map of MASE to a solution for the weights.
 
     Args:
         placed: the map.
-        model: whose modules are its keys.
+        model: model whose modules are the keys.
 
     Raises:
-        PlanError: a key is no module of the model.
+        PlanError: a key is not a module of the model.
     """
     paths = {module: path for path, module in model.named_modules()}
     solution = {}
     for module, entry in placed.items():
         if module not in paths:
-            raise PlanError(f"{entry.get('node')!r} of the map is no module of the model")
+            raise PlanError(f"{entry.get('node')!r} of the map is not a module of the model")
         for attribute, spec in entry["sharding"].items():
             name = f"{paths[module]}.{attribute}" if paths[module] else attribute
             texts = tuple(map(repr, spec.placements))

@@ -1,15 +1,14 @@
-"""A solution of MASE: how each node of its graph is placed, and what that says of a program.
+"""Solutions of MASE: placements of each node of its graph, and their conversion to pins.
 
-The formats are those of MASE's `autosharding.py` (`_export_solution`, `_import_solution`). A
-weight is a node of its own there, named as its parameter with `_` for `.`, and its placements
-are those of the result `data_out_0`. Names of operators depend on how MASE traced the model, so
-only weights and inputs are understood here.
+The formats are those of MASE's `autosharding.py` (`_export_solution`, `_import_solution`). Each
+weight is a node, named like its parameter with `_` for `.`, and its placements are those of the
+result `data_out_0`. Names of operators depend on how MASE traced the model, so only weights and
+inputs are supported.
 
-The file `ilp_solution.pkl` is a pickle: whoever wrote it decides which functions run when it is
-read. It is read only from a file that the user names and vouches for, by an unpickler that
-knows DTensor's placements and plain containers and refuses everything else; a file can still be
-made to exhaust the memory. MASE writes with dill, whose files are plain pickles as long as they
-hold nothing else, and reads what is written here.
+The file `ilp_solution.pkl` is a pickle, which can run any code when it is loaded. It is read only
+if the user trusts the file explicitly, by an unpickler that accepts DTensor placements and plain
+containers only; a malicious file can still exhaust memory. MASE writes with dill, which produces
+plain pickles for such contents.
 """
 
 import pickle
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 Placements = tuple[str, ...]
-"""DTensor's placements as text, one per axis of the mesh."""
+"""Texts of DTensor placements, one per mesh axis."""
 
 RESULT = "data_out_0"
 _OTHERS = re.compile(r"\W")
@@ -41,8 +40,8 @@ class MaseNode:
     """A node of a solution.
 
     Attributes:
-        args: placements of what it takes, by MASE's name of the argument.
-        results: placements of what it makes.
+        args: placements of the inputs, by MASE's name of the argument.
+        results: placements of the outputs, by MASE's name of the result.
     """
 
     args: Mapping[str, Placements] = field(default_factory=dict)
@@ -50,22 +49,22 @@ class MaseNode:
 
 
 MaseSolution = Mapping[str, MaseNode]
-"""Nodes by MASE's name of them."""
+"""Nodes by MASE's name."""
 
 
 def node_name(target: str) -> str:
-    """The name that torch.fx gives to the node of a weight."""
+    """Name that torch.fx gives to the node of a weight."""
     return _OTHERS.sub("_", target)
 
 
 def solution_of_plan(plan: Plan) -> dict[str, MaseNode]:
-    """The weights and inputs of a plan as a solution; tied weights under each of their names.
+    """Convert the weights and inputs of a plan to a solution; tied weights under all their names.
 
     Raises:
-        PlanError: the plan found nothing.
+        PlanError: the document has no plan.
     """
     if not plan.found:
-        raise PlanError(f"the document has no plan to write: {plan.reason}")
+        raise PlanError(f"the document has no plan: {plan.reason}")
     return {
         node_name(name): MaseNode(results={RESULT: placed.placements})
         for stage in plan.stages
@@ -75,14 +74,14 @@ def solution_of_plan(plan: Plan) -> dict[str, MaseNode]:
 
 
 def extrapolated(solution: MaseSolution, names: Iterable[str]) -> dict[str, MaseNode]:
-    """A solution with more nodes: those of later layers are placed as the first layer's.
+    """Extend a solution: missing nodes of later layers get the placements of the first layer.
 
-    As in MASE, the layer is the first number in a name, and a name that is not there gets what
-    is known of the name with 0 for that number, if anything is.
+    As in MASE, the layer is the first number in a name; a missing name gets the placements of the
+    name with 0 for that number, if there is such a node.
 
     Args:
-        solution: of at least the first layer.
-        names: of the nodes that are wanted.
+        solution: solution of at least the first layer.
+        names: names of the required nodes.
     """
     found = dict(solution)
     for name in names:
@@ -95,17 +94,17 @@ def extrapolated(solution: MaseSolution, names: Iterable[str]) -> dict[str, Mase
 def pins_of_solution(
     solution: MaseSolution, graph: Graph, axis_sizes: tuple[int, ...], *, extrapolate: bool = True
 ) -> Pins:
-    """Pins for the weights and inputs of a program that lie as a solution says.
+    """Convert a solution to pins for the weights and inputs of a program.
 
     Args:
-        solution: as MASE made it.
+        solution: solution of MASE.
         graph: the program to plan.
-        axis_sizes: of the mesh to plan on.
-        extrapolate: whether later layers follow the first where the solution lacks them.
+        axis_sizes: sizes of the axes of the mesh to plan on.
+        extrapolate: True to use the first layer's placements for layers that are missing.
 
     Raises:
-        PlanError: the solution names no weight or input of the program, or places one on a mesh
-            with another number of axes, or as no layout can.
+        PlanError: the solution has no weight or input of the program, or has placements for
+            another number of mesh axes, or placements that no layout can express.
     """
     wanted = {
         node_name(name): (placed.kind, placed.target)
@@ -130,30 +129,30 @@ def pins_of_solution(
 def _layout(name: str, placements: Placements, axis_sizes: tuple[int, ...]) -> Layout:
     if len(placements) != len(axis_sizes):
         raise PlanError(
-            f"the solution places {name!r} on {len(placements)} axes, the mesh has "
+            f"the solution places {name!r} on {len(placements)} axes, but the mesh has "
             f"{len(axis_sizes)}; plan on the mesh that the solution is for"
         )
     try:
         return layout_of_texts(placements, axis_sizes)
     except LayoutError as error:
-        raise PlanError(f"the solution places {name!r} as no weight can lie: {error}") from None
+        raise PlanError(f"the solution has unsupported placements of {name!r}: {error}") from None
 
 
 _MODULES: Final = (
     "torch.distributed.tensor.placement_types",
-    "torch.distributed._tensor.placement_types",  # where torch had them before 2.5
+    "torch.distributed._tensor.placement_types",  # before torch 2.5
 )
 _CLASSES: Final = ("Shard", "Replicate", "Partial", "_StridedShard")
 
 
 class _Placements(pickle.Unpickler):
-    """Reads pickles of placements in plain containers."""
+    """Unpickler that accepts only placements in plain containers."""
 
     def find_class(self, module: str, name: str) -> type:
         if module not in _MODULES or name not in _CLASSES:
             raise PlanError(
-                f"the file names {module}.{name}, which has no place in a solution of MASE; it was "
-                f"not run"
+                f"the file refers to {module}.{name}, which is not allowed in a solution of MASE; "
+                f"it was not run"
             )
         from torch.distributed.tensor import placement_types  # noqa: PLC0415  torch is slow
 
@@ -165,17 +164,17 @@ def read_solution(path: Path, *, trust_pickle: bool) -> dict[str, MaseNode]:
     """Read a solution that MASE wrote on this machine.
 
     Args:
-        path: of a local file.
-        trust_pickle: that the user knows where the file comes from, and asks for it to be read.
+        path: a local file.
+        trust_pickle: True if the user trusts the source of the file.
 
     Raises:
-        OptionError: it is not trusted.
-        PlanError: it is no solution, or names what has no place in one.
+        OptionError: the file is not trusted.
+        PlanError: the file is not a solution, or refers to disallowed objects.
     """
     if not trust_pickle:
         raise OptionError(
-            f"{path} is a pickle, which can run whatever its author wants; if you made it "
-            f"yourself, say so with --trust-pickle"
+            f"{path} is a pickle, which can run arbitrary code; if you trust its source, "
+            f"use --trust-pickle"
         )
     with path.open("rb") as file:
         try:
@@ -183,14 +182,14 @@ def read_solution(path: Path, *, trust_pickle: bool) -> dict[str, MaseNode]:
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
         except Exception as error:  # noqa: BLE001  a broken pickle raises anything
-            raise PlanError(f"{path} is no pickle of a solution: {error}") from None
+            raise PlanError(f"{path} is not a pickle of a solution: {error}") from None
     try:
         return {
             str(name): MaseNode(_side(node.get("args", {})), _side(node.get("results", {})))
             for name, node in document.items()
         }
     except (AttributeError, TypeError) as error:
-        raise PlanError(f"{path} is no solution of MASE: {error}") from None
+        raise PlanError(f"{path} is not a solution of MASE: {error}") from None
 
 
 def _side(placed: dict[str, Iterable["Placement"]]) -> dict[str, Placements]:
@@ -202,8 +201,8 @@ def write_solution(solution: MaseSolution, path: Path, axis_sizes: tuple[int, ..
 
     Args:
         solution: placements by node.
-        path: of the file.
-        axis_sizes: of the mesh that it is for.
+        path: path of the new file.
+        axis_sizes: sizes of the axes of its mesh.
     """
 
     def placed(side: Any) -> dict[str, tuple["Placement", ...]]:

@@ -1,4 +1,4 @@
-"""Device meshes and what communication over them costs. Knows neither graphs nor layouts."""
+"""Device meshes and the cost of communication; independent of graphs and layouts."""
 
 from autoshard.mesh.mesh import (
     AlphaBeta,

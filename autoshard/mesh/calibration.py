@@ -1,15 +1,15 @@
-"""Fits of a topology and of a device to measurements.
+"""Fitting of topologies and devices to measurements.
 
 A collective over one link level takes `o + k lat + v (B / bw + sum_i max(B - b_i, 0) e_i)`
 seconds, where k and v follow from the collective and its ranks (`autoshard.mesh.mesh`),
-and e_i is by how much bytes beyond b_i are slower. The overhead o is common to all; each
-collective gets its own lat, bw and e_i per level. The fit is the non-negative least squares of
-the relative errors (Lawson and Hanson, "Solving Least Squares Problems", 1974), so that short
-messages count as much as long ones.
+and e_i is the additional time per byte beyond b_i. The overhead o is shared; each collective has
+its own lat, bw and e_i per level. The fit minimises the squared relative errors with non-negative
+least squares (Lawson and Hanson, "Solving Least Squares Problems", 1974), so that short messages
+count as much as long ones.
 
-A matrix product takes `o + flops / (peak * efficiency)`, where the efficiency falls as extents
-come near the device's tile (`autoshard.costs.compute`); of a few tiles the one that fits best
-is taken. An operator takes `overhead + times * roofline`, forward and backward each.
+A matrix product takes `o + flops / (peak * efficiency)`, where the efficiency decreases for small
+extents (`autoshard.costs.compute`); several tile sizes are tried. An operator takes
+`overhead + times * roofline`, separately in forward and backward.
 """
 
 from collections import defaultdict
@@ -36,15 +36,15 @@ from autoshard.mesh.topology import (
 )
 
 REFERENCE = "all_gather"
-"""The collective whose figures a link has for all that were not measured."""
+"""The collective whose rate a link has for all that were not measured."""
 
 BENDS = tuple(1 << exponent for exponent in (20, 22, 24, 26))
 """Sizes in bytes at which a collective may become slower."""
 
-_NUM_FIGURES = 2 + len(BENDS)
+_NUM_COEFFICIENTS = 2 + len(BENDS)
 
-_HIDDEN = 0.01
-"""Time of bytes that no measurement shows, as a share of that of those beyond."""
+_MIN_RELATIVE_TIME = 0.01
+"""Minimum time per byte where none is measurable, relative to larger messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class CollectiveSample:
     """A measured collective.
 
     Attributes:
-        action: its name.
-        level: number of the link level that it crosses, and no other.
-        num_ranks: ranks that take part.
-        nbytes: size of the larger of a rank's tensor before and after.
-        seconds: how long the slowest rank takes; the median of several runs.
+        action: name of the collective.
+        level: index of the only link level that it crosses.
+        num_ranks: number of ranks.
+        nbytes: bytes of a rank's tensor before or after, whichever is larger.
+        seconds: median over several runs of the time of the slowest rank.
     """
 
     action: str
@@ -69,36 +69,38 @@ class CollectiveSample:
 def fit_links(
     samples: Sequence[CollectiveSample], levels: Sequence[tuple[str, int | None]]
 ) -> tuple[tuple[Link, ...], float]:
-    """Links, and the overhead of a collective, that describe measurements best.
+    """Fit links and the overhead of a collective to measurements.
 
     Args:
-        samples: of all-gathers at each level, and of other collectives.
+        samples: samples of all-gathers at each level, and of other collectives.
         levels: name and size of each link level, innermost first.
 
     Raises:
         MeshError: a level has no measured all-gathers, or its times do not grow with the bytes.
     """
     kinds = sorted({(sample.level, sample.action) for sample in samples})
-    rows = np.zeros((len(samples), 1 + _NUM_FIGURES * len(kinds)))
+    rows = np.zeros((len(samples), 1 + _NUM_COEFFICIENTS * len(kinds)))
     for row, sample in zip(rows, samples, strict=True):
-        first = 1 + _NUM_FIGURES * kinds.index((sample.level, sample.action))
+        first = 1 + _NUM_COEFFICIENTS * kinds.index((sample.level, sample.action))
         row[0] = 1.0
-        row[first : first + _NUM_FIGURES] = _terms(sample)
+        row[first : first + _NUM_COEFFICIENTS] = _terms(sample)
     rows /= np.array([sample.seconds for sample in samples])[:, None]
-    # Columns differ by many orders of magnitude, which the solver does not like.
+    # Columns differ by many orders of magnitude, so they are normalised.
     scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
     solution, _ = nnls(rows / scale, np.ones(len(samples)))
     overhead, *figures = (solution / scale).tolist()
     found: list[dict[str, Rate]] = [{} for _ in levels]
     for i, (level, action) in enumerate(kinds):
         where = f"{action} over link {levels[level][0]!r}"
-        found[level][action] = _rate(figures[_NUM_FIGURES * i : _NUM_FIGURES * (i + 1)], where)
+        found[level][action] = _rate(
+            figures[_NUM_COEFFICIENTS * i : _NUM_COEFFICIENTS * (i + 1)], where
+        )
     links = (_link(name, size, rates) for (name, size), rates in zip(levels, found, strict=True))
     return tuple(links), overhead
 
 
 def _terms(sample: CollectiveSample) -> list[float]:
-    """What latency, inverse bandwidth and each bend are multiplied by."""
+    """Coefficients of latency, inverse bandwidth and each bend."""
     unit = unit_line(sample.action, sample.num_ranks)
     beyond = [max(sample.nbytes - start, 0) for start in BENDS]
     return [unit.fixed, *(unit.slope * nbytes for nbytes in (sample.nbytes, *beyond))]
@@ -110,10 +112,10 @@ def _rate(figures: Sequence[float], where: str) -> Rate:
     if total[-1] <= 0:
         raise MeshError(
             f"the time of {where} does not grow with its bytes; measure larger tensors, or on "
-            f"machines with less other work"
+            f"less busy machines"
         )
-    # Bytes that the latency hides all the same take some time.
-    least = _HIDDEN * next(inverse for inverse in total if inverse > 0)
+    # Bytes take some time even if the latency dominates.
+    least = _MIN_RELATIVE_TIME * next(inverse for inverse in total if inverse > 0)
     inverses = [max(inverse, least) for inverse in total]
     bends = tuple(
         Bend(start, 1 / inverse)
@@ -126,7 +128,7 @@ def _rate(figures: Sequence[float], where: str) -> Rate:
 def _link(name: str, size: int | None, rates: Mapping[str, Rate]) -> Link:
     common = rates.get(REFERENCE)
     if common is None:
-        raise MeshError(f"no {REFERENCE} was measured over link {name!r}; measure it too")
+        raise MeshError(f"no {REFERENCE} was measured over link {name!r}, but it is required")
     return Link(name, size, common.bandwidth, common.latency, rates)
 
 
@@ -137,7 +139,7 @@ def unit_line(action: str, num_ranks: int) -> Line:
 
 
 TILES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tiles that are tried."""
+"""Tile sizes that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class CopySample:
     """A measured copy.
 
     Attributes:
-        nbytes: read and written.
+        nbytes: bytes read and written.
         seconds: the median of several runs.
     """
 
@@ -158,8 +160,8 @@ class ProductSample:
     """A measured matrix product.
 
     Attributes:
-        dtype: by PyTorch's name.
-        extents: rows, terms of a sum, and columns.
+        dtype: PyTorch's name of the element type.
+        extents: number of rows, of terms of each sum, and of columns.
         seconds: the median of several runs.
     """
 
@@ -173,10 +175,10 @@ class OperatorSample:
     """A measured operator.
 
     Attributes:
-        name: by which a device knows the operator.
-        category: which formula prices it.
-        forward: a pair of seconds: by the roofline, and the median of several runs.
-        backward: likewise; the roofline is 0 where nothing has a gradient.
+        name: name of the operator (see `costs.efficiency_key`).
+        category: cost category of the operator.
+        forward: roofline seconds, and measured seconds (median of several runs).
+        backward: the same for backward; the roofline is 0 if nothing has a gradient.
     """
 
     name: str
@@ -192,14 +194,14 @@ def fit_device(
     launch_overhead: float,
     memory: int,
 ) -> Device:
-    """A device whose roofline goes through what was measured.
+    """Fit the roofline of a device to measurements.
 
     Args:
-        name: for people.
-        copies: of several sizes.
-        products: in float32 and in other dtypes, of several shapes each.
-        launch_overhead: seconds that the smallest kernel takes.
-        memory: bytes.
+        name: display name.
+        copies: copies of several sizes.
+        products: products in float32 and other dtypes, of several shapes each.
+        launch_overhead: seconds of the smallest kernel.
+        memory: memory in bytes.
 
     Raises:
         MeshError: no copy, or no product in float32, takes longer than a launch.
@@ -208,7 +210,7 @@ def fit_device(
         c.nbytes / (c.seconds - launch_overhead) for c in copies if c.seconds > launch_overhead
     ]
     if not rates:
-        raise MeshError("no copy takes longer than a launch; measure larger tensors")
+        raise MeshError("no copy takes longer than a kernel launch; measure larger tensors")
     by_dtype: dict[str, list[ProductSample]] = defaultdict(list)
     for product in products:
         by_dtype[product.dtype].append(product)
@@ -228,23 +230,23 @@ def fit_device(
 
 
 def _peak(products: Sequence[ProductSample], tile: float) -> tuple[float, float]:
-    """The peak in FLOP/s, 0 where there is none, and the sum of squared relative errors."""
+    """Fitted peak in FLOP/s (0 if there is none), and the sum of squared relative errors."""
     amounts = [_amount(product.extents, tile) for product in products]
     fit, error = _line(amounts, [product.seconds for product in products])
     return (1 / fit.times if fit.times > 0 else 0.0), error
 
 
 def _amount(extents: Sequence[int], tile: float) -> float:
-    """Operations over the share of the peak that a product of these extents reaches."""
+    """Operations of a product divided by its efficiency."""
     return 2 * prod(extent + tile for extent in extents) / MATMUL_EFFICIENCY
 
 
 def fit_operators(device: Device, samples: Iterable[OperatorSample]) -> Device:
-    """The device with the fits of measured operators, and of others by category.
+    """Return the device with fits of measured operators, and of others by category.
 
     Args:
-        device: whose roofline the samples state.
-        samples: several sizes of each operator.
+        device: the device whose roofline the samples refer to.
+        samples: samples of each operator in several sizes.
     """
     by_name: dict[str, list[OperatorSample]] = defaultdict(list)
     for sample in samples:
@@ -269,7 +271,7 @@ def _fit(points: Sequence[tuple[float, float]]) -> RooflineFit:
 
 
 def _middle(fits: Iterable[RooflineFit]) -> RooflineFit:
-    """The typical operator; backward of one without gradients says nothing."""
+    """Median fit; operators without gradients do not count."""
     known = [fit for fit in fits if fit.overhead or fit.times]
     if not known:
         return RooflineFit(0.0, 0.0)
@@ -277,12 +279,12 @@ def _middle(fits: Iterable[RooflineFit]) -> RooflineFit:
 
 
 def _line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[RooflineFit, float]:
-    """`overhead + times * amount` through measurements, and the squared relative errors."""
+    """Fit of `overhead + times * amount`, and the sum of squared relative errors."""
     if not any(amounts):
         return RooflineFit(0.0, 0.0), 0.0
     rows: NDArray[np.float64] = np.column_stack([np.ones(len(amounts)), amounts])
     rows /= np.array(seconds)[:, None]
-    # Columns differ by many orders of magnitude, which the solver does not like.
+    # Columns differ by many orders of magnitude, so they are normalised.
     scale = np.linalg.norm(rows, axis=0)
     solution, residual = nnls(rows / scale, np.ones(len(amounts)))
     overhead, times = (solution / scale).tolist()

@@ -1,4 +1,4 @@
-"""The device mesh: named axes over a topology, and what collectives over them cost.
+"""Device meshes: named axes over a topology, and the cost model of collectives.
 
 A collective costs `fixed + slope * bytes` seconds. Let an axis have n ranks, of which r_l share
 a group at link level l (innermost l = 0, and r_{-1} = 1), in g_l groups (g_{-1} = n). B is the
@@ -7,22 +7,21 @@ latency of a step at level l.
 
 All-gather and reduce-scatter take the faster of two algorithms, as NCCL does:
 
-* ring: n - 1 steps, of which g_{l-1} - g_l cross level l; every one of the r_{l-1} ranks
-  of a group carries its own share of the ring over its own link, all levels at once:
+* ring: n - 1 steps, of which g_{l-1} - g_l cross level l; each of the r_{l-1} ranks of a group
+  transfers its share of the ring over its own link, on all levels at the same time:
   sum_l (g_{l-1} - g_l) lat_l + max_l (n-1)/n B / (r_{l-1} bw_l);
 * stages, for short messages: recursive doubling level by level, outermost first, so that
   each byte enters a group once:
   sum_l [ceil(log2(g_{l-1} / g_l)) lat_l + (1/r_{l-1} - 1/r_l) B / bw_l]. Long messages run
   as rings, so the term in B is never taken below the ring's.
 
-All-reduce is a reduce-scatter and an all-gather: both twice. All-to-all exchanges B/n with
-each peer in turn; what leaves a group goes over the sender's own link, all levels at once:
-sum_l (r_l - r_{l-1}) lat_l + max_l (1 - r_{l-1}/n) B / bw_l. A halo exchange sends B to the two
-ranks next to a rank, both at once, as if over the slowest link that any of them crosses, however
-many ranks there are: max_l lat_l + max_l B / bw_l. Every collective also pays the topology's
-overhead once, which is the floor for small messages. A link may have figures of its own
-for a collective, where one was measured that the common ones do not describe; and it may be
-slower for the bytes of a message beyond some size, which is then the case of the whole price.
+All-reduce is a reduce-scatter and an all-gather: both twice. All-to-all exchanges B/n with each
+peer in turn; bytes that leave a group go over the sender's own link, on all levels at the same
+time: sum_l (r_l - r_{l-1}) lat_l + max_l (1 - r_{l-1}/n) B / bw_l. A halo exchange sends B to the
+two neighbouring ranks at the same time, priced with the slowest link that any of them crosses,
+independently of the number of ranks: max_l lat_l + max_l B / bw_l. Every collective also has the
+topology's fixed overhead. A link may have a separate, measured rate for a collective, and a lower
+bandwidth for the bytes of a message beyond some size.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH" (2005), for the volumes and the steps of ring, recursive doubling and
@@ -67,12 +66,12 @@ from autoshard.mesh.topology import (
 
 
 class Line(NamedTuple):
-    """Seconds as `fixed + slope * nbytes`, with more slope beyond some bytes.
+    """Seconds as a function of bytes: `fixed + slope * nbytes`, with a larger slope after bends.
 
     Attributes:
-        fixed: seconds without any bytes.
+        fixed: seconds for 0 bytes.
         slope: seconds per byte.
-        bends: pairs of bytes, and how much the slope grows there, as a share of `slope`.
+        bends: (bytes, increase of the slope from there, relative to `slope`).
     """
 
     fixed: float
@@ -80,7 +79,7 @@ class Line(NamedTuple):
     bends: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds for so many bytes."""
+        """Seconds for a number of bytes."""
         counted: float = nbytes
         for start, growth in self.bends:
             counted += growth * max(nbytes - start, 0)
@@ -89,11 +88,11 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How an axis lies over the groups of one link level.
+    """Distribution of the ranks of an axis over the groups of one link level.
 
     Attributes:
-        num_groups: groups that the ranks of the axis fall into.
-        ranks_per_group: how many of them share a group; the fewest where groups differ.
+        num_groups: number of groups that have ranks of the axis.
+        ranks_per_group: number of ranks of the axis in a group; the minimum if groups differ.
     """
 
     num_groups: int
@@ -104,9 +103,9 @@ class Span:
 class AlphaBeta:
     """The cost model of Alpa: one latency and one inverse bandwidth per axis.
 
-    An alternative to prices from links, for comparison with published results. Units are
-    whatever alpha and beta are in; local copies are then free. The formulas, with their
-    constants, are those of alpa/shard_parallel/auto_sharding.py (`LogicalDeviceMesh`).
+    An alternative to prices from links, for comparison with published results. The unit of prices
+    is that of alpha and beta, and local copies are free. The formulas and constants are those of
+    alpa/shard_parallel/auto_sharding.py (`LogicalDeviceMesh`).
 
     Attributes:
         alpha: price of a collective, per axis.
@@ -131,9 +130,9 @@ class AlphaBeta:
     def line(self, action: str, axis: int, num_ranks: int) -> Line:
         """Price of a collective over one axis of more than one rank.
 
-        The published all-to-all counts the whole group's bytes, (n-1)/n^2 of them, with a
-        penalty of n/2; a rank's tensor is one n-th of that. Alpa has no halo exchange: it is
-        taken as a message of these bytes.
+        The published all-to-all counts (n-1)/n^2 of the bytes of the whole group, with a penalty
+        of n/2; a rank's tensor is 1/n of that. Alpa has no halo exchange; it is priced as one
+        message.
         """
         check_collective(action)
         n = num_ranks
@@ -148,12 +147,12 @@ class AlphaBeta:
 
 
 def lines(action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Link]) -> list[Line]:
-    """Price of a collective by each algorithm; the lowest line at a size is what it takes.
+    """Price of a collective with each algorithm; the minimum at a size is its price.
 
     Args:
-        action: name of the collective, by which links have figures (`MEASURABLE`).
-        num_ranks: ranks that take part; more than one.
-        spans: how they lie over each link level, innermost first.
+        action: name of the collective (`MEASURABLE`).
+        num_ranks: number of ranks; more than one.
+        spans: distribution of the ranks over each link level, innermost first.
         links: the levels.
     """
     check_collective(action.removesuffix(INNER))
@@ -170,7 +169,7 @@ def lines(action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Li
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """A link level that an axis crosses: r_{l-1}, r_l, g_{l-1}, g_l, bw_l and lat_l."""
+    """Link level that an axis crosses: r_{l-1}, r_l, g_{l-1}, g_l, bw_l and lat_l."""
 
     ranks_inside: int
     ranks: int
@@ -228,7 +227,7 @@ def _neighbours(crossings: Sequence[_Crossing]) -> Line:
 def _bends(
     slopes: Sequence[float], crossings: Sequence[_Crossing]
 ) -> tuple[tuple[int, float], ...]:
-    """The bends of the link that long messages wait for."""
+    """Bends of the link that is the bottleneck of long messages."""
     rate = crossings[slopes.index(max(slopes))].link
     inverses = [1.0, *(rate.bandwidth / bend.bandwidth for bend in rate.bends)]
     growths = (after - before for before, after in pairwise(inverses))
@@ -236,7 +235,7 @@ def _bends(
 
 
 MAX_DEVICES = 1 << 20
-"""No cluster is larger; the limit keeps absurd requests from exhausting memory."""
+"""Maximum number of devices, which protects against requests that exhaust memory."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +243,8 @@ class Axis:
     """One axis of a mesh.
 
     Attributes:
-        name: a label; it does not say what the axis will be used for.
-        size: ranks along the axis.
+        name: a label without effect on the plan.
+        size: number of ranks along the axis.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -263,12 +262,12 @@ class Axis:
 class Mesh:
     """Devices arranged along axes, numbered row-major as in PyTorch's `DeviceMesh`.
 
-    The last axis varies fastest, so it lies on the innermost links.
+    The last axis varies fastest, so it uses the innermost links.
 
     Attributes:
         axes: from the outermost to the innermost.
         topology: the devices, and the links between them.
-        collectives: prices of collectives that replace those of the links, where given.
+        collectives: cost model that replaces the prices from links, if given.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -279,13 +278,13 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not self.axes:
-            raise MeshError("the mesh has no axes; one device is the mesh of one axis of size 1")
+            raise MeshError("the mesh has no axes; for one device, use one axis of size 1")
         check_unique(self.axis_names, "axis")
         limit = self.topology.max_devices or MAX_DEVICES
         if self.num_devices > limit:
             raise MeshError(
                 f"the mesh {self.axis_sizes} has {self.num_devices} devices, but topology "
-                f"{self.topology.name!r} holds {limit}; make the mesh smaller or add a link level"
+                f"{self.topology.name!r} has {limit}; make the mesh smaller or add a link level"
             )
         if self.collectives is not None and len(self.collectives.alpha) != len(self.axes):
             raise MeshError(
@@ -305,18 +304,18 @@ class Mesh:
 
     @property
     def num_devices(self) -> int:
-        """How many devices the mesh has."""
+        """Number of devices of the mesh."""
         return prod(self.axis_sizes)
 
     def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
-        """Seconds that a collective over one axis takes, all its groups at the same time.
+        """Seconds of a collective over one axis, with all groups of the axis at the same time.
 
         Args:
             action: all_gather, all_reduce, all_to_all, halo_exchange or reduce_scatter.
             axis: index of the axis.
-            nbytes: size of the larger of a rank's tensor before and after; of a halo exchange, of
-                the rank that sends or receives most.
-            inner: whether slices of a dim are moved that is not the first.
+            nbytes: bytes of a rank's tensor before or after, whichever is larger; for a halo
+                exchange, bytes of the rank that sends or receives most.
+            inner: True if the collective is along a dim other than the first.
 
         Raises:
             MeshError: the collective or the axis does not exist.
@@ -328,17 +327,17 @@ class Mesh:
         return min((line.seconds(nbytes) for line in candidates or ()), default=0.0)
 
     def copy_time(self, nbytes: int) -> float:
-        """Seconds that a local copy takes that makes `nbytes`: each byte read and written."""
+        """Seconds of a local copy of `nbytes`, each read and written once."""
         if self.collectives is not None:
             return 0.0
         device = self.topology.device
         return device.launch_overhead + 2 * nbytes / device.memory_bandwidth
 
     def spans(self, axis: int) -> tuple[Span, ...]:
-        """How the ranks of one axis lie over each link level, innermost first.
+        """Distribution of the ranks of one axis over each link level, innermost first.
 
-        Where groups along the axis differ, the worst counts: the most groups, and the
-        fewest ranks that share one.
+        If groups along the axis differ, the worst case counts: the maximum number of groups, and
+        the minimum number of ranks per group.
 
         Raises:
             MeshError: the axis does not exist.
@@ -376,19 +375,19 @@ class Mesh:
         if self.collectives is not None:
             return (self.collectives.line(action, axis, num_ranks),)
         overhead = self.topology.collective_overhead
-        # Only these two move slices that lie apart; an exchange always does.
+        # Other collectives have the same price for all dims.
         name = action + INNER * (inner and action in {"all_gather", "reduce_scatter"})
         found = lines(name, num_ranks, self._spans[axis], self.topology.levels)
         return tuple(line._replace(fixed=overhead + line.fixed) for line in found)
 
 
 def _span(num_ranks: int, stride: int, size: int, num_devices: int) -> Span:
-    """How groups of ranks that lie a stride apart lie over links that join so many devices."""
+    """Span of ranks with a stride over link groups of `size` devices."""
     if size >= num_devices:
         return Span(1, num_ranks)
     if size <= stride:
         return Span(num_ranks, 1)
-    # Where a group begins counts only up to whole links: few of many devices differ in that.
+    # Only the offset of a block within a link group matters, which repeats after a few blocks.
     block = num_ranks * stride
     number = min(num_devices // block, size // gcd(size, block))
     blocks = np.arange(number)[:, None] * block
@@ -415,26 +414,27 @@ def make_mesh(
     inter_latency: float | None = None,
     backend: str | None = None,
 ) -> Mesh:
-    """A mesh over a known topology, or over the two-level cluster that two bandwidths describe.
+    """Return a mesh over a topology, or over a two-level cluster given by bandwidths.
 
-    With bandwidths, the last axis is one node and the earlier axes lie between nodes; the
-    devices are those of the backend's default topology. With a topology, or with neither,
-    nodes have the topology's size and an axis may lie on several levels.
+    With bandwidths, the last axis is within a node and the other axes are between nodes; the device
+    type is that of the backend's default topology. Otherwise the levels are those of the topology,
+    and an axis may span several levels.
 
     Args:
         shape: size of each axis, outermost first.
         axes: name of each axis; by default ("tp",), ("dp", "tp"), ("dp0", "dp1", "tp") and
-            so on. Names are labels and steer nothing.
-        topology: a preset's name, or a topology.
-        intra_bandwidth: bytes per second per device and direction inside a node.
-        inter_bandwidth: likewise between nodes; needed where an earlier axis is larger than 1.
-        intra_latency: seconds per step inside a node; by default the backend's usual figure.
-        inter_latency: likewise between nodes.
-        backend: "nccl" or "gloo"; by default the topology's, and "nccl" without one. Without
-            a topology it picks h100-sxm or cpu-100gbe.
+            so on. Names are labels without effect.
+        topology: name of a preset, or a topology.
+        intra_bandwidth: bytes per second per device and direction within a node.
+        inter_bandwidth: bytes per second per device and direction between nodes; required if the
+            mesh has more than one node.
+        intra_latency: seconds per step within a node; default of the backend if None.
+        inter_latency: seconds per step between nodes; default of the backend if None.
+        backend: "nccl" or "gloo"; by default that of the topology, or "nccl". Without a topology,
+            it selects h100-sxm or cpu-100gbe.
 
     Raises:
-        MeshError: the arguments contradict each other, or one of them is impossible.
+        MeshError: an argument is invalid, or arguments contradict each other.
     """
     if backend is not None:
         check_backend(backend)
@@ -458,7 +458,7 @@ def make_mesh(
 
 def _axes(shape: Sequence[int], names: Sequence[str] | None) -> tuple[Axis, ...]:
     if not shape:
-        raise MeshError("the shape of the mesh is empty; one device is the shape (1,)")
+        raise MeshError("the shape of the mesh is empty; for one device, use (1,)")
     if names is None:
         outer = len(shape) - 1
         names = ["dp", "tp"] if outer == 1 else [*(f"dp{i}" for i in range(outer)), "tp"]
@@ -481,12 +481,12 @@ def _known(topology: str | Topology | None, backend: str | None) -> Topology:
 
 def _two_level(shape: Sequence[int], given: dict[str, float], backend: str) -> Topology:
     if "intra_bandwidth" not in given:
-        raise MeshError(f"{', '.join(given)} given without intra_bandwidth; give it too")
+        raise MeshError(f"{', '.join(given)} given without intra_bandwidth, which is required")
     num_nodes = prod(shape[:-1])
     if "inter_bandwidth" not in given and num_nodes > 1:
         raise MeshError(
-            f"the mesh {tuple(shape)} has {num_nodes} nodes (all axes but the last lie between "
-            "nodes), but inter_bandwidth is not given; give it too"
+            f"inter_bandwidth is required: the mesh {tuple(shape)} has {num_nodes} nodes (all axes "
+            "but the last are between nodes)"
         )
     intra_latency, inter_latency = _LATENCIES[backend]
     links = [
@@ -517,31 +517,31 @@ T = TypeVar("T")
 
 
 def mesh_to_json(mesh: Mesh) -> str:
-    """The mesh as a JSON document that holds every figure, so that it needs no presets."""
+    """Convert a mesh to a JSON document with all figures, independent of presets."""
     return _MESH.dump_json(mesh).decode()
 
 
 def mesh_from_json(document: str | bytes) -> Mesh:
-    """Read what `mesh_to_json` writes. Unknown fields and inexact types are refused.
+    """Parse the JSON of a mesh, as `mesh_to_json` writes it.
 
     Raises:
-        MeshError: the document is not JSON, or does not describe a mesh; the message names
-            every field that is wrong.
+        MeshError: the document is not JSON or not a valid mesh, or has unknown fields or inexact
+            types; the message lists all errors.
     """
     return _read(_MESH, document, "mesh")
 
 
 def topology_to_json(topology: Topology, *, indent: int | None = 1) -> str:
-    """The topology as a JSON document, for people to look at and change."""
+    """Convert a topology to a JSON document that can be edited."""
     return _TOPOLOGY.dump_json(topology, indent=indent).decode()
 
 
 def topology_from_json(document: str | bytes) -> Topology:
-    """Read what `topology_to_json` writes. Unknown fields and inexact types are refused.
+    """Parse the JSON of a topology, as `topology_to_json` writes it.
 
     Raises:
-        MeshError: the document is not JSON, or does not describe a topology; the message names
-            every field that is wrong.
+        MeshError: the document is not JSON or not a valid topology, or has unknown fields or
+            inexact types; the message lists all errors.
     """
     return _read(_TOPOLOGY, document, "topology")
 

@@ -1,7 +1,7 @@
-"""Topologies that people have, with public figures and where they come from.
+"""Preset topologies, with published figures and their sources.
 
 Peaks are dense: no structured sparsity. float32 is the rate without TF32, which PyTorch
-leaves off by default. NVLink, PCIe and network figures are per device and per direction.
+disables by default. NVLink, PCIe and network figures are per device and per direction.
 
 Latencies and the overhead of a collective on GPUs are the constants of NCCL's own model
 (src/graph/tuning.cc, LL protocol: 6.6 us base for a ring; 0.6 us per step over NVLink,
@@ -15,10 +15,10 @@ from autoshard.errors import MeshError
 from autoshard.mesh.topology import Device, Link, Topology
 
 DEFAULT_TOPOLOGY = "h100-sxm"
-"""What a mesh has where nothing else is said."""
+"""Default topology of a mesh."""
 
 DEFAULT_CPU_TOPOLOGY = "cpu-100gbe"
-"""The same for the gloo backend."""
+"""Default topology of a mesh for the gloo backend."""
 
 NCCL_OVERHEAD = 6.6e-6
 NVLINK_LATENCY = 0.6e-6
@@ -193,18 +193,18 @@ _TOPOLOGIES = MappingProxyType(
 
 
 def list_topologies() -> tuple[str, ...]:
-    """Names that `get_topology` knows, sorted."""
+    """Names of all preset topologies, sorted."""
     return tuple(sorted(_TOPOLOGIES))
 
 
 def get_topology(name: str) -> Topology:
-    """A topology by name.
+    """Return a preset topology by name.
 
-    A mesh that leaves devices of a group idle (64 of the 72 of an NVL72 rack, say) wants a
-    copy of the topology whose level has the size in use: `dataclasses.replace`.
+    For a mesh that uses only some devices of each group (such as 64 of the 72 of an NVL72 rack),
+    make a copy with the actual group size: `dataclasses.replace`.
 
     Raises:
-        MeshError: there is no topology of that name; the message lists those there are.
+        MeshError: the name is unknown; the message lists all names.
     """
     if name not in _TOPOLOGIES:
         raise MeshError(

@@ -1,4 +1,4 @@
-"""Topologies: devices, nested levels of links, and checks that name what is wrong."""
+"""Topologies: a device type and nested levels of links, with validation."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,23 +11,23 @@ from pydantic import ConfigDict
 from autoshard.errors import MeshError
 
 MAX_NAME = 255
-"""Characters of a name."""
+"""Maximum characters of a name."""
 
 
 def check_positive(value: float, what: str) -> None:
-    """Raise unless a figure is a finite number above zero."""
+    """Raise MeshError unless a value is a finite number above zero."""
     if not 0 < value <= float_info.max:
         raise MeshError(f"{what} is {value}; it must be a finite number above 0")
 
 
 def check_not_negative(value: float, what: str) -> None:
-    """Raise unless a figure is a finite number, zero or more."""
+    """Raise MeshError unless a value is a finite number, zero or more."""
     if not 0 <= value <= float_info.max:
         raise MeshError(f"{what} is {value}; it must be a finite number, 0 or more")
 
 
 def check_name(name: str, what: str) -> None:
-    """Raise where a name is empty, too long, not printable or has spaces around it."""
+    """Raise MeshError if a name is empty, too long, not printable or has surrounding spaces."""
     if len(name) > MAX_NAME:
         raise MeshError(
             f"{what} {name[:32]!r}... must have a name of at most {MAX_NAME} characters"
@@ -39,7 +39,7 @@ def check_name(name: str, what: str) -> None:
 
 
 def check_unique(names: Iterable[str], what: str) -> None:
-    """Raise where a name comes twice."""
+    """Raise MeshError if a name occurs twice."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -48,53 +48,53 @@ def check_unique(names: Iterable[str], what: str) -> None:
 
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter")
-"""Names of the collectives that have a price."""
+"""Names of the collectives of the cost model."""
 
 INNER = " of inner dims"
-"""Behind the name of an all-gather or a reduce-scatter: of any dim but the first, where slices
-are put in order by a copy."""
+"""Suffix of an all-gather or reduce-scatter along a dim other than the first, where a copy makes
+slices contiguous."""
 
 MEASURABLE = (*COLLECTIVES, f"all_gather{INNER}", f"reduce_scatter{INNER}")
-"""Names of the collectives that a link may have figures for."""
+"""Names of the collectives that a link may have a rate for."""
 
 MAX_BENDS = 64
-"""Of a collective; all of them count in each of its prices."""
+"""Maximum number of bends of a collective."""
 
 BACKENDS = ("nccl", "gloo")
-"""Names of `torch.distributed` backends that a topology may ask for."""
+"""Names of the supported `torch.distributed` backends."""
 
 
 MATMUL_EFFICIENCY = 0.8
-"""Share of the dense peak that large matrix products reach.
+"""Fraction of the dense peak that large matrix products reach.
 
 Published sweeps over shapes find a little over 0.8 on A100 and H100 (Bekman, "Machine
 Learning Engineering", maximum achievable matmul FLOPS).
 """
 
 TILE = 32.0
-"""Extent at which a product loses half of its efficiency, where nothing else is known.
+"""Default extent at which a matrix product loses half of its efficiency.
 
-Kernels pad every extent to tiles. The figure leaves matrix-vector products bound by memory,
-as they are in practice, and cuts of one extent down to a few tiles visibly dearer.
+Kernels pad every extent to tiles. With this value, matrix-vector products are bound by memory, as
+they are in practice, and sharding an extent down to a few tiles is clearly more expensive.
 """
 
 MAX_OPERATORS = 4096
-"""Of a device; there are fewer operators."""
+"""Maximum number of operator fits of a device."""
 
 MAX_DTYPES = 64
-"""Of a device's peaks; PyTorch has fewer."""
+"""Maximum number of dtypes with a peak; PyTorch has fewer."""
 
 MAX_SOURCE = 4096
-"""Characters that say where the figures of a topology come from."""
+"""Maximum characters of the source of a topology."""
 
 
 @dataclass(frozen=True)
 class RooflineFit:
-    """How long an operator takes in one direction: `overhead + times * roofline`.
+    """Measured time of an operator in one direction: `overhead + times * roofline`.
 
     Attributes:
-        overhead: seconds, all its kernels together.
-        times: multiple of what its operations and bytes take at the device's rates.
+        overhead: seconds of overhead of all its kernels together.
+        times: factor of the roofline seconds of its operations and bytes.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -109,7 +109,7 @@ class RooflineFit:
 
 @dataclass(frozen=True)
 class OperatorFit:
-    """How long an operator takes."""
+    """Measured times of an operator, forward and backward."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -122,15 +122,15 @@ class Device:
     """One accelerator, or one CPU host that runs one rank.
 
     Attributes:
-        name: for people.
+        name: display name.
         peak_flops: dense peak in FLOP/s by PyTorch's dtype name; float32 must be among them.
         memory_bandwidth: bytes per second, reads and writes together.
         memory: bytes.
-        launch_overhead: seconds that an operator takes even when it has nothing to do.
+        launch_overhead: minimum seconds of a kernel.
         tile: extent at which a matrix product loses half of its efficiency.
-        operators: how long operators take that were measured, by name, and others by category
-            (`view`, `contraction`, `stream`). One that is in neither takes the launch overhead
-            for each kernel and what the roofline says; a view takes nothing.
+        operators: measured times of operators, by name, and of other operators by category
+            (`view`, `contraction`, `stream`). Without either, an operator takes the launch overhead
+            of each kernel plus the roofline seconds, and a view is free.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -153,7 +153,7 @@ class Device:
         if len(self.peak_flops) > MAX_DTYPES:
             raise MeshError(
                 f"device {self.name!r} has peak_flops for {len(self.peak_flops)} dtypes; "
-                f"{MAX_DTYPES} are enough for all there are"
+                f"the limit is {MAX_DTYPES}"
             )
         for dtype, flops in self.peak_flops.items():
             check_name(dtype, f"dtype of device {self.name!r}")
@@ -165,23 +165,23 @@ class Device:
         if len(self.operators) > MAX_OPERATORS:
             raise MeshError(
                 f"device {self.name!r} has fits of {len(self.operators)} operators; "
-                f"{MAX_OPERATORS} are enough for all there are"
+                f"the limit is {MAX_OPERATORS}"
             )
         for operator in self.operators:
             check_name(operator, f"operator of device {self.name!r}")
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s in a dtype; float32's where the dtype is not listed."""
+        """Peak FLOP/s of a dtype; that of float32 if the dtype is not listed."""
         return self.peak_flops.get(dtype, self.peak_flops["float32"])
 
 
 @dataclass(frozen=True)
 class Bend:
-    """Where long messages become slower, since they no longer fit a cache, say.
+    """Message size from which a collective is slower, for example because of cache sizes.
 
     Attributes:
-        nbytes: size of a rank's tensor.
-        bandwidth: of all bytes beyond, in bytes per second.
+        nbytes: size of a rank's tensor in bytes.
+        bandwidth: bytes per second of all bytes beyond `nbytes`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -196,12 +196,12 @@ class Bend:
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast a collective moves over a link.
+    """Bandwidth and latency of a collective over a link.
 
     Attributes:
-        bandwidth: bytes per second that one device can send, while it receives as much.
+        bandwidth: bytes per second per device and direction (full duplex).
         latency: seconds per step of the collective.
-        bends: where it becomes slower, in ascending order.
+        bends: sizes from which it is slower, ascending.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -214,27 +214,25 @@ class Rate:
         check_positive(self.bandwidth, "bandwidth of a collective")
         check_not_negative(self.latency, "latency of a collective")
         if len(self.bends) > MAX_BENDS:
-            raise MeshError(
-                f"a collective has {len(self.bends)} bends; {MAX_BENDS} describe any measurements"
-            )
+            raise MeshError(f"a collective has {len(self.bends)} bends; the limit is {MAX_BENDS}")
         for before, after in pairwise((Bend(1, self.bandwidth), *self.bends)):
             if after.nbytes <= before.nbytes or after.bandwidth > before.bandwidth:
                 raise MeshError(
-                    "the bends of a collective must have ascending bytes and bandwidths that fall"
+                    "the bends of a collective must have ascending nbytes and descending bandwidths"
                 )
 
 
 @dataclass(frozen=True)
 class Link:
-    """One level of links: what connects the devices of a group.
+    """One level of links, which connect the devices of a group.
 
     Attributes:
-        name: for people.
-        size: devices in a group at this level; None where the level has no limit.
-        bandwidth: bytes per second that one device can send, while it receives as much.
+        name: display name.
+        size: devices in a group at this level; None if unlimited.
+        bandwidth: bytes per second per device and direction (full duplex).
         latency: seconds per step of a collective.
-        collectives: the figures of collectives that were found to have their own, by name
-            (`MEASURABLE`).
+        collectives: measured rates of collectives by name (`MEASURABLE`), which replace
+            bandwidth and latency.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -253,30 +251,30 @@ class Link:
                     f"{action!r} is not a collective; choose one of {', '.join(MEASURABLE)}"
                 )
         if self.size is not None and self.size < 1:
-            raise MeshError(f"link {self.name!r} has size {self.size}; a group has 1 or more")
+            raise MeshError(f"link {self.name!r} has size {self.size}; it must be 1 or more")
         check_positive(self.bandwidth, f"bandwidth of link {self.name!r}")
         check_not_negative(self.latency, f"latency of link {self.name!r}")
 
     def rate(self, action: str) -> Rate:
-        """How fast a collective moves over the link."""
+        """Rate of a collective over the link."""
         found = self.collectives.get(action) or self.collectives.get(action.removesuffix(INNER))
         return found or Rate(self.bandwidth, self.latency)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A cluster: equal devices under nested levels of links.
+    """A cluster: identical devices with nested levels of links.
 
-    Device i lies in group i // size of each level, so the devices of a group are
-    numbered one after the other.
+    Device i is in group i // size of each level, so the devices of a group have consecutive
+    numbers.
 
     Attributes:
-        name: for people.
-        device: what every rank runs on.
+        name: display name.
+        device: the device type of every rank.
         levels: links from the innermost to the outermost; only the last may be unlimited.
-        backend: the `torch.distributed` backend that the links were described for.
-        collective_overhead: seconds that a collective takes on top of its steps and bytes.
-        source: where the figures come from.
+        backend: the `torch.distributed` backend that the links are described for.
+        collective_overhead: fixed seconds of every collective.
+        source: source of the figures.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -293,7 +291,7 @@ class Topology:
         if len(self.source) > MAX_SOURCE:
             raise MeshError(
                 f"the source of topology {self.name!r} has {len(self.source):,} characters; "
-                f"say in {MAX_SOURCE:,} where the figures come from, or give an address"
+                f"the limit is {MAX_SOURCE:,}; give an address instead"
             )
         check_backend(self.backend)
         check_not_negative(
@@ -307,19 +305,19 @@ class Topology:
 
     @property
     def max_devices(self) -> int | None:
-        """How many devices the topology holds; None where there is no limit."""
+        """Maximum number of devices of the topology; None if unlimited."""
         return self.levels[-1].size
 
 
 def check_collective(action: str) -> None:
-    """Raise where a collective has no price."""
+    """Raise MeshError for an unknown collective."""
     if action not in COLLECTIVES:
         known = ", ".join(COLLECTIVES)
         raise MeshError(f"'{action}' is not a collective; choose one of {known}")
 
 
 def check_backend(backend: str) -> None:
-    """Raise where a backend is not one that links are described for."""
+    """Raise MeshError for an unknown backend."""
     if backend not in BACKENDS:
         raise MeshError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
 

@@ -133,8 +133,8 @@ def by_rank(tensor: torch.Tensor, shard: AxisType, num_ranks: int) -> torch.Tens
     """Reorder interleaved sub-shards of a dim so that the slices of each rank are contiguous."""
     dim = shard.dim
     unit = tensor.shape[dim] // sum(shard.sub_shards)
-    sub_shards = torch.split(tensor, [unit * size for size in shard.sub_shards], dim)
-    slices = [torch.unflatten(sub_shard, dim, (num_ranks, -1)) for sub_shard in sub_shards]
+    sections = torch.split(tensor, [unit * size for size in shard.sub_shards], dim)
+    slices = [torch.unflatten(section, dim, (num_ranks, -1)) for section in sections]
     return torch.cat(slices, dim + 1).flatten(dim, dim + 1)
 
 

@@ -13,7 +13,7 @@ from support.models import graph_of
 from autoshard import discover as public_discover
 from autoshard.discovery import Finding, discover
 from autoshard.discovery.probe import probe_of
-from autoshard.discovery.search import Search
+from autoshard.discovery.search import RuleSearch
 from autoshard.discovery.shapes import smaller_sizes
 from autoshard.errors import GraphError, SchemaError, UnsupportedError
 from autoshard.graph import (
@@ -122,7 +122,7 @@ def call(
 
 def found(made: Call) -> CallRule:
     torch.set_num_threads(1)
-    return Search(probe_of(made), time.monotonic() + 60).rule()
+    return RuleSearch(probe_of(made), time.monotonic() + 60).rule()
 
 
 def free(made: Call) -> dict[str, int]:
@@ -201,9 +201,9 @@ def finding(made: Call) -> Finding:
 @pytest.mark.parametrize(
     ("packet", "reason"),
     [
-        ("picked", "the shapes of its outputs depend on the numbers"),
-        ("writes", "it writes into its inputs"),
-        ("nothing", "it gives zeros whatever goes in"),
+        ("picked", "the shapes of its outputs depend on the values"),
+        ("writes", "it modifies its inputs in place"),
+        ("nothing", "its outputs are always zero"),
         ("fails", "2 dims are not what I want"),
     ],
 )
@@ -221,14 +221,14 @@ def test_an_operator_that_is_not_registered_is_named() -> None:
 @pytest.mark.parametrize(
     ("operator", "attribute", "reason"),
     [
-        ("aten._fake_quantize_learnable_per_tensor_affine.default", 2, "internal operators"),
-        ("aten.one_hot.default", 1 << 40, "'n' of 1099511627776 may ask for more memory"),
+        ("aten._fake_quantize_learnable_per_tensor_affine.default", 2, "internal ATen operators"),
+        ("aten.one_hot.default", 1 << 40, "'n' of 1099511627776 may need too much memory"),
         (
             "aten.upsample_bicubic2d.default",
             (1 << 20, 1 << 15),
-            "'n' of [1048576, 32768] may ask for more memory than there is",
+            "'n' of [1048576, 32768] may need too much memory",
         ),
-        ("aten.upsample_bicubic2d.default", (-1 << 11, 0, 1 << 10), "may ask for more memory"),
+        ("aten.upsample_bicubic2d.default", (-1 << 11, 0, 1 << 10), "may need too much memory"),
     ],
 )
 def test_operators_of_torch_that_strangers_could_misuse_are_not_run(
@@ -250,7 +250,7 @@ def test_a_program_gets_no_more_rules_than_it_can_be_read_with(
     made = discover(graph_of(custom_operators.mixer()))
     assert [finding.rule is not None for finding in made.findings] == [True, True, False]
     assert made.graph.rules == tuple(finding.rule for finding in made.findings[:2])
-    assert made.findings[2].reason == "the program has 2 rules already, which is the limit"
+    assert made.findings[2].reason == "the program already has 2 rules, which is the limit"
     again = discover(made.graph)
     assert [finding.reason for finding in again.findings] == [made.findings[2].reason]
 

@@ -16,7 +16,7 @@ from ops.test_product_rules import CASES as PRODUCTS
 from ops.test_shape_rules import CASES as SHAPES
 
 from autoshard.discovery.probe import NotTriableError, probe_of
-from autoshard.discovery.search import Search
+from autoshard.discovery.search import RuleSearch
 from autoshard.ops import (
     Call,
     Kernel,
@@ -55,7 +55,7 @@ def found_rule(call: Call) -> OperatorRule:
     Raises:
         NotTriableError: it cannot be tried.
     """
-    return given_rule(call, Search(probe_of(call), time.monotonic() + 60).rule())
+    return given_rule(call, RuleSearch(probe_of(call), time.monotonic() + 60).rule())
 
 
 def options(rule: OperatorRule) -> set[str]:
@@ -79,18 +79,18 @@ UNFOUND = {
 REFUSED = {
     "aten.type_as.default": "share memory",
     "aten.meshgrid.indexing": "share memory",
-    "aten.index.Tensor": "depend on the numbers",
-    "aten.masked_scatter.default": "no small call",
-    "aten.gather.default": "no small call",
-    "aten.zeros_like.default": "gives zeros",
-    "aten.eq.Scalar": "gives zeros",
-    "aten.all.default": "gives zeros",
-    "aten._is_all_true.default": "gives zeros",
-    "aten.scalar_tensor.default": "no tensors",
-    "aten.arange.default": "no tensors",
-    "aten.arange.start": "no tensors",
-    "aten.linspace.default": "no tensors",
-    "aten.eye.default": "no tensors",
+    "aten.index.Tensor": "depend on the values",
+    "aten.masked_scatter.default": "fails on small tensors",
+    "aten.gather.default": "fails on small tensors",
+    "aten.zeros_like.default": "always zero",
+    "aten.eq.Scalar": "always zero",
+    "aten.all.default": "always zero",
+    "aten._is_all_true.default": "always zero",
+    "aten.scalar_tensor.default": "no tensor inputs",
+    "aten.arange.default": "no tensor inputs",
+    "aten.arange.start": "no tensor inputs",
+    "aten.linspace.default": "no tensor inputs",
+    "aten.eye.default": "no tensor inputs",
 }
 """Operators of which some call cannot be tried, and what is said."""
 

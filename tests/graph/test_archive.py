@@ -131,9 +131,9 @@ def test_hints_replace_symbols_and_module_paths_are_kept() -> None:
         (b"\x80\x04pickle", "not a readable .pt2 archive"),
         (archive_of(program())[:-40], "not a readable .pt2 archive"),
         (zipped(**{"model/data/weights/weight_0": b""}), "has no models/model.json"),
-        (zipped(**{"model/models/other.json": b"{}"}), "holds model/models/other.json"),
-        (zipped(**{MODEL_FILE: b"{}", "b/models/model.json": b"{}"}), "holds 2 models"),
-        (zipped(**{MODEL_FILE: b" " * 1_000_000}), "as a zip bomb does"),
+        (zipped(**{"model/models/other.json": b"{}"}), "has model/models/other.json"),
+        (zipped(**{MODEL_FILE: b"{}", "b/models/model.json": b"{}"}), "has 2 models"),
+        (zipped(**{MODEL_FILE: b" " * 1_000_000}), "like a zip bomb"),
     ],
 )
 def test_bad_archives_are_refused(data: bytes, message: str) -> None:
@@ -220,8 +220,8 @@ FIRST_ARGUMENT = ("graph", "nodes", 0, "inputs", 0)
         (broken("graph", "tensor_values", "cat", delete=True), "'cat' has no entry"),
         (broken("graph", "tensor_values", "x", "dtype", to=True), r"tensor_values\['x'\]: 'dtype'"),
         (broken("graph", "tensor_values", "x", "sizes", 0, to={"as_int": -1}), "non-negative"),
-        (broken(*FIRST_ARGUMENT, "arg", to=tensor("gone")), "uses 'gone', which no input"),
-        (broken(*FIRST_ARGUMENT, "arg", to=tensor("cat")), "uses 'cat', which no input and no ear"),
+        (broken(*FIRST_ARGUMENT, "arg", to=tensor("gone")), "uses 'gone', which is neither"),
+        (broken(*FIRST_ARGUMENT, "arg", to=tensor("cat")), "uses 'cat', which is neither"),
         (broken(*FIRST_ARGUMENT, "arg", to={}), r"nodes\[0\] \(relu\): argument 'self'"),
         (broken("graph", "outputs", 0, to=tensor("gone")), "returns 'gone'"),
         (
@@ -324,5 +324,5 @@ def test_whatever_is_wrong_is_a_graph_error(
 def test_an_operator_has_a_name_within_a_namespace(target: str) -> None:
     document = program()
     document["graph_module"]["graph"]["nodes"][0]["target"] = target
-    with pytest.raises(SchemaError, match="no operator"):
+    with pytest.raises(SchemaError, match="not the name of an operator"):
         load_graph(json.dumps(document).encode())

@@ -172,9 +172,9 @@ def test_a_constant_may_begin_inside_its_storage() -> None:
     ("update", "message"),
     [
         ({"contents": "A?A="}, "contents: Data should be valid base64"),
-        ({"contents": "AAA="}, "has a value of 2 bytes and is"),
+        ({"contents": "AAA="}, "has contents of 2 bytes, but it is"),
         ({"contents": 5}, "contents: Input should be a valid bytes"),
-        ({"kind": "buffer"}, "has a value of 4 bytes and is a buffer"),
+        ({"kind": "buffer"}, "has contents of 4 bytes, but it is a buffer"),
     ],
 )
 def test_a_value_fits_its_constant(update: dict[str, Any], message: str) -> None:

@@ -158,7 +158,7 @@ def test_rows_enter_nothing_that_mixes_them(graph: Graph, operator: str) -> None
         replace(node, operator=operator) if node.operator == "aten.silu.default" else node
         for node in graph.nodes
     )
-    with pytest.raises(SchemaError, match="does not act within rows"):
+    with pytest.raises(SchemaError, match="does not act on each row separately"):
         ragged_values(replace(graph, nodes=nodes))
 
 

@@ -132,7 +132,7 @@ def truth_values(x: torch.Tensor) -> torch.Tensor:
         (stale_reshape, "may share memory with what 'add_' has overwritten"),
         (every_other, "every other element"),
         (mixed_types, "writes float32 into bfloat16"),
-        (truth_values, "no plain form"),
+        (truth_values, "no functional form"),
     ],
 )
 def test_what_cannot_be_carried_through_is_refused(function: Forward, message: str) -> None:

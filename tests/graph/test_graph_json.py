@@ -103,7 +103,7 @@ def test_digest_does_not_depend_on_the_order_of_values() -> None:
         (("nodes", 0, "name"), None, r"nodes\.0\.name: Input should be a valid string"),
         (("nodes", 0, "colour"), 1, r"nodes\.0\.colour: Unexpected keyword argument"),
         (("nodes", 1, "arguments", 0), ["self"], r"nodes\.1\.arguments\.0\.1: Field required"),
-        (("nodes", 1, "arguments", 0, 1), {"ref": "c"}, "uses 'c', which no input"),
+        (("nodes", 1, "arguments", 0, 1), {"ref": "c"}, "uses 'c', which is neither"),
         (("nodes", 1, "arguments", 2, 1), {"float": "1e9"}, "is not an argument"),
         (("nodes", 2, "arguments", 1, 1), {"colour": "red"}, "is not an argument"),
         (("nodes", 2, "arguments", 1, 1), {"ref": "f", "dtype": "x"}, "is not an argument"),
@@ -120,7 +120,7 @@ def test_digest_does_not_depend_on_the_order_of_values() -> None:
         (
             ("values", "y"),
             {"shape": [], "dtype": "bool", "requires_grad": False},
-            "no input and no",
+            "no input or node",
         ),
         (("in_spec",), 3, "in_spec: Input should be a valid string"),
     ],

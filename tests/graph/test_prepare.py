@@ -110,12 +110,14 @@ def spoilt(graph: Graph) -> dict[str, Callable[[dict[str, Any]], object]]:
     assert graph.preparation is not None
     (name,) = prepared(graph)
     return {
-        "nothing makes": lambda document: document.pop("preparation"),
-        "has none of its own": lambda document: document["preparation"].update(
+        "is missing in the preparation": lambda document: document.pop("preparation"),
+        "must not have a preparation": lambda document: document["preparation"].update(
             preparation={"inputs": [], "nodes": [], "outputs": [], "values": {}}
         ),
-        "must take nothing and make": lambda document: document["preparation"].update(outputs=[]),
-        "and prepared it is": lambda document: document["values"][name].update(dtype="int8"),
+        "must have no inputs and return": lambda document: document["preparation"].update(
+            outputs=[]
+        ),
+        "in the preparation": lambda document: document["values"][name].update(dtype="int8"),
         "inputs: Field required": lambda document: document["preparation"].pop("inputs"),
     }
 
@@ -123,10 +125,10 @@ def spoilt(graph: Graph) -> dict[str, Callable[[dict[str, Any]], object]]:
 @pytest.mark.parametrize(
     "said",
     [
-        "nothing makes",
-        "has none of its own",
-        "must take nothing and make",
-        "and prepared it is",
+        "is missing in the preparation",
+        "must not have a preparation",
+        "must have no inputs and return",
+        "in the preparation",
         "inputs: Field required",
     ],
 )
@@ -145,7 +147,7 @@ def test_a_preparation_takes_nothing(graph: Graph) -> None:
         inputs=(user,),
         values={**graph.preparation.values, user.name: graph.values[user.name]},
     )
-    with pytest.raises(SchemaError, match="must take nothing"):
+    with pytest.raises(SchemaError, match="must have no inputs"):
         graph_from_json(graph_to_json(replace(graph, preparation=taking)))
     assert Output(user.name) not in graph.preparation.outputs
 
@@ -155,5 +157,5 @@ def test_a_preparation_draws_no_random_numbers(graph: Graph) -> None:
     first, *rest = graph.preparation.nodes
     drawn = replace(first, operator="aten.rand.default", arguments=(("size", (4,)),))
     broken = replace(graph, preparation=replace(graph.preparation, nodes=(drawn, *rest)))
-    with pytest.raises(SchemaError, match=r"aten\.rand\.default\) of the preparation may be"):
+    with pytest.raises(SchemaError, match=r"aten\.rand\.default\) of the preparation may differ"):
         graph_from_json(graph_to_json(broken))

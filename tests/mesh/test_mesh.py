@@ -154,7 +154,7 @@ def test_one_node_needs_no_bandwidth_between_nodes() -> None:
             {"topology": "h100-sxm", "intra_bandwidth": 1e9},
             "both a topology and intra_bandwidth are given",
         ),
-        ((2, 4), {"intra_bandwidth": 1e9}, "2 nodes .* but inter_bandwidth is not given"),
+        ((2, 4), {"intra_bandwidth": 1e9}, "inter_bandwidth is required: .* 2 nodes"),
         ((2, 4), {"inter_bandwidth": 1e9}, "without intra_bandwidth"),
         ((2, 4), {"intra_latency": 1e-6}, "without intra_bandwidth"),
         ((2,), {"intra_bandwidth": 0.0}, "bandwidth of link 'intra' is 0.0"),

@@ -10,7 +10,7 @@ import torch
 from ops.calls import example_cases
 
 from autoshard.graph import Argument, Node, Ref, Tensor, Token
-from autoshard.graph.normalise.functional import OVERWRITES, is_inplace, plain_form
+from autoshard.graph.normalise.functional import OVERWRITES, functional_form, is_inplace
 from autoshard.ops import has_rule, spec_for
 from autoshard.ops.examples import Example, examples_of
 from autoshard.ops.index_space import replicated
@@ -80,7 +80,7 @@ def test_what_models_use_has_a_rule_or_comes_to_none(name: str) -> None:
     operator = f"aten.{name}"
     if is_inplace(operator):
         assert operator not in OVERWRITES
-        operator = plain_form(Node("node", operator, (), ("out",)))
+        operator = functional_form(Node("node", operator, (), ("out",)))
     assert has_rule(operator)
     assert spec_for(operator).saves is not saves_everything
 

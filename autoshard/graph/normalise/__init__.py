@@ -1,17 +1,16 @@
-"""Normalisation: a chain of small passes, each from a graph to an equal, simpler graph.
+"""Normalisation: a chain of passes, each of which returns an equivalent, simpler graph.
 
-Guarantees of a normalised graph:
+Properties of a normalised graph:
 
-* no sub-graphs, no assertions, no operator that writes into its inputs;
-* no operator that changes nothing, and no value that nothing uses;
+* no sub-graphs, no assertions, no in-place operators;
+* no no-ops, no dead code;
 * `view`, `flatten` and `unflatten` are `aten.reshape.default`, every change of element type
   is `aten.to.dtype`, and no size or dim argument is negative;
 * a mean cross-entropy is a sum divided by a count, so that both can be summed over ranks;
-* mixtures of experts that are recognised have operators of the library's own
-  (`autoshard.graph.experts`);
-* names of one tied parameter are one input;
-* what follows from nothing that comes in is an input, and `Graph.preparation` makes it once;
-* `Tensor.requires_grad` says for every value whether a gradient flows to it in training.
+* recognised mixtures of experts use the operators of `autoshard.graph.experts`;
+* each tied parameter is one input;
+* values that do not depend on inputs are prepared inputs, which `Graph.preparation` computes once;
+* `Tensor.requires_grad` of every value is True if a gradient flows to it in training.
 """
 
 from collections.abc import Sequence
@@ -30,15 +29,15 @@ from autoshard.graph.parse import Program
 
 
 def normalise(program: Program, *, ties: Sequence[Sequence[str]] | None = None) -> Graph:
-    """Bring a parsed program into the form that planning expects.
+    """Normalise a parsed program.
 
     Args:
-        program: the program as it arrived.
-        ties: groups of parameter names that are one tensor each; None where unknown.
+        program: the parsed program.
+        ties: groups of names of tied parameters; None if unknown.
 
     Raises:
-        SchemaError: the program uses values that it does not make.
-        UnsupportedError: it uses a feature that has no equal among plain operators.
+        SchemaError: the program is invalid, for example uses undefined values.
+        UnsupportedError: it uses a feature that cannot be expressed with functional operators.
     """
     graph = inline_regions(program)
     check_wiring(graph)
@@ -48,6 +47,6 @@ def normalise(program: Program, *, ties: Sequence[Sequence[str]] | None = None) 
     graph = simplify(propagate_gradients(graph))
     graph = group_experts(split_mean_losses(graph))
     graph = propagate_gradients(drop_dead_code(graph))
-    graph = prepare(graph, merges=not program.has_open_sizes)
+    graph = prepare(graph, merges=not program.has_dynamic_sizes)
     check_wiring(graph)
     return graph

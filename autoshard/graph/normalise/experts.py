@@ -1,16 +1,15 @@
-"""Mixtures of experts: from sorting and indexing to operators that say what is meant.
+"""Detection of mixtures of experts, which are rewritten with the operators of `graph.experts`.
 
-An export shows that the rows of tokens are sorted by expert, multiplied group by group and put
-back in place: a sort, a division, reads at positions that are data. Nobody can tell from these
-that a rank may take over some of the experts. A block is recognised by how it hangs together,
+In an export, the rows of tokens are sorted by expert, multiplied group by group and restored to
+token order with a sort, a division and indexing by data. Sharding rules of these operators cannot
+express expert parallelism. A block is recognised by its structure,
 
     ids[T, k] -> flat -> sort -> by_expert[T k], order[T k]
     tokens[order // k] -> rows                    histc(by_expert).cumsum -> ends of groups
-    grouped products of rows, biases[by_expert], whatever acts on each row by itself
+    grouped products of rows, biases[by_expert], operators that act on each row separately
     rows * weights.flat[order].unsqueeze -> [inverse of order] -> view(T, k, d) -> sum(1)
 
-and written with the operators of `autoshard.graph.experts`. Where anything in it is not as
-expected it stays as it is.
+and left unchanged if any part of it differs from this.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,9 +29,9 @@ from autoshard.graph.ir import Argument, Graph, Node, Ref, Tensor
 
 
 def group_experts(graph: Graph) -> Graph:
-    """The graph with the mixtures of experts that are recognised in the library's own operators.
+    """Rewrite recognised mixtures of experts with the operators of `autoshard.graph.experts`.
 
-    What only the old spelling needs is left to `drop_dead_code`.
+    Nodes that are no longer needed are left for `drop_dead_code`.
     """
     finder = _Finder(graph)
     for node in graph.nodes:
@@ -50,14 +49,14 @@ def group_experts(graph: Graph) -> Graph:
 
 
 class _Role(Enum):
-    """What a value is in the old spelling; of shape [T k] unless said otherwise."""
+    """Role of a value in the exported pattern; shape [T k] unless stated otherwise."""
 
     ORDER = auto()
     SORTED = auto()
     COUNTS = auto()
     """Rows of each expert, of shape [E]."""
     ENDS = auto()
-    """Where the rows of each expert end, of shape [E]."""
+    """End index of the rows of each expert, of shape [E]."""
     TOKEN = auto()
     PICKED = auto()
     """Weights by expert."""
@@ -93,12 +92,12 @@ class _Block:
         ids: experts of each token.
         tokens: T.
         slots: k.
-        num_experts: E; 0 as long as it is unknown.
-        weights: weights of each token; empty as long as they are unknown.
-        last: the rows that are weighted, likewise.
-        nodes: new calls, by the name of the one that each replaces.
-        rows: values that hold rows by expert.
-        is_sound: whether everything that takes rows is as expected.
+        num_experts: E; 0 while unknown.
+        weights: routing weights of each token; empty while unknown.
+        last: the rows that are weighted; empty while unknown.
+        nodes: new calls, by the name of the call that each replaces.
+        rows: values with rows ordered by expert.
+        is_sound: True while all users of rows match the pattern.
     """
 
     ids: str
@@ -122,7 +121,7 @@ class _Block:
         return self.is_sound and ends and GROUPED_MM in made
 
     def ragged(self, rows: Tensor) -> Tensor:
-        """Rows of the old spelling as the library's own operators have them."""
+        """Convert the shape of rows from [T k, d] to [A, B, d]."""
         groups = groups_of_rows(self.num_experts, self.num_rows)
         return replace(rows, shape=(*groups, *rows.shape[1:]))
 
@@ -131,7 +130,7 @@ class _Block:
         self.nodes[node.name] = replace(node, operator=operator, arguments=tuple(arguments.items()))
 
     def finished(self) -> dict[str, Node]:
-        """The new calls, those that ask for it with the number of experts."""
+        """Return the new calls; dispatch and combine get the number of experts."""
         experts = ("num_experts", self.num_experts)
         return {
             name: replace(node, arguments=(*node.arguments, experts))
@@ -142,10 +141,10 @@ class _Block:
 
 
 class _Finder:
-    """Follows every block of a graph, node by node in program order.
+    """Matches the nodes of a graph, in program order, with the pattern of a mixture of experts.
 
     Attributes:
-        blocks: what has been found.
+        blocks: the candidates that have been found.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -156,7 +155,7 @@ class _Finder:
         self._known: dict[str, tuple[_Block, _Role]] = {}
 
     def visit(self, node: Node) -> None:
-        """Look at the next node."""
+        """Match the next node."""
         if node.operator in _SORTS:
             self._begin(node)
             return
@@ -188,11 +187,11 @@ class _Finder:
         return self._values[name].shape
 
     def _roles(self, node: Node) -> list[_Role | None]:
-        """What is known of each input."""
+        """Known role of each input."""
         return [self._known[name][1] if name in self._known else None for name in node.inputs]
 
     def _flattened(self, name: str) -> str | None:
-        """The matrix that a vector is, one row after the other."""
+        """The matrix of which a vector is the flattened form, or None."""
         maker = self._makers.get(name)
         if maker is None or maker.operator != "aten.reshape.default":
             return None
@@ -200,7 +199,7 @@ class _Finder:
         return maker.inputs[0] if is_flat else None
 
     def _token(self, node: Node, block: _Block) -> _Role | None:
-        """The order divided by k."""
+        """Match the order divided by k: the token of each row."""
         floors = node.argument("rounding_mode", "floor") == "floor"
         matches = self._roles(node) == [_Role.ORDER] and node.argument("other") == block.slots
         return _Role.TOKEN if matches and floors else None
@@ -210,7 +209,7 @@ class _Finder:
         return role if role is _Role.SORTED else self._within(node, block)
 
     def _counted(self, node: Node, block: _Block) -> _Role | None:
-        """How often each expert occurs."""
+        """Match the number of rows of each expert."""
         bins = node.argument("bins")
         bounds = node.argument("min", 0), node.argument("max", 0)
         if self._roles(node) != [_Role.SORTED] or not isinstance(bins, int):
@@ -228,7 +227,7 @@ class _Finder:
         return _Role.WEIGHT if matches else None
 
     def _inverse(self, node: Node, block: _Block) -> _Role | None:
-        """At each place of the order, the number of the place."""
+        """Match the inverse permutation of the order."""
         if node.argument("indices") != (Ref(node.inputs[1]),) or node.argument("accumulate"):
             return None
         numbers = self._makers.get(node.inputs[2])
@@ -241,7 +240,7 @@ class _Finder:
         return _Role.INVERSE if matches else None
 
     def _read(self, node: Node, block: _Block) -> _Role | None:
-        """A read at positions that the block knows."""
+        """Match an index operation with known indices."""
         source, *indices = node.inputs
         known, *at = self._roles(node)
         if node.argument("indices") != tuple(map(Ref, indices)) or len(at) != 1:
@@ -253,7 +252,7 @@ class _Finder:
         return self._read_rows(node, block) if len(self._shape(source)) == _MATRIX else None
 
     def _read_rows(self, node: Node, block: _Block) -> _Role | None:
-        """Tokens by expert, or the bias of each row's expert."""
+        """Match tokens by expert, or the bias of each row's expert."""
         source, at = node.inputs[0], self._roles(node)[1]
         given = {"ids": Ref(block.ids)}
         if at is _Role.TOKEN and self._shape(source)[0] == block.tokens:
@@ -272,7 +271,7 @@ class _Finder:
         return _Role.PICKED
 
     def _product(self, node: Node, block: _Block) -> _Role | None:
-        """A grouped product without a bias."""
+        """Match a grouped product without a bias."""
         others = (value for key, value in node.arguments if key not in _FACTORS)
         if self._roles(node) != [_Role.ROWS, None, _Role.ENDS] or any(others):
             return None
@@ -283,7 +282,7 @@ class _Finder:
         return self._rows(node, block, GROUPED_MM, given)
 
     def _weighted(self, node: Node, block: _Block) -> _Role | None:
-        """Rows times their weights; once, and nothing else takes what comes out."""
+        """Match the product of rows and weights, which occurs once."""
         roles = self._roles(node)
         if set(roles) != {_Role.ROWS, _Role.WEIGHT}:
             return self._within(node, block)
@@ -307,7 +306,7 @@ class _Finder:
         return _Role.DONE
 
     def _within(self, node: Node, block: _Block) -> _Role | None:
-        """Something that acts on each row by itself."""
+        """Match an operator that acts on each row separately."""
         roles = set(self._roles(node))
         others = [self._shape(name) for name in node.inputs if name not in self._known]
         if (

@@ -1,9 +1,9 @@
-"""Functionalisation: operators that write into their input become operators that return values.
+"""Functionalisation: in-place operators become operators that return new values.
 
-Values are grouped by the tensor whose memory they share (its base). A write makes a new base,
-and later readers of a view take the view of the new base. Where the graph cannot tell whether
-two values share memory (a `reshape` may copy), using one after the other was written to is
-refused.
+Values are grouped by the tensor whose memory they share (their base). A write creates new contents
+of the base, and later uses of a view take the view of the new contents. If it is unknown whether
+two values share memory (a `reshape` may copy), it is an error to use one after a write to the
+other.
 
 A buffer that the program overwrites (a counter, a running mean, a key-value cache) gets an output
 with its new contents, which the runtime stores after the step. A user input that the program
@@ -32,7 +32,7 @@ from autoshard.graph.ir import (
 )
 from autoshard.graph.normalise.rewriting import Names, integer, required, rewire, sizes
 
-_WITHOUT_PLAIN_FORM = frozenset(
+_WITHOUT_FUNCTIONAL_FORM = frozenset(
     {
         *("as_strided_", "resize_", "resize_as_", "set_", "rename_", "requires_grad_"),
         *("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
@@ -42,8 +42,8 @@ _WITHOUT_PLAIN_FORM = frozenset(
         *("cauchy_", "geometric_", "log_normal_", "random_"),
     }
 )
-"""They change the shape of a value, keep an element type that the plain form changes, or
-draw numbers with arguments that the plain form orders differently."""
+"""In-place operators without an equivalent functional form: they change the shape of a value, keep
+an element type that the functional form changes, or have arguments in another order."""
 
 _WITHOUT_PROMOTION = frozenset(
     {
@@ -52,7 +52,7 @@ _WITHOUT_PROMOTION = frozenset(
         *("scatter_", "scatter_add_", "scatter_reduce_"),
     }
 )
-"""Their plain form has the element type of the first input, whatever the others have."""
+"""Operators whose functional form returns the element type of the first input."""
 
 _RANDOM = {
     "aten.bernoulli_.float": "aten.bernoulli.p",
@@ -65,23 +65,23 @@ OVERWRITES: dict[str, str | None] = {
     "aten.fill_.Tensor": "value",
     "aten.zero_.default": None,
 }
-"""Operators that replace all contents, by the argument that holds the new ones."""
+"""Operators that replace all contents, with the argument that has the new contents."""
 
 
 @lru_cache(maxsize=1 << 12)
 def is_inplace(operator: str) -> bool:
-    """Whether the name is that of an operator that writes into its first input."""
+    """True for the name of an in-place operator."""
     packet = _packet(operator)
     return packet.endswith("_") and not packet.endswith("__")
 
 
 def promotes(operator: str) -> bool:
-    """Whether the plain form has the wider type of its inputs, not that of the first."""
+    """True if the functional form promotes element types, instead of keeping the first one."""
     return _packet(operator) not in _WITHOUT_PROMOTION
 
 
-def plain_form(node: Node) -> str:
-    """The operator that returns what the node's operator writes.
+def functional_form(node: Node) -> str:
+    """Functional form of an in-place operator.
 
     Raises:
         UnsupportedError: there is none with the same arguments.
@@ -89,10 +89,10 @@ def plain_form(node: Node) -> str:
     if node.operator in _RANDOM:
         return _RANDOM[node.operator]
     namespace, packet, *overload = node.operator.split(".")
-    if namespace == "aten" and packet not in _WITHOUT_PLAIN_FORM:
+    if namespace == "aten" and packet not in _WITHOUT_FUNCTIONAL_FORM:
         return ".".join([namespace, packet[:-1], *overload])
     raise UnsupportedError(
-        f"node {node.name!r}: {node.operator} changes its input in a way that has no plain form; "
+        f"node {node.name!r}: in-place operator {node.operator} has no functional form; "
         "write the model without it"
     )
 
@@ -111,12 +111,12 @@ _CATEGORIES = (
 
 
 def category(dtype: DType) -> int:
-    """0 for truth values, 1 for integers, 2 for reals, 3 for complex numbers."""
+    """Rank in type promotion: 0 boolean, 1 integer, 2 floating-point, 3 complex."""
     return next(i for i, dtypes in enumerate(_CATEGORIES) if dtype in dtypes)
 
 
 def keeps_dtype(own: Tensor, other: Tensor) -> bool:
-    """Whether combining a tensor with another one gives the element type of the first."""
+    """True if type promotion with another tensor gives the element type of the first."""
     rank, other_rank = category(own.dtype), category(other.dtype)
     if own.dtype is other.dtype or rank != other_rank:
         return rank >= other_rank
@@ -143,7 +143,7 @@ _INVERTIBLE = frozenset(
         "aten.view.default",
     }
 )
-"""Views through which a write can be carried back to the tensor they look at."""
+"""Views through which a write can be propagated to the base."""
 
 _SPLITS = frozenset(
     {
@@ -186,7 +186,7 @@ _MAY_SHARE = frozenset(
         "aten.view_as_real.default",
     }
 )
-"""Operators whose outputs share memory with their inputs, or may, depending on strides."""
+"""Operators whose outputs may share memory with their inputs, depending on strides."""
 
 _SAME = frozenset({"aten.alias.default", "aten.lift.default"})
 _CASTS = frozenset({"aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.other"})
@@ -195,7 +195,7 @@ _DROPOUTS = frozenset({"aten.dropout.default", "aten.feature_dropout.default"})
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One look at a tensor: an operator with its further arguments, and what it yields."""
+    """A view: the operator, its arguments without the input, and the resulting tensor."""
 
     operator: str
     arguments: tuple[tuple[str, Argument], ...]
@@ -203,7 +203,7 @@ class View:
 
 
 def is_same(node: Node, values: Mapping[str, Tensor]) -> bool:
-    """Whether the operator returns its very input."""
+    """True if the operator returns its input itself."""
     if not node.inputs or len(node.outputs) != 1:
         return False
     if node.operator in _SAME:
@@ -219,12 +219,12 @@ def is_same(node: Node, values: Mapping[str, Tensor]) -> bool:
 
 
 def may_share(node: Node) -> bool:
-    """Whether outputs may share memory with inputs in a way that is not followed."""
+    """True if outputs may share memory with inputs in a way that is not tracked."""
     return node.operator in _MAY_SHARE
 
 
 def views_of(node: Node, values: Mapping[str, Tensor]) -> tuple[View, ...]:
-    """One view for each output, where the operator makes views that can be written through."""
+    """Return a `View` per output if writes to the outputs can be propagated, else ()."""
     if not node.inputs:
         return ()
     if node.operator in _INVERTIBLE:
@@ -256,53 +256,53 @@ def _split_views(node: Node, values: Mapping[str, Tensor]) -> list[View]:
 
 
 class Emit(Protocol):
-    """Runs an operator and names its result."""
+    """Function that adds an operator call."""
 
     def __call__(self, operator: str, out: Tensor, /, **arguments: Argument) -> str:
-        """The name of the result, whose shape and type are `out`."""
+        """Add a call whose result has the shape and type `out`; return the result's name."""
         ...
 
 
-def write_back(view: View, behind: Tensor, *, old: str, new: str, emit: Emit) -> str | None:
-    """Put a view's new contents into the tensor behind it.
+def write_back(view: View, source: Tensor, *, old: str, new: str, emit: Emit) -> str | None:
+    """Propagate new contents of a view to the viewed tensor.
 
     Args:
-        view: how the tensor was looked at.
-        behind: shape and type of the tensor behind the view.
-        old: name of that tensor's contents.
-        new: name of the view's new contents.
-        emit: runs an operator.
+        view: the view.
+        source: shape and type of the viewed tensor.
+        old: name of its old contents.
+        new: name of the new contents of the view.
+        emit: adds an operator call.
 
     Returns:
-        Name of the new contents of the tensor behind; None where the view takes every other
-        element and so cannot be written through.
+        Name of the new contents of the viewed tensor; None for a slice with a step, which is not
+        supported.
     """
     node = Node("", view.operator, view.arguments, ())
     if view.operator in _SELF_INVERSE:
-        return emit(view.operator, behind, self=Ref(new), **dict(view.arguments))
+        return emit(view.operator, source, self=Ref(new), **dict(view.arguments))
     if view.operator == "aten.permute.default":
         order = sizes(node, "dims")
-        if sorted(order) != list(range(len(behind.shape))):
-            raise SchemaError(f"{view.operator}: dims {order} do not order {behind.shape}")
+        if sorted(order) != list(range(len(source.shape))):
+            raise SchemaError(f"{view.operator}: dims {order} do not order {source.shape}")
         inverse = tuple(order.index(d) for d in range(len(order)))
-        return emit(view.operator, behind, self=Ref(new), dims=inverse)
+        return emit(view.operator, source, self=Ref(new), dims=inverse)
     if view.operator in _SLABS:
-        return _write_slab(node, behind, old=old, new=new, emit=emit)
-    return emit("aten.reshape.default", behind, self=Ref(new), shape=behind.shape)
+        return _write_slab(node, source, old=old, new=new, emit=emit)
+    return emit("aten.reshape.default", source, self=Ref(new), shape=source.shape)
 
 
 _SELF_INVERSE = frozenset({"aten.t.default", "aten.transpose.int"})
 _SLABS = frozenset({"aten.select.int", "aten.slice.Tensor"})
 
 
-def _write_slab(view: Node, behind: Tensor, *, old: str, new: str, emit: Emit) -> str | None:
-    """Join what is in front of a slice, its new contents, and what is behind it."""
+def _write_slab(view: Node, source: Tensor, *, old: str, new: str, emit: Emit) -> str | None:
+    """Concatenate the part before a slice, its new contents, and the part after it."""
     dim = required(view, "dim", int)
 
     def slab(size: int) -> Tensor:
-        return Tensor((*behind.shape[:dim], size, *behind.shape[dim + 1 :]), behind.dtype)
+        return Tensor((*source.shape[:dim], size, *source.shape[dim + 1 :]), source.dtype)
 
-    def cut(start: int, end: int) -> tuple[Ref, ...]:
+    def part(start: int, end: int) -> tuple[Ref, ...]:
         if start == end:
             return ()
         bounds = {"dim": dim, "start": start, "end": end, "step": 1}
@@ -316,18 +316,16 @@ def _write_slab(view: Node, behind: Tensor, *, old: str, new: str, emit: Emit) -
         start, end = required(view, "start", int), required(view, "end", int)
         if required(view, "step", int) != 1:
             return None
-    parts = (*cut(0, start), Ref(new), *cut(end, behind.shape[dim]))
-    return emit("aten.cat.default", behind, tensors=parts, dim=dim)
+    parts = (*part(0, start), Ref(new), *part(end, source.shape[dim]))
+    return emit("aten.cat.default", source, tensors=parts, dim=dim)
 
 
 def make_functional(graph: Graph) -> Graph:
-    """The graph without operators that write into their inputs.
-
-    Expects explicit dims and bounds.
+    """Replace in-place operators by functional ones; dims and bounds must be explicit.
 
     Raises:
-        UnsupportedError: a write cannot be carried through, or reaches a parameter or a
-            constant, which a plan cannot update; the message names the node.
+        UnsupportedError: a write cannot be expressed, or changes a parameter or a constant, which
+            a plan cannot update; the message has the node.
     """
     if not any(is_inplace(node.operator) for node in graph.nodes):
         return graph
@@ -345,11 +343,11 @@ def make_functional(graph: Graph) -> Graph:
 
 
 _RETURN = Node("return", "return", (), ())
-"""Who uses the outputs of the graph."""
+"""Pseudo-node that uses the outputs of the graph."""
 
 
 class _Memory:
-    """What every value of the old graph is called in the new one at this point."""
+    """Current name, in the functional graph, of every value of the original graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes: list[Node] = []
@@ -367,10 +365,10 @@ class _Memory:
         self._contents: dict[str, str] = {}
 
     def read(self, node: Node) -> None:
-        """Add an operator that only reads."""
+        """Add an operator without writes."""
         self.nodes.append(rewire(node, lambda name: Ref(self.now(name, node))))
         if is_same(node, self.values):
-            self._look(node.outputs[0], node.inputs[0], ())
+            self._add_view(node.outputs[0], node.inputs[0], ())
         elif may_share(node):
             for output in node.outputs:
                 for name in node.inputs:
@@ -379,15 +377,15 @@ class _Memory:
         else:
             views = views_of(node, self.values)
             for output, view in zip(node.outputs, views, strict=False):
-                self._look(output, node.inputs[0], (view,))
+                self._add_view(output, node.inputs[0], (view,))
 
-    def _look(self, name: str, at: str, views: tuple[View, ...]) -> None:
+    def _add_view(self, name: str, at: str, views: tuple[View, ...]) -> None:
         self._base[name] = self._base[at]
         self._views[name] = self._views[at] + views
         self._seen[name] = self._version[self._base[name]]
 
     def now(self, name: str, user: Node) -> str:
-        """The value that holds what `name` holds at this point."""
+        """Name of the value with the current contents of `name`."""
         base = self._base[name]
         if base in self._stale:
             raise UnsupportedError(
@@ -406,14 +404,14 @@ class _Memory:
         return self._current[name]
 
     def write(self, node: Node) -> None:
-        """Add an operator that writes into its first input."""
+        """Add an in-place operator."""
         name = required(node, "self", Ref).name
         base = self._base[name]
         self._refuse_state(node, base)
         new = self._new_contents(node, self.now(name, node))
-        self._spread(node, base)
+        self._mark_stale(node, base)
         old = self._contents.get(base, base)
-        self._contents[base] = self._carry_back(node, old, self._views[name], new)
+        self._contents[base] = self._propagate_write(node, old, self._views[name], new)
         self._version[base] += 1
         for alias in (name, node.outputs[0]):
             self._base[alias] = base
@@ -434,14 +432,14 @@ class _Memory:
             )
 
     def updates(self) -> Iterator[Output]:
-        """The new contents of the buffers that were written."""
+        """New contents of the buffers that were written."""
         for base, contents in self._contents.items():
             source = self._inputs.get(base)
             if source is not None and source.kind is InputKind.BUFFER:
                 yield Output(contents, updates=base)
 
-    def _spread(self, node: Node, base: str) -> None:
-        """Mark everything that may share memory with what is written."""
+    def _mark_stale(self, node: Node, base: str) -> None:
+        """Mark all values that may share memory with the written base."""
         reached, waiting = {base}, [base]
         while waiting:
             for other in self._may_share[waiting.pop()] - reached:
@@ -462,11 +460,11 @@ class _Memory:
                 )
         read = rewire(node, lambda name: Ref(self.now(name, node)))
         self.values[node.outputs[0]] = tensor
-        self.nodes.append(replace(read, operator=plain_form(node)))
+        self.nodes.append(replace(read, operator=functional_form(node)))
         return node.outputs[0]
 
     def _overwrite(self, node: Node, old: str) -> str:
-        """New contents that depend on the old ones by their shape and type only."""
+        """Add the new contents of a tensor that is overwritten completely."""
         emit = self._emitter(node)
         tensor = self.values[old]
         source = OVERWRITES[node.operator]
@@ -484,14 +482,14 @@ class _Memory:
             new = emit("aten.to.dtype", tensor, self=Ref(new), dtype=dtype)
         return new
 
-    def _carry_back(self, node: Node, base: str, views: tuple[View, ...], new: str) -> str:
-        """The base's contents after a view of it got new contents."""
+    def _propagate_write(self, node: Node, base: str, views: tuple[View, ...], new: str) -> str:
+        """Name of the base's contents after new contents of a view were propagated."""
         emit = self._emitter(node)
-        behind = [base]
+        chain = [base]
         for view in views[:-1]:
-            arguments = {"self": Ref(behind[-1]), **dict(view.arguments)}
-            behind.append(emit(view.operator, view.tensor, **arguments))
-        for view, old in zip(reversed(views), reversed(behind), strict=False):
+            arguments = {"self": Ref(chain[-1]), **dict(view.arguments)}
+            chain.append(emit(view.operator, view.tensor, **arguments))
+        for view, old in zip(reversed(views), reversed(chain), strict=False):
             written = write_back(view, self.values[old], old=old, new=new, emit=emit)
             if written is None:
                 raise UnsupportedError(

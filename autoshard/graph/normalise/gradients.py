@@ -1,8 +1,7 @@
-"""Where gradients flow in training.
+"""Propagation of `requires_grad` from the inputs to all values.
 
-Exports record `requires_grad` only for what comes in, so it is propagated here: a value
-requires a gradient if its element type can carry one and an input of its operator requires
-one, unless the operator is one that autograd does not go through.
+Exports record `requires_grad` of inputs only. A value requires a gradient if its element type is
+differentiable, an input of its operator requires one, and autograd differentiates the operator.
 """
 
 from dataclasses import replace
@@ -35,7 +34,7 @@ Source: `output_differentiability` and `not_differentiable` in PyTorch's derivat
 
 
 def is_differentiable(node: Node) -> bool:
-    """Whether autograd goes through the operator at all."""
+    """True if autograd differentiates the operator."""
     return _is_differentiable(node.operator)
 
 
@@ -46,7 +45,7 @@ def _is_differentiable(operator: str) -> bool:
 
 
 def propagate_gradients(graph: Graph) -> Graph:
-    """The graph with `requires_grad` of every made value recomputed from the inputs."""
+    """Return the graph with `requires_grad` of every value recomputed from the inputs."""
     values = dict(graph.values)
     for node in graph.nodes:
         flows = is_differentiable(node) and any(values[n].requires_grad for n in node.inputs)

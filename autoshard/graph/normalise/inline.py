@@ -1,10 +1,9 @@
-"""Regions -> plain operators.
+"""Inlining of regions.
 
-A region that switches gradients off becomes its body behind a `detach` of every value that
-comes in: nothing inside then requires a gradient, whoever runs it. A region under autocast
-is only its body where autocast is off. Where it is on, the casts happen while running and
-differ between devices; programs exported on the meta device do not even record their
-effect on the element types, so such a program is refused rather than guessed at.
+A region that switches gradients off is replaced by its body, with a `detach` of every input, so
+that nothing inside requires a gradient. A region with autocast switched off is replaced by its
+body. With autocast switched on, casts happen at run time and differ between devices, and exports on
+the meta device do not record their element types, so such programs are rejected.
 """
 
 from collections.abc import Callable
@@ -19,11 +18,11 @@ _AUTOCAST = "higher_order.wrap_with_autocast"
 
 
 def inline_regions(program: Program) -> Graph:
-    """A graph without nesting.
+    """Inline all regions of a program.
 
     Raises:
-        UnsupportedError: a region cannot be written as plain operators.
-        SchemaError: a region takes or returns another number of values than its body.
+        UnsupportedError: a region cannot be inlined.
+        SchemaError: a region and its body differ in their number of inputs or outputs.
     """
     inliner = _Inliner(program.body)
     for step in program.body.steps:
@@ -46,11 +45,11 @@ def _as_output(argument: Argument) -> Output:
         return Output(argument.name)
     if argument is None or isinstance(argument, bool | int | float | str):
         return Output(None, argument)
-    raise SchemaError(f"a region returns {argument!r}, which is no tensor and no number")
+    raise SchemaError(f"a region returns {argument!r}, which is neither a tensor nor a number")
 
 
 class _Inliner:
-    """Collects the operators of nested bodies under names of one scope."""
+    """Collects the operators of nested bodies, with unique names."""
 
     def __init__(self, body: Body) -> None:
         self.values: dict[str, Tensor] = dict(body.values)
@@ -60,13 +59,13 @@ class _Inliner:
         self._region_outputs: dict[str, Argument] = {}
 
     def lookup(self, name: str) -> Argument:
-        """What a name of the outermost scope stands for."""
+        """Resolve a name of the outermost scope."""
         return self._region_outputs[name] if name in self._region_outputs else Ref(name)
 
     def add(
         self, step: Node | Region, scope: Callable[[str], Argument], *, gradients: bool
     ) -> None:
-        """Add a step whose references mean what `scope` says."""
+        """Add a step whose references are resolved by `scope`."""
 
         def resolve(name: str) -> Argument:
             argument = scope(name)
@@ -116,7 +115,7 @@ class _Inliner:
             )
 
     def _renamed(self, step: Node | Region, names: dict[str, Argument]) -> Node | Region:
-        """The step under names that are free outside."""
+        """Rename a step and its outputs with unique names."""
         name = self._node_names.fresh(step.name)
         outputs = tuple(ref.name for o in step.outputs if isinstance(ref := names[o], Ref))
         if isinstance(step, Node):
@@ -140,17 +139,17 @@ class _Inliner:
 
 
 def _gradients_inside(region: Region, *, gradients: bool) -> bool:
-    """Whether gradients flow inside a region.
+    """True if gradients are enabled inside a region.
 
     Raises:
-        UnsupportedError: the region is no plain body.
+        UnsupportedError: the region cannot be inlined.
     """
     if region.operator == _SET_GRAD and region.settings in ((True,), (False,)):
         inside = region.settings == (True,)
         if inside and not gradients:
             raise UnsupportedError(
                 f"region {region.name!r} switches gradients on inside a part that switches them "
-                "off; take torch.no_grad() apart before exporting"
+                "off; separate the torch.no_grad() blocks before exporting"
             )
         return inside
     if region.operator == _AUTOCAST and len(region.settings) == _NUM_AUTOCAST_SETTINGS:
@@ -159,7 +158,7 @@ def _gradients_inside(region: Region, *, gradients: bool) -> bool:
         raise UnsupportedError(
             f"region {region.name!r} runs under torch.autocast, whose casts are not part of the "
             "exported program; export outside of autocast, with the model in the element type "
-            "that it shall run in (for example model.to(torch.bfloat16))"
+            "for training or inference (for example model.to(torch.bfloat16))"
         )
     raise UnsupportedError(
         f"operator {region.operator} of {region.name!r} runs a sub-graph, which cannot be "

@@ -1,9 +1,9 @@
-"""Mean losses as a sum over a count.
+"""Mean cross-entropy losses as a sum divided by a count.
 
-The mean over the labels that are not ignored is no mean of the ranks' means, because ranks
-may ignore different numbers of labels. A sum and a count can each be summed over ranks, so
-that data parallel gives the gradient of the whole batch exactly. With weights of classes the
-count is the sum of the labels' weights, also where labels are smoothed.
+The mean over labels that are not ignored is not the mean of the ranks' means, because ranks may
+ignore different numbers of labels. Sum and count can be summed over ranks separately, so that data
+parallelism computes the gradient of the global batch exactly. With class weights, the count is the
+sum of the labels' weights, also with label smoothing.
 """
 
 from dataclasses import replace
@@ -19,11 +19,10 @@ _HALF = frozenset({DType.FLOAT16, DType.BFLOAT16})
 
 
 def split_mean_losses(graph: Graph) -> Graph:
-    """The graph with every mean cross-entropy over labels as a sum over a count.
+    """Replace every mean cross-entropy over labels by a sum divided by a count.
 
-    Losses over class probabilities stay as they are: they count positions. A loss of 16 bits
-    is summed in 32 bits from the losses of the labels, because their sum (unlike their mean)
-    may exceed what 16 bits hold.
+    Losses over class probabilities do not change, since they count positions. Losses in 16 bits are
+    summed in float32, because the sum (unlike the mean) may overflow 16 bits.
     """
     if not any(_is_mean_over_labels(node, graph) for node in graph.nodes):
         return graph
@@ -100,7 +99,7 @@ class _Builder:
         """The sum of the weights of the labels that are not ignored."""
         labels = self.values[target.name]
         wide = (("dtype", Token(TokenKind.DTYPE, dtype.value)),)
-        # An ignored label may point outside of the classes.
+        # An ignored label may be out of the range of classes.
         choice = (("condition", valid), ("self", target), ("other", 0))
         inside = self._add(node, "where.ScalarOther", choice, labels)
         picked = (("self", weight), ("indices", (inside,)))
@@ -124,7 +123,7 @@ class _Builder:
 
 
 def _reduced(node: Node, reduction: int) -> tuple[tuple[str, Argument], ...]:
-    """The loss's arguments with another reduction, in schema order."""
+    """Arguments of the loss with another reduction, in schema order."""
     given = {**dict(node.arguments), "reduction": reduction}
     order = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     return tuple((key, given[key]) for key in order if key in given)

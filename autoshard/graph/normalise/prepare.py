@@ -1,45 +1,45 @@
-"""What depends on nothing that comes in, moved out of the step: masks, positions, index tables.
+"""Moves values that do not depend on inputs out of the step: masks, positions, index tables.
 
-It is the same in every step, so it is made once and then held as a buffer is. Views of what is
-held stay in the program, since they cost nothing and may be far larger than what they look at;
-so does filling a tensor with one number, and whatever is very large, since a rank makes all that is
-prepared whole, and in a step only its own part.
+They are the same in every step, so they are computed once and kept in memory, like buffers. Three
+kinds of values stay in the step: views, which are free and may be far larger than their base;
+tensors filled with one number; and very large values, since every rank prepares the global tensor,
+but computes only its shard in a step.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from autoshard.graph.checks import FILLING, may_prepare
+from autoshard.graph.checks import FILL_PACKETS, may_prepare
 from autoshard.graph.ir import Graph, Input, InputKind, Node, Output, Ref, Tensor
 from autoshard.graph.normalise.functional import may_share, views_of
 from autoshard.graph.normalise.rewriting import rewire
 
-_MOST_BYTES = 1 << 30
-"""Of a tensor that is prepared: the mask of 8 sequences of 8192 tokens takes half of this."""
+_MAX_BYTES = 1 << 30
+"""Maximum bytes of a prepared tensor; the mask of 8 sequences of 8192 tokens has half of it."""
 
 
 def prepare(graph: Graph, *, merges: bool = True) -> Graph:
-    """The graph with what is the same in every step as inputs, and the program that makes them.
+    """Make values that are the same in every step prepared inputs, computed by `preparation`.
 
-    Expects a graph without writes, and known gradients. What the program returns stays in it,
-    since the caller may write into that.
+    The graph must be functional and have propagated gradients. Outputs of the program are not
+    prepared, since the caller may modify them.
 
     Args:
         graph: the program.
-        merges: whether what is made twice in one way is held once. Where sizes are open, two
-            tensors may be alike by chance.
+        merges: True to merge values that are computed in the same way. With dynamic sizes, two
+            values may be equal by coincidence.
     """
     fixed = _fixed(graph)
     if not fixed:
         return graph
     making = [node for node in graph.nodes if node.outputs[0] in fixed]
     first, making = _without_repeats(making) if merges else ({}, making)
-    stays, held = _divided(graph, fixed)
-    kept = tuple(dict.fromkeys(first.get(name, name) for name in held))
+    stays, prepared = _divided(graph, fixed)
+    kept = tuple(dict.fromkeys(first.get(name, name) for name in prepared))
     if not kept:
         return graph
     nodes = tuple(
-        rewire(node, lambda name: Ref(first.get(name, name) if name in held else name))
+        rewire(node, lambda name: Ref(first.get(name, name) if name in prepared else name))
         for node in stays
     )
     entering = (InputKind.USER, InputKind.LITERAL)
@@ -59,7 +59,7 @@ def prepare(graph: Graph, *, merges: bool = True) -> Graph:
 
 
 def _fixed(graph: Graph) -> Collection[str]:
-    """The values that follow from nothing that comes in."""
+    """Values that do not depend on inputs."""
     returned = {output.name for output in graph.outputs}
     fixed: set[str] = set()
     for node in graph.nodes:
@@ -67,33 +67,33 @@ def _fixed(graph: Graph) -> Collection[str]:
             may_prepare(node)
             and fixed.issuperset(node.inputs)
             and returned.isdisjoint(node.outputs)
-            and all(_may_be_held(graph.values[name]) for name in node.outputs)
+            and all(_may_be_kept(graph.values[name]) for name in node.outputs)
         ):
             fixed.update(node.outputs)
     return fixed
 
 
-def _may_be_held(tensor: Tensor) -> bool:
-    return not tensor.requires_grad and tensor.nbytes <= _MOST_BYTES
+def _may_be_kept(tensor: Tensor) -> bool:
+    return not tensor.requires_grad and tensor.nbytes <= _MAX_BYTES
 
 
 def _without_repeats(nodes: Iterable[Node]) -> tuple[Mapping[str, str], list[Node]]:
-    """Calls, each once; and by each value the first one that is made in the same way."""
+    """Unique calls, and for each value the first value that is computed in the same way."""
     first: dict[str, str] = {}
     seen: dict[tuple[str, str], Node] = {}
     for node in nodes:
         renamed = rewire(node, lambda name: Ref(first.get(name, name)))
-        # In writing 1, 1.0 and True differ.
+        # The text distinguishes 1, 1.0 and True.
         same = seen.setdefault((renamed.operator, repr(renamed.arguments)), renamed)
         first.update(zip(node.outputs, same.outputs, strict=True))
     return first, list(seen.values())
 
 
 def _divided(graph: Graph, fixed: Collection[str]) -> tuple[list[Node], Mapping[str, None]]:
-    """The calls that stay in the step, and the fixed values that they read, in order."""
+    """Calls that stay in the step, and the fixed values that they use, in order."""
     read = {output.name for output in graph.outputs}
     stays: list[Node] = []
-    held: list[str] = []
+    prepared: list[str] = []
     for node in reversed(graph.nodes):
         if node.outputs[0] not in fixed or (
             not read.isdisjoint(node.outputs) and _is_light(node, graph.values)
@@ -101,19 +101,19 @@ def _divided(graph: Graph, fixed: Collection[str]) -> tuple[list[Node], Mapping[
             stays.append(node)
             read.update(node.inputs)
         else:
-            held += [name for name in reversed(node.outputs) if name in read]
-    return stays[::-1], dict.fromkeys(reversed(held))
+            prepared += [name for name in reversed(node.outputs) if name in read]
+    return stays[::-1], dict.fromkeys(reversed(prepared))
 
 
 def _is_light(node: Node, values: Mapping[str, Tensor]) -> bool:
-    """Whether a call is better made in every step than its result held."""
-    if node.operator.split(".")[1] in FILLING:
+    """True if recomputing a call in every step is better than keeping its result."""
+    if node.operator.split(".")[1] in FILL_PACKETS:
         return values[node.outputs[0]].numel > 1
     return may_share(node) or bool(views_of(node, values))
 
 
 def _program(graph: Graph, making: Iterable[Node], kept: tuple[str, ...]) -> Graph:
-    """A program without inputs that makes these values."""
+    """A program without inputs that returns the values."""
     read = set(kept)
     nodes: list[Node] = []
     for node in reversed(list(making)):

@@ -1,4 +1,4 @@
-"""Helpers of the passes: fresh names, renamed references, typed access to arguments."""
+"""Helpers of the passes: unique names, renaming of references, typed access to arguments."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -8,13 +8,13 @@ from autoshard.graph.ir import Argument, Node, Ref
 
 
 class Names:
-    """Makes names that nothing in a graph has yet."""
+    """Generator of unique names."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
 
     def fresh(self, stem: str) -> str:
-        """The stem itself if it is free, else the stem with the first free number."""
+        """Return the stem, with the first free number as suffix if the stem is taken."""
         name, number = stem, 0
         while name in self._taken:
             number += 1
@@ -24,7 +24,7 @@ class Names:
 
 
 def replace_refs(argument: Argument, rename: Callable[[str], Argument]) -> Argument:
-    """The argument with every reference replaced, through nested lists."""
+    """Replace every reference in an argument and its nested lists."""
     if isinstance(argument, Ref):
         return rename(argument.name)
     if isinstance(argument, tuple):
@@ -33,8 +33,8 @@ def replace_refs(argument: Argument, rename: Callable[[str], Argument]) -> Argum
 
 
 def rewire(node: Node, rename: Callable[[str], Argument]) -> Node:
-    """The node with every reference replaced; the node itself where nothing changes."""
-    # Most nodes stay as they are, and looking is quicker than building them anew.
+    """Replace every reference of a node; returns the same node if nothing changes."""
+    # Fast path: most nodes do not change.
     if all(_stays(name, rename(name)) for name in node.inputs):
         return node
     arguments = tuple((key, replace_refs(value, rename)) for key, value in node.arguments)
@@ -49,10 +49,10 @@ T = TypeVar("T")
 
 
 def required(node: Node, name: str, kind: type[T]) -> T:
-    """An argument of one kind that must be there.
+    """Return a required argument of a given type.
 
     Raises:
-        SchemaError: it is missing or of another kind; the message names node and argument.
+        SchemaError: it is missing or has another type; the message has node and argument.
     """
     value: Argument = node.argument(name)
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
@@ -64,17 +64,17 @@ def required(node: Node, name: str, kind: type[T]) -> T:
 
 
 def integer(node: Node, name: str, default: int) -> int:
-    """An integer argument that may be left out or be None."""
+    """Return an integer argument, or the default if it is absent or None."""
     return default if node.argument(name) is None else required(node, name, int)
 
 
 def sizes(node: Node, name: str) -> tuple[int, ...]:
-    """A required list of integers."""
+    """Return a required list of integers."""
     items = required(node, name, tuple)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int):
             raise SchemaError(
-                f"node {node.name!r} ({node.operator}): argument {name!r} must hold integers, "
+                f"node {node.name!r} ({node.operator}): argument {name!r} must list integers, "
                 f"not {item!r}"
             )
     return items

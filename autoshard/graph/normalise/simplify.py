@@ -1,7 +1,7 @@
-"""Simplification: dead code and no-ops dropped, sizes made explicit, one spelling per operator.
+"""Simplification: removes dead code and no-ops, makes sizes explicit, canonicalises operators.
 
-Strides never matter in a plan, so `contiguous` and `clone` are no-ops, and `view` is `reshape`. All
-tensors of a rank live on its device, so moves between devices are no-ops too.
+Strides are irrelevant in a plan, so `contiguous` and `clone` are no-ops, and `view` is `reshape`.
+All tensors of a rank are on its device, so copies between devices are no-ops too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,10 +15,9 @@ from autoshard.graph.normalise.rewriting import integer, required, rewire
 
 
 def drop_dead_code(graph: Graph) -> Graph:
-    """The graph without nodes that no output depends on; inputs all stay.
+    """Remove nodes that no output depends on, including random operators; inputs are kept.
 
-    Random operators go too: nothing is run for the sake of the generator's state. Outputs that
-    leave a buffer as it is are dropped.
+    Outputs that do not change their buffer are removed too.
     """
     outputs = tuple(o for o in graph.outputs if o.updates is None or o.updates != o.name)
     needed = {output.name for output in outputs}
@@ -36,7 +35,7 @@ def drop_dead_code(graph: Graph) -> Graph:
 
 _DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
 _ONE_MORE_DIM = frozenset({"aten.unsqueeze.default", "aten.stack.default"})
-"""Operators whose dim counts the dims of their output."""
+"""Operators whose `dim` refers to the dims of their output."""
 _BROADCAST = "aten.broadcast_tensors.default"
 _SIZES = {
     "aten.view.default": "size",
@@ -46,7 +45,7 @@ _SIZES = {
 
 
 def make_explicit(graph: Graph) -> Graph:
-    """The graph with every dim counted from the front and every size written out.
+    """Make every dim non-negative and every size explicit.
 
     A broadcast of several tensors becomes an expansion of each. `select` gets a non-negative
     index; `slice` gets dim, start, end within the dim, and step.
@@ -54,16 +53,16 @@ def make_explicit(graph: Graph) -> Graph:
     Raises:
         SchemaError: a dim or an index is out of range, or missing.
     """
-    graph = _with_own_gradients(graph)
+    graph = _clear_traced_gradients(graph)
     nodes = (part for node in graph.nodes for part in _broadcasts(node))
     return replace(graph, nodes=tuple(_explicit(node, graph.values) for node in nodes))
 
 
-def _with_own_gradients(graph: Graph) -> Graph:
-    """The graph without gradients that an export gives to what the caller passes.
+def _clear_traced_gradients(graph: Graph) -> Graph:
+    """Clear `requires_grad` of user inputs that tracing set by mistake.
 
-    A broadcast that leaves a tensor as it is returns that tensor, and tracing marks it as
-    requiring a gradient if one of the others does.
+    A broadcast that does not change a tensor returns it, and tracing marks it as requiring a
+    gradient if one of the other tensors does.
     """
     users = {i.name for i in graph.inputs if i.kind is InputKind.USER}
     marked = {
@@ -77,7 +76,7 @@ def _with_own_gradients(graph: Graph) -> Graph:
 
 
 def _broadcasts(node: Node) -> Iterator[Node]:
-    """A broadcast of several tensors as one expansion for each of them."""
+    """Replace a broadcast of several tensors by one expand per tensor."""
     if node.operator != _BROADCAST:
         yield node
         return
@@ -191,7 +190,7 @@ _RESHAPES = frozenset(
         "aten.view_as.default",
     }
 )
-_SAME_IF_ALIKE = frozenset(
+_NOOP_IF_SAME_TYPE = frozenset(
     {
         "aten.expand.default",
         "aten.reshape.default",
@@ -202,14 +201,11 @@ _SAME_IF_ALIKE = frozenset(
         "aten.to.dtype",
     }
 )
-"""Operators that change nothing if they change neither shape nor element type."""
+"""Operators that are no-ops if they change neither shape nor element type."""
 
 
 def simplify(graph: Graph) -> Graph:
-    """The graph without operators that change nothing.
-
-    Expects explicit dims and bounds, known gradients, and no operator that writes.
-    """
+    """Remove no-ops. The graph must be explicit, functional and have propagated gradients."""
     simplifier = _Simplifier(graph.values)
     for node in graph.nodes:
         simplifier.add(node)
@@ -230,33 +226,33 @@ class _Simplifier:
         self._cats: dict[str, Node] = {}
 
     def name(self, name: str) -> str:
-        """What a value of the old graph is called in the new one."""
+        """Name in the new graph of a value of the old graph."""
         return self._same.get(name, name)
 
     def add(self, node: Node) -> None:
-        """Take the next node of the old graph."""
+        """Add the next node of the old graph."""
         node = _canonical(rewire(node, lambda name: Ref(self.name(name))), self._values)
         source = self._source(node)
         if source is not None:
             self._same[node.outputs[0]] = source
             return
-        node = self._cut_cat(node)
+        node = self._slice_of_cat(node)
         if node.operator == "aten.cat.default":
             self._cats[node.outputs[0]] = node
         self.nodes.append(node)
 
     def _source(self, node: Node) -> str | None:
-        """The value that the node's output equals, where it changes nothing."""
+        """The value that equals the node's output, if the node is a no-op."""
         if len(node.outputs) != 1 or not node.inputs:
             return None
         if node.operator == "aten.slice.Tensor":
             parts = self._parts(node)
             if len(parts) == 1:
                 return parts[0]
-        return node.inputs[0] if _changes_nothing(node, self._values) else None
+        return node.inputs[0] if _is_noop(node, self._values) else None
 
-    def _cut_cat(self, node: Node) -> Node:
-        """A slice of a concatenation as the concatenation of fewer parts."""
+    def _slice_of_cat(self, node: Node) -> Node:
+        """Replace a slice of a concatenation by a concatenation of fewer parts."""
         parts = self._parts(node) if node.operator == "aten.slice.Tensor" else ()
         if not parts:
             return node
@@ -267,7 +263,7 @@ class _Simplifier:
         return replace(node, operator="aten.cat.default", arguments=arguments)
 
     def _parts(self, node: Node) -> tuple[str, ...]:
-        """The parts of a concatenation that a slice takes, where it takes them whole."""
+        """The parts of a concatenation that a slice selects completely, or ()."""
         cat = self._cats.get(required(node, "self", Ref).name)
         dim = required(node, "dim", int)
         if cat is None or cat.argument("dim", 0) != dim or node.argument("step") != 1:
@@ -282,11 +278,11 @@ class _Simplifier:
         return cat.inputs[ends.index(start) : ends.index(end)]
 
 
-def _changes_nothing(node: Node, values: Mapping[str, Tensor]) -> bool:
+def _is_noop(node: Node, values: Mapping[str, Tensor]) -> bool:
     source, result = values[node.inputs[0]], values[node.outputs[0]]
     if node.operator in _COPIES or is_same(node, values):
         return True
-    if node.operator in _SAME_IF_ALIKE:
+    if node.operator in _NOOP_IF_SAME_TYPE:
         return source.shape == result.shape and source.dtype is result.dtype
     if node.operator == "aten.detach.default":
         return not source.requires_grad
@@ -298,11 +294,11 @@ def _changes_nothing(node: Node, values: Mapping[str, Tensor]) -> bool:
 
 
 def _canonical(node: Node, values: Mapping[str, Tensor]) -> Node:
-    """The same call under the one name that stands for all its spellings."""
+    """Canonical form of a call with several equivalent forms."""
     if not node.inputs or len(node.outputs) != 1:
         return node
     if node.operator == "aten.repeat_interleave.self_int":
-        # How many there will be, which follows from the repeats, and differs on a rank.
+        # `output_size` follows from the repeats, and would differ on a rank.
         kept = tuple(pair for pair in node.arguments if pair[0] != "output_size")
         return replace(node, arguments=kept)
     if node.operator in _JOINS:

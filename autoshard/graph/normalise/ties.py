@@ -1,11 +1,10 @@
-"""Names of one tied parameter -> one input with aliases.
+"""Merges the names of a tied parameter into one input with aliases.
 
-An export without strict mode has one input per parameter *name*. The last name of a tied
-tensor gets all the uses, and the earlier ones get none; but a parameter without a use may
-just as well be one that the model does not use. `export_model` records the truth. Where it
-is unknown, one case is clear enough to assume: of all parameters with one shape and element
-type only the last is used, and an embedding uses it (it is the output projection as well).
-Everything else keeps one input per name.
+A non-strict export has one input per parameter *name*. The last name of a tied tensor has all uses
+and the other names have none, which does not distinguish them from unused parameters.
+`export_model` records the ties. If they are unknown, only one case is assumed to be a tie: of all
+parameters with the same shape and element type only the last is used, and it is used by an
+embedding (which shares its weight with the output projection).
 """
 
 from collections import defaultdict
@@ -18,16 +17,16 @@ from autoshard.graph.normalise.rewriting import rewire
 
 
 def merge_ties(graph: Graph, ties: Sequence[Sequence[str]] | None) -> Graph:
-    """The graph with one input per parameter tensor; the input that is used stays.
+    """Keep one input per parameter tensor: the one that is used.
 
     Args:
         graph: a graph with one input per parameter name.
-        ties: groups of parameter names that are one tensor each; None where unknown. Names
-            without an input are names of the same tensor all the same.
+        ties: groups of names of tied parameters; None if unknown. Names without an input become
+            aliases too.
 
     Raises:
-        SchemaError: a group names parameters of different shape or element type, or two
-            groups name the same one.
+        SchemaError: tied parameters differ in shape or element type, or two groups have the same
+            name.
     """
     kept: dict[str, Input] = {}
     merged: dict[str, str] = {}
@@ -64,7 +63,7 @@ def _check_disjoint(groups: Iterable[Sequence[str]]) -> None:
 
 
 def _the_used(graph: Graph, group: Sequence[Input]) -> Input:
-    """The name of a group that the graph uses, or the last one."""
+    """The input of a group that the graph uses, or the last one."""
     first = graph.values[group[0].name]
     for other in group[1:]:
         tensor = graph.values[other.name]
