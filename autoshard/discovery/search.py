@@ -23,7 +23,7 @@ from autoshard.graph.checks import MAX_FREE, MAX_GROUPS
 from autoshard.graph.ir import anonymous
 from autoshard.layouts import AxisType, I, P, R, S
 from autoshard.ops import axis_rules
-from autoshard.ops.index_space import given_rule
+from autoshard.ops.index_space import operator_rule
 
 MAX_COMBINATIONS = 512
 """Maximum combinations of input types that are tried with one dim sharded."""
@@ -109,7 +109,7 @@ class RuleSearch:
             letters.append(letter)
 
     def _is_expressible(self, letters: Sequence[ShardableLetter]) -> bool:
-        rule = given_rule(self.probe.call, self._call_rule(letters, linear=()))
+        rule = operator_rule(self.probe.call, self._call_rule(letters, linear=()))
         return {letter.option for letter in letters} <= {
             Option(option.inputs, option.outputs)
             for parts in {_least_divisor(letter.size) for letter in letters}

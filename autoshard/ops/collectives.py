@@ -1,4 +1,4 @@
-"""Collectives that an operator runs inside itself when a dim it works along is sharded.
+"""Collectives inside operators, needed when a dim that the operator works along is sharded.
 
 * *Statistics*: a softmax needs the maximum and a sum along its dim, a normalisation a mean and a
   variance. With that dim sharded, each rank computes them on its shard and an all-reduce
@@ -26,7 +26,7 @@ _TERM = re.compile(r"(?P<operation>[a-z]+)(\*(?P<times>\d+))?(:(?P<dtype>\w+))?"
 
 
 class Operation(StrEnum):
-    """How the ranks' values are combined."""
+    """Operation of a collective inside an operator."""
 
     SUM = "sum"
     """All-reduce with a sum."""
@@ -58,7 +58,7 @@ class InnerCollective:
         operation: how values are combined.
         nbytes: bytes of a rank's statistics; of routed rows, the mean over ranks; of halos, of
             the rank that sends or receives most.
-        backward: whether it runs in the backward pass.
+        backward: True if it runs in the backward pass.
         copied: bytes that local copies for it write on the rank.
     """
 
@@ -78,7 +78,7 @@ class Reduction:
         per: letters whose local sizes multiply to the number of rows.
         itemsize: bytes of a number.
         times: numbers per row.
-        backward: whether it runs in the backward pass, for the gradient of the first input.
+        backward: True if it runs in the backward pass, for the gradient of the first input.
     """
 
     operation: Operation
@@ -89,7 +89,7 @@ class Reduction:
 
     @property
     def returns_rows(self) -> bool:
-        """Whether it sends rows back to where forward took them from."""
+        """True if it sends rows back to the ranks that had them before forward."""
         return self.operation is Operation.MOVE and self.backward
 
     def nbytes(self, sizes: Mapping[str, int]) -> int:
@@ -125,7 +125,7 @@ class Reductions:
         spilled: Iterable[str] = (),
         spilled_bytes: int = 0,
     ) -> "Reductions":
-        """The collectives that a text lists.
+        """Parse the text form of reductions.
 
         Args:
             text: `forward | backward`, each a list of `max`, `sum` or `move`; `sum*2` has two
@@ -194,7 +194,7 @@ NO_REDUCTIONS = Reductions()
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Whether a tensor has floating-point numbers that can be compared."""
+    """True for floating-point tensors that are not complex."""
     return tensor.dtype.is_differentiable and not tensor.dtype.startswith("complex")
 
 
@@ -208,10 +208,10 @@ Letters = tuple[tuple[str, ...], ...]
 
 
 class Edges(NamedTuple):
-    """The elements that a shard of a dim lacks.
+    """Halo widths of a dim: numbers of elements that a shard needs from its neighbours.
 
     Attributes:
-        dim: of the operator's first input.
+        dim: dim of the operator's first input.
         before: number of elements needed from the previous shard.
         after: number of elements needed from the next shard.
     """
@@ -225,11 +225,11 @@ class HaloBytes(NamedTuple):
     """Bytes that a halo exchange moves and uses on one rank.
 
     Attributes:
-        exchanged: by dim of the first input, in the order of the exchanges; of the rank that
+        exchanged: bytes of each exchange by dim of the first input, in order, for the rank that
             sends or receives most.
-        extended: of the shard with its halo, which forward works on.
-        saved: of the halo saved for backward.
-        backward_workspace: of the extended gradient, and of the extended shard if rebuilt.
+        extended: bytes of the shard with its halo, which forward works on.
+        saved: bytes of the halo saved for backward.
+        backward_workspace: bytes of the extended gradient, and of the extended shard if rebuilt.
     """
 
     exchanged: Mapping[int, int]
@@ -250,11 +250,11 @@ class Halo:
     and so the corners.
 
     Attributes:
-        edges: by letter.
+        edges: halo widths by letter.
         image: letters of the first input.
-        itemsize: bytes of its elements.
+        itemsize: bytes of an element of the first input.
         trimmed: letters of an output that is computed too large and trimmed; () for none.
-        rebuilds: whether backward needs the extended shard, which is then assembled again.
+        rebuilds: True if backward needs the extended shard, which is then assembled again.
     """
 
     edges: Mapping[str, Edges] = field(default_factory=dict)
@@ -264,7 +264,7 @@ class Halo:
     rebuilds: bool = False
 
     def allows(self, letter: str, sizes: Mapping[str, int], parts: int) -> bool:
-        """Whether shards of a letter are even, and long enough for their neighbours' halos."""
+        """True if shards of a letter are even, and long enough for their neighbours' halos."""
         edges = self.edges.get(letter)
         if edges is None:
             return True

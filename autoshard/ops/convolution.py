@@ -56,7 +56,9 @@ def _convolution(call: Call, *, transposed: bool = False) -> OperatorRule:
     small, large = (image, result) if transposed else (result, image)
     windows = convolution_windows(call, weight[2:])
     exchanged = _is_symmetric(call, weight[2:], transposed=transposed)
-    at = _Places(space, windows, small[batch + 1 :], large[batch + 1 :], exchanged=exchanged)
+    at = _SpatialLetters(
+        space, windows, small[batch + 1 :], large[batch + 1 :], exchanged=exchanged
+    )
     before, after = (at.small, at.large) if transposed else (at.large, at.small)
     biases, made = call.positions("bias"), (*group, *outer)
     rule = space.rule(
@@ -75,7 +77,7 @@ def _convolution(call: Call, *, transposed: bool = False) -> OperatorRule:
 
 
 def _is_symmetric(call: Call, kernel: Shape, *, transposed: bool) -> bool:
-    """Whether a rank can run the operator on a shard with its halo instead of padding."""
+    """True if a rank can run the operator on a shard with its halo instead of padding."""
     windows = convolution_windows(call, kernel)
     if transposed:
         # Otherwise positions at the end of the large image are in no window.
@@ -83,8 +85,8 @@ def _is_symmetric(call: Call, kernel: Shape, *, transposed: bool) -> bool:
     return all(window.padding == window.trailing for window in windows)
 
 
-class _Places:
-    """Letters of the spatial dims of two images, see `autoshard.ops.windows`.
+class _SpatialLetters:
+    """Letters of the spatial dims of two images (see `autoshard.ops.windows`).
 
     If the large image is `stride` times as large as the small one, its dim is (position of the
     small one, position in the stride), so that shards of both correspond.
@@ -94,7 +96,7 @@ class _Places:
         windows: the windows along each dim.
         small: spatial shape of the small image.
         large: spatial shape of the large image.
-        exchanged: whether ranks may exchange halos if windows overlap.
+        exchanged: True if ranks may exchange halos if windows overlap.
 
     Attributes:
         small: letters of each dim of the small image.
@@ -132,8 +134,8 @@ class _Places:
         Args:
             rule: the rule.
             call: its call.
-            scattered: whether the first input is the small image.
-            rebuilds: whether backward needs the first input.
+            scattered: True if the first input is the small image.
+            rebuilds: True if backward needs the first input.
         """
         rank = len(call.inputs[0].shape)
         edges = {
@@ -157,8 +159,8 @@ def _with_halo(
         rule: the rule.
         call: its call.
         edges: width of the halo by letter.
-        trims: whether the output of an extended shard is trimmed to the rank's.
-        rebuilds: whether backward needs the first input.
+        trims: True if the output of an extended shard is trimmed to the shard.
+        rebuilds: True if backward needs the first input.
     """
     if not edges:
         return rule
@@ -178,7 +180,7 @@ def _pool(call: Call, *, rank: int, linear: bool) -> OperatorRule:
     space = IndexSpace(call)
     kept = space.free_dims(before[:-rank])
     windows = pooling_windows(call, rank)
-    at = _Places(
+    at = _SpatialLetters(
         space,
         windows,
         after[-rank:],

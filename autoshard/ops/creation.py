@@ -1,7 +1,7 @@
-"""Tensors made from arguments, and random numbers.
+"""Tensors created from arguments, and random numbers.
 
-Random operators are right on shards only if each shard draws its own numbers: the runtime seeds
-by shard (`OperatorSpec.draws`), so that replicas and terms of a sum agree, and shards differ.
+A sharded random operator must draw different numbers on each shard: the runtime seeds generators by
+shard (`OperatorSpec.draws`), so that replicas and terms of a sum agree, and shards differ.
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ def _multinomial(call: Call) -> OperatorRule:
 
 
 def _keeps_all(call: Call, _: int = 0) -> bool:
-    """Whether a dropout returns its input."""
+    """True if a dropout returns its input."""
     return not call.flag("train") or call.number("p", 0.5) == 0
 
 

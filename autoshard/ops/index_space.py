@@ -1,4 +1,4 @@
-"""Building a rule: the iteration space of a call, index letter by index letter."""
+"""Builder of operator rules: allocates the index letters of a call."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
@@ -29,7 +29,7 @@ class IndexSpace:
         self._names = (f"d{i}" for i in count())
 
     def free(self, size: int) -> tuple[str, ...]:
-        """The letters of a dim that may be sharded."""
+        """Return new letters of a dim that may be sharded."""
         if size == 1:
             return ()
         letter = next(self._names)
@@ -37,22 +37,22 @@ class IndexSpace:
         return (letter,)
 
     def fixed(self, size: int) -> tuple[str, ...]:
-        """The letters of a dim that must not be sharded."""
+        """Return new letters of a dim that must not be sharded."""
         letters = self.free(size)
         self._whole.update(letters)
         return letters
 
     def in_order(self, letters: tuple[str, ...]) -> tuple[str, ...]:
-        """The letters, marked as those of which a rank must know its first global index."""
+        """Mark letters of which a rank must know its first global index; returns them."""
         self._ordered.update(letters)
         return letters
 
     def joined(
         self, sizes: Sequence[int], *, taken: Collection[int] | None = None
     ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """The letters of a dim that concatenates pieces, and of each piece.
+        """Return new letters of a dim that concatenates pieces, and of each piece.
 
-        They have interleaved shards only, whose chunks fit the pieces; a single piece is the dim.
+        They have interleaved shards only, with sub-shards that fit the pieces.
 
         Args:
             sizes: sizes of the pieces; a piece may be empty.
@@ -94,7 +94,7 @@ class IndexSpace:
         causal: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
         flops: float = 0.0,
     ) -> OperatorRule:
-        """The rule, with those linear groups that have floating-point inputs and outputs only.
+        """Build the rule; linear groups with integer tensors are left out.
 
         Args:
             inputs: letters of each input.
@@ -127,7 +127,7 @@ class IndexSpace:
 
 
 def replicated(call: Call) -> OperatorRule:
-    """The rule of every deterministic operator: replicated on all ranks."""
+    """Rule without sharding, valid for every deterministic operator."""
     space = IndexSpace(call)
     return space.rule(
         [space.fixed_dims(tensor.shape) for tensor in call.inputs],
@@ -138,7 +138,7 @@ def replicated(call: Call) -> OperatorRule:
 def along_dims(
     call: Call, dims: Collection[int], *, linear: Iterable[Collection[int]] = ()
 ) -> OperatorRule:
-    """The rule of an operator that works along some dims, which stay whole, batched over others.
+    """Rule of an operator that works along some dims, which stay whole, and is batched over others.
 
     All inputs and outputs have the same number of dims, and the same sizes in the other dims.
     """
@@ -155,11 +155,11 @@ def along_dims(
     return space.rule(inputs, [letters(tensor) for tensor in call.outputs], linear=linear)
 
 
-def given_rule(call: Call, rule: CallRule) -> OperatorRule:
-    """The rule of a call, from one that came with the graph (a custom or discovered rule).
+def operator_rule(call: Call, rule: CallRule) -> OperatorRule:
+    """Convert a rule in the graph (custom or discovered) to the rule of a call.
 
     Raises:
-        ValueError: its letters do not fit the call's tensors.
+        ValueError: its letters do not match the shapes of the call.
     """
     sizes = dict(rule.sizes)
     tensors = (*call.inputs, *call.outputs)
@@ -217,7 +217,7 @@ def einsum(
     even: str = "",
     flops_per_point: float = 2.0,
 ) -> OperatorRule:
-    """The rule of a product of tensors, summed over the letters that the output lacks.
+    """Rule of a product of tensors, summed over the letters that the output lacks.
 
     Args:
         call: the call.

@@ -1,4 +1,4 @@
-"""Reading and writing at indices that are data: indexed dims stay whole, except in embeddings."""
+"""Gather and scatter operators: indexed dims stay whole, except in embeddings."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -34,10 +34,11 @@ def _index_put(call: Call) -> OperatorRule:
 
 
 def _at_indices(call: Call, *, writes: bool = False) -> OperatorRule | None:
-    """The letters of the indices may be sharded for a read: each index reads on its own.
+    """Rule of a read or write at index tensors; None if there are boolean masks.
 
-    Writes may be sharded by them if they accumulate, with `self` added once. Otherwise the last
-    of two writes to one position counts, and a shard does not know which one that is.
+    For reads, the letters of the indices may be sharded, since each index is independent. For
+    writes, only if they accumulate, with `self` added once: otherwise the last of two writes to one
+    position wins, and ranks do not know the order of writes on other ranks.
     """
     indexed = _indexed_dims(call)
     indices = [call.inputs[i] for i in call.positions("indices")]
@@ -105,7 +106,7 @@ def _scatter(call: Call, *, adds: bool = False) -> OperatorRule:
 
 
 def _gather(call: Call) -> OperatorRule:
-    """out[i, j] = self[index[i, j], j]: every element of the index reads on its own."""
+    """out[i, j] = self[index[i, j], j]: all elements of the index are independent."""
     source, index = (tensor.shape for tensor in call.inputs)
     if not source or not index:
         return replicated(call)

@@ -1,11 +1,11 @@
-"""Interleaved shards worth offering: concatenated dims, such as fused projections.
+"""Search for useful interleaved shards: concatenated dims, such as fused projections.
 
-One product often makes queries, keys and values, or the two halves of a gated layer. Its output
-is taken apart again, by a split, by slices, or by a view with a dim of three. With the weight in
-interleaved shards, every rank has its heads of each, and nothing has to move. The interleavings
-(relative sizes of the sub-shards) come from the operators that split or
-concatenate; elementwise operators and products propagate them to the weights. Interleavings that
-reach no weight are useless, and not offered.
+A fused projection computes queries, keys and values, or the two halves of a gated layer, in one
+matrix product, and a split, slices, or a view with a dim of size three separates its output. With
+the weight in interleaved shards, every rank has its heads of each, without communication. The
+interleavings (relative sizes of the sub-shards) come from the operators that split or concatenate;
+elementwise operators and products propagate them to the weights. Interleavings that reach no weight
+are useless, and not offered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,18 +23,18 @@ _Dim = tuple[str, int]
 
 
 def interleaved_types(graph: Graph) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
-    """The interleaved types that are worth offering, by the shape of a tensor.
+    """Return the interleaved types to consider, by tensor shape.
 
-    By shape and not by name, so that tensors of one shape all have the same layouts.
+    They depend on the shape and not on the name, so that tensors of equal shape have equal layouts.
     """
-    return {shape: tuple(types) for shape, types in _Search(graph).run().items()}
+    return {shape: tuple(types) for shape, types in _Propagation(graph).run().items()}
 
 
 def weights_of(graph: Graph) -> dict[str, str]:
-    """Parameters, and what operators of one input make of them: transposed or cast weights.
+    """Find parameters and the values computed from a single parameter (transposed, cast).
 
     Returns:
-        For each of these values, the parameter that it is made of.
+        The parameter of each of these values.
     """
     found = {i.name: i.name for i in graph.parameters}
     for node in graph.nodes:
@@ -43,12 +43,12 @@ def weights_of(graph: Graph) -> dict[str, str]:
     return found
 
 
-class _Search:
+class _Propagation:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._rules: dict[int, OperatorRule] = {}
         self._weights = weights_of(graph)
-        self._given = {i.name for i in graph.inputs if i.kind is InputKind.USER}
+        self._user_inputs = {i.name for i in graph.inputs if i.kind is InputKind.USER}
         self._seen: set[tuple[_Dim, tuple[int, ...]]] = set()
 
     def run(self) -> dict[tuple[int, ...], dict[AxisType, None]]:
@@ -94,7 +94,7 @@ class _Search:
                     yield (value, dim), [size * unit for size in relative]
 
     def _outer_factor(self, node: Node) -> tuple[_Dim, tuple[int, ...]] | None:
-        """The dim of which a previous view made the dim that is selected from, as outer factor."""
+        """The dim that a view split into (selected dim, rest), with its sub-shards, or None."""
         value = node.inputs[0]
         rule = rule_for(call_of(self._graph, node))
         dims = rule.inputs[0]
@@ -112,12 +112,12 @@ class _Search:
         return None
 
     def _reached(self, start: _Dim, sub_shards: tuple[int, ...]) -> list[_Dim]:
-        """The dims that are interleaved together with one; none if no weight of a product is."""
+        """Dims that must be interleaved together with one; none if no weight is among them."""
         found, waiting, is_fused = {start: None}, [start], False
         while waiting:
             value, _ = place = waiting.pop()
             self._seen.add((place, sub_shards))
-            if value in self._given:
+            if value in self._user_inputs:
                 return []
             for number in self._neighbours(value):
                 for other, is_weight in self._sharded_with(number, place, sub_shards):
@@ -128,7 +128,7 @@ class _Search:
         return list(found) if is_fused else []
 
     def _neighbours(self, value: str) -> Iterator[int]:
-        """The producer and the consumers of a value."""
+        """Indices of the producer and the consumers of a value."""
         if value in self._graph.makers:
             yield self._graph.makers[value]
         yield from dict.fromkeys(number for number, _ in self._graph.consumers[value])
@@ -136,7 +136,7 @@ class _Search:
     def _sharded_with(
         self, number: int, place: _Dim, sub_shards: tuple[int, ...]
     ) -> Iterator[tuple[_Dim, bool]]:
-        """The dims that an operator shards together with one, and whether of a weight."""
+        """Yield dims that an operator shards together with one, and True if it is of a weight."""
         node, rule = self._graph.nodes[number], self._rule(number)
         values, tensors = (*node.inputs, *node.outputs), (*rule.inputs, *rule.outputs)
         letters = {

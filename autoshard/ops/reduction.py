@@ -39,7 +39,7 @@ def _whole(call: Call) -> OperatorRule:
 
 
 def _along(call: Call, text: str, *, finds_index: bool = False) -> OperatorRule:
-    """A reduction that ranks combine inside: the result is replicated."""
+    """A reduction whose result ranks combine inside the operator, so that it is replicated."""
     over = _over(call)
     tensor = call.inputs[0]
     if not is_real(tensor):
@@ -59,7 +59,7 @@ def _along(call: Call, text: str, *, finds_index: bool = False) -> OperatorRule:
 
 
 def _extreme_index(call: Call) -> OperatorRule:
-    """The maximum or minimum along one dim, and the first index where it is."""
+    """Maximum or minimum along one dim, and its first index."""
     if not call.integers("dim"):
         return _whole(call)
     return _along(call, "max max:int64", finds_index=True)
@@ -86,7 +86,7 @@ def _softmax(call: Call) -> OperatorRule:
 
 
 def _scan(call: Call, *, linear: bool = False, last: bool = False) -> OperatorRule:
-    """Along one dim: cumulative sums, sort, top-k."""
+    """An operator along one dim: cumulative sums, sort, top-k."""
     dim = call.dim("dim", -1) if last else call.dim("dim", 0)
     return along_dims(call, {dim}, linear=[{0}] if linear else ())
 

@@ -1,4 +1,4 @@
-"""Lookup of operators: what the specs of all families say about a call."""
+"""Registry of operator specs, and functions that look up the properties of a call."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from autoshard.ops import (
     reduction,
     views,
 )
-from autoshard.ops.index_space import given_rule, replicated
+from autoshard.ops.index_space import operator_rule, replicated
 from autoshard.ops.rule import OperatorRule
 from autoshard.ops.spec import (
     NOTHING_SAVED,
@@ -53,34 +53,34 @@ _UNKNOWN = OperatorSpec(operators="", rule=replicated, saves=saves_everything)
 
 
 def spec_for(operator: str) -> OperatorSpec:
-    """The spec of an operator; one that is not known is replicated, and saves everything."""
+    """Return the spec of an operator; unknown operators are replicated and save everything."""
     return SPECS.get(operator) or SPECS.get(operator.rpartition(".")[0]) or _UNKNOWN
 
 
 def has_rule(operator: str) -> bool:
-    """Whether an operator has a rule of its own."""
+    """True if an operator has a built-in rule."""
     return spec_for(operator) is not _UNKNOWN
 
 
 def is_view(operator: str) -> bool:
-    """Whether an operator's outputs share its input's memory, so that it costs nothing."""
+    """True if an operator's outputs always share its input's memory."""
     return spec_for(operator).is_view
 
 
 def rule_for(call: Call) -> OperatorRule:
-    """The sharding rule of a call.
+    """Return the sharding rule of a call.
 
-    If the library has none, the one that came with the graph counts. Otherwise the operator is
-    replicated, which is right for every deterministic one; every operator of ATen that draws
-    random numbers has a rule.
+    Without a built-in rule, the rule in the graph is used, if there is one. Otherwise the operator
+    is replicated, which is valid for every deterministic operator; all ATen operators that draw
+    random numbers have a built-in rule.
 
     Raises:
         SchemaError: arguments and shapes contradict each other.
     """
     spec = spec_for(call.operator)
     try:
-        if spec is _UNKNOWN and call.given is not None:
-            return given_rule(call, call.given)
+        if spec is _UNKNOWN and call.custom_rule is not None:
+            return operator_rule(call, call.custom_rule)
         return spec.rule(call)
     except (LookupError, TypeError, ValueError) as error:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in call.inputs)
@@ -90,7 +90,7 @@ def rule_for(call: Call) -> OperatorRule:
 
 
 def with_rules(graph: Graph, rules: Iterable[CallRule]) -> Graph:
-    """A graph with those of some rules that its calls need: they have no other rule."""
+    """Return the graph with those of `rules` that apply to calls without a built-in rule."""
     by_call = {rule.call: rule for rule in rules}
     used = {rule.call: rule for rule in graph.rules}
     for node in graph.nodes:
@@ -101,11 +101,11 @@ def with_rules(graph: Graph, rules: Iterable[CallRule]) -> Graph:
 
 
 def saved_tensors(call: Call, gradients: Gradients) -> SavedByAutograd:
-    """The tensors that autograd saves of a call for its backward.
+    """Return the tensors of a call that autograd saves for backward.
 
     Args:
-        call: the call; shapes matter only by their number of dims and where they are 1.
-        gradients: whether each input needs a gradient.
+        call: the call; only the number of dims, and dims of size 1, matter.
+        gradients: for each input, True if it needs a gradient.
     """
     if not any(gradients) or not any(tensor.dtype.is_differentiable for tensor in call.outputs):
         return NOTHING_SAVED
@@ -116,21 +116,21 @@ def saved_tensors(call: Call, gradients: Gradients) -> SavedByAutograd:
 
 
 def backward_workspace(call: Call, gradients: Gradients) -> tuple[ExtraTensor, ...]:
-    """Temporary tensors of a call's backward, beside the gradients that it returns.
+    """Return the temporary tensors of a call's backward, without the gradients that it returns.
 
     Args:
         call: the call.
-        gradients: whether each input needs a gradient.
+        gradients: for each input, True if it needs a gradient.
     """
     workspace = spec_for(call.operator).backward_workspace
     return () if workspace is None else workspace(call, gradients)
 
 
 def passes_gradient(call: Call, position: int) -> bool:
-    """Whether an input's gradient is the output's gradient itself, or a view of it.
+    """True if an input's gradient is the output's gradient itself, or a view of it.
 
-    Backward of the call then allocates no tensor for it: sums without broadcasting, joins, and
-    views whose backward is a view.
+    Backward then allocates no tensor for it: sums without broadcasting, concatenations, and views
+    whose backward is a view.
 
     Args:
         call: the call.
@@ -143,7 +143,7 @@ def passes_gradient(call: Call, position: int) -> bool:
 def view_strides(
     call: Call, shape: Shape, strides: Strides, output_shapes: Sequence[Shape]
 ) -> tuple[Strides, ...] | None:
-    """Strides of outputs that share the first input's memory; None if they have their own.
+    """Strides of outputs that share the first input's memory; None if they do not.
 
     Args:
         call: the call; its sizes are not used.
@@ -162,7 +162,7 @@ def view_strides(
 def made_strides(
     call: Call, shapes: Sequence[Shape], strides: Sequence[Strides], output: Shape
 ) -> Strides:
-    """Strides of an output that has memory of its own.
+    """Strides of an output that does not share memory with an input.
 
     Elementwise operators keep the memory order of their first input of the output's shape, as
     `TensorIterator` does, and fused attention that of the queries. All others are contiguous.

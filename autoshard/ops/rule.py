@@ -112,7 +112,7 @@ class OperatorRule:
     flops_per_point: float = 0.0
 
     def can_shard(self, letter: str, parts: int) -> bool:
-        """Whether an axis of `parts` ranks may shard a letter into contiguous ranges."""
+        """True if an axis of `parts` ranks may shard a letter into contiguous ranges."""
         size = self.sizes[letter]
         if letter in self.whole or not size:
             return False
@@ -156,7 +156,7 @@ class OperatorRule:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks run collectives inside the operator when some letter is sharded."""
+        """True if ranks run collectives inside the operator when some letter is sharded."""
         return bool(self.reduced.listed or self.halo.edges)
 
 
@@ -437,7 +437,7 @@ def _share_a_dim(one: AxisRule, other: AxisRule) -> bool:
 
 
 def _mix_sub_shards(one: AxisRule, other: AxisRule) -> bool:
-    """Whether two options interleave one dim differently, which no layout can express."""
+    """True if two options have different sub-shards of a dim, which no layout can express."""
     pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
     return any(a.is_shard and a.dim == b.dim and a.sub_shards != b.sub_shards for a, b in pairs)
 

@@ -18,24 +18,24 @@ class Call:
 
     Attributes:
         operator: namespace, packet and overload, as in `aten.add.Tensor`.
-        arguments: schema name and value of each argument given, in schema order.
+        arguments: schema name and value of each explicit argument, in schema order.
         inputs: the tensor inputs, in the order of `Node.inputs`.
         outputs: the outputs.
-        given: a rule that came with the graph; used if the library has none.
+        custom_rule: rule in the graph, used if there is no built-in rule.
     """
 
     operator: str
     arguments: tuple[tuple[str, Argument], ...]
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    given: CallRule | None = None
+    custom_rule: CallRule | None = None
 
     def argument(self, name: str, default: Argument = None) -> Argument:
-        """The argument of that schema name, or the default where it was left out."""
+        """Return the argument with a schema name, or `default` if it is absent."""
         return next((value for key, value in self.arguments if key == name), default)
 
     def positions(self, name: str) -> tuple[int, ...]:
-        """Positions in `inputs` of the tensors in one argument; () where it has none."""
+        """Positions in `inputs` of the tensors in an argument; () if it has none."""
         first = 0
         for key, value in self.arguments:
             count = sum(1 for _ in references(value))
@@ -45,7 +45,7 @@ class Call:
         return ()
 
     def tensor(self, name: str) -> Tensor | None:
-        """The tensor in an argument, or None where the argument is not a tensor."""
+        """Return the tensor in an argument; None if the argument is not a tensor."""
         positions = self.positions(name)
         return self.inputs[positions[0]] if positions else None
 
@@ -55,10 +55,10 @@ class Call:
         return tuple(key for key, value in self.arguments for _ in references(value))
 
     def integer(self, name: str, default: int) -> int:
-        """An integer argument.
+        """Return an integer argument.
 
         Raises:
-            SchemaError: it is something else.
+            SchemaError: the argument is not an integer.
         """
         value = self.argument(name, default)
         if not isinstance(value, int):
@@ -66,16 +66,16 @@ class Call:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A list of integers; one integer counts as a list; () for None or left out."""
+        """Return a list of integers; an integer is a list of one, None or absent is ()."""
         value = self.argument(name)
         items = value if isinstance(value, tuple) else () if value is None else (value,)
         return tuple(item for item in items if isinstance(item, int))
 
     def number(self, name: str, default: float) -> float:
-        """A number that is a literal.
+        """Return a number argument.
 
         Raises:
-            SchemaError: it is something else.
+            SchemaError: the argument is not a number.
         """
         value = self.argument(name, default)
         if not isinstance(value, (int, float)):
@@ -83,27 +83,27 @@ class Call:
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """A flag."""
+        """Return a boolean argument."""
         return bool(self.argument(name, default))
 
     def dims(self, name: str) -> frozenset[int]:
-        """Dims of the first input named by an integer or a list, counted from the front."""
+        """Return dims of the first input (an integer or a list), non-negative."""
         rank = max(len(self.inputs[0].shape), 1)
         return frozenset(dim % rank for dim in self.integers(name))
 
     def dim(self, name: str, default: int) -> int:
-        """One dim of the first input, counted from the front; 0 for a scalar."""
+        """Return a dim of the first input, non-negative; 0 for a scalar."""
         return self.integer(name, default) % max(len(self.inputs[0].shape), 1)
 
 
 def call_of(graph: Graph, node: Node) -> Call:
-    """The call that a node of a graph makes."""
+    """Return the call of a node."""
     return Call(
         operator=node.operator,
         arguments=node.arguments,
         inputs=tuple(graph.values[name] for name in node.inputs),
         outputs=tuple(graph.values[name] for name in node.outputs),
-        given=graph.rule_of(node),
+        custom_rule=graph.rule_of(node),
     )
 
 
@@ -111,7 +111,7 @@ Rule = Callable[[Call], OperatorRule]
 """The sharding rule of an operator: a function of the call."""
 
 Gradients = Sequence[bool]
-"""For each input of a call, whether it needs a gradient."""
+"""For each input of a call, True if it needs a gradient."""
 
 StrideFunction = Callable[[Call, Shape, FullStrides, Shape], FullStrides | None]
 """Strides of an operator's outputs over the memory of its first input, from the call, the shape
@@ -120,7 +120,7 @@ and strides of that input and the shape of the first output; None if the operato
 
 @dataclass(frozen=True, slots=True)
 class ExtraTensor:
-    """A tensor that only autograd sees, with dims of the call's own tensors.
+    """A tensor that only autograd uses, with dims of the call's tensors.
 
     Attributes:
         dims: (tensor, dim) pairs whose sizes multiply; tensors count the call's inputs, then
@@ -198,7 +198,7 @@ def like(call: Call, tensor: int, itemsize: int, *, times: int = 1) -> ExtraTens
 
 
 class Kernel(StrEnum):
-    """How the call on a rank's local tensors differs from the call in the graph.
+    """Change of a call when it runs on the local tensors of a rank.
 
     `x` is the operator's first tensor input, local; "the local output shape" is the local shape
     of output 0 in the layout of the strategy; "the argument" is `OperatorSpec.kernel_argument`.
@@ -242,7 +242,7 @@ class Kernel(StrEnum):
     """The argument, a diagonal of the last two dims, becomes that of the local rows and
     columns."""
     ATTENTION = "attention"
-    """As `SHARDED_DIM` if keys are sharded. If the flag named by the argument is set, local
+    """Like `SHARDED_DIM` if keys are sharded. If the flag named by the argument is set, local
     queries see the keys up to their own global position, and later keys are left out."""
     SCALED = "scaled"
     """A mean: the result is multiplied by the rank's share of the averaged elements, which is 1/n
@@ -258,7 +258,7 @@ class Kernel(StrEnum):
 
 @dataclass(frozen=True)
 class OperatorSpec:
-    """All that the library knows of an operator, or of several that have everything in common.
+    """Properties of an operator, or of several operators that have all properties in common.
 
     An operator is added by an entry in the `SPECS` of its family's file, with an example; the
     tests run every example on simulated ranks, and compare values, gradients and saved tensors
@@ -274,26 +274,25 @@ class OperatorSpec:
     counted, nor are the ids that `Kernel.VOCABULARY` shifts.
 
     Attributes:
-        operators: names separated by spaces: `max.dim`, or `add` for all overloads; those that
-            are not of ATen in full, as in `autoshard.dispatch.default`.
+        operators: names separated by spaces: `max.dim`, or `add` for all overloads; other
+            namespaces in full, as in `autoshard.dispatch.default`.
         rule: the sharding rule.
         saves: the tensors that autograd saves.
-        backward_workspace: temporary tensors of backward as large as its inputs, beside the
-            gradients that it returns.
-        is_view: whether the outputs always share the input's memory (a reshape may copy).
+        backward_workspace: temporary tensors of backward, without the gradients that it returns.
+        is_view: True if the outputs always share the input's memory (a reshape may copy).
         strides: strides of outputs that share the first input's memory; None if they never do.
-        passes_gradient: whether the gradient of an input is the output's gradient itself, or a
+        passes_gradient: True if the gradient of an input is the output's gradient itself, or a
             view of it.
-        keeps_memory_order: whether an output's dims lie in memory in the order of the first
-            input of its shape, as with `TensorIterator`; otherwise outputs are contiguous.
+        keeps_memory_order: True if an output has the memory order (of dims) of the first input with
+            its shape, as with `TensorIterator`; otherwise outputs are contiguous.
         kernel: how the call changes on a rank.
         kernel_argument: schema name of the argument that the kernel is about.
-        draws: whether the operator draws random numbers: None if never, the schema name of a
-            probability if it does unless that is 0, "" if always. Ranks that differ only on axes
+        draws: random numbers: None if the operator draws none, "" if it does, or the schema name of
+            a probability if it does unless that is 0. Ranks that differ only on axes
             that do not shard output 0 (they have replicas, or terms of one sum) draw the same
             numbers, and ranks with different shards different ones.
-        unsharded: why some dims stay whole, for users.
-        examples: calls that show and prove all this, one a line; see `autoshard.ops.examples`.
+        unsharded: reason why some dims cannot be sharded, for users.
+        examples: calls that document and test the spec, one per line; see `autoshard.ops.examples`.
     """
 
     operators: str
@@ -319,12 +318,12 @@ class OperatorSpec:
 
 
 def same_dtype(call: Call, position: int) -> bool:
-    """The output's gradient is passed on if no cast is between."""
+    """True if the output's gradient is passed without a cast."""
     return call.inputs[position].dtype is call.outputs[0].dtype
 
 
 def addends(**factors: str) -> Callable[[Call, int], bool]:
-    """The output's gradient is passed on to inputs that are added without broadcasting.
+    """Return a predicate: the output's gradient is that of inputs added without broadcasting.
 
     Args:
         factors: schema name of each such input, and of the argument that scales it, or "".

@@ -1,4 +1,4 @@
-"""Strides, in elements: how the dims of tensors that share memory lie in it."""
+"""Strides of tensors, in elements."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,7 +8,7 @@ from operator import mul
 Shape = Sequence[int]
 
 Strides = tuple[int, ...] | None
-"""Strides of a tensor; None for a contiguous one, which nearly all are."""
+"""Strides of a tensor; None for a contiguous one (the usual case)."""
 
 FullStrides = tuple[int, ...]
 
@@ -30,7 +30,7 @@ def normalised(strides: FullStrides, shape: Shape) -> Strides:
 
 
 def permuted(order: Sequence[int], shape: Shape) -> Strides:
-    """Strides of a dense tensor whose dims lie in this order in memory, outermost first."""
+    """Strides of a dense tensor with its dims in this order in memory, outermost first."""
     dense = contiguous_strides([shape[dim] for dim in order])
     by_dim = dict(zip(order, dense, strict=True))
     return normalised(tuple(by_dim[dim] for dim in range(len(shape))), shape)

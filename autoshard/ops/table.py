@@ -1,4 +1,4 @@
-"""The page of all operators: `python -m autoshard.ops.table` writes docs/operators.md."""
+"""Generator of docs/operators.md, run with `python -m autoshard.ops.table`."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from autoshard.ops.spec import Call, ExtraTensor, Kernel, OperatorSpec
 
 _HEAD = """# Operators
 
-The options of one axis of the mesh for each operator, beside running it replicated. This page is
+The options of one mesh axis for each operator, besides running it replicated. This page is
 generated from the operators' specs by `python -m autoshard.ops.table`.
 
 * **sharded**: dims that may be sharded, in every tensor that has them. Tensors that lack the dim
@@ -23,19 +23,20 @@ generated from the operators' specs by `python -m autoshard.ops.table`.
 * **summed**: dims that may be sharded, and make the output partial.
 * **inside**: the sharded dims for which ranks run collectives inside the operator: all-reduces,
   with the numbers per row of each, forward | backward; an all-to-all that sends rows to the ranks
-  of their experts (`move`); or an exchange of the edges of neighbouring shards, so many elements
-  from before and after (`halo 1+1`).
+  of their experts (`move`); or a halo exchange with the numbers of elements before and after the
+  shard (`halo 1+1`).
 * **partial**: inputs that may be partial, as the output then is; `a + b` together.
 * **saved**: tensors that autograd saves if every input has a gradient.
 * **local call**: how the call changes on a rank (`Kernel`); `draws` random numbers.
 
-A dim `(g c)` is a product: its outer factor may be sharded, the inner one once the outer is used
-up. A dim that is part of no product in any tensor of a call may also be sharded by an axis that
-does not divide it, if that axis alone shards it: all ranks but the last have shards of one length.
+A dim `(g c)` is a product: its outer factor may be sharded, and its inner factor once the outer
+one is exhausted. A dim that is not part of a product in any tensor of a call may also be sharded
+unevenly, by a single axis that does not divide it; all ranks except the last then have shards of
+equal length.
 
-An operator that is not listed is replicated, which is right for every deterministic one. A name
-without an overload stands for all of them. An operator that writes into its input is planned as
-the one that does not, `add_` as `add`.
+Operators that are not listed are replicated, which is valid for every deterministic operator. A
+name without an overload stands for all overloads. In-place operators are planned in their
+functional form, `add_` as `add`.
 """
 
 _COLUMNS = "| operator | call | sharded | summed | inside | partial | saved | local call |\n"
@@ -45,16 +46,16 @@ NOT_PLANNED: Mapping[str, str] = {
     "_operator.getitem": "Outputs are values of their own.",
     "sym_size.int _operator.mul _operator.le _operator.ge _operator.eq torch.sym_ite": "Sizes are "
     "those of the example inputs.",
-    "item.default": "Removed if nothing uses the number; refused otherwise, because sizes "
+    "item.default": "Removed if the number is not used; otherwise an error, because sizes "
     "would depend on the data.",
     "alias.default clone.default contiguous.default detach_.default to.device": "Removed: memory "
     "formats do not matter, and all tensors of a rank are on its device.",
     "copy_.default": "The source, cast and expanded.",
     "broadcast_tensors.default": "One `expand` per tensor.",
-    "wrap_with_set_grad_enabled": "Its body, behind a `detach`.",
-    "wrap_with_autocast": "Its body if autocast is off; refused if it is on, since casts depend on "
+    "wrap_with_set_grad_enabled": "Its body, with a `detach` of each input.",
+    "wrap_with_autocast": "Its body if autocast is off; an error if on, since casts depend on "
     "the device.",
-    "flex_attention": "Refused: its score function is a program of its own.",
+    "flex_attention": "An error: its score function is a separate program.",
     "flat_apply torch._functorch.predispatch._add_batch_dim "
     "torch._functorch.predispatch._remove_batch_dim "
     "torch._functorch.predispatch._vmap_increment_nesting "
@@ -62,11 +63,11 @@ NOT_PLANNED: Mapping[str, str] = {
     "torch._functorch.predispatch.lazy_load_decompositions": "Cannot be run: calls of Python "
     "in the program, of `vmap` and of pytrees. Write the batched form.",
 }
-"""Operators that exports contain and plans do not, and what happens to them."""
+"""Operators of exports that never appear in plans, and how they are handled."""
 
 
 def page() -> str:
-    """The page in Markdown."""
+    """Return the page as Markdown."""
     parts = [_HEAD, *map(_family, FAMILIES)]
     parts.append("\n## Dims that are not sharded, and why\n\n| operators | reason |\n|---|---|\n")
     reasons: dict[str, list[str]] = {}
@@ -82,7 +83,7 @@ def page() -> str:
 
 
 def _family(family: ModuleType) -> str:
-    """A family's examples, and all of its operators."""
+    """Section of a family: its examples and a list of its operators."""
     title = (family.__doc__ or "").partition("\n")[0]
     specs: tuple[OperatorSpec, ...] = family.SPECS
     rows = (
@@ -120,7 +121,7 @@ def _listed(items: Iterable[str]) -> str:
 
 
 def _inside(rule: OperatorRule, dims: list[list[list[str]]]) -> str:
-    """The collectives inside, by the names of the dims that they are for."""
+    """Collectives inside the operator, by dim name."""
     if not rule.communicates:
         return "-"
     # One letter is allocated per factor.
@@ -164,7 +165,7 @@ def _names(operators: Iterable[str]) -> str:
 
 
 def main() -> None:
-    """Write the page under docs/, or in the folder that is given."""
+    """Write the page to docs/, or to the folder given as argument."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
     (folder / "operators.md").write_text(page(), encoding="utf-8")
 

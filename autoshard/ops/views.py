@@ -1,4 +1,4 @@
-"""Views and other operators that only move elements: all linear."""
+"""Views and other operators that only rearrange elements; all are linear."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -91,7 +91,7 @@ def _transpose(call: Call) -> OperatorRule:
 
 
 def _swapped_order(call: Call) -> list[int]:
-    """The order of dims that a transpose makes; its last two arguments are the dims."""
+    """The order of dims after a transpose; its last two arguments are the dims."""
     order = list(range(len(call.inputs[0].shape)))
     if order:
         a, b = (call.dim(name, 0) for name, _ in call.arguments[-2:])
@@ -243,7 +243,7 @@ def _repeat(call: Call) -> OperatorRule:
 
 
 def _repeat_interleave(call: Call) -> OperatorRule:
-    """Each element repeated next to itself: an output dim is (element, repeat).
+    """Each element is repeated consecutively: an output dim is (element, repeat).
 
     Without a dim the tensor is flattened.
     """

@@ -23,7 +23,7 @@ class Arguments(Protocol):
     """The arguments of a call: a `Call` or a `Node`."""
 
     def argument(self, name: str, default: Argument = None) -> Argument:
-        """The argument of that schema name, or the default if it was left out."""
+        """Return the argument with a schema name, or `default` if it is absent."""
         ...
 
 
@@ -52,7 +52,7 @@ class Window:
 
     @property
     def is_apart(self) -> bool:
-        """Whether windows neither overlap nor extend beyond the image."""
+        """True if windows neither overlap nor extend beyond the image."""
         return self.extent <= self.stride and not self.padding
 
     def gathered(self) -> tuple[int, int]:
@@ -82,7 +82,7 @@ def convolution_windows(call: Arguments, kernel: Sequence[int]) -> tuple[Window,
 
 
 def pooling_windows(call: Arguments, rank: int) -> tuple[Window, ...]:
-    """The windows of a pooling over so many dims."""
+    """The windows of a pooling over `rank` dims."""
     kernel = per_dim(call, "kernel_size", (1,) * rank)
     strides = per_dim(call, "stride", kernel)
     dilations = per_dim(call, "dilation", (1,) * rank)
@@ -94,7 +94,7 @@ def pooling_windows(call: Arguments, rank: int) -> tuple[Window, ...]:
 
 
 def interpolation_reach(packet: str) -> int:
-    """Neighbours to either side that an interpolated position is computed from.
+    """Number of neighbours per side that an interpolated position depends on.
 
     Args:
         packet: name of the operator, as in `upsample_bicubic2d`.

@@ -176,7 +176,7 @@ class _Survey:
         rule = rule_for(call)
         if self._is_cut(rule, self._axis_sizes):
             return ""
-        if not has_rule(call.operator) and call.given is None:
+        if not has_rule(call.operator) and call.custom_rule is None:
             return "It has no rule."
         if all(tensor.numel <= 1 for tensor in (*call.inputs, *call.outputs)):
             return _SCALAR

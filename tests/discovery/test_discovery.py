@@ -33,7 +33,7 @@ from autoshard.graph import (
     rules_to_json,
 )
 from autoshard.ops import Call, axis_rules, with_rules
-from autoshard.ops.index_space import given_rule
+from autoshard.ops.index_space import operator_rule
 from autoshard.plan import PlanOptions, check_plan
 from autoshard.planner import make_plan
 from autoshard_solver_cache import NamespacedCache, SolverCache
@@ -129,7 +129,7 @@ def free(made: Call) -> dict[str, int]:
     """What may be cut: an option of one axis of two, and into how many parts at most."""
     rule = found(made)
     sizes = dict(rule.sizes)
-    options = axis_rules(given_rule(made, rule), 2)
+    options = axis_rules(operator_rule(made, rule), 2)
     return {str(option): sizes[option.letter] for option in options if option.letter is not None}
 
 
@@ -161,7 +161,7 @@ def test_rows_that_an_operator_counts_for_itself_are_found_nearer_to_the_real_si
 
 def test_a_product_is_summed_and_its_bias_added_once() -> None:
     rule = found(call("product", (64, 512), (512, 2048), (2048,), out=(64, 2048)))
-    options = {str(o) for o in axis_rules(given_rule(CALL_OF_PRODUCT, rule), 2)}
+    options = {str(o) for o in axis_rules(operator_rule(CALL_OF_PRODUCT, rule), 2)}
     assert {"S(1),S(0),P->P", "R,S(1),S(0)->S(1)", "S(0),R,R->S(0)"} <= options
     assert {"P,R,P->P", "R,P,P->P"} <= options
     assert not {"P,R,R->P", "R,R,P->P", "P,P,P->P"} & options

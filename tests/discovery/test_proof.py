@@ -28,7 +28,7 @@ from autoshard.ops import (
     strategies,
 )
 from autoshard.ops.examples import examples_of
-from autoshard.ops.index_space import given_rule
+from autoshard.ops.index_space import operator_rule
 from autoshard.ops.registry import FAMILIES
 
 CASES = [
@@ -55,7 +55,7 @@ def found_rule(call: Call) -> OperatorRule:
     Raises:
         NotTriableError: it cannot be tried.
     """
-    return given_rule(call, RuleSearch(probe_of(call), time.monotonic() + 60).rule())
+    return operator_rule(call, RuleSearch(probe_of(call), time.monotonic() + 60).rule())
 
 
 def options(rule: OperatorRule) -> set[str]:

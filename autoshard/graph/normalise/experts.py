@@ -342,4 +342,4 @@ class _Finder:
         "aten.reshape.default": _slots,
         "aten.sum.dim_IntList": _sum,
     }
-    """What may take values of a block; everything else must act within rows."""
+    """Matchers by operator; all other operators must act on each row separately."""
