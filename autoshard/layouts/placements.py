@@ -1,4 +1,4 @@
-"""Conversion between layouts and DTensor placements.
+"""Translation of layouts to DTensor placements and back.
 
 A layout has more information than placements: `I` and `R` are both `Replicate()`, since DTensor
 does not track the type of the gradient. In the other direction the caller chooses I or R.

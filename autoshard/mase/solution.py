@@ -1,4 +1,4 @@
-"""Solutions of MASE: placements of each node of its graph, and their conversion to pins.
+"""Solutions of MASE: placements of each node of its graph, and the pins that follow from them.
 
 The formats are those of MASE's `autosharding.py` (`_export_solution`, `_import_solution`). Each
 weight is a node, named like its parameter with `_` for `.`, and its placements are those of the

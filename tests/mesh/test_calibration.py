@@ -118,7 +118,7 @@ def test_bends_ascend_and_become_slower(bends: tuple[Bend, ...]) -> None:
 
 
 def test_bends_are_few() -> None:
-    with pytest.raises(MeshError, match="65 bends; 64"):
+    with pytest.raises(MeshError, match="65 bends; the limit is 64"):
         Rate(1.0, 0.0, tuple(Bend(nbytes, 0.5) for nbytes in range(2, 67)))
 
 

@@ -67,7 +67,7 @@ def test_a_copy_reads_and_writes_every_byte() -> None:
     [
         ((), "no axes"),
         ((Axis("a", 2), Axis("a", 2)), "axis 'a' is named twice"),
-        ((Axis("a", 3), Axis("b", 3)), r"\(3, 3\) has 9 devices, but topology 'box' holds 8"),
+        ((Axis("a", 3), Axis("b", 3)), r"\(3, 3\) has 9 devices, but topology 'box' has 8"),
     ],
 )
 def test_an_impossible_mesh_is_refused(axes: tuple[Axis, ...], message: str) -> None:
@@ -76,7 +76,7 @@ def test_an_impossible_mesh_is_refused(axes: tuple[Axis, ...], message: str) -> 
 
 
 def test_an_absurdly_large_mesh_is_refused() -> None:
-    with pytest.raises(MeshError, match="holds 1048576"):
+    with pytest.raises(MeshError, match="has 1048576"):
         make_mesh((2**20, 2**20))
 
 
