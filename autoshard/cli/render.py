@@ -249,7 +249,7 @@ def render_calibration(calibration: "Calibration") -> RenderableType:
 
 
 def render_profile(profile: "Profile", *, limit: int) -> RenderableType:
-    """Show a step as predicted and as measured; at most so many rows."""
+    """Show predicted and measured times of a step's operations, at most `limit` rows."""
     table = make_table(
         "Operations of a step, each measured by itself",
         ["operation", "lane"],

@@ -112,7 +112,7 @@ def collect(
         typer.Option(help="Size limit; the least recently used entries are dropped first."),
     ] = None,
     max_days: Annotated[
-        float | None, typer.Option(help="Drop entries that were not used for so many days.")
+        float | None, typer.Option(help="Drop entries that were not used for this many days.")
     ] = None,
     cache: options.Cache = None,
     store: Store = None,

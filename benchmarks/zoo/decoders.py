@@ -63,7 +63,7 @@ def _decoder(
 
 
 def _plain_gelu(model: nn.Module) -> None:
-    """Bloom's GELU with the gradient that follows from it, which is what its own computes."""
+    """Bloom's GELU without its custom autograd function; the gradient is the same."""
     for module in model.modules():
         if hasattr(module, "gelu_impl"):
             module.gelu_impl = nn.GELU("tanh")

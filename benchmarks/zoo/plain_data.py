@@ -40,7 +40,7 @@ class Dlrm(nn.Module):
 
 
 def clicks(batch: int, tables: int, dense: int) -> Inputs:
-    """What was shown to whom, and whether it was clicked."""
+    """Inputs of click prediction: categorical and dense features, and labels."""
     return {
         "dense": torch.randn(batch, dense),
         "categories": torch.randint(0, 16, (batch, tables)),
@@ -88,7 +88,7 @@ class TwoTower(nn.Module):
 
 
 def pairs(batch: int) -> Inputs:
-    """Who took what."""
+    """Pairs of users and items."""
     return {"user": torch.randint(0, 16, (batch,)), "item": torch.randint(0, 16, (batch,))}
 
 

@@ -11,7 +11,7 @@ from benchmarks.zoo.family import Inputs, perceptron
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with group norm; the time step shifts what is between them."""
+    """Two convolutions with group norm; the time embedding is added between them."""
 
     def __init__(self, channels: int, outputs: int, time: int, groups: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 
 class ImageTransformer(nn.Module):
-    """Pixels that look at each other and at a text: the attention of a diffusion U-Net."""
+    """Self-attention over pixels and cross-attention to a text, as in a diffusion U-Net."""
 
     def __init__(self, channels: int, context: int, heads: int, groups: int) -> None:
         super().__init__()

@@ -142,17 +142,17 @@ def _worst_moves(values: FloatArray, max_work: float) -> FloatArray | None:
 
 
 class SeparateTerms:
-    """Write the usage of each variable with terms that do not overlap.
+    """Rewrite the usage of each variable as terms with disjoint spans.
 
-    Terms of merged variables overlap where their members live at the same time. As one term there,
-    a strategy that uses more of one member and less of another is compared by what it uses in
-    all: `DropDominated` and `SimplifyLimits` look at one term after the other.
+    Terms of merged variables overlap if their members are alive at the same time. `DropDominated`
+    and `SimplifyLimits` compare strategies term by term, so after adding overlapping terms they
+    compare the total usage of all members.
     """
 
     name = "separate_terms"
 
     def apply(self, network: Network) -> Inverse:
-        """Add up the terms of each variable between the places where one begins or ends."""
+        """Add the overlapping terms of each variable, between consecutive starts and ends."""
         for v, variable in _users(network):
             terms = sorted(variable.terms, key=lambda term: term.first)
             if any(after.first < before.last for before, after in pairwise(terms)):

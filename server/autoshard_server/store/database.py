@@ -109,7 +109,7 @@ def _refuse_newer(connection: Connection) -> None:
     if unknown:
         url = connection.engine.url.render_as_string()
         raise StoreUnavailableError(
-            f"the database {url!r} has migration {', '.join(unknown)}, but this release knows "
+            f"the database {url!r} has migration {', '.join(unknown)}, but this release has "
             f"only those up to {newest_revision()}: a newer release has written it; "
             "install that one, or give another database"
         )
