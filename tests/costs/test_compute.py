@@ -105,7 +105,7 @@ def test_a_bias_gradient_is_a_stream() -> None:
     assert found[0] == pytest.approx(forward + backward)
 
 
-def test_cut_letters_shrink_flops_bytes_and_efficiency() -> None:
+def test_sharded_letters_shrink_flops_bytes_and_efficiency() -> None:
     found = operator_times(
         LINEAR,
         [Strategy((), (), {**LINEAR.sizes, "n": 40}), Strategy((), (), {**LINEAR.sizes, "k": 24})],
@@ -238,18 +238,18 @@ def test_causal_attention_takes_as_long_as_the_rank_with_most_scores(
     assert found[0] == pytest.approx(flops / (1e9 * whole_rows) + 0.5)
 
 
-def test_scores_go_through_memory_where_keys_are_cut() -> None:
+def test_scores_go_through_memory_where_keys_are_sharded() -> None:
     attention = rule("ld,sd,se", "le", flops=4.0, l=8, s=16, d=4, e=4)
     spilled = Reductions.of("max sum", over="s", per="l", itemsize=4, spilled="ls", spilled_bytes=6)
     inputs = [tensor(attention, pattern) for pattern in ("ld", "sd", "se")]
     halves = [Strategy((), (), {**attention.sizes, letter: 8}) for letter in ("l", "s")]
-    fused, cut = (
+    fused, sharded = (
         operator_times(
             chosen, halves, inputs, [tensor(attention, "le")], FAST_COMPUTE, training=False
         )
         for chosen in (attention, replace(attention, reduced=spilled))
     )
-    assert (cut - fused) * 1e6 == pytest.approx([0, 8 * 8 * 6])
+    assert (sharded - fused) * 1e6 == pytest.approx([0, 8 * 8 * 6])
 
 
 def test_a_grouped_product_sums_one_group() -> None:

@@ -95,8 +95,8 @@ def test_cutting_a_parameter_never_costs_more(
     spec = OptimizerSpec(name)
     whole = [shape[0] * parts, *shape[1:]]
     for figure in (spec.state_nbytes, lambda s, d: optimizer_time(spec, s, d, DEVICE)):
-        cut = figure(shape, DType.FLOAT32)
-        assert cut <= figure(whole, DType.FLOAT32) <= parts * cut * (1 + 1e-9)
+        sharded = figure(shape, DType.FLOAT32)
+        assert sharded <= figure(whole, DType.FLOAT32) <= parts * sharded * (1 + 1e-9)
 
 
 def test_an_unknown_optimizer_is_refused_with_those_that_exist() -> None:

@@ -126,7 +126,7 @@ def found(made: Call) -> CallRule:
 
 
 def free(made: Call) -> dict[str, int]:
-    """What may be cut: an option of one axis of two, and into how many parts at most."""
+    """What may be sharded: an option of one axis of two, and into how many parts at most."""
     rule = found(made)
     sizes = dict(rule.sizes)
     options = axis_rules(operator_rule(made, rule), 2)

@@ -30,9 +30,9 @@ def layouts(
     num_axes: int = 3,
     sub_shards: tuple[tuple[int, ...], ...] = ((), (1, 1, 1), (4, 1, 1)),
 ) -> Layout:
-    chunks = draw(st.tuples(*[st.sampled_from(sub_shards)] * num_dims))
-    cuts = [S(d, chunks[d]) for d in range(num_dims)]
-    types = draw(st.tuples(*[st.sampled_from([I, R, P, *cuts])] * num_axes))
+    drawn = draw(st.tuples(*[st.sampled_from(sub_shards)] * num_dims))
+    shards = [S(d, drawn[d]) for d in range(num_dims)]
+    types = draw(st.tuples(*[st.sampled_from([I, R, P, *shards])] * num_axes))
     return Layout.nested(types, draw(st.permutations(range(num_axes))))
 
 
@@ -72,13 +72,13 @@ def test_types_read_back() -> None:
     assert [parse_type(str(t)) for t in types] == types
 
 
-def test_chunks_are_relative_sizes() -> None:
+def test_sub_shards_are_relative_sizes() -> None:
     assert str(S(0, (4096, 1024, 1024))) == "S(0)/4+1+1"
     assert S(0, (768, 768)) == S(0, (1, 1))
     assert S(0, (768,)) == S(0)
 
 
-def test_local_shape_divides_each_dim_by_the_axes_that_cut_it() -> None:
+def test_local_shape_divides_each_dim_by_the_axes_that_shard_it() -> None:
     assert Layout((S(1), S(1))).local_shape(SHAPE, SIZES) == (8, 2)
     assert Layout((S(0), P)).local_shape(SHAPE, SIZES) == (4, 16)
     assert Layout((I, R)).local_shape(SHAPE, SIZES) == SHAPE
@@ -91,21 +91,21 @@ def test_an_axis_that_does_not_divide_is_refused(layout: str) -> None:
         Layout.parse(layout).local_shape((6, 16), SIZES)
 
 
-def test_the_outermost_axis_cuts_first() -> None:
+def test_the_outermost_axis_shards_first() -> None:
     default = Layout.parse("S(0),S(0)")
     swapped = Layout.parse("S(0),S(0);1>0")
     assert default.local_slices((8,), SIZES, (1, 0)) == ((slice(4, 5),),)
     assert swapped.local_slices((8,), SIZES, (1, 0)) == ((slice(1, 2),),)
 
 
-def test_a_rank_holds_its_slice_of_each_chunk() -> None:
+def test_a_rank_holds_its_slice_of_each_section() -> None:
     layout = Layout.parse("R,S(0)/2+1+1")
     assert layout.local_slices((32,), SIZES, (0, 1)) == (
         (slice(4, 8), slice(18, 20), slice(26, 28)),
     )
 
 
-def test_an_axis_that_does_not_divide_each_chunk_is_refused() -> None:
+def test_an_axis_that_does_not_divide_each_section_is_refused() -> None:
     layout = Layout.parse("R,S(0)/1+1+1")
     assert not layout.is_legal((16,), SIZES)
     assert not layout.is_legal((18,), SIZES)
@@ -121,7 +121,7 @@ def test_only_the_innermost_axis_can_step() -> None:
         layout.replace(0, R)
 
 
-def test_a_dim_is_cut_further_in_the_same_chunks_only() -> None:
+def test_a_dim_is_sharded_further_in_the_same_chunks_only() -> None:
     layout = Layout.parse("S(0)/1+1,R")
     assert layout.replace(1, S(0, (1, 1))) == Layout.parse("S(0)/1+1,S(0)/1+1")
     for axis in (0, 1):
@@ -129,7 +129,7 @@ def test_a_dim_is_cut_further_in_the_same_chunks_only() -> None:
             layout.replace(axis, S(0))
 
 
-def test_a_new_cut_goes_innermost() -> None:
+def test_a_new_shard_goes_innermost() -> None:
     assert Layout.parse("R,S(0)").replace(0, S(0)) == Layout.parse("S(0),S(0);1>0")
     assert Layout.parse("S(0),R").replace(1, S(0)) == Layout.parse("S(0),S(0)")
 
@@ -155,7 +155,7 @@ def test_layouts_are_enumerated_once(differentiable: bool, partial: bool, count:
     assert len(found) == len(set(found)) == count
 
 
-def test_types_with_chunks_are_layouts_where_they_divide() -> None:
+def test_interleaved_types_are_layouts_where_they_divide() -> None:
     plain = set(legal_layouts((24,), SIZES, differentiable=True))
     found = list(legal_layouts((24,), SIZES, differentiable=True, interleaved=[S(0, (1, 1, 1))]))
     assert len(found) == len(set(found))
@@ -185,13 +185,13 @@ def test_a_swapped_nesting_is_a_strided_shard() -> None:
     assert texts == ("_StridedShard(dim=0, sf=4)", "Shard(dim=0)")
 
 
-def test_a_slice_of_each_chunk_is_a_strided_shard() -> None:
+def test_a_slice_of_each_section_is_a_strided_shard() -> None:
     texts = placement_texts(Layout.parse("I,S(0)/1+1+1"), SIZES)
     assert texts == ("Replicate()", "_StridedShard(dim=0, sf=3)")
 
 
 @pytest.mark.parametrize("text", ["I,S(0)/2+1", "S(0)/1+1,S(0)/1+1"])
-def test_some_chunks_have_no_placement(text: str) -> None:
+def test_some_sub_shards_have_no_placement(text: str) -> None:
     assert not has_placements(Layout.parse(text))
     with pytest.raises(LayoutError, match="no placement"):
         placement_texts(Layout.parse(text), SIZES)

@@ -145,14 +145,14 @@ def test_a_table_of_a_tensor_that_shares_collectives_has_lower_prices() -> None:
 
 
 def test_the_outer_axis_is_gathered_through_the_inner_one() -> None:
-    """Dim 0 is cut by axis 0 and, inside, by axis 1: axis 1 must give way first."""
+    """Dim 0 is sharded by axis 0 and, inside, by axis 1: axis 1 must give way first."""
     steps = reshardings().path(Layout.parse("S(0),S(0)"), Layout.parse("R,S(0)"))
     assert steps[0].axis == 1
     assert [s.axis for s in steps].count(0) == 1
     assert len(steps) == 3
 
 
-def test_other_chunks_of_a_dim_are_reached_through_another_cut_or_the_whole() -> None:
+def test_other_sub_shards_of_a_dim_are_reached_through_another_shard_or_the_whole() -> None:
     table = reshardings(interleaved=INTERLEAVED)
     steps = table.path(Layout.parse("I,S(1)"), Layout.parse("I,S(1)/1+1"))
     assert len(steps) == 2
@@ -192,13 +192,13 @@ def test_steps_are_those_of_single_layouts(
     shape: tuple[int, ...], sizes: tuple[int, ...], *, differentiable: bool
 ) -> None:
     interleaved = HALVES if len(shape) > 1 else ()
-    cuts = [*(S(d) for d in range(len(shape))), *interleaved]
+    shards = [*(S(d) for d in range(len(shape))), *interleaved]
     priced = ReshardingTable(
         shape, 4, sizes, differentiable=differentiable, interleaved=interleaved, pricer=Prices()
     )
     expected = set()
     for i, layout in enumerate(priced.layouts):
-        for axis, new in product(range(len(sizes)), [I, R, P, *cuts]):
+        for axis, new in product(range(len(sizes)), [I, R, P, *shards]):
             old = layout.types[axis]
             if old == new or (old.kind, new.kind) not in STEPS:
                 continue

@@ -18,7 +18,7 @@ class Tensor:
     Attributes:
         shape: of the tensor.
         sizes: of the axes.
-        interleaved: types with chunks that its layouts may have.
+        interleaved: interleaved types that its layouts may have.
         differentiable: whether it has a gradient.
     """
 
@@ -41,8 +41,8 @@ class Tensor:
 
     def is_even(self, layout: Layout) -> bool:
         """Whether all ranks hold as much."""
-        cuts = [(n, t) for n, t in zip(self.sizes, layout.types, strict=True) if t.is_shard]
-        return all(self.shape[t.dim] % n == 0 for n, t in cuts)
+        shards = [(n, t) for n, t in zip(self.sizes, layout.types, strict=True) if t.is_shard]
+        return all(self.shape[t.dim] % n == 0 for n, t in shards)
 
 
 UNEVEN = (10, 7, 8)
@@ -59,7 +59,7 @@ HELD = {
     [pytest.param(n, x, id=f"{n} {x}") for n, tensor in HELD.items() for x in tensor.layouts],
 )
 def test_ranks_hold_the_tensor_exactly(name: str, layout: Layout) -> None:
-    """Slices of all ranks cover each element once per rank of the axes that do not cut."""
+    """Slices of all ranks cover each element once per rank of the axes that do not shard it."""
     shape, sizes = HELD[name].shape, HELD[name].sizes
     local, is_even = layout.local_shape(shape, sizes), HELD[name].is_even(layout)
     count = np.zeros(shape, dtype=int)
@@ -86,8 +86,8 @@ INTERLEAVED = (S(1, (1, 1)), S(1, (2, 1, 1)))
 MOVED = {
     "even": Tensor((8, 16), (2, 4)),
     "even, no gradient": Tensor((8, 16), (2, 4), differentiable=False),
-    "even, chunks": Tensor((8, 16), (2, 4), INTERLEAVED),
-    "even, chunks, no gradient": Tensor((8, 16), (2, 4), INTERLEAVED, differentiable=False),
+    "even, interleaved": Tensor((8, 16), (2, 4), INTERLEAVED),
+    "even, interleaved, no gradient": Tensor((8, 16), (2, 4), INTERLEAVED, differentiable=False),
     "uneven on 4": Tensor(UNEVEN, (4,)),
     "uneven on 2x4": Tensor(UNEVEN, (2, 4)),
     "uneven on 4x2": Tensor(UNEVEN, (4, 2)),
@@ -129,14 +129,14 @@ def test_every_path_leads_where_it_should_at_the_price_it_says(name: str) -> Non
             assert step.nbytes == 4 * elements, (str(source), str(target), step)
             if is_even and tensor.is_even(layout):
                 assert step.nbytes == 4 * max(prod(before), prod(after))
-            cut = [t.dim for t in (step.source, step.target) if t.is_shard]
-            assert step.padded == any(shape[dim] % num_ranks for dim in cut)
+            sharded = [t.dim for t in (step.source, step.target) if t.is_shard]
+            assert step.padded == any(shape[dim] % num_ranks for dim in sharded)
         assert layout == target
         assert sum(step_price(step, Prices()) for step in steps) == pytest.approx(cost)
 
 
 COPIED = {
-    "chunks": (Tensor((8, 16), (2, 4), INTERLEAVED), "I,S(1)", "I,S(1)/1+1", "I,R"),
+    "interleaved": (Tensor((8, 16), (2, 4), INTERLEAVED), "I,S(1)", "I,S(1)/1+1", "I,R"),
     "filling up": (Tensor((10, 4), (4,)), "S(0)", "S(0)", "R"),
 }
 

@@ -42,20 +42,20 @@ def test_slices_are_those_of_torch(size: int, parts: int) -> None:
         assert torch.equal(torch.arange(size)[held], chunk)
 
 
-def test_one_axis_alone_cuts_unevenly() -> None:
-    """Neither with another axis, nor in chunks, nor so that a rank gets nothing."""
+def test_one_axis_alone_shards_unevenly() -> None:
+    """Neither with another axis, nor interleaved, nor so that a rank gets nothing."""
     legal = {str(x) for x in legal_layouts(SHAPE, SIZES, differentiable=False, partial=False)}
     assert {"S(0),S(1)", "S(1),S(0)", "S(1),S(2)", "R,S(0)", "R,S(1)", "S(2),S(2)"} <= legal
     assert not {"S(0),S(0)", "S(1),S(1)"} & legal
-    for shape, cut in (((6,), S(0)), ((10,), S(0, (1, 1))), ((3,), S(0))):
-        layout = Layout((cut,))
+    for shape, sharded in (((6,), S(0)), ((10,), S(0, (1, 1))), ((3,), S(0))):
+        layout = Layout((sharded,))
         assert not layout.is_legal(shape, (4,))
-        assert layout not in legal_layouts(shape, (4,), differentiable=True, interleaved=[cut])
+        assert layout not in legal_layouts(shape, (4,), differentiable=True, interleaved=[sharded])
     # An axis of one rank does not count.
     assert Layout.parse("S(0),S(0)").is_legal((10,), (1, 4))
 
 
-def test_sizes_that_can_be_cut_alike_share_their_layouts() -> None:
+def test_sizes_that_can_be_sharded_alike_share_their_layouts() -> None:
     """Layouts are made once for all shapes that have the same: the vocabulary may be any."""
     some, other = (legal_layouts((64, n), SIZES, differentiable=True) for n in (50257, 32003))
     assert some is other

@@ -99,11 +99,11 @@ def test_a_mesh_prices_reshardings() -> None:
     mesh = nodes_of_eight(2, 4)
     pricer: Pricer = mesh
     reshardings = ReshardingTable((64, 64), 4, mesh.axis_sizes, differentiable=True, pricer=pricer)
-    cut, whole = Layout.parse("R,S(0)"), Layout.parse("R,R")
+    sharded, whole = Layout.parse("R,S(0)"), Layout.parse("R,R")
     expected = mesh.collective_time("all_gather", 1, 64 * 64 * 4) + mesh.collective_time(
         "reduce_scatter", 1, 64 * 64 * 4
     )
-    found = reshardings.cost[reshardings.index[cut], reshardings.index[whole]]
+    found = reshardings.cost[reshardings.index[sharded], reshardings.index[whole]]
     assert found == pytest.approx(expected, abs=2e-9)
 
 

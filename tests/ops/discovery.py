@@ -1,6 +1,6 @@
 """What one axis of two ranks may do to an operator, found by trying.
 
-Inputs are cut or split in every combination of types and put to `autoshard.discovery.trial`,
+Inputs get every combination of types, and `autoshard.discovery.trial` tries them
 with the kernels that the runtime has for operators with a rule. What holds for these numbers
 must hold for the same numbers in another order too.
 """

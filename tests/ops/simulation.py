@@ -223,9 +223,9 @@ def prove_rule(
 
 
 def _interleaved(call: Call, rule: OperatorRule, mesh: tuple[int, ...]) -> list[Strategy]:
-    """Strategies that cut something in chunks, of some sub_shards that a graph could ask for."""
+    """Interleaved strategies, with some sub-shards that a graph could ask for."""
     interleaved = [
-        [S(dim, chunks) for dim in range(len(tensor.shape)) for chunks in SUB_SHARDS]
+        [S(dim, sub_shards) for dim in range(len(tensor.shape)) for sub_shards in SUB_SHARDS]
         for tensor in (*call.inputs, *call.outputs)
     ]
     found = [

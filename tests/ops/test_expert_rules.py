@@ -124,7 +124,7 @@ EXPECTED = {
         *("S(0) R S(0) -> S(0)", "S(2) R R -> S(1)"),
     },
 }
-"""What cuts something, on one axis."""
+"""Options that shard something, on one axis."""
 
 
 @pytest.mark.parametrize("sizes", [PLAIN, ODD], ids=["groups of one", "groups of three"])
@@ -132,8 +132,8 @@ EXPECTED = {
 def test_rule(operator: str, sizes: Sizes) -> None:
     example = make_example(f"autoshard.{operator}.default", **sizes.arguments(operator))
     found = prove_rule(example, simulation=OfRows)
-    cuts = {text for text in found if "S(" in text}
-    assert cuts == EXPECTED[operator]
+    shards = {text for text in found if "S(" in text}
+    assert shards == EXPECTED[operator]
 
 
 @pytest.mark.parametrize("operator", EXPECTED)
@@ -170,7 +170,7 @@ def test_what_backward_keeps_is_what_the_table_says(operator: str) -> None:
 
 
 @pytest.mark.parametrize("operator", ["dispatch", "combine"])
-def test_tokens_and_their_ids_are_cut_alike_outside_of_an_exchange(operator: str) -> None:
+def test_tokens_and_their_ids_are_sharded_alike_outside_of_an_exchange(operator: str) -> None:
     """Ids that a rank's tokens are not among would tell it nothing of them."""
     example = make_example(f"autoshard.{operator}.default", **PLAIN.arguments(operator))
     call = example.call

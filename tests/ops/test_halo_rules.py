@@ -183,8 +183,8 @@ def test_windows_across_the_ends_of_slices(
     rule = rule_for(made.call)
     dim = len(made.call.inputs[0].shape) - int(operator.split("d.", maxsplit=1)[0][-1])
     assert (dim, *edges) in rule.halo.edges.values()
-    cut = prove(made, meshes=((2,), (4,), (3,)))
-    assert any(text.startswith(f"S({dim}) ") and f"-> S({dim})" in text for text in cut)
+    sharded = prove(made, meshes=((2,), (4,), (3,)))
+    assert any(text.startswith(f"S({dim}) ") and f"-> S({dim})" in text for text in sharded)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_bytes_are_those_of_the_rank_that_has_two_neighbours(example: MakeExampl
 
     def exchanges(num_ranks: int) -> tuple[InnerCollective, ...]:
         found = strategies(rule_for(call), (num_ranks,))
-        (cut,) = (s for s in found if s.inputs[0].types == (S(2),))
-        return cut.collectives
+        (sharded,) = (s for s in found if s.inputs[0].types == (S(2),))
+        return sharded.collectives
 
     forward, backward = exchanges(3)
     assert forward == InnerCollective(0, Operation.HALO, 3 * row, backward=False, copied=extended)
@@ -282,7 +282,7 @@ def test_bytes_are_those_of_the_rank_that_has_two_neighbours(example: MakeExampl
         *("nearest of no whole scale", "nearly whole scale", "aligned"),
     ],
 )
-def test_what_neighbours_cannot_give_is_not_cut(
+def test_what_neighbours_cannot_give_is_not_sharded(
     operator: str, arguments: dict[str, Any], example: MakeExample
 ) -> None:
     call = example(operator, **arguments).call
@@ -307,18 +307,20 @@ def test_sizes_that_came_later_are_refused_where_slices_do_not_fit(
     if rows > 3:
         weights = {"weight": real(1, 1, 3, 1), "stride": [2, 1], "padding": [1, 0]}
     planned, given = (example(CONV2D, input=real(1, 1, size, 1), **weights) for size in (12, rows))
-    (cut,) = (s for s in strategies(rule_for(planned.call), (3,)) if s.inputs[0].types == (S(2),))
+    (sharded,) = (
+        s for s in strategies(rule_for(planned.call), (3,)) if s.inputs[0].types == (S(2),)
+    )
     with pytest.raises(PlanError, match="choose sizes that strides and ranks divide"):
-        simulation(given, cut, (3,)).run_rank((0,), given.values)
+        simulation(given, sharded, (3,)).run_rank((0,), given.values)
 
 
-def test_a_dim_that_two_axes_cut_has_no_neighbours(
+def test_a_dim_that_two_axes_shard_has_no_neighbours(
     example: MakeExample, simulation: Callable[..., Any]
 ) -> None:
-    """No plan of ours cuts it so, but one from elsewhere may."""
+    """The planner never shards it so, but a plan from elsewhere may."""
     weight = real(1, 1, 3, 1)
     given = example(CONV2D, input=real(1, 1, 12, 1), weight=weight, padding=[1, 0])
     image, whole = Layout((S(2), S(2))), Layout((R, R))
-    cut = Strategy((image, whole), (image,), {})
+    sharded = Strategy((image, whole), (image,), {})
     with pytest.raises(PlanError, match="a dim sharded on 2 mesh axes"):
-        simulation(given, cut, (2, 2)).run_rank((0, 0), given.values)
+        simulation(given, sharded, (2, 2)).run_rank((0, 0), given.values)

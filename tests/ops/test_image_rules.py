@@ -148,7 +148,7 @@ def test_rule_is_true(operator: str, arguments: Any, example: MakeExample, prove
     prove(example(operator, **arguments))
 
 
-def test_groups_of_channels_are_cut(example: MakeExample, prove: Prove) -> None:
+def test_groups_of_channels_are_sharded(example: MakeExample, prove: Prove) -> None:
     depthwise = {"input": real(2, 8, 4, 4), "weight": real(8, 1, 3, 3), "padding": [1, 1]}
     found = prove(example(CONV2D, **depthwise, groups=8))
     assert found == {
@@ -163,7 +163,7 @@ def test_groups_of_channels_are_cut(example: MakeExample, prove: Prove) -> None:
     }
 
 
-def test_channels_of_one_group_are_cut_as_those_of_a_product(
+def test_channels_of_one_group_are_sharded_as_those_of_a_product(
     example: MakeExample, prove: Prove
 ) -> None:
     found = prove(example(CONV2D, input=real(2, 4, 4, 4), weight=real(8, 4, 3, 3), bias=real(8)))
@@ -171,7 +171,7 @@ def test_channels_of_one_group_are_cut_as_those_of_a_product(
     assert "R S(0) S(0) -> S(1)" in found
 
 
-def test_patches_are_cut_and_windows_that_leave_places_over_are_not(
+def test_patches_are_sharded_and_windows_that_leave_places_over_are_not(
     example: MakeExample, prove: Prove
 ) -> None:
     image = real(1, 2, 8, 8)

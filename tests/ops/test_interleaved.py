@@ -1,4 +1,4 @@
-"""Which tensors can be cut in chunks, and that operators then do what they should."""
+"""Interleaved shards: the tensors that can have them, and what operators compute then."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +36,7 @@ def offered(module: nn.Module, *shape: int) -> dict[tuple[int, ...], set[str]]:
     return {shape: {str(t) for t in types} for shape, types in interleaved_types(graph).items()}
 
 
-def test_the_projection_of_gpt2_has_three_chunks() -> None:
+def test_the_projection_of_gpt2_has_three_sub_shards() -> None:
     assert interleaved_types(small_graph(partial(gpt2, layers=1))) == {
         (4, 8, 96): (S(2, THIRDS),),
         (32, 96): (S(1, THIRDS),),
@@ -44,7 +44,7 @@ def test_the_projection_of_gpt2_has_three_chunks() -> None:
     }
 
 
-def test_llama_has_no_chunks() -> None:
+def test_llama_has_no_sub_shards() -> None:
     """Its rotary embedding halves heads, but no weight lies along their elements."""
     assert not interleaved_types(small_graph(partial(llama, layers=1)))
 
@@ -61,7 +61,7 @@ def test_llama_has_no_chunks() -> None:
         lambda x: (x.view(4, 2, 8)[:, 0], x.view(4, 2, 8)[:, 1]),
     ],
 )
-def test_however_a_product_is_halved_its_weight_has_two_chunks(
+def test_however_a_product_is_halved_its_weight_has_two_sub_shards(
     halve: Callable[[torch.Tensor], Any],
 ) -> None:
     assert offered(Halved(halve), 4, 8) == {
@@ -71,7 +71,7 @@ def test_however_a_product_is_halved_its_weight_has_two_chunks(
     }
 
 
-def test_a_dim_that_the_caller_passes_has_no_chunks() -> None:
+def test_a_dim_that_the_caller_passes_has_no_sub_shards() -> None:
     """The batch is halved here, and no weight lies along it."""
     assert not offered(Halved(lambda x: x.chunk(2, 0)), 4, 8)
 
@@ -99,27 +99,27 @@ TAKEN_APART = [
 
 
 @pytest.mark.parametrize("case", TAKEN_APART)
-def test_a_slice_of_each_chunk_gives_a_slice_of_each_piece(
+def test_a_slice_of_each_section_gives_a_slice_of_each_piece(
     example: MakeExample, prove: Prove, case: tuple[Any, ...]
 ) -> None:
-    operator, arguments, chunks, pieces = case
+    operator, arguments, sub_shards, pieces = case
     call = example(operator, **arguments)
     prove(call)
-    whole = S(1, chunks)
+    whole = S(1, sub_shards)
     interleaved = [[whole], *([S(1, HALVES)] for _ in pieces)]
     found = {str(s) for s in strategies(rule_for(call.call), (2,), interleaved=interleaved)}
     assert f"{whole} -> {' '.join(pieces)}" in found
     assert not any("S(1)" in text for text in map(str, strategies(rule_for(call.call), (2,))))
 
 
-def test_chunks_that_end_within_a_piece_are_not_cut(example: MakeExample) -> None:
+def test_sections_that_end_within_a_piece_are_not_sharded(example: MakeExample) -> None:
     case = example("aten.chunk.default", self=X, chunks=2, dim=1)
     interleaved = [[S(1, THIRDS)], [], []]
     found = strategies(rule_for(case.call), (2,), interleaved=interleaved)
     assert not any(t.sub_shards for s in found for t in s.inputs[0].types)
 
 
-def test_what_is_joined_has_chunks(example: MakeExample, prove: Prove) -> None:
+def test_what_is_joined_has_sub_shards(example: MakeExample, prove: Prove) -> None:
     case = example("aten.cat.default", tensors=[X, X[:, :12]], dim=1)
     prove(case)
     interleaved = [[], [], [S(1, (2, 1))]]
@@ -127,7 +127,7 @@ def test_what_is_joined_has_chunks(example: MakeExample, prove: Prove) -> None:
     assert "S(1) S(1) -> S(1)/2+1" in found
 
 
-def test_an_inner_factor_is_cut_in_as_many_chunks_as_the_outer_one_has(
+def test_an_inner_factor_is_sharded_into_as_many_sub_shards_as_the_outer_one_has(
     example: MakeExample, prove: Prove
 ) -> None:
     case = example("aten.view.default", self=X, size=[4, 3, 8])
@@ -138,16 +138,20 @@ def test_an_inner_factor_is_cut_in_as_many_chunks_as_the_outer_one_has(
     assert "S(1)/1+1+1 -> S(2)" in found
 
 
-def test_axes_cut_the_same_chunks_of_a_dim(example: MakeExample) -> None:
+def test_axes_have_the_same_sub_shards_of_a_dim(example: MakeExample) -> None:
     case = example("aten.tanh.default", self=X)
     types = [S(1, THIRDS), S(1, HALVES)]
     found = strategies(rule_for(case.call), (2, 2), interleaved=[types, types])
-    cut = [s.inputs[0] for s in found if s.inputs[0].types[0].dim == s.inputs[0].types[1].dim == 1]
-    assert {layout.sub_shards(1) for layout in cut} == {(), THIRDS, HALVES}
-    assert not any(layout.mixes_sub_shards for layout in cut)
+    sharded = [
+        s.inputs[0] for s in found if s.inputs[0].types[0].dim == s.inputs[0].types[1].dim == 1
+    ]
+    assert {layout.sub_shards(1) for layout in sharded} == {(), THIRDS, HALVES}
+    assert not any(layout.mixes_sub_shards for layout in sharded)
 
 
-def test_where_the_place_of_an_element_matters_there_are_no_chunks(example: MakeExample) -> None:
+def test_where_the_place_of_an_element_matters_there_are_no_sub_shards(
+    example: MakeExample,
+) -> None:
     """A rank that looks up a slice of the vocabulary knows it by its first row."""
     case = example("aten.embedding.default", weight=X.T, indices=torch.arange(6))
     interleaved = [[S(0, THIRDS), S(1, HALVES)], [], [S(1, HALVES)]]

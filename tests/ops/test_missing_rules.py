@@ -16,7 +16,7 @@ from autoshard.ops import rule_for
 
 MakeExample = Callable[..., Any]
 
-LENDS = "The values do not matter, and others read the tensor whole or cut anyway."
+LENDS = "The values do not matter, and others read the tensor, replicated or sharded, anyway."
 SCALES = "Scales and weights of classes are parameters, which never arrive as sums."
 LEFT_OUT = {
     "aten.scaled_dot_product_attention.default": (
@@ -40,7 +40,7 @@ LEFT_OUT = {
     "aten.type_as.default": (".* -> .*", "Normalised graphs have `aten.to.dtype` in its place."),
     "aten.cat.default": (
         "(?=.*P).* -> .*",
-        "What is empty has every type; it is offered as whole or cut.",
+        "What is empty has every type; it is offered as whole or sharded.",
     ),
     "aten.repeat_interleave.self_int": (
         r"(P -> P|S\(0\) -> S\(0\)|S\(2\) -> S\(2\))",

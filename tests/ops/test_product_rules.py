@@ -292,46 +292,46 @@ def test_bias_enters_a_contraction_once(example: MakeExample, prove: Prove) -> N
     assert "S(1) S(1) R -> P" not in found
 
 
-def test_queries_are_cut_with_a_mask_or_without(example: MakeExample, prove: Prove) -> None:
+def test_queries_are_sharded_with_a_mask_or_without(example: MakeExample, prove: Prove) -> None:
     assert "S(2) R R -> S(2)" in prove(example(SDPA, **SQUARE, is_causal=True))
     assert "S(2) R R -> S(2)" not in prove(example(SDPA, **HEADS, is_causal=True))
     masked = prove(example(SDPA, **HEADS, attn_mask=mask(2, 1, 8, 6)))
     assert "S(2) R R S(2) -> S(2)" in masked
 
 
-def test_grouped_queries_are_cut_by_group(example: MakeExample, prove: Prove) -> None:
+def test_grouped_queries_are_sharded_by_group(example: MakeExample, prove: Prove) -> None:
     found = prove(example(SDPA, **GROUPS, enable_gqa=True, is_causal=True))
     assert "S(1) S(1) S(1) -> S(1)" in found
     assert "S(1) R R -> S(1)" not in found
 
 
-def test_vocabulary_is_cut(example: MakeExample, prove: Prove) -> None:
+def test_vocabulary_is_sharded(example: MakeExample, prove: Prove) -> None:
     found = prove(example(EMBEDDING, weight=real(12, 4), indices=ids(12, 4)))
     assert {"S(0) R -> P", "S(1) R -> S(1)", "R S(0) -> S(0)"} <= found
 
 
-def test_mean_over_probabilities_is_cut_by_position(example: MakeExample, prove: Prove) -> None:
+def test_mean_over_probabilities_is_sharded_by_position(example: MakeExample, prove: Prove) -> None:
     call = {"self": real(4, 6), "target": real(4, 6).softmax(1)}
     assert "S(0) S(0) -> P" in prove(example(CROSS_ENTROPY, **call))
 
 
-def test_groups_of_channels_are_cut(example: MakeExample, prove: Prove) -> None:
+def test_groups_of_channels_are_sharded(example: MakeExample, prove: Prove) -> None:
     found = prove(example("aten.group_norm.default", **CHANNELS, num_groups=4))
     assert found == {"I I I -> I", "R R R -> R", "S(0) R R -> S(0)", "S(1) S(0) S(0) -> S(1)"}
 
 
-def test_experts_and_their_rows_are_cut(example: MakeExample, prove: Prove) -> None:
+def test_experts_and_their_rows_are_sharded(example: MakeExample, prove: Prove) -> None:
     operator, arguments = next(case for case in MATRIX_PRODUCTS if "grouped" in case[0])
     found = prove(example(operator, **arguments))
     assert {"R S(0) R -> P", "S(0) R R -> S(0)", "R S(2) R -> S(1)", "S(1) S(1) R -> P"} <= found
 
 
-def test_sequences_are_cut_by_sample(example: MakeExample, prove: Prove) -> None:
+def test_sequences_are_sharded_by_sample(example: MakeExample, prove: Prove) -> None:
     operator, arguments = RECURRENCES[1]
-    cut = " ".join(["S(0) S(1) S(1)", *"R" * 8])
-    assert f"{cut} -> S(0) S(1) S(1)" in prove(example(operator, **arguments))
+    sharded = " ".join(["S(0) S(1) S(1)", *"R" * 8])
+    assert f"{sharded} -> S(0) S(1) S(1)" in prove(example(operator, **arguments))
 
 
-def test_summed_loss_is_cut_by_position(example: MakeExample, prove: Prove) -> None:
+def test_summed_loss_is_sharded_by_position(example: MakeExample, prove: Prove) -> None:
     call = {"self": real(12, 5), "target": ids(5, 12), "reduction": 2}
     assert prove(example(CROSS_ENTROPY, **call)) == {"I I -> I", "R R -> R", "S(0) S(0) -> P"}

@@ -26,7 +26,7 @@ def refuted(prove: Prove, example: Any, **changes: Any) -> None:
         prove(example, replace(rule_for(example.call), **changes))
 
 
-def test_scan_over_a_cut_dim_is_refuted(example: MakeExample, prove: Prove) -> None:
+def test_scan_over_a_sharded_dim_is_refuted(example: MakeExample, prove: Prove) -> None:
     refuted(prove, example("aten.cumsum.default", self=real(4, 8), dim=-1), whole=frozenset())
 
 
@@ -71,7 +71,7 @@ def test_product_that_is_claimed_jointly_linear_is_refuted(
     refuted(prove, call, linear=(frozenset({0, 1}),))
 
 
-def test_causal_attention_over_cut_keys_is_refuted(example: MakeExample, prove: Prove) -> None:
+def test_causal_attention_over_sharded_keys_is_refuted(example: MakeExample, prove: Prove) -> None:
     heads = {name: real(2, 2, 8, 4) for name in ("query", "key", "value")}
     call = example("aten.scaled_dot_product_attention.default", **heads, is_causal=True)
     keys = frozenset(rule_for(call.call).inputs[1][2])
@@ -102,9 +102,9 @@ def test_mean_over_unequal_counts_is_refuted(example: MakeExample, prove: Prove)
 def test_gradient_alone_refutes(example: MakeExample, simulation: Any) -> None:
     """The values are right, but a whole input whose gradient is partial is not invariant."""
     call = example("aten.linear.default", input=real(4, 8), weight=real(4, 8))
-    cut = {"sizes": {}, "outputs": (Layout.parse("S(0)"),)}
-    right = Strategy(inputs=(Layout.parse("S(0)"), Layout.parse("R")), **cut)
-    wrong = Strategy(inputs=(Layout.parse("S(0)"), Layout.parse("I")), **cut)
+    sharded = {"sizes": {}, "outputs": (Layout.parse("S(0)"),)}
+    right = Strategy(inputs=(Layout.parse("S(0)"), Layout.parse("R")), **sharded)
+    wrong = Strategy(inputs=(Layout.parse("S(0)"), Layout.parse("I")), **sharded)
     simulation(call, right, (2,)).check()
     with pytest.raises(AssertionError):
         simulation(call, wrong, (2,)).check()
@@ -166,13 +166,13 @@ def test_broadcasting_of_any_two_shapes(
     prove(example("aten.mul.Tensor", self=real(*left), other=real(*right)))
 
 
-def test_cuts_nest_in_both_orders(example: MakeExample) -> None:
+def test_shards_nest_in_both_orders(example: MakeExample) -> None:
     call = example("aten.neg.default", self=real(8)).call
     found = {str(strategy) for strategy in strategies(rule_for(call), (2, 2))}
     assert {"S(0),S(0) -> S(0),S(0)", "S(0),S(0);1>0 -> S(0),S(0);1>0"} <= found
 
 
-def test_minor_factor_is_cut_once_the_major_is_used_up(example: MakeExample) -> None:
+def test_minor_factor_is_sharded_once_the_major_is_used_up(example: MakeExample) -> None:
     call = example("aten.reshape.default", self=real(2, 8), shape=[16]).call
     assert {str(rule) for rule in axis_rules(rule_for(call), 2)} == {
         "I->I",

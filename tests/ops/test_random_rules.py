@@ -56,7 +56,7 @@ def test_slices_differ_and_copies_agree(
     assert not torch.equal(first[0], first[1])
 
 
-def test_distributions_of_rows_are_cut_by_row(example: MakeExample) -> None:
+def test_distributions_of_rows_are_sharded_by_row(example: MakeExample) -> None:
     made = example("aten.multinomial.default", self=HALVES, num_samples=4)
     found = {str(strategy) for strategy in strategies(rule_for(made.call), (2,))}
     assert found == {"I -> I", "R -> R", "S(0) -> S(0)"}

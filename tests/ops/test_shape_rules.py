@@ -324,17 +324,17 @@ def test_every_pointwise_operator_is_one() -> None:
         assert any(tagged.values()) or packet in untagged, packet
 
 
-def test_merged_heads_are_cut_by_the_major_factor(example: MakeExample, prove: Prove) -> None:
+def test_merged_heads_are_sharded_by_the_major_factor(example: MakeExample, prove: Prove) -> None:
     found = prove(example("aten.reshape.default", self=real(2, 4, 8), shape=[8, 8]))
     assert found == {"I -> I", "R -> R", "S(0) -> S(0)", "S(2) -> S(1)", "P -> P"}
 
 
-def test_triangles_are_cut_along_rows_and_columns(example: MakeExample, prove: Prove) -> None:
-    cut = prove(example("aten.tril.default", self=X, diagonal=-1))
-    assert {"S(0) -> S(0)", "S(1) -> S(1)", "S(2) -> S(2)"} <= cut
+def test_triangles_are_sharded_along_rows_and_columns(example: MakeExample, prove: Prove) -> None:
+    sharded = prove(example("aten.tril.default", self=X, diagonal=-1))
+    assert {"S(0) -> S(0)", "S(1) -> S(1)", "S(2) -> S(2)"} <= sharded
 
 
-def test_split_heads_keep_the_cut(example: MakeExample, prove: Prove) -> None:
+def test_split_heads_keep_the_shard(example: MakeExample, prove: Prove) -> None:
     found = prove(example("aten.reshape.default", self=real(4, 6, 8), shape=[4, 6, 2, 4]))
     assert "S(2) -> S(2)" in found
 

@@ -187,9 +187,9 @@ def test_channels_stay_whole_where_a_norm_tracks_statistics(
 ) -> None:
     tracked = BATCH | {"running_mean": real(8), "running_var": shares(8)}
     arguments = {"input": real(4, 8, 4), "weight": None, "bias": None}
-    cut = prove(example("aten.batch_norm.default", **arguments, **tracked))
-    assert "S(0) R R -> S(0)" in cut
-    assert not any("S(1)" in text for text in cut)
+    sharded = prove(example("aten.batch_norm.default", **arguments, **tracked))
+    assert "S(0) R R -> S(0)" in sharded
+    assert not any("S(1)" in text for text in sharded)
     assert "S(1) -> S(1)" in prove(example("aten.batch_norm.default", **arguments, **BATCH))
 
 
@@ -208,5 +208,5 @@ def test_keys_stay_whole_where_attention_drops_some(example: MakeExample) -> Non
     heads = dict.fromkeys(("query", "key", "value"), real(2, 4, 8, 4))
     for probability in (0.0, 0.1):
         call = example(ATTENTION, **heads, dropout_p=probability).call
-        cuts = {str(strategy) for strategy in strategies(rule_for(call), (2,))}
-        assert ("R S(2) S(2) -> I" in cuts) == (probability == 0)
+        shards = {str(strategy) for strategy in strategies(rule_for(call), (2,))}
+        assert ("R S(2) S(2) -> I" in shards) == (probability == 0)

@@ -148,7 +148,7 @@ UNEVEN: list[tuple[str, Mapping[str, Any], set[str]]] = [
         {"input": IMAGE, "weight": real(7, 10, 1, 1)},
         {"S(1) S(1) -> P", "R S(0) -> S(1)", "S(2) R -> S(2)"},
     ),
-    # Rows that are merged are cut elsewhere than rows alone.
+    # Rows that are merged are sharded elsewhere than rows alone.
     ("aten.reshape.default", {"self": real(10, 3, 7), "shape": [10, 21]}, {"S(0) -> S(0)"}),
     ("aten.reshape.default", {"self": real(10, 3), "shape": [30]}, set()),
     ("aten.reshape.default", {"self": real(10, 100), "shape": [10, 25, 4]}, {"S(0) -> S(0)"}),
@@ -203,19 +203,19 @@ def test_rule_is_true_of_unequal_shares(
     prove(call, meshes=MESHES)
 
 
-def test_a_merged_letter_cut_unevenly_is_refuted(example: MakeExample, prove: Prove) -> None:
+def test_a_merged_letter_sharded_unevenly_is_refuted(example: MakeExample, prove: Prove) -> None:
     call = example("aten.reshape.default", self=real(10, 3), shape=[30])
     wrong = replace(rule_for(call.call), uneven=frozenset(rule_for(call.call).sizes))
     with pytest.raises(AssertionError, match="is wrong"):
         prove(call, wrong, meshes=[(4,)])
 
 
-def test_unequal_shares_are_not_cut_again(example: MakeExample) -> None:
+def test_unequal_shares_are_not_sharded_again(example: MakeExample) -> None:
     rule = rule_for(example("aten.neg.default", self=real(10)).call)
     found = {str(strategy) for strategy in strategies(rule, (4, 2))}
     assert {"S(0),R -> S(0),R", "R,S(0) -> R,S(0)"} <= found
     assert not any(text.count("S(0)") > 2 for text in found)
-    # Nor are equal shares cut unevenly: 10 into 5 and 5, and these into 2, 2 and 1.
+    # Nor are equal shares sharded unevenly: 10 into 5 and 5, and these into 2, 2 and 1.
     assert not any(text.count("S(0)") > 2 for text in map(str, strategies(rule, (2, 3))))
 
 
