@@ -1,4 +1,4 @@
-"""Plans: the document, and everything that only reads one. Never imports solver or planner."""
+"""Plans: the document, and everything that reads one. Does not import solver or planner."""
 
 from autoshard.plan.checker import check_plan
 from autoshard.plan.compare import (

@@ -1,9 +1,9 @@
 """Buckets: reshardings of parameters that share one collective per step.
 
-A collective of a few bytes takes as long as its latency, and a model has many small parameters.
-Reshardings of parameters that take the same steps are therefore put into *buckets*, as DDP and
-FSDP do. The source of such a resharding exists from the start, so a bucket can begin before its
-first reader (prefetch), and the reduction of its gradients can overlap with backward.
+A collective of a few bytes costs its latency, and a model has many small parameters. As in DDP and
+FSDP, reshardings of parameters with the same steps are therefore grouped into *buckets*. A
+parameter is available from the start of a step, so a bucket can begin before its first reader
+(prefetch), and the reduction of its gradients can overlap with backward.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ from autoshard.plan.document import PlannedStep, Resharding, Stage, Use
 from autoshard.plan.recompute import Recomputed, recomputed
 
 SMALL = 2 * 2**20
-"""Largest parameter that shares a bucket, in bytes: copying it costs less than a latency."""
+"""Maximum bytes of a parameter that shares a bucket: copying it costs less than a latency."""
 
 LARGEST = 8 * 2**20
-"""Bytes of the full parameters of a bucket. The first reader waits for all of it, and in
-backward no byte of it moves before its last gradient is complete."""
+"""Maximum bytes of the full parameters of a shared bucket. The first reader waits for the whole
+bucket, and in backward its reduction starts when its last gradient is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,7 @@ class Bucket:
         reshardings: in the order in which they are first read; their steps are on the same axes,
             with the same actions.
         begins: number of the node before which it begins.
-        reader: number of the node that reads it first; the number of nodes if only the end of
-            the program does.
+        reader: number of the node that reads it first; the number of nodes if only outputs do.
         checkpoint: number of the checkpoint inside of which it runs; -1 for none.
     """
 
@@ -44,27 +43,27 @@ class Bucket:
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """The uses that the reshardings are for."""
+        """The use of each resharding."""
         return tuple(resharding.use for resharding in self.reshardings)
 
     @property
     def regather(self) -> bool:
-        """Whether backward runs its forward steps again, apart from a checkpoint."""
+        """True if its reshardings are re-gathered in backward."""
         return self.reshardings[0].regather
 
     @property
     def steps(self) -> Iterator[tuple[PlannedStep, int]]:
-        """Each step of the first resharding with the bytes of this step in all of them."""
+        """Each step of the first resharding, and the bytes of this step in all reshardings."""
         for steps in zip(*(resharding.steps for resharding in self.reshardings), strict=True):
             yield steps[0], sum(step.nbytes for step in steps)
 
 
 def bucket_fill_factors(graph: Graph, mesh: Mesh) -> Mapping[str, float]:
-    """Bytes of a full bucket relative to a parameter's own, by name of each small parameter.
+    """For each small parameter, the bytes of a full bucket relative to those of the parameter.
 
-    Prices of a parameter's reshardings use it: the members of its bucket are only known once
-    there is a plan, and the price of a layer should not depend on the layers around it. A mesh
-    with published prices counts one collective per tensor, so nothing is in it then.
+    Reshardings of small parameters are priced as a share of a full bucket: the actual members are
+    only known once there is a plan, and the price of a layer should not depend on other layers.
+    The result is empty if the mesh has tabulated collective times, which are per tensor.
     """
     if mesh.collectives is not None:
         return {}
@@ -75,19 +74,18 @@ def bucket_fill_factors(graph: Graph, mesh: Mesh) -> Mapping[str, float]:
 def buckets_of(stage: Stage, graph: Graph, again: Recomputed | None = None) -> tuple[Bucket, ...]:
     """The buckets of a stage, in the order in which they are first read.
 
-    A resharding is in one if it makes a parameter whole and no other resharding of the parameter
-    comes before it. Reshardings with `regather` share a bucket with those of the same instance
-    of a repeated block; those that a checkpoint runs again, with others of that checkpoint.
+    A resharding is in a bucket if it makes a parameter whole and no other resharding of the
+    parameter precedes it. Reshardings with `regather` share a bucket only within one instance of a
+    repeated block, and reshardings that a checkpoint runs again only within that checkpoint.
 
-    A bucket that gathers begins when the one before it is first read, so that one bucket is
-    prefetched; the first one inside a checkpoint begins with the checkpoint. A bucket that only
-    reduces gradients begins with the program and stays outside of checkpoints, where running it
-    again would do nothing.
+    A bucket with an all-gather begins when the preceding bucket is first read, so that one bucket
+    is prefetched; the first one inside a checkpoint begins with the checkpoint. A bucket that only
+    reduces gradients begins with the program, outside of checkpoints.
 
     Args:
-        stage: of a plan.
+        stage: a plan's stage.
         graph: the stage's program.
-        again: `recomputed(graph, stage)`, if it is known already.
+        again: `recomputed(graph, stage)` if it was computed already.
 
     Raises:
         PlanError: the stage's checkpoints do not fit its program.
@@ -105,7 +103,7 @@ def buckets_of(stage: Stage, graph: Graph, again: Recomputed | None = None) -> t
             continue
         reader = _first_reader(resharding, graph)
         if inside is None or not _gathers(resharding):
-            # A re-gather saves memory: what one block needs is gathered at one time.
+            # Re-gathering saves memory only if a bucket is limited to one block.
             block = blocks.get(reader, -1) if resharding.regather else None
             if reader in number_of:
                 reader = again.spans[number_of[reader]].start
@@ -124,7 +122,7 @@ class _Member(NamedTuple):
         reader: number of the node before which its result is needed.
         resharding: the resharding.
         checkpoint: number of the checkpoint inside of which it runs; -1 for none.
-        key: equal for those that may share a bucket.
+        key: equal for reshardings that may share a bucket.
     """
 
     reader: int
@@ -138,7 +136,7 @@ def _gathers(resharding: Resharding) -> bool:
 
 
 def _shared_steps(resharding: Resharding, stage: Stage, graph: Graph) -> Hashable | None:
-    """A key that is equal where reshardings can share collectives; None where one cannot."""
+    """A key, equal for reshardings that can share collectives; None if this one cannot."""
     sizes = dict(stage.axes)
     tensor = graph.values[resharding.value]
     chain = []
@@ -153,7 +151,7 @@ def _shared_steps(resharding: Resharding, stage: Stage, graph: Graph) -> Hashabl
 
 
 def _blocks(graph: Graph) -> dict[int, int]:
-    """Number of the block instance that each node is in."""
+    """The number of the block instance of each node, by number of the node."""
     instances = (nodes for block in find_blocks(graph) for nodes in block.instances())
     return {node: number for number, nodes in enumerate(instances) for node in nodes}
 
@@ -166,7 +164,7 @@ def _first_reader(resharding: Resharding, graph: Graph) -> int:
 
 
 def _packed(found: Sequence[_Member], graph: Graph) -> list[list[_Member]]:
-    """The members of each bucket."""
+    """Group members with equal keys into buckets of limited size."""
     packed: list[list[_Member]] = []
     open_buckets: dict[Hashable, tuple[list[_Member], int]] = {}
     for member in found:
@@ -184,13 +182,13 @@ def _packed(found: Sequence[_Member], graph: Graph) -> list[list[_Member]]:
 
 
 def _scheduled(packed: Sequence[Sequence[_Member]], again: Recomputed) -> Iterator[Bucket]:
-    """The buckets with the node before which each begins."""
+    """Determine the node before which each bucket begins."""
     before = {-1: 0} | {number: span.start for number, span in enumerate(again.spans)}
     for members in packed:
         reader, first, checkpoint, _ = members[0]
         begins = 0
         if checkpoint >= 0 and first.use not in again.reshardings:
-            # Backward runs the checkpoint up to where this is read: it must not have begun.
+            # Backward stops recomputing before this bucket is read, so it must not begin earlier.
             begins = reader
         elif _gathers(first):
             begins, before[checkpoint] = before[checkpoint], reader

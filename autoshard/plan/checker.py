@@ -1,8 +1,8 @@
-"""The independent checker: verifies that a plan is valid and costs what it says.
+"""Independent checker: verifies that a plan is valid and that its stated costs are correct.
 
-It shares with the planner the operator rules, the table of resharding steps and the prices of
-single operators and steps, and nothing else: no optimization problem, no solver, no enumeration of
-strategies. It walks the program from layout to layout, as a runtime would.
+It shares only the operator rules, the table of resharding steps and the prices of single
+operators and steps with the planner. It builds no optimization problem and enumerates no
+strategies, but follows the layouts through the program in execution order.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -62,21 +62,21 @@ from autoshard.plan.recompute import checkpoint_spans, recomputed
 from autoshard.plan.timeline import timeline
 
 _TOLERANCE = 1e-6
-"""Relative difference that stated seconds may have from those found."""
+"""Maximum relative difference between stated and computed seconds."""
 
 _NOTHING = 1e-15
-"""Seconds by which sums near zero may differ."""
+"""Maximum absolute difference between stated and computed seconds."""
 
 _NO_COMPUTE = ForwardBackward(0.0, 0.0)
 
 
 @collection_paused()
 def check_plan(plan: Plan, graph: Graph | None = None) -> tuple[str, ...]:
-    """Everything that is wrong with a plan; empty if it is valid.
+    """The errors of a plan, one message each; empty if it is valid.
 
     Args:
         plan: the plan.
-        graph: the program that it should be a plan of; the one inside the plan if None.
+        graph: the program that the plan should be for; by default the one in the plan.
     """
     if not plan.found:
         return (f"there is no plan to check: {plan.reason}",)
@@ -133,11 +133,11 @@ class _LocalWork:
     Attributes:
         inputs: layout of each input.
         outputs: layout of each output.
-        uses: relation of backward to the use of each input.
-        fault: why the layouts are invalid; empty if they are not.
-        sizes: letter sizes on the rank.
-        compute: seconds without the collectives inside.
-        inside: the collectives inside.
+        uses: gradient of the use of each input.
+        fault: reason why the layouts are invalid; empty if they are valid.
+        sizes: size of each index letter on the rank.
+        compute: seconds without the collectives inside the operator.
+        inside: the collectives inside the operator.
     """
 
     inputs: tuple[Layout, ...]
@@ -156,7 +156,7 @@ class _LocalWork:
 
 
 class _StageCheck:
-    """Walks one stage from layout to layout.
+    """Checks one stage by following the layouts through its program.
 
     Args:
         plan: the plan.
@@ -187,12 +187,12 @@ class _StageCheck:
         self._by_use = {c.use: c for c in stage.reshardings}
         self._used: set[Use] = set()
         self._again = recomputed(graph, stage)
-        self._is_sound = True  # enough to follow its memory
+        self._is_sound = True  # its memory timeline can be computed
         self._optimizer_time = self._loading_time = self._recompute_time = 0.0
         self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
 
     def findings(self) -> Iterator[str]:
-        """Everything that is wrong with the stage."""
+        """The errors of the stage."""
         stage = self._stage
         if tuple(stage.axes) != tuple(zip(self._mesh.axis_names, self._sizes, strict=True)):
             yield f"{stage.name}: its axes are not the mesh's"
@@ -234,7 +234,7 @@ class _StageCheck:
                     yield f"the block from {first!r} to {last!r} is not checkpointed as asked for"
 
     def _saves(self, node: Node) -> bool:
-        """Whether autograd saves a tensor for a node."""
+        """True if autograd saves a tensor for a node."""
         flags = [self._gradients.exists(value) for value in node.inputs]
         return saved_tensors(call_of(self._graph, node), flags) != SavedByAutograd()
 
@@ -309,7 +309,7 @@ class _StageCheck:
         return ForwardBackward(share * work.compute.forward, share * work.compute.backward)
 
     def _local_work(self, number: int, node: Node, placed: PlacedNode) -> _LocalWork:
-        """The work of a rank for a node; equal nodes are derived once."""
+        """The work of a rank for a node, computed once for equal nodes."""
         flows = self._gradients.flows(node)
         key = (self._graph.kinds[number], placed.inputs, placed.outputs, flows)
         if key not in self._work:
@@ -479,13 +479,13 @@ def _as_seen(layout: Layout, gradient: Gradient) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _CheckedResharding:
-    """A resharding checked by itself.
+    """The result of checking one resharding.
 
     Attributes:
-        source: layout that it starts from.
+        source: layout before its first step.
         findings: errors in its steps.
-        is_sound: whether its steps can be followed at all.
-        passes: seconds that it takes forward and backward.
+        is_sound: True if its memory can be computed.
+        passes: its seconds in forward and in backward.
     """
 
     source: Layout
@@ -495,11 +495,11 @@ class _CheckedResharding:
 
 
 class _ReshardingCheck:
-    """Checks that the steps of reshardings are valid and cost what they say; equal ones once.
+    """Checks the steps of reshardings and their stated costs; equal reshardings once.
 
     Args:
         mesh: the devices.
-        constraints: forbid collectives.
+        constraints: the constraints of the plan, which may forbid collectives.
     """
 
     def __init__(self, mesh: Mesh, constraints: PlanConstraints) -> None:
@@ -520,11 +520,11 @@ class _ReshardingCheck:
         """Check one resharding of a tensor.
 
         Args:
-            resharding: as the plan has it.
-            tensor: the value.
-            gradient: relation of backward to it.
-            fixed_dims: dims whose slices have to stay on their ranks.
-            fill_factor: bytes of a full bucket relative to the tensor's; 1 where it shares none.
+            resharding: the planned resharding.
+            tensor: the resharded value.
+            gradient: its gradient.
+            fixed_dims: dims that must not be resharded.
+            fill_factor: bytes of a full bucket relative to the tensor's; 1 without a bucket.
         """
         what = tensor, gradient, fixed_dims, fill_factor
         key = (*what, resharding.source, resharding.target, resharding.steps)
@@ -563,10 +563,11 @@ class _ReshardingCheck:
         return _CheckedResharding(source, tuple(findings), True, passes)
 
     def _follow(self, stated: PlannedStep, layout: Layout, tensor: Tensor) -> tuple[Step, Layout]:
-        """A step on a layout, with the bytes that it really moves, and the layout after it.
+        """A stated step with the bytes computed from the layout before it, and the layout after it.
 
         Raises:
-            ValueError: it names no axis, type or action, or makes no layout of this tensor.
+            ValueError: the axis, a type or an action does not exist, or the layout after the step
+                is illegal for the tensor.
         """
         axis = self._mesh.axis_names.index(stated.axis)
         source, target = parse_type(stated.source), parse_type(stated.target)
@@ -574,7 +575,7 @@ class _ReshardingCheck:
         sizes = self._mesh.axis_sizes
         before, behind = (x.local_shape(tensor.shape, sizes) for x in (layout, after))
         elements = prod(before)
-        # Each rank sends or receives as many slices as there are, all as long as the largest.
+        # Uneven slices are padded to the largest one.
         if target.is_shard and source.is_shard:
             elements = elements // before[target.dim] * behind[target.dim] * sizes[axis]
         elif target.is_shard or source.is_shard:

@@ -18,10 +18,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that two plans hold or do differently.
+    """A tensor or operator with different layouts in two plans.
 
     Attributes:
-        name: of the parameter, the input, the node or the output's position.
+        name: name of the input or node, or position of the output.
         before: its layouts in the first plan.
         after: its layouts in the second plan.
     """
@@ -33,16 +33,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveChange:
-    """Collectives of one kind, axis and direction that two plans run differently.
+    """Collectives of one kind, axis and direction whose number or bytes differ in two plans.
 
     Attributes:
         kind: such as all_gather.
-        axis: name of the axis.
+        axis: name of the mesh axis.
         direction: forward or backward.
-        before: how many in the first plan.
-        after: how many in the second plan.
-        bytes_before: bytes of them together.
-        bytes_after: likewise.
+        before: number of collectives in the first plan.
+        after: number of collectives in the second plan.
+        bytes_before: their total bytes in the first plan.
+        bytes_after: their total bytes in the second plan.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class CollectiveChange:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of both plans, whether it differs or not."""
+    """One number of both plans, in seconds or bytes."""
 
     name: str
     before: float
@@ -70,14 +70,14 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """What distinguishes two plans of one program.
+    """The differences of two plans of one program.
 
     Attributes:
         meshes: axes of both, such as ("dp=2 x tp=4", "tp=8").
-        inputs: parameters, buffers and user inputs that lie differently.
-        nodes: operators that take or make other layouts.
-        outputs: outputs that leave in another layout.
-        collectives: what is run more or less often, or on other sizes.
+        inputs: parameters, buffers and user inputs with different layouts.
+        nodes: operators with different layouts of inputs or outputs.
+        outputs: outputs with different layouts.
+        collectives: collectives whose number or bytes differ.
         costs: seconds by kind.
         memory: bytes per device at the peak by kind.
     """
@@ -92,7 +92,7 @@ class PlanDifference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether both plans do the same on the same mesh."""
+        """True if both plans are equal and on equal meshes."""
         same_mesh = self.meshes[0] == self.meshes[1]
         changes = (self.inputs, self.nodes, self.outputs, self.collectives)
         figures = (*self.costs, *self.memory)
@@ -100,16 +100,16 @@ class PlanDifference:
 
 
 def compare_plans(before: Plan, after: Plan) -> PlanDifference:
-    """What distinguishes two plans of one program; the meshes may differ.
+    """Compare two plans of one program; the meshes may differ.
 
     Raises:
-        PlanError: the plans are of different programs, or one of them found nothing.
+        PlanError: the plans are for different programs, or one of the documents has no plan.
     """
     for which, plan in (("first", before), ("second", after)):
         if not plan.found:
-            raise PlanError(f"the {which} plan found nothing to compare: {plan.reason}")
+            raise PlanError(f"the {which} document has no plan to compare: {plan.reason}")
     if before.graph.digest != after.graph.digest:
-        raise PlanError("the plans are of different graphs; compare two plans of one graph")
+        raise PlanError("the plans are for different graphs; compare two plans for one graph")
     return PlanDifference(
         meshes=(mesh_text(before.mesh), mesh_text(after.mesh)),
         inputs=_changes(_inputs(before), _inputs(after)),
@@ -151,7 +151,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Chang
 def _pairs(
     before: Mapping[Key, Value], after: Mapping[Key, Value], missing: Value
 ) -> Iterable[tuple[Key, Value, Value]]:
-    """Both values of every key, those of the first mapping first."""
+    """Both values of every key, in the order of the first mapping, then of the second."""
     for key in dict.fromkeys((*before, *after)):
         yield key, before.get(key, missing), after.get(key, missing)
 

@@ -1,4 +1,4 @@
-"""Which operators of a graph may be cut, which run whole, why, and what that costs."""
+"""Operator coverage: the operators of a graph that can be sharded, and the cost of the others."""
 
 from collections.abc import Collection, Iterator
 
@@ -17,28 +17,27 @@ from autoshard.ops import (
 )
 from autoshard.plan.document import Document, Plan, Resharding, Seconds
 
-_SCALAR = "Tensors of at most one element: there is nothing to cut."
+_SCALAR = "Tensors of at most one element: there is nothing to shard."
 
 
 class OperatorUse(Document):
     """One operator in a graph.
 
-    A call *falls back* where no axis can cut it, so that all of its work is done on every
-    rank: it may only be the same everywhere.
+    A call *falls back* if no axis can shard it: every rank then does all of its work.
     """
 
     operator: str
-    has_rule: bool = Field(description="whether it has a rule of its own")
-    found_rule: bool = Field(description="whether calls of it have one that was found by trying")
+    has_rule: bool = Field(description="true if the library has a rule for it")
+    found_rule: bool = Field(description="true if calls of it have a rule found by discovery")
     num_calls: int = Field(ge=1)
     num_whole: int = Field(ge=0, description="calls that fall back")
     reasons: tuple[str, ...] = Field(description="why calls fall back, each reason once")
     time: Seconds | None = Field(
-        description="of all calls, forward plus backward, with the collectives inside"
+        description="seconds of all calls, forward plus backward, with the collectives inside"
     )
-    time_whole: Seconds | None = Field(description="of the calls that fall back")
+    time_whole: Seconds | None = Field(description="seconds of the calls that fall back")
     time_around: Seconds | None = Field(
-        description="of reshardings to and from those calls, less what overlaps with compute"
+        description="seconds of the reshardings before and after those calls, without overlap"
     )
 
 
@@ -46,18 +45,18 @@ class Coverage(Document):
     """The operators of a graph, and what a plan pays for those that fall back."""
 
     operators: tuple[OperatorUse, ...] = Field(
-        description="those that fall back first, the most expensive or frequent before others"
+        description="operators with calls that fall back first, then by time or frequency"
     )
     total: Seconds | None = Field(description="predicted time of a step; null without a plan")
 
     @property
     def num_calls(self) -> int:
-        """Calls of all operators."""
+        """Number of calls of all operators."""
         return sum(use.num_calls for use in self.operators)
 
     @property
     def num_whole(self) -> int:
-        """Calls that fall back."""
+        """Number of calls that fall back."""
         return sum(use.num_whole for use in self.operators)
 
     @property
@@ -79,34 +78,34 @@ class Coverage(Document):
 def operator_coverage(
     graph: Graph, plan: Plan | None = None, *, axis_sizes: Collection[int] = ()
 ) -> Coverage:
-    """How far the rules reach in a graph.
+    """The operators of a graph, and which of their calls can be sharded.
 
     Args:
         graph: the program.
-        plan: a plan of it. With one, a call falls back where no axis of its mesh can cut it,
-            and times are known; without one, where no axis of any size could.
-        axis_sizes: where there is no plan: sizes of axes, each 2 or more, of which one must be
-            able to cut a call.
+        plan: a plan for it. With a plan, a call falls back if no axis of the plan's mesh can
+            shard it, and times are known; without one, if no axis of any size can.
+        axis_sizes: without a plan, sizes of mesh axes, each at least 2; a call then falls back
+            if no axis of one of these sizes can shard it.
 
     Raises:
-        PlanError: the plan is of another graph, or there is none in the document.
+        PlanError: the plan is for another graph, or the document has no plan.
     """
     if plan is None:
         return _Survey(graph, axis_sizes=axis_sizes).coverage(None)
     if graph_digest(graph) != plan.graph.digest:
         raise PlanError("the plan was made for another graph")
     if not plan.found:
-        raise PlanError(f"the document holds no plan to take times from: {plan.reason}")
+        raise PlanError(f"the document has no plan to take times from: {plan.reason}")
     sizes = {size for size in plan.mesh.axis_sizes if size > 1}
     return _Survey(graph, axis_sizes=sizes).coverage(plan)
 
 
 class _Survey:
-    """The calls of a graph, and which of them fall back.
+    """The calls of a graph, with the reasons of those that fall back.
 
     Args:
         graph: the program.
-        axis_sizes: of the axes that may cut; any size where there is none.
+        axis_sizes: sizes of the mesh axes; any size if empty.
     """
 
     def __init__(self, graph: Graph, *, axis_sizes: Collection[int]) -> None:
@@ -121,7 +120,7 @@ class _Survey:
         }
 
     def coverage(self, plan: Plan | None) -> Coverage:
-        """The document, with times if there is a plan."""
+        """The result, with times if there is a plan."""
         calls: dict[str, list[Node]] = {}
         for node in self._graph.nodes:
             calls.setdefault(node.operator, []).append(node)
@@ -158,36 +157,36 @@ class _Survey:
         )
 
     def _around(self, reshardings: Collection[Resharding]) -> dict[str, float]:
-        """Seconds of reshardings by the call that falls back, the consumer before the maker."""
+        """Seconds of reshardings by the call that needs them: the consumer or the producer."""
         found: dict[str, float] = {}
         for resharding in reshardings:
             maker = self._graph.makers.get(resharding.value)
             ends = (resharding.consumer, None if maker is None else self._graph.nodes[maker].name)
             for end in ends:
                 if end is not None and self._reasons.get(end):
-                    # What hides may be longer: it has what backward reshards once more.
+                    # The overlapped time may be longer, since it includes the re-gather.
                     seen = max(resharding.time - resharding.overlapped, 0.0)
                     found[end] = found.get(end, 0.0) + seen
                     break
         return found
 
     def _reason(self, call: Call) -> str:
-        """Why a call falls back; empty where it does not."""
+        """The reason why a call falls back; empty if it does not."""
         rule = rule_for(call)
-        if self._is_cut(rule, self._axis_sizes):
+        if self._can_shard(rule, self._axis_sizes):
             return ""
         if not has_rule(call.operator) and call.custom_rule is None:
             return "It has no rule."
         if all(tensor.numel <= 1 for tensor in (*call.inputs, *call.outputs)):
             return _SCALAR
-        if self._is_cut(rule, ()):
+        if self._can_shard(rule, ()):
             sizes = " or ".join(map(str, sorted(self._axis_sizes)))
-            return f"No size that may be cut divides into {sizes} slices."
+            return f"No size that may be sharded divides into {sizes} slices."
         return spec_for(call.operator).unsharded or "No dim of this call can be sharded."
 
     @staticmethod
-    def _is_cut(rule: OperatorRule, axis_sizes: Collection[int]) -> bool:
-        """Whether an axis of one of these sizes, or of any, can cut a letter."""
+    def _can_shard(rule: OperatorRule, axis_sizes: Collection[int]) -> bool:
+        """True if an axis of one of these sizes (any size if empty) can shard an index letter."""
         sizes = axis_sizes or {size for size in rule.sizes.values() if size > 1}
         return any(option.letter for size in sizes for option in axis_rules(rule, size))
 

@@ -1,8 +1,7 @@
 """The plan: one versioned JSON document, readable without this library.
 
-Its JSON schema is committed as `autoshard/plan/plan.schema.json`. Names of values and
-nodes are those of the program, which travels inside the plan, so a plan can be run with
-nothing but the model's parameters.
+Its JSON schema is `autoshard/plan/plan.schema.json`. Names of values and nodes are those of the
+program. The program is part of the plan, so only the model's parameters are needed to run it.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,8 +21,8 @@ LayoutText = Annotated[
     str,
     Field(
         description=(
-            "One type per mesh axis: I, R, P or S(dim). S(dim)/1+1+1 is an interleaved shard with "
-            "three equal sub-shards; ';1>0' is a nesting order."
+            "One type per mesh axis: I, R, P or S(dim); S(dim)/1+1+1 shards each of three equal "
+            "parts of the dim (interleaved sub-shards); ';1>0' gives a nesting order."
         ),
         examples=["S(0),R", "S(0),S(0);1>0", "I,S(1)/1+1+1"],
     ),
@@ -31,14 +30,14 @@ LayoutText = Annotated[
 Seconds = Annotated[float, Field(ge=0, description="seconds")]
 Bytes = Annotated[int, Field(ge=0, description="bytes per device")]
 Use = tuple[str, str | None, int]
-"""What a resharding is for: the value, the consumer (None for all of them) and the position."""
+"""A use of a value: the value, its consumer (None for all consumers) and the input's position."""
 
 Direction = Literal["forward", "backward"]
-"""When something runs; what runs forward once more during backward counts as backward."""
+"""The pass in which something runs; recomputation counts as backward."""
 
 
 class Document(BaseModel):
-    """Base of the plan's parts: immutable, and closed to unknown fields."""
+    """Base class of the plan's parts: immutable, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,8 +46,8 @@ class Certificate(Document):
     """Objective and proven lower bound of a plan, and their relative gap."""
 
     status: SolveStatus
-    objective: float | None = Field(description="price of the plan in seconds; null without one")
-    bound: float | None = Field(description="proven lower bound of every plan's price, seconds")
+    objective: float | None = Field(description="cost of the plan, seconds; null without a plan")
+    bound: float | None = Field(description="proven lower bound of the cost of any plan, seconds")
     gap: float | None = Field(ge=0, description="(objective - bound) / objective")
 
 
@@ -57,11 +56,11 @@ class GraphSummary(Document):
 
     digest: str = Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical program")
     num_nodes: int = Field(ge=0)
-    num_parameters: int = Field(ge=0, description="elements of all parameters together")
+    num_parameters: int = Field(ge=0, description="total number of elements of all parameters")
 
 
 class PlacedInput(Document):
-    """A tensor that enters the program, and its layout."""
+    """An input tensor of the program, and its layout."""
 
     name: str = Field(description="value in the program")
     kind: Literal["parameter", "buffer", "constant", "prepared", "user"] = Field(
@@ -84,15 +83,15 @@ class InnerStep(Document):
     axis: str
     action: Literal["all_reduce", "all_to_all", "halo_exchange"] = "all_reduce"
     operation: Literal["sum", "max", "move", "halo"] = Field(
-        description="how the ranks' numbers come together; rows move to the ranks they are for, "
-        "and halos are edges of neighbours' slices"
+        description="sum or max: reduction of statistics; move: rows are sent to the ranks of "
+        "their experts; halo: neighbours exchange edges of their slices"
     )
-    direction: Direction = Field(description="the pass of the operator that it belongs to")
+    direction: Direction = Field(description="the pass of the operator in which it runs")
     nbytes: Bytes = Field(
-        description="a rank's numbers; how many rows a rank moves is data, and this the mean; "
-        "of halos, what the rank sends or receives that does most"
+        description="bytes of a rank; the mean if the number of rows depends on data; for a halo, "
+        "the larger of sent and received bytes on the rank with the most"
     )
-    time: Seconds = Field(description="with the copies that a halo needs beside it")
+    time: Seconds = Field(description="seconds, including the copies that a halo needs")
 
 
 class PlacedNode(Document):
@@ -120,30 +119,34 @@ class PlannedStep(Document):
     target: str
     forward: str = Field(description="action in the forward pass: a collective or a local one")
     backward: str = Field(description="action in the backward pass")
-    nbytes: Bytes = Field(description="larger of a rank's tensor before and after the step")
+    nbytes: Bytes = Field(
+        description="bytes of a rank's tensor before or after the step, whichever is larger"
+    )
     time: Seconds
 
 
 class Resharding(Document):
-    """A tensor that changes layout between its producer and a consumer.
+    """The resharding of a tensor between its producer and a consumer.
 
-    A value with several consumers may first change layout for all of them (`consumer` is
-    null), and then for each.
+    A value with several consumers may first be resharded for all of them (`consumer` is null),
+    and then for single consumers.
     """
 
     value: str
     consumer: str | None = Field(
         description="name of the consuming node, 'output', or null: shared by all consumers"
     )
-    position: int = Field(ge=0, description="which tensor input, or which output")
+    position: int = Field(
+        ge=0, description="position among the consumer's tensor inputs, or among the outputs"
+    )
     source: LayoutText
     target: LayoutText
     steps: tuple[PlannedStep, ...]
     regather: bool = Field(
         default=False,
         description=(
-            "whether backward runs the forward steps a second time instead of keeping the "
-            "resharded tensor in memory (FSDP's reshard_after_forward)"
+            "true if backward runs the forward steps again instead of keeping the resharded "
+            "tensor in memory (FSDP's reshard_after_forward)"
         ),
     )
     overlapped: Seconds = Field(
@@ -155,7 +158,7 @@ class Resharding(Document):
 
     @property
     def use(self) -> Use:
-        """What it is for; no two reshardings of a stage are for the same."""
+        """The use for which the value is resharded; unique in a stage."""
         return self.value, self.consumer, self.position
 
     @property
@@ -165,7 +168,7 @@ class Resharding(Document):
 
 
 class PlacedOutput(Document):
-    """A value that leaves the program: a result of forward, or new contents of a buffer."""
+    """An output of the program: a result of forward, or new contents of a buffer."""
 
     name: str
     updates: str | None = Field(
@@ -180,9 +183,9 @@ class PlacedOutput(Document):
 class Checkpoint(Document):
     """An activation checkpoint: consecutive nodes of which only the inputs are saved for backward.
 
-    Their forward runs once more in backward, up to the last tensor that backward needs. A
-    resharding for one consumer belongs to its consumer; a shared one belongs to the nodes if
-    its value is made and read among them.
+    Backward runs their forward again, up to the last tensor that it needs. A resharding for one
+    consumer belongs to the checkpoint of its consumer; a shared one belongs to the checkpoint if
+    its value is computed and read inside of it.
     """
 
     first: str = Field(description="name of the first node")
@@ -190,7 +193,7 @@ class Checkpoint(Document):
 
 
 class Stage(Document):
-    """One pipeline stage: a program on its own sub-mesh."""
+    """One pipeline stage: a program on a part of the mesh."""
 
     name: str
     axes: tuple[tuple[str, int], ...] = Field(description="name and size of each axis")
@@ -223,16 +226,16 @@ class Costs(Document):
     """Predicted seconds of one step, on every device."""
 
     total: Seconds
-    compute: Seconds = Field(description="operators, and the writing and holding of inputs")
+    compute: Seconds = Field(description="operators, and the memory traffic of inputs")
     communication: Seconds = Field(
         description=(
-            "collectives and the local copies around them; each resharding pays its own latency, "
-            "also where several share a collective: an upper estimate"
+            "collectives and the local copies that they need; an upper estimate, since each "
+            "resharding is charged a latency even if several share a collective"
         )
     )
     optimizer: Seconds = Field(description="the local optimizer update")
     recompute: Seconds = Field(
-        default=0.0, description="operators and reshardings that backward runs once more"
+        default=0.0, description="operators and reshardings that backward runs again"
     )
     overlapped: Seconds = Field(
         default=0.0,
@@ -243,15 +246,15 @@ class Costs(Document):
 
 
 class Memory(Document):
-    """Predicted bytes per device at the moment when most are alive."""
+    """Predicted bytes per device at the peak."""
 
     peak: Bytes
     budget: int | None = Field(description="memory budget of the request")
     phase: Literal["forward", "turn", "recompute", "backward", "optimizer"] = Field(
-        description="part of the step that the peak is in"
+        description="phase of the step in which the peak occurs"
     )
     at: str = Field(
-        description="node, or value that is resharded, at the peak; empty where it is neither"
+        description="node that runs, or value that is resharded, at the peak; may be empty"
     )
     turn: int | None = Field(
         ge=0, description="bytes alive between forward and backward; null in inference"
@@ -265,7 +268,7 @@ class Memory(Document):
         description="tensors saved for backward, or alive until their last use in inference"
     )
     temporaries: Bytes = Field(
-        description="resharded and recomputed tensors, gradients on their way, working memory"
+        description="resharded and recomputed tensors, gradients of activations, working memory"
     )
 
 
@@ -277,10 +280,10 @@ class RepeatedBlock(Document):
     num_repetitions: int = Field(ge=1)
     key: str = Field(
         pattern="^[0-9a-f]{64}$",
-        description="digest of the block's content: its choices, their prices and their links",
+        description="digest of the block's content: its strategies, their costs and edge costs",
     )
     num_reused: int = Field(ge=0, description="tables of the block that came from the cache")
-    num_solved: int = Field(ge=0, description="tables of the block that were worked out")
+    num_solved: int = Field(ge=0, description="tables of the block that were computed")
 
 
 class Provenance(Document):
@@ -290,38 +293,40 @@ class Provenance(Document):
     wall_time: dict[str, float] = Field(description="seconds per phase")
     statistics: dict[str, float] = Field(description="sizes of the problem and its reductions")
     blocks: tuple[RepeatedBlock, ...] = Field(
-        default=(), description="what repeats, and how much of it was reused from a cache"
+        default=(), description="repeated blocks, and how much of them was reused from a cache"
     )
 
 
 class Conflict(Document):
-    """What keeps an infeasible request from having a plan."""
+    """The options that make a request infeasible."""
 
     options: tuple[str, ...] = Field(
-        description="options that cannot all hold; empty where memory alone is short"
+        description="options that contradict each other; empty if only the memory is insufficient"
     )
-    minimal: bool = Field(description="whether the others can hold without any one of them")
+    minimal: bool = Field(
+        description="true if removing any one of the options resolves the conflict"
+    )
     budget: int | None = Field(
         description="the memory budget if it is part of the conflict, bytes per device"
     )
     least_budget: int | None = Field(
-        description="the smallest budget that works with all options, bytes per device"
+        description="the smallest budget that is feasible with all options, bytes per device"
     )
 
 
 class Plan(Document):
     """A sharding plan with its certificate.
 
-    An outcome without a plan (infeasible, timed out) has the same shape: its certificate
-    says why, `reason` says it in words, and `stages` is empty.
+    An outcome without a plan (infeasible, timed out) has the same schema: its certificate has the
+    status, `reason` explains it, and `stages` is empty.
     """
 
     version: Literal[1] = PLAN_VERSION
     id: str = Field(pattern="^[0-9a-f]{64}$", description="digest of the request and versions")
     certificate: Certificate
-    reason: str = Field(default="", description="why there is no plan, and the way out")
+    reason: str = Field(default="", description="why there is no plan, and what to change")
     conflict: Conflict | None = Field(
-        default=None, description="what cannot hold at once, where the request is infeasible"
+        default=None, description="contradicting options, if the request is infeasible"
     )
     graph: GraphSummary
     mesh: Mesh
@@ -330,8 +335,8 @@ class Plan(Document):
     memory: Memory | None
     collectives: tuple[CollectiveCount, ...] = Field(
         description=(
-            "what runs in a step; reshardings of parameters that share a collective are one, while "
-            "costs charge each its own latency"
+            "collectives of a step; reshardings of parameters that share a collective count once, "
+            "while costs charge a latency for each"
         )
     )
     stages: tuple[Stage, ...]
@@ -347,7 +352,7 @@ class Plan(Document):
 
     @property
     def found(self) -> bool:
-        """Whether there is a plan at all."""
+        """True if there is a plan."""
         return bool(self.stages)
 
     def to_json(self, *, indent: int | None = None) -> str:
@@ -359,12 +364,12 @@ class Plan(Document):
         """Read a document.
 
         Raises:
-            PlanError: the text is not a plan of a version that we understand.
+            PlanError: the text is not a plan of a supported version.
         """
         with collection_paused():
             try:
-                # Not in one step, which takes longer: most of the text is the program, which
-                # is any JSON to us. Only names of members repeat enough to be looked up.
+                # Faster than model_validate_json: most of the text is the program, which is not
+                # validated here. Only keys repeat often enough to be cached.
                 document = from_json(text, cache_strings="keys")
             except ValueError as error:
                 raise PlanError(f"not a version {PLAN_VERSION} plan: document: {error}") from None
@@ -372,10 +377,10 @@ class Plan(Document):
 
     @classmethod
     def from_document(cls, document: Any) -> "Plan":
-        """Read a document that is no longer text.
+        """Read a document from parsed JSON.
 
         Raises:
-            PlanError: it is not a plan of a version that we understand.
+            PlanError: it is not a plan of a supported version.
         """
         try:
             return cls.model_validate(document)

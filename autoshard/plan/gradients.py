@@ -1,8 +1,8 @@
-"""Gradient flow of a program: which values have gradients, and where backward runs.
+"""Gradient flow of a program: values that have gradients, and nodes through which backward runs.
 
 Backward starts at the scalar outputs that require a gradient; if none is a scalar, at all outputs
-that do. A value may have a gradient that backward never computes, such as an output beside the
-loss. New contents of buffers have no gradient.
+that do. A value may require a gradient that backward never computes, such as an output that the
+loss does not depend on. New contents of buffers have no gradient.
 """
 
 from enum import StrEnum
@@ -18,7 +18,7 @@ class Gradient(StrEnum):
     """The value has a gradient, but backward does not compute it here."""
     NONE = "none"
 
-    # It is part of keys in hot paths, and an enum would hash in Python.
+    # Faster: it is part of dictionary keys in hot paths, and enums hash in Python code.
     __hash__ = str.__hash__
 
 
@@ -27,7 +27,7 @@ class Gradients:
 
     Args:
         graph: the program.
-        training: whether there is a backward pass.
+        training: True if there is a backward pass.
     """
 
     def __init__(self, graph: Graph, *, training: bool) -> None:
@@ -45,7 +45,7 @@ class Gradients:
         return not self._reached.isdisjoint(node.outputs)
 
     def of_value(self, value: str) -> Gradient:
-        """The gradient of a value, of all its uses together."""
+        """The gradient of a value, summed over all its uses."""
         if not self.exists(value):
             return Gradient.NONE
         return Gradient.FLOWS if value in self._reached else Gradient.UNPRICED

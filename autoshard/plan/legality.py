@@ -1,4 +1,4 @@
-"""Legality of the layouts of one operator: do they follow from its sharding rule?"""
+"""Checks that the layouts of an operator's inputs and outputs follow from its sharding rule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from autoshard.ops import AxisRule, InnerCollective, Interleaved, OperatorRule, 
 
 
 def without_invariant(layout: Layout) -> Layout:
-    """The layout of a tensor without a gradient: I and R are the same, written R."""
+    """Replace I by R, which are the same for a tensor without a gradient."""
     types = tuple(R if t.kind is Kind.INVARIANT else t for t in layout.types)
     return Layout(types, layout.nesting)
 
@@ -19,8 +19,8 @@ class Share:
     """The part of an operator that one rank computes.
 
     Attributes:
-        sizes: letter sizes on the rank.
-        collectives: the collectives inside the operator, by axis of the whole mesh.
+        sizes: size of each index letter on the rank.
+        collectives: the collectives inside the operator; their axes are those of the whole mesh.
     """
 
     sizes: Mapping[str, int]
@@ -33,13 +33,13 @@ def share_of(
     gradients: Sequence[bool],
     axis_sizes: Sequence[int],
 ) -> Share | None:
-    """One rank's part of an operator if the layouts are a strategy of its rule, else None.
+    """One rank's part of an operator; None if its rule does not allow the layouts.
 
     Args:
         rule: the operator's rule.
-        layouts: of all inputs, then of all outputs.
-        gradients: for each of them, whether a gradient flows through it.
-        axis_sizes: size of each mesh axis; axes of one rank are ignored.
+        layouts: layout of each input, then of each output.
+        gradients: for each of these tensors, True if it has a gradient.
+        axis_sizes: size of each mesh axis; axes of size 1 are ignored.
     """
     seen = tuple(
         layout if gradient else without_invariant(layout)
@@ -52,7 +52,7 @@ def share_of(
     def search(
         local: OperatorRule, axes: tuple[int, ...]
     ) -> tuple[Mapping[str, int], tuple[tuple[int, str | None], ...]] | None:
-        """Letter sizes on a rank and the letter of each axis, if the axes in this order fit."""
+        """Letter sizes on a rank and the letter of each axis; None if this order is illegal."""
         if not axes:
             return local.sizes, ()
         axis, rest = axes[0], axes[1:]
@@ -88,7 +88,7 @@ def _fits(
 
 
 def _nests(layout: Layout, order: tuple[int, ...]) -> bool:
-    """True if the axes that shard one dim do so in this order."""
+    """True if the axes that shard one dim are nested in this order."""
     for dim in {t.dim for t in layout.types if t.is_shard}:
         ranks = [order.index(axis) for axis in layout.sharding_axes(dim) if axis in order]
         if ranks != sorted(ranks):

@@ -1,13 +1,14 @@
-"""Lowering a stage of a plan to the instructions that one rank runs, as plain data.
+"""Lowering: a stage of a plan as a list of the instructions that one rank runs.
 
 The runtime binds kernels and process groups to these instructions. The memory timeline, the
-counts of collectives and the simulation read the same list, so what is priced is what runs.
+counts of collectives and the simulation read the same list, so that predictions agree with what
+runs.
 
-* A resharding runs right before its first reader. One that nodes inside a checkpoint share with
-  nodes outside runs before the checkpoint.
-* A bucket begins where `autoshard.plan.buckets` says. It ends before the first reader of any of
-  its members, or before the checkpoint of that reader if the bucket is outside of it.
-* Steps on axes of one rank are left out.
+* A resharding runs right before its first reader. One that is shared by nodes inside and outside
+  of a checkpoint runs before the checkpoint.
+* A bucket begins where `autoshard.plan.buckets` schedules it. It ends before the first reader of
+  any of its members, or before the checkpoint of that reader if the bucket is outside of it.
+* Steps on axes of size 1 are left out.
 """
 
 from collections import Counter
@@ -32,17 +33,17 @@ from autoshard.plan.recompute import recomputed
 
 Shape = tuple[int, ...]
 Slots = tuple[int, ...]
-"""Numbers of tensors. The inputs of the stage have the first ones; each is written once."""
+"""Indices of tensors in static single assignment form; the first ones are the stage's inputs."""
 
 
 class Collective(NamedTuple):
-    """A collective of a step, or several that are alike.
+    """A collective of a step.
 
     Attributes:
         kind: such as all_gather.
         axis: name of the mesh axis.
         direction: forward or backward.
-        nbytes: size of the larger of a rank's tensor before and after.
+        nbytes: bytes of a rank's tensor before or after it, whichever is larger.
     """
 
     kind: str
@@ -57,11 +58,11 @@ class Call(NamedTuple):
     Attributes:
         reads: slots of the node's inputs.
         targets: slots of the node's outputs.
-        number: of the node in the program.
+        number: number of the node in the program.
         placed: the node's layouts, and the collectives inside it.
-        shapes: local shape of each output, on ranks with the largest share.
+        shapes: local shape of each output, on ranks with the largest shard.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
-        recomputed: whether backward runs it again.
+        recomputed: True if backward runs it again.
     """
 
     reads: Slots
@@ -81,15 +82,15 @@ class Call(NamedTuple):
 
 
 class Reshard(NamedTuple):
-    """Run a resharding by itself.
+    """Run a resharding that is not in a bucket.
 
     Attributes:
         reads: slot of the source.
         targets: slot of the result.
-        resharding: as the plan has it.
-        steps: those of its steps that are on axes of several ranks; at least one.
+        resharding: the planned resharding.
+        steps: its steps on axes of several ranks; at least one.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
-        recomputed: whether backward runs its forward steps again.
+        recomputed: True if backward runs its forward steps again.
     """
 
     reads: Slots
@@ -113,7 +114,7 @@ class BeginBucket(NamedTuple):
         targets: one slot, of the pending bucket.
         bucket: its reshardings.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
-        recomputed: whether backward runs its forward steps again.
+        recomputed: True if backward runs its forward steps again.
     """
 
     reads: Slots
@@ -123,7 +124,7 @@ class BeginBucket(NamedTuple):
     recomputed: bool
 
     def collectives(self) -> Iterator[Collective]:
-        """All collectives of the bucket, also those that run where it ends."""
+        """All collectives of the bucket, including those that run when it ends."""
         for step, nbytes in self.bucket.steps:
             yield from _step_collectives(step, nbytes, recomputed=self.recomputed)
 
@@ -144,7 +145,7 @@ class EndBucket(NamedTuple):
     checkpoint: int
 
     def collectives(self) -> Iterator[Collective]:
-        """None: they count where the bucket begins."""
+        """No collectives: they are counted where the bucket begins."""
         return iter(())
 
 
@@ -156,9 +157,9 @@ class Lowering:
     """The instructions of a stage.
 
     Attributes:
-        stage: of a plan.
+        stage: a plan's stage.
         graph: the stage's program.
-        instructions: in the order in which they run; those of a checkpoint are consecutive.
+        instructions: the instructions in execution order; those of a checkpoint are consecutive.
         outputs: slot of each output of the program; None for a literal.
     """
 
@@ -177,13 +178,13 @@ def lower(stage: Stage, graph: Graph, *, bucketed: bool = True) -> Lowering:
     """Lower a stage to instructions.
 
     Args:
-        stage: of a plan.
+        stage: a plan's stage.
         graph: the stage's program.
-        bucketed: whether reshardings of parameters share collectives, as the plan counts them;
-            if not, each runs by itself.
+        bucketed: True if reshardings of parameters share collectives, as the plan counts them;
+            otherwise each runs separately.
 
     Raises:
-        PlanError: the stage contradicts itself or its program.
+        PlanError: the stage is inconsistent or does not fit its program.
     """
     return _Lowerer(stage, graph, bucketed=bucketed).lower()
 
@@ -194,11 +195,11 @@ def count_collectives(
     """The collectives of one step of a program, summed by kind, axis and direction.
 
     Args:
-        stages: of a plan.
+        stages: the stages of a plan.
         graphs: the program of each stage.
 
     Raises:
-        PlanError: a stage contradicts itself or its program.
+        PlanError: a stage is inconsistent or does not fit its program.
     """
     count: Counter[tuple[str, str, Direction]] = Counter()
     nbytes: Counter[tuple[str, str, Direction]] = Counter()
@@ -238,7 +239,7 @@ class _Lowerer:
         self._resharded = {c.value for c in stage.reshardings}
         self._waiting = list(buckets_of(stage, graph, self._again)) if bucketed else []
         self._pending: dict[Use, tuple[Bucket, int]] = {}  # begun buckets, and their slots
-        self._ended: dict[Use, int] = {}  # slots of what has come out of buckets
+        self._ended: dict[Use, int] = {}  # slots of the results of ended buckets
         self._instructions: list[Instruction] = []
         self._current = {placed.name: slot for slot, placed in enumerate(stage.inputs)}
         self._num_slots = len(stage.inputs)
@@ -285,7 +286,7 @@ class _Lowerer:
         return self._num_slots - 1
 
     def _enter_checkpoint(self, number: int, span: range) -> None:
-        """Run what nodes of a checkpoint share with others, or take from buckets outside."""
+        """Run shared reshardings and end buckets outside of a checkpoint that its nodes read."""
         for node in self._graph.nodes[span.start : span.stop]:
             for position, value in enumerate(node.inputs):
                 if value in self._current:
@@ -327,7 +328,7 @@ class _Lowerer:
         return self._shapes[key]
 
     def _read(self, value: str, consumer: str, position: int) -> int:
-        """The slot from which a use of a value reads, resharded as the plan says."""
+        """The slot that a use of a value reads, after its planned resharding."""
         if value not in self._resharded:
             return self._current[value]
         self._share(value)
@@ -335,7 +336,7 @@ class _Lowerer:
         return self._current[value] if own is None else self._reshard(own)
 
     def _share(self, value: str) -> None:
-        """Reshard a value for all its readers, if the plan says so and none has read it yet."""
+        """Reshard a value for all its readers, if that is planned and has not been done yet."""
         shared = self._reshardings.pop((value, None, 0), None)
         if shared is not None:
             self._current[value] = self._reshard(shared)
@@ -362,7 +363,7 @@ class _Lowerer:
         return target
 
     def _begin_buckets(self, number: int) -> None:
-        """Begin the buckets that begin before a node, inside a checkpoint or outside of all."""
+        """Begin the buckets that are scheduled before a node, in the current checkpoint if any."""
         waiting, self._waiting = self._waiting, []
         for bucket in waiting:
             if bucket.begins > number or bucket.checkpoint != self._checkpoint:

@@ -1,7 +1,7 @@
-"""Memory that each instruction of a lowered stage takes on one rank.
+"""Memory of each instruction of a lowered stage on one rank.
 
-Tensors here are those of the lowering with their local shapes and strides. Views share the
-storage of the tensor that they view. Only sizes are known, so what depends on data is a mean.
+Tensors are those of the lowering, with local shapes and strides. Views share the storage of their
+base. Sizes that depend on data are estimated by their mean.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ class LocalTensor(NamedTuple):
 
     Attributes:
         nbytes: bytes of its elements.
-        requires_grad: whether it needs a gradient.
+        requires_grad: True if it requires a gradient.
         shape: local shape.
-        strides: in elements; None where contiguous.
+        strides: strides in elements; None if contiguous.
     """
 
     nbytes: int
@@ -44,20 +44,20 @@ class LocalTensor(NamedTuple):
 
 
 class MemoryOp(NamedTuple):
-    """Memory of an operator, a resharding, or one member's start or the end of a bucket.
+    """Memory of an operator, a resharding, or the beginning (per member) or end of a bucket.
 
     Attributes:
-        name: of the node, or of the value that is resharded.
-        instruction: number of the lowered instruction that it is a part of.
-        reads: tensors that it takes.
-        targets: tensors that it makes.
-        saved: the tensors among them that autograd saves.
-        saved_bytes: bytes that autograd saves beside them.
-        working: bytes beside what it reads and makes while it runs forward.
-        working_backward: bytes beside gradients while its backward runs.
-        passes_gradient: for each read whether its gradient is that of the target.
-        uses: uses that its first targets are resharded for; empty for an operator.
-        regather: whether backward makes the targets again instead of finding them in memory.
+        name: name of the node, or of the resharded value.
+        instruction: number of the lowered instruction.
+        reads: its input tensors.
+        targets: its output tensors.
+        saved: the inputs and outputs that autograd saves.
+        saved_bytes: bytes of internal tensors that autograd saves.
+        working: bytes of working memory in forward, without inputs and outputs.
+        working_backward: bytes of working memory in backward, without gradients.
+        passes_gradient: for each input, True if it shares the gradient tensor of the output.
+        uses: the uses for which its first outputs are resharded; empty for an operator.
+        regather: True if backward reshards the outputs again instead of keeping them.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
     """
 
@@ -86,14 +86,14 @@ class ReshardingMemory(NamedTuple):
     """Memory of the steps of a resharding on one rank.
 
     Attributes:
-        result: what it makes.
-        in_place: whether the result is in the memory of the source.
-        working: bytes beside what it reads and makes, forward.
-        working_backward: bytes beside gradients, backward.
-        passes_gradient: whether the gradient of the source is that of the result.
-        pending_backward: bytes of what the first reduction of backward makes.
-        has_one_step: whether there is one step.
-        arrives_in_order: whether what arrives from all ranks is the result as it is.
+        result: the resharded tensor.
+        in_place: True if the result shares the storage of the source.
+        working: bytes of working memory in forward, without source and result.
+        working_backward: bytes of working memory in backward, without gradients.
+        passes_gradient: True if source and result share their gradient tensor.
+        pending_backward: bytes of the output of the first reduction in backward.
+        has_one_step: True if there is one step.
+        arrives_in_order: True if the output of the collective needs no reordering.
     """
 
     result: LocalTensor
@@ -113,13 +113,13 @@ class ReshardingMemory(NamedTuple):
         steps: Sequence[PlannedStep],
         axis_sizes: Mapping[str, int],
     ) -> "ReshardingMemory":
-        """Memory of steps on axes of several ranks.
+        """Memory of the steps of a resharding.
 
         Args:
             before: the source.
             itemsize: bytes of an element.
-            steps: at least one.
-            axis_sizes: ranks by the name of an axis.
+            steps: one or more steps on axes of several ranks.
+            axis_sizes: size of each axis by name.
         """
         shape = list(before.shape)
         sizes = [before.nbytes]
@@ -136,7 +136,7 @@ class ReshardingMemory(NamedTuple):
             backward.append(step_working(step.backward, step.target, step.source, new, old))
         moves = any(step.forward != Action.NOTHING for step in steps)
         if before.strides is not None and moves:
-            # Steps take contiguous memory, so a strided tensor is copied first.
+            # Collectives need contiguous memory, so a strided tensor is copied first.
             forward[0] += before.nbytes
         between = [0, *sizes[1:-1], 0]
         around = [between[i] + between[i + 1] for i in range(len(steps))]
@@ -153,10 +153,10 @@ class ReshardingMemory(NamedTuple):
 
 
 def step_working(action: str, source: str, target: str, before: int, after: int) -> int:
-    """Bytes that a step takes beside what it reads and makes.
+    """Bytes of working memory of a step, without its input and output.
 
-    Collectives gather and scatter along the first dim, so along others a copy is laid out
-    anew; an all-to-all receives slices and joins them. Interleaved sub-shards are put in order.
+    Collectives gather and scatter along dim 0, so other dims need a transposed copy; an all-to-all
+    receives slices and joins them. Interleaved sub-shards are reordered.
     """
     old, new = parse_type(source), parse_type(target)
     if action == Action.NOTHING:
@@ -172,7 +172,7 @@ def step_working(action: str, source: str, target: str, before: int, after: int)
 
 
 class _CallMemory(NamedTuple):
-    """Memory that calls of one kind in the same layouts have in common."""
+    """Memory of all calls of one kind with the same layouts."""
 
     outputs: tuple[LocalTensor, ...]
     is_view: bool
@@ -188,10 +188,10 @@ class _Pending(NamedTuple):
     """A resharding of a bucket that has begun.
 
     Attributes:
-        moved: tensor that the collective fills; None where nothing moves forward.
-        gradient: tensor through which the gradient comes.
-        memory: of the steps.
-        is_view: whether the result is in the memory that the collective fills.
+        moved: output tensor of the collective in forward; None if forward runs no collective.
+        gradient: tensor that represents the pending reduction of the gradient.
+        memory: memory of the steps.
+        is_view: True if the result is a view of `moved`.
     """
 
     moved: int | None
@@ -204,15 +204,15 @@ class StageMemory:
     """The tensors and the memory operations of a lowered stage.
 
     Args:
-        lowering: of a stage.
-        gradients: of its program.
+        lowering: the lowered stage.
+        gradients: gradient flow of its program.
 
     Attributes:
         tensors: every tensor on one rank; the stage's inputs come first.
         storages: number of the storage of each tensor; views share it.
-        made_by: for each storage the operation that makes it; -1 for inputs.
-        ops: operations in the order in which they run.
-        outputs: tensors that leave the program.
+        made_by: number of the operation that allocates each storage; -1 for inputs.
+        ops: the operations in execution order.
+        outputs: tensors that are outputs of the program.
     """
 
     def __init__(self, lowering: Lowering, gradients: Gradients) -> None:
@@ -251,11 +251,11 @@ class StageMemory:
         return len(self.tensors) - 1
 
     def _intern(self, tensor: LocalTensor) -> LocalTensor:
-        """One object for equal tensors, so that calls that are alike are found by identity."""
+        """Return one object for equal tensors, so that they can be compared by identity."""
         return self._interned.setdefault(tensor, tensor)
 
     def _new_storage(self, maker: int | None = None) -> int:
-        """A storage that the next operation makes, or the given one."""
+        """Add a storage that the given operation allocates; by default the next operation."""
         self.made_by.append(len(self.ops) if maker is None else maker)
         return len(self.made_by) - 1
 
@@ -304,7 +304,7 @@ class StageMemory:
             made_strides(call, [i.shape for i in inputs], [i.strides for i in inputs], shape)
             for shape in shapes
         ]
-        # Where no gradient flows, what autograd would save is made all the same, and freed.
+        # Without backward, internal tensors that would be saved are allocated and freed.
         needed = [tensor.requires_grad or not flows for tensor in inputs]
         saved = saved_tensors(call, needed)
         local = [*(tensor.shape for tensor in inputs), *shapes]
@@ -354,7 +354,7 @@ class StageMemory:
         )
 
     def _begin(self, instruction: BeginBucket, number: int) -> None:
-        """One operation for each member."""
+        """Add one operation for each member of a bucket that begins."""
         several = len(instruction.reads) > 1
         members = self._pending[instruction.targets[0]] = []
         for slot, resharding in zip(instruction.reads, instruction.bucket.reshardings, strict=True):
@@ -401,7 +401,7 @@ class StageMemory:
                 storage = self.storages[member.moved] if member.is_view else self._new_storage()
             targets.append(self._add(memory.result, storage))
             working = max(working, 0 if memory.has_one_step else memory.working)
-            # Gradients are laid out rank by rank, or one after the other.
+            # Gradients are copied into one buffer, rank by rank.
             laid_out = several and member.moved is not None
             backward += memory.result.nbytes if laid_out else memory.working_backward
         self._of_slot.update(zip(instruction.targets, targets, strict=True))

@@ -1,7 +1,7 @@
-"""The mesh axes of more than one rank: the others shard nothing and cost nothing.
+"""Mesh axes of more than one rank.
 
-Planning only sees the non-trivial axes. A plan shows all axes, so layouts are widened at the end:
-an axis of one rank gets the type that is always legal.
+Axes of size 1 shard nothing and cost nothing, so planning uses only the non-trivial axes. Layouts
+in a plan have all axes; the others are added at the end, with a type that is always legal.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from autoshard.mesh import Mesh
 
 @dataclass(frozen=True)
 class NontrivialAxes:
-    """A mesh without its axes of one rank; prices collectives by the number of such an axis.
+    """The axes of a mesh that have more than one rank; a `Pricer` of collectives over them.
 
     Attributes:
         mesh: the whole mesh.
-        axes: indices into the mesh of the axes of more than one rank.
+        axes: index of each non-trivial axis in the mesh.
     """
 
     mesh: Mesh
@@ -45,7 +45,7 @@ class NontrivialAxes:
         return self.mesh.copy_time(nbytes)
 
     def widen(self, layout: Layout, *, differentiable: bool) -> Layout:
-        """The layout over the whole mesh."""
+        """The layout over the whole mesh of a layout over the non-trivial axes."""
         types: list[AxisType] = [I if differentiable else R] * len(self.mesh.axis_sizes)
         for axis, axis_type in zip(self.axes, layout.types, strict=True):
             types[axis] = axis_type
@@ -53,7 +53,7 @@ class NontrivialAxes:
         return Layout(tuple(types), nesting)
 
     def narrow(self, layout: Layout) -> Layout:
-        """The layout over the non-trivial axes only."""
+        """The layout over the non-trivial axes of a layout over the whole mesh."""
         number = {axis: i for i, axis in enumerate(self.axes)}
         types = [layout.types[axis] for axis in self.axes]
         order = [number[a] for o in layout.nesting for a in o if a in number]

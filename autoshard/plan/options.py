@@ -1,4 +1,4 @@
-"""Options of planning, beside graph and mesh."""
+"""Planning options."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -21,11 +21,11 @@ _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
 class Pins(BaseModel):
     """Layouts that a plan must have, by name.
 
-    A name may be a pattern in which `*` stands for any text, dots included. A plan obeys every
-    pin that matches. A layout has one part per axis of the mesh, separated by commas:
+    A name may be a pattern in which `*` matches any text, including dots. A plan obeys every pin
+    that matches. A layout has one part per axis of the mesh, separated by commas:
 
-    * `I`, `R`, `S(dim)`, `P`: the spmd type; inputs, outputs and parameters have a single
-      replicated type, so `I` and `R` mean the same there;
+    * `I`, `R`, `S(dim)`, `P`: the SPMD type; for inputs, outputs and parameters `I` and `R` are
+      equivalent;
     * `Replicate()`, `Shard(dim)`, `Partial()`: DTensor's names; `Replicate()` is `I` or `R`;
     * `*`: any type.
 

@@ -1,4 +1,4 @@
-"""Cost model of choices: seconds and bytes of graph inputs and of operators, by strategy."""
+"""Cost model: seconds and bytes of graph inputs by layout, and of operators by strategy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +40,8 @@ Usage = Mapping[str, FloatArray]
 """Bytes per device of each strategy, by kind."""
 
 _TIE_BREAK = 1e-6
-"""Share of the time to read a tensor that keeping it in memory costs: of layouts that take equal
-time, the one with the smaller shards wins."""
+"""Cost of storing a tensor, as a fraction of the time to read it: prefers smaller shards among
+layouts of equal time."""
 
 _MEMORY_KINDS = {
     InputKind.PARAMETER: "parameters",
@@ -65,11 +65,11 @@ class OperatorPrices:
     """An operator's strategies with their costs.
 
     Attributes:
-        strategies: S of them.
+        strategies: S strategies.
         time: seconds, forward plus backward, with the collectives inside, shape [S].
-        usage: bytes per device, each of shape [S]: in training what the operator saves for
-            backward of what it makes itself, in inference its outputs.
-        partial: whether each output can be a partial sum.
+        usage: bytes per device by kind, each of shape [S]: in training its outputs and internal
+            tensors that are saved for backward, in inference its outputs.
+        partial: True if each output can be a partial sum.
     """
 
     strategies: tuple[Strategy, ...]
@@ -79,7 +79,7 @@ class OperatorPrices:
 
 
 class Prices:
-    """Seconds and bytes of every choice of a plan.
+    """Seconds and bytes of every variable of the planning problem.
 
     Args:
         graph: the program.
@@ -116,7 +116,7 @@ class Prices:
     ) -> tuple[FloatArray, Usage]:
         """Seconds per step and bytes by kind of an input, for each of its local shapes.
 
-        A trained parameter costs its optimizer update, a user input its transfer to memory.
+        A trained parameter costs its optimizer update, a user input the time to write it.
         """
         tensor = self.graph.values[graph_input.name]
         trained = self.training and tensor.requires_grad and graph_input.kind is InputKind.PARAMETER
@@ -141,7 +141,7 @@ class Prices:
 
         Args:
             number: index of the node.
-            partial: its inputs that can arrive as partial sums.
+            partial: positions of the inputs that can be partial sums.
         """
         node = self.graph.nodes[number]
         key = (self.graph.kinds[number], self.gradients.flows(node), partial)
@@ -168,7 +168,7 @@ class Prices:
         return ForwardBackward(float(found.forward[0]), float(found.backward[0]))
 
     def forward(self, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
-        """Seconds of an operator forward, with the collectives inside, shape [S]."""
+        """Seconds of an operator in forward, with the collectives inside, shape [S]."""
         return self._times(node, chosen, backward=False) + self._inside(chosen, backward=False)
 
     def _price(self, node: Node, partial: frozenset[int]) -> OperatorPrices:
@@ -212,7 +212,7 @@ class Prices:
         return sum(nbytes.outputs.values(), nbytes.extra + halo_bytes(rule, chosen)[0])
 
     def _inside(self, chosen: Sequence[Strategy], *, backward: bool) -> FloatArray:
-        """Seconds of the collectives inside an operator, forward or both ways, shape [S]."""
+        """Seconds of the collectives inside an operator, forward or in both passes, shape [S]."""
         return np.array(
             [
                 sum(inner_time(c, self._axes) for c in s.collectives if backward or not c.backward)
@@ -237,9 +237,9 @@ class Prices:
 def _without_gradient(
     strategy: Strategy, gradients: tuple[bool, ...], *, backward: bool
 ) -> Strategy:
-    """The strategy without what only gradients tell apart.
+    """Normalise a strategy: R instead of I for tensors without a gradient.
 
-    A tensor without a gradient has R for I, and without a backward pass no collective runs there.
+    Collectives of backward are removed if there is no backward pass.
     """
     runs_backward = backward and gradients[0]
     num_inputs = len(strategy.inputs)

@@ -1,7 +1,7 @@
-"""Forward work that the backward pass repeats to save memory: checkpoints and re-gathers.
+"""Forward work that backward repeats to save memory: activation checkpoints and re-gathers.
 
-A stage says so in two ways: activation checkpoints over consecutive nodes, and reshardings that
-are `regather`. The runtime repeats exactly what is derived here.
+A stage specifies it by checkpoints over consecutive nodes, and by reshardings whose `regather` is
+set. The runtime repeats exactly the nodes and reshardings that are derived here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +15,13 @@ from autoshard.plan.document import Stage, Use
 
 
 class Keeps(Enum):
-    """The kind of tensors that autograd saves for the backward of something that runs."""
+    """The kind of tensors that autograd saves for an operation."""
 
     NOTHING = 0
     READ = 1
-    """Some of its inputs, and nothing else."""
+    """Only inputs."""
     MADE = 2
-    """Some of its outputs or internal tensors."""
+    """Outputs or internal tensors, and possibly inputs."""
 
     @classmethod
     def of(cls, saved: SavedByAutograd) -> "Keeps":
@@ -37,7 +37,7 @@ class Recomputed:
 
     Attributes:
         spans: indices of the nodes of each checkpoint, in program order.
-        readers: for each resharding inside a checkpoint the first node that reads its result;
+        readers: for each resharding inside a checkpoint, the first node that reads its result;
             None for a resharding outside.
         nodes: names of the nodes that run again.
         reshardings: uses of the reshardings that run again.
@@ -75,15 +75,15 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
 def recomputed_part(span: range, keeps: Callable[[int], Keeps]) -> tuple[range, range]:
     """The part of a checkpoint that backward has to run again.
 
-    Everything up to the last member whose tensors autograd saves runs again. That last member
-    itself runs only if a saved tensor is one that it makes: its inputs are saved before it runs.
+    All members before the last one for which autograd saves tensors run again. That last member
+    runs only if autograd saves one of its outputs or internal tensors.
 
     Args:
         span: numbers of the members of the checkpoint, in program order.
         keeps: the kind of tensors that autograd saves for a member.
 
     Returns:
-        the members whose inputs are made again, and those of them that also run.
+        The members whose inputs are recomputed, and those of them that also run.
     """
     for last in reversed(span):
         kept = keeps(last)
@@ -97,8 +97,8 @@ def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
     """Indices of the nodes of each checkpoint of a stage, in program order.
 
     Raises:
-        PlanError: a checkpoint names no node, is empty or overlaps another one, or a
-            resharding inside one is `regather`.
+        PlanError: a checkpoint names a node that does not exist, is empty or overlaps another
+            one, or a resharding inside a checkpoint is `regather`.
     """
     index = graph.numbers
     spans: list[range] = []
@@ -112,8 +112,8 @@ def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
             raise PlanError(f"{where} ends before it begins")
         if span.start < free:
             raise PlanError(
-                f"{where} overlaps the one before it; list checkpoints in program order and "
-                f"share no node"
+                f"{where} overlaps the one before it; list checkpoints in program order, without "
+                f"common nodes"
             )
         spans.append(span)
         free = span.stop
@@ -128,7 +128,7 @@ def checkpoint_spans(graph: Graph, stage: Stage) -> tuple[range, ...]:
 
 
 def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Iterator[int | None]:
-    """For each resharding inside a checkpoint the first node that reads its result, else None."""
+    """For each resharding, the first node that reads its result if it is inside a checkpoint."""
     if not spans:
         yield from (None for _ in stage.reshardings)
         return
@@ -138,7 +138,7 @@ def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Itera
             reader = graph.numbers.get(resharding.consumer, -1)
             yield reader if reader in span_of else None
             continue
-        # Readers come after the maker, so if any of them is in its checkpoint, the first is.
+        # Readers follow the producer, so if any of them is in its checkpoint, the first one is.
         reader = min((i for i, _ in graph.consumers.get(resharding.value, ())), default=-1)
         inside = reader in span_of and graph.makers.get(resharding.value) in span_of[reader]
         yield reader if inside else None

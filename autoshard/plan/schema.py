@@ -1,4 +1,4 @@
-"""The JSON schema of a plan: `python -m autoshard.plan.schema` writes the committed file."""
+"""JSON schema of a plan: `python -m autoshard.plan.schema` writes `plan.schema.json`."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ SCHEMA_PATH = Path(__file__).with_name("plan.schema.json")
 
 
 def plan_schema() -> str:
-    """The schema as the committed file holds it."""
+    """The JSON schema, formatted as in `plan.schema.json`."""
     schema = Plan.model_json_schema(mode="serialization")
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     return json.dumps(schema, indent=2, sort_keys=True) + "\n"

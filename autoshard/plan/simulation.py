@@ -1,17 +1,16 @@
-"""A simulated step of a plan: a trace of what runs when on which lane, and the memory meanwhile.
+"""Simulation of a step of a plan: a trace of the events on each lane, and the memory over time.
 
-Prices are those of the plan document, so the step ends when the plan says that it does, and the
-events of each category add up to the plan's costs. Operators are on the lane of compute; steps
-of reshardings, and collectives inside operators, are on the lane of their axis. Order and
-moments are those of the memory timeline.
+Durations are the costs in the plan document, so the length of the step is the plan's total cost,
+and the events of each category add up to the plan's costs. Operators are on the compute lane;
+steps of reshardings and collectives inside operators are on the lane of their axis. The order of
+events is that of the memory timeline.
 
-Communication that the option `overlap` prices as overlapped is drawn beside the compute of the
-weight's own reader. A runtime that prefetches runs a gather beside the compute before; in a stack
-of equal layers the picture is the same, one layer later.
+Communication that overlaps with compute (option `overlap`) is drawn in parallel to the operator
+that reads the weight. A runtime that prefetches runs an all-gather one layer earlier.
 
-A bucket is drawn as one collective with all its bytes. Its time is the sum of its members'
-prices, each of which counts a latency, so it is an upper estimate. Overlapped parts are drawn
-beside the readers of its members, each with the name and the bytes of the whole bucket.
+A bucket is drawn as one collective with all its bytes. Its duration is the sum of the costs of its
+members, each of which includes a latency: an upper estimate. Overlapped parts are drawn in
+parallel to the readers of the members, each with the name and the bytes of the whole bucket.
 """
 
 import json
@@ -38,10 +37,10 @@ from autoshard.plan.recompute import recomputed
 from autoshard.plan.timeline import Phase, Timeline, timeline
 
 Category = Literal["compute", "communication", "optimizer", "recompute"]
-"""The item of a plan's costs that an event counts as."""
+"""The item of a plan's costs to which an event is added."""
 
 COMPUTE = "compute"
-"""Name of the lane of everything that is not on an axis."""
+"""Name of the lane of operators and of the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +48,17 @@ class Event:
     """One operator, collective or local copy of a step.
 
     Attributes:
-        name: of the operator, or of the action of a resharding's step.
-        subject: the node, or the value that is resharded and its reader; of a bucket its first.
-        axis: the mesh axis whose ranks take part; None of compute.
-        phase: part of the step.
-        category: the item of the plan's costs that it counts as.
+        name: name of the operator, or action of a resharding step.
+        subject: the node, or the resharded value and its reader; for a bucket, the first ones.
+        axis: the mesh axis of a collective; None for compute.
+        phase: phase of the step.
+        category: the item of the plan's costs to which it is added.
         start: seconds since the step began.
         seconds: duration.
-        nbytes: size of the larger of a rank's tensor before and after, all those of a bucket
-            together; 0 of compute.
-        overlapped: whether it overlaps with compute.
-        inside: the operator that a collective is a part of; empty of a resharding's.
+        nbytes: bytes of a rank's tensor before or after it, whichever is larger, summed over the
+            members of a bucket; 0 for compute.
+        overlapped: True if it overlaps with compute.
+        inside: the operator that runs the collective; empty for a resharding.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Event:
 
     @property
     def lane(self) -> str:
-        """The lane that it is drawn on: compute, or its axis."""
+        """The lane of the event: compute, or its axis."""
         return COMPUTE if self.axis is None else f"axis {self.axis}"
 
 
@@ -86,10 +85,10 @@ class Simulation:
     Attributes:
         plan: digest of the plan.
         lanes: names of all lanes: compute, then one per axis.
-        events: in the order in which they start.
-        seconds: of the whole step.
-        moments: seconds since the step began at which each moment of `memory` begins, shape [M].
-        memory: bytes that are alive at each moment.
+        events: the events, in order of their start.
+        seconds: duration of the step.
+        moments: start of each moment of `memory`, in seconds since the step began, shape [M].
+        memory: live bytes at each moment.
     """
 
     plan: str
@@ -108,7 +107,7 @@ class Simulation:
 
     @property
     def overlapped(self) -> float:
-        """Seconds of what overlaps with compute."""
+        """Seconds of the events that overlap with compute."""
         return sum(event.seconds for event in self.events if event.overlapped)
 
 
@@ -117,11 +116,11 @@ def simulate(plan: Plan, *, bucketed: bool = True) -> Simulation:
     """Simulate one step of a plan.
 
     Args:
-        plan: that was found.
-        bucketed: whether reshardings that share collectives are drawn together, as they run.
+        plan: a plan with one stage.
+        bucketed: True if reshardings of a bucket are drawn as shared collectives, as they run.
 
     Raises:
-        PlanError: the document holds no plan, or one that contradicts itself.
+        PlanError: the document has no plan, or an inconsistent one.
     """
     if not plan.found:
         raise PlanError(f"the document has no plan to simulate: {plan.reason}")
@@ -130,11 +129,11 @@ def simulate(plan: Plan, *, bucketed: bool = True) -> Simulation:
 
 
 def resharding_label(resharding: Resharding, targets: Mapping[str, str]) -> str:
-    """The value that is resharded, and its reader; inputs go by their name in the model.
+    """A label with the resharded value and its reader.
 
     Args:
-        resharding: of a stage.
-        targets: names in the model, by value.
+        resharding: the resharding.
+        targets: names of inputs in the model, by value.
     """
     value = targets.get(resharding.value, resharding.value)
     return f"{value} for {resharding.consumer}" if resharding.consumer else value
@@ -142,13 +141,13 @@ def resharding_label(resharding: Resharding, targets: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A collective, or a local copy of a resharding, with the copies around it.
+    """A collective or a local copy of a resharding, or a part of its duration.
 
     Attributes:
-        name: of the action.
+        name: name of the action.
         axis: name of the mesh axis.
         seconds: duration.
-        nbytes: size of the larger of a rank's tensor before and after.
+        nbytes: bytes of a rank's tensor before or after it, whichever is larger.
     """
 
     name: str
@@ -162,8 +161,8 @@ class _Split:
     """Pieces that run one after the other.
 
     Attributes:
-        exposed: those that compute waits for.
-        overlapped: those that overlap with compute, after the others; one piece may be in both.
+        exposed: the first pieces, which do not overlap with compute.
+        overlapped: the later pieces, which do; one piece may be divided between both.
     """
 
     exposed: tuple[_Piece, ...] = ()
@@ -171,7 +170,7 @@ class _Split:
 
     @classmethod
     def of(cls, pieces: Sequence[_Piece], overlapped: float) -> "_Split":
-        """Pieces of which the last so many seconds are overlapped."""
+        """Split pieces so that the last `overlapped` seconds of them are overlapped."""
         if overlapped <= 0:
             return cls(tuple(pieces))
         left = _seconds(pieces) - overlapped
@@ -188,7 +187,7 @@ class _Split:
 
 @dataclass(frozen=True, slots=True)
 class _ReshardingTiming:
-    """Pieces of a resharding: forward, forward run again in backward, and of its gradient."""
+    """Pieces of a resharding: in forward, re-gathered in backward, and of its gradient."""
 
     forward: _Split
     again: _Split
@@ -217,7 +216,7 @@ class _StageTiming:
         self._known: dict[Hashable, ForwardBackward[float]] = {}
 
     def inputs(self) -> tuple[float, float]:
-        """Seconds of writing and holding inputs, and of the optimizer's update."""
+        """Seconds of writing and storing inputs, and of the optimizer's update."""
         loading = update = 0.0
         inputs = {i.name: i for i in self._graph.inputs}
         for placed in self._stage.inputs:
@@ -254,12 +253,12 @@ class _StageTiming:
         if share is None:
             raise PlanError(
                 f"no rule of {node.operator} allows the layouts of node {node.name!r}; "
-                f"run `autoshard check` for everything that is wrong with the plan"
+                f"run `autoshard check` for all errors of the plan"
             )
         return self.prices.rank_compute(node, share.sizes).forward
 
     def reshardings(self, *, bucketed: bool) -> dict[Use, _ReshardingTiming]:
-        """Pieces of every resharding; those of a bucket are drawn together."""
+        """Pieces of every resharding; those of a bucket are merged."""
         found = {c.use: self._resharding(c) for c in self._stage.reshardings}
         if bucketed:
             for bucket in buckets_of(self._stage, self._graph, self._again):
@@ -327,10 +326,10 @@ def _seconds(pieces: Iterable[_Piece]) -> float:
 def _bucket_timing(
     bucket: Bucket, own: Sequence[_ReshardingTiming]
 ) -> Iterator[tuple[Use, _ReshardingTiming]]:
-    """Pieces of the reshardings of a bucket, given those of each by itself.
+    """Merge the pieces of the reshardings of a bucket.
 
-    The first has everything that compute waits for, as one piece for each step; overlapped
-    pieces stay with their own. Every piece has the bytes of the bucket.
+    All exposed pieces become pieces of the first resharding, one for each step; overlapped pieces
+    stay with their reshardings. Every piece has the bytes of the whole bucket.
     """
     nbytes = {step.axis: total for step, total in bucket.steps}
     passes = [[getattr(t, name) for t in own] for name in ("forward", "again", "backward")]
@@ -349,11 +348,11 @@ def _bucket_timing(
 
 
 def _merged(pieces: Iterable[_Piece], nbytes: Mapping[str, int]) -> tuple[_Piece, ...]:
-    """One piece for equal actions on one axis; a step of a bucket is on an axis of its own.
+    """Merge pieces with equal actions on one axis; the steps of a bucket are on different axes.
 
     Args:
-        pieces: of reshardings of a bucket.
-        nbytes: of all reshardings, by the axis of their steps.
+        pieces: pieces of the reshardings of a bucket.
+        nbytes: total bytes of the reshardings, by the axis of the step.
     """
     seconds: dict[tuple[str, str], float] = {}
     for piece in pieces:
@@ -391,7 +390,7 @@ class _Simulator:
         self._now = 0.0
 
     def run(self) -> Simulation:
-        """Run all moments."""
+        """Add the events of all moments."""
         memory = self._memory
         regathered: dict[int, list[Use]] = {}
         for use, moment in memory.regathered.items():
@@ -405,7 +404,7 @@ class _Simulator:
             starts.append(self._now)
             for use in regathered.get(moment, ()):
                 self._reshard(use, Phase.RECOMPUTE)
-            # A bucket has a moment for each of its members, and is drawn once.
+            # A bucket has one moment per member, but is drawn once.
             if number >= 0 and (phase, number) != previous:
                 self._advance(number, phase)
             previous = phase, number
@@ -432,7 +431,7 @@ class _Simulator:
                 pass
 
     def _call(self, node: Node, phase: Phase) -> None:
-        """An operator, what overlaps with it, and the collectives inside it."""
+        """Add an operator, the communication that overlaps with it, and the collectives inside."""
         passes = self._timing.node(node)
         backward, again = phase is Phase.BACKWARD, phase is Phase.RECOMPUTE
         start = self._now
@@ -458,7 +457,7 @@ class _Simulator:
         self._run(pieces, node.name, phase, category, inside=node.operator)
 
     def _reshard(self, use: Use, phase: Phase) -> None:
-        """What compute waits for of a resharding."""
+        """Add the exposed part of a resharding."""
         timing, label = self._timings[use], self._labels[use]
         if phase is Phase.RECOMPUTE:
             self._run(timing.again.exposed, label, phase, "recompute")
@@ -505,15 +504,15 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(simulation: Simulation, measured: Iterable[Event] = ()) -> str:
-    """A simulation as a trace for Chrome and Perfetto.
+    """A simulation as a trace for chrome://tracing and Perfetto.
 
     Format: "Trace Event Format" (Google, 2016), JSON object form: complete events (`X`) on one
     thread per lane, counters (`C`) for memory, and metadata (`M`) for names; times in
     microseconds.
 
     Args:
-        simulation: of a step.
-        measured: events of a step that ran, to be shown below.
+        simulation: the simulated step.
+        measured: events of a measured step, shown below the simulated ones.
     """
     predicted = f"predicted, plan {simulation.plan[:12]}"
     records = [

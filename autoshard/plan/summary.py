@@ -1,4 +1,4 @@
-"""A plan as a person reads it: layers folded, collectives counted."""
+"""Summary of a plan's parameters: one row for equal parameters of all layers."""
 
 import re
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class ParameterRow:
-    """Parameters that differ only in a layer's number and lie alike.
+    """Parameters with equal layouts whose names differ only in numbers of layers.
 
     Attributes:
         name: dotted name; numbers that differ are written as a range, `h.{0..11}.attn`.
-        count: how many parameters.
+        count: number of parameters.
         shape: global shape of each.
-        local_shape: shape of a rank's slice, the largest where they differ.
-        layout: type per mesh axis.
-        placements: DTensor's view.
+        local_shape: shape of a rank's shard; of the largest one if they differ.
+        layout: SPMD type per mesh axis.
+        placements: DTensor placement per mesh axis.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ParameterRow:
 
 
 def fold_parameters(plan: Plan) -> tuple[ParameterRow, ...]:
-    """The parameters of a plan, one row for those that are alike, in first-seen order."""
+    """The parameters of a plan, with one row for equal parameters of all layers."""
     groups: dict[tuple[object, ...], list[PlacedInput]] = {}
     for stage in plan.stages:
         for parameter in stage.parameters:
@@ -61,7 +61,7 @@ def _folded_name(names: list[str]) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers as one text: 3 alone, {0..11} in a row, {0..2,5} with holes."""
+    """Numbers as text: `3`, `{0..11}`, or `{0..2,5}`."""
     distinct = sorted(set(numbers))
     if len(distinct) == 1:
         return str(distinct[0])

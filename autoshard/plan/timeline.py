@@ -1,7 +1,8 @@
-"""Memory of one rank over one step of a stage, from the plan document alone.
+"""Memory timeline: live bytes of one rank over one step, derived from the plan document.
 
-Time is counted in moments: every memory operation forward, the turn, the same backward, and the
-optimizer's step. A checkpoint runs forward again right before its own backward.
+Time is counted in moments: every memory operation in forward, the turn from forward to backward,
+every operation in backward, and the optimizer's step. A checkpoint runs forward again right
+before its backward.
 
 | kind        | alive                                                                          |
 |-------------|--------------------------------------------------------------------------------|
@@ -14,9 +15,9 @@ optimizer's step. A checkpoint runs forward again right before its own backward.
 | temporaries | all else: outputs until their last use, resharded tensors, full parameters     |
 |             | and full gradients, gradients of activations, what backward recomputes         |
 
-Views count as the storage that they view, once. Working memory of reshardings is counted, of
-operators only what `autoshard.ops.backward_workspace` names. The optimizer is taken to be a fused
-one, which needs none.
+A storage counts once, however many views it has. Working memory of reshardings is counted; of
+operators, only the tensors of `autoshard.ops.backward_workspace`. The optimizer is assumed to be
+fused, without working memory.
 """
 
 from array import array
@@ -56,7 +57,7 @@ _KIND_OF_INPUT = {
 
 
 class Phase(StrEnum):
-    """Part of a step."""
+    """Phase of a step."""
 
     FORWARD = "forward"
     TURN = "turn"
@@ -66,22 +67,21 @@ class Phase(StrEnum):
 
 
 Moment = tuple[Phase, str]
-"""One memory operation at one time: the part of the step, and the name of the node or of the
-value that is resharded; empty where it is neither."""
+"""The phase of the step, and the name of the node that runs or of the value that is resharded;
+the name is empty if there is no operation."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes that are alive at each of M moments.
+    """Live bytes at each of M moments.
 
     Attributes:
-        lowering: the instructions that run.
-        moments: in order.
-        instructions: number of the lowered instruction of each moment; -1 where there is none.
+        lowering: the instructions of the step.
+        moments: the moments in order.
+        instructions: number of the lowered instruction of each moment; -1 if there is none.
         nbytes: bytes by kind, each of shape [M].
-        unneeded: reshardings that are `regather` though backward needs nothing that they make,
-            so none of them would run again.
-        regathered: the moment at which each of the others runs again.
+        unneeded: reshardings with `regather` whose results backward does not need.
+        regathered: for each other resharding with `regather`, the moment at which it runs again.
     """
 
     lowering: Lowering
@@ -93,13 +93,13 @@ class Timeline:
 
     @property
     def total(self) -> NDArray[np.int64]:
-        """Bytes of all kinds together, shape [M]."""
+        """Total bytes of all kinds, shape [M]."""
         total: NDArray[np.int64] = np.add.reduce(list(self.nbytes.values()))
         return total
 
     @property
     def peak_moment(self) -> int:
-        """The first moment at which most is alive."""
+        """The first moment with the most live bytes."""
         return int(np.argmax(self.total))
 
     @property
@@ -126,13 +126,13 @@ def timeline(
     """Memory of one rank over one step.
 
     Args:
-        stage: of a plan.
+        stage: a plan's stage.
         graph: the stage's program, `graph_from_json(stage.program)`.
-        training: whether there is a backward pass.
-        optimizer: trains the parameters; None for AdamW.
+        training: True if there is a backward pass.
+        optimizer: the optimizer; None for AdamW.
 
     Raises:
-        PlanError: the stage contradicts itself or its program.
+        PlanError: the stage is inconsistent or does not fit its program.
     """
     gradients = Gradients(graph, training=training)
     memory = StageMemory(lower(stage, graph), gradients)
@@ -146,7 +146,7 @@ def timeline(
 
 
 def _entries(memory: StageMemory, graph: Graph, gradients: Gradients) -> list[int]:
-    """The tensors at which gradients enter."""
+    """The output tensors at which backward starts."""
     positions = [i for i, output in enumerate(graph.outputs) if output.name is not None]
     return [
         tensor
@@ -160,11 +160,11 @@ class _Schedule:
 
     Args:
         memory: the operations.
-        training: whether there is a backward pass.
+        training: True if there is a backward pass.
 
     Attributes:
-        moments: in order.
-        instructions: number of the lowered instruction of each moment; -1 where there is none.
+        moments: the moments in order.
+        instructions: number of the lowered instruction of each moment; -1 if there is none.
         recompute: the moment at which an operation runs again, by its number.
         backward: the moment of each operation's backward; empty in inference.
     """
@@ -176,7 +176,7 @@ class _Schedule:
         self.moments = [(Phase.FORWARD, op.name) for op in memory.ops]
         self.instructions = [op.instruction for op in memory.ops]
         if not training:
-            # What the caller passes is there even if nothing is done with it.
+            # Inputs occupy memory even if there are no operations.
             if not self.moments:
                 self._add(Phase.FORWARD)
             return
@@ -195,7 +195,7 @@ class _Schedule:
         return len(self.moments) - 1
 
     def _regions(self) -> list[range]:
-        """Checkpoints, and single operations outside of all."""
+        """The ranges of checkpoints, and of single operations outside of checkpoints."""
         regions: list[range] = []
         previous = -1
         for i, op in enumerate(self._ops):
@@ -211,7 +211,7 @@ class _Schedule:
 
 
 class _Lifetimes:
-    """Collects from when to when tensors are alive."""
+    """Collects the lifetimes of tensors."""
 
     def __init__(self, memory: StageMemory, schedule: _Schedule) -> None:
         self._memory = memory
@@ -228,7 +228,7 @@ class _Lifetimes:
         self._copies: dict[int, int] = {}  # last moment of what a checkpoint makes again
 
     def timeline(self) -> Timeline:
-        """All lives added up."""
+        """Sum the bytes of all lifetimes."""
         lives = np.frombuffer(self._lives, dtype=np.int64).reshape(-1, 4)
         changes = np.zeros((len(KINDS), self._end + 2), dtype=np.int64)
         np.add.at(changes, (lives[:, 0], lives[:, 1]), lives[:, 3])
@@ -245,7 +245,7 @@ class _Lifetimes:
         )
 
     def _regathers(self) -> Iterator[tuple[Use, int]]:
-        """Uses of the reshardings that are `regather`, and the storage of what they make."""
+        """Uses of the reshardings with `regather`, and the storages of their results."""
         for op in self._memory.ops:
             if op.regather:
                 for use, tensor in zip(op.uses, op.targets, strict=False):
@@ -256,7 +256,7 @@ class _Lifetimes:
             self._lives.extend((_NUMBER[kind], first, last, nbytes))
 
     def add_inputs(self, stage: Stage, optimizer: OptimizerSpec | None) -> None:
-        """Inputs of the stage, and the optimizer's state."""
+        """Add the inputs of the stage, and the optimizer's state."""
         for placed, tensor in zip(stage.inputs, self._memory.tensors, strict=False):
             self._add(_KIND_OF_INPUT[placed.kind], 0, self._end, tensor.nbytes)
             if optimizer and placed.kind == "parameter" and tensor.requires_grad:
@@ -286,7 +286,7 @@ class _Lifetimes:
                 self._add("temporaries", maker, last[storage], self._nbytes[storage])
 
     def add_saved(self) -> None:
-        """Tensors that autograd saves, and those that are made again in their place."""
+        """Add tensors that autograd saves, and those that are re-gathered or recomputed instead."""
         storages = self._memory.storages
         for i, op in enumerate(self._memory.ops):
             until, again = self._schedule.backward[i], self._schedule.recompute.get(i)
@@ -304,7 +304,7 @@ class _Lifetimes:
         self._add_recomputed()
 
     def _save(self, storage: int, until: int, checkpoint: int) -> None:
-        """Keep a storage for a reader in backward, or the source that it is made of again."""
+        """Keep a storage for a reader in backward, or the source from which it is re-gathered."""
         maker = self._memory.made_by[storage]
         if maker < 0:
             return
@@ -337,7 +337,7 @@ class _Lifetimes:
             self._add("temporaries", first, first, self._memory.ops[maker].working)
 
     def _add_recomputed(self) -> None:
-        """Tensors that checkpoints make again."""
+        """Add the tensors that checkpoints recompute."""
         if not self._schedule.recompute:
             return
         last_reads = {
@@ -352,7 +352,7 @@ class _Lifetimes:
                 self._add("temporaries", start, max(ends), self._nbytes[storage])
 
     def add_gradients(self, entries: Iterable[int]) -> None:
-        """Gradients on their way, and those of parameters when they are complete."""
+        """Add gradients of activations, and of parameters from when they are complete."""
         gradients = _GradientLiveness(self._memory, self._schedule.backward)
         gradients.run(entries)
         for first, last, nbytes in gradients.lives:
@@ -362,9 +362,9 @@ class _Lifetimes:
 
 
 class _GradientLiveness:
-    """Follows gradients through backward.
+    """Lifetimes of gradients in backward.
 
-    The gradient of a tensor is accumulated in place where no other tensor shares it.
+    The gradient of a tensor is accumulated in place unless another tensor shares it.
 
     Args:
         memory: the operations.
@@ -372,7 +372,7 @@ class _GradientLiveness:
 
     Attributes:
         lives: first moment, last moment and bytes of each gradient.
-        complete: for each input of the program, the moment when its gradient is complete.
+        complete: for each input with a gradient, the moment when the gradient is complete.
     """
 
     def __init__(self, memory: StageMemory, backward: list[int]) -> None:
@@ -385,11 +385,11 @@ class _GradientLiveness:
         self._num_tensors: list[int] = []  # how many tensors share each gradient
 
     def run(self, entries: Iterable[int]) -> None:
-        """Let gradients enter, and go through all operations backward."""
+        """Start at the gradients of outputs, and follow all operations backward."""
         first, last = min(self._backward, default=0), max(self._backward, default=0)
         for tensor in entries:
             if tensor not in self._of:
-                # Whoever calls backward holds it.
+                # The caller of backward keeps it until the end.
                 self._assign(tensor, self._new(tensor, first, last))
         for i in range(len(self._memory.ops) - 1, -1, -1):
             op = self._memory.ops[i]

@@ -1,4 +1,4 @@
-"""Planning: from a graph, a mesh and options to a plan."""
+"""Planning: makes a plan for a graph, a mesh and options."""
 
 from autoshard.planner.explain import Alternative, Explanation, explain
 from autoshard.planner.mesh_search import (

@@ -1,13 +1,12 @@
 """Search for the fastest plan whose peak memory fits a budget.
 
-A problem counts memory at some time points of a step only, while the timeline of a finished plan
-shows its true peak. So a plan is made and its peak measured. If it exceeds the budget, the time
-point of the peak is counted too; where the problem cannot count it, the plan is made again with a
-smaller usage limit. Counted memory is a lower bound of the peak, so with the budget itself as the
-limit, the bound of the problem holds for every plan that fits.
+The optimization problem counts memory at some time points of a step only, while the timeline of a
+finished plan has its true peak. If the peak of a plan exceeds the budget, the time point of the
+peak is added to the problem; if the problem cannot model that time point, it is solved again with a
+smaller usage limit. Counted memory is a lower bound of the peak, so a bound that is proven with the
+budget as the usage limit is valid for every plan that fits.
 
-In training, the best plan without recomputation is tried first. If it fits, no plan that
-recomputes or reshards again in backward is better.
+In training, the best plan without recomputation is tried first. If it fits, it is optimal.
 """
 
 import time
@@ -43,26 +42,27 @@ from autoshard.solve import (
 
 _MAX_ROUNDS = 8
 _MAX_IMPROVEMENTS = 2
-"""Rounds that look for a faster plan after one fits."""
+"""Maximum number of rounds after the first plan that fits."""
 _NEGLIGIBLE = 0.005
-"""Share of the budget that small values may take without being choices of their own."""
+"""Maximum total size of the values that are not counted, as a share of the budget."""
 _LOOSE_GAP = 6.0
-"""Factor of the relative gap while limits and time points are tried."""
+"""Factor by which the relative gap is larger while limits and time points are searched."""
 _TIME_SHARE = 0.3
 """Share of the remaining time for one solve under a limit."""
 _MIN_SECONDS = 1.0
-"""Seconds that a single solve may take even after the time limit."""
+"""Minimum time limit of a single solve, seconds, even after the deadline."""
 _SAME_LIMIT = 3e-3
-"""Share of the budget below which two usage limits count as the same."""
+"""Relative difference below which two usage limits count as equal."""
 _ELASTICITIES = (0.4, 3.0)
-"""Costs of using all the memory for which candidates are sought, in terms of a step's time."""
+"""Costs of using the whole budget, relative to the time of a step, for which candidate strategies
+are collected."""
 _NUM_CANDIDATES = 12
-"""Candidate strategies per choice and cost of memory."""
+"""Number of candidate strategies per variable and cost of memory."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A finished plan: its only stage, its costs and its measured memory."""
+    """A finished plan: its only stage, its costs, and its memory from the timeline."""
 
     stage: Stage
     costs: Costs
@@ -74,10 +74,10 @@ class Outcome:
     """Result of a search.
 
     Attributes:
-        solution: status, objective, bound and statistics; its choice is one of `problem`.
+        solution: status, objective, bound and statistics; its choice belongs to `problem`.
         problem: the last problem that was solved.
-        plan: the plan that was found, if any.
-        variable_of: the formulation's variable of a node of `problem`; -1 for none.
+        plan: the best plan that fits; None if none was found.
+        variable_of: maps a node of `problem` to the formulation's variable; -1 if it has none.
     """
 
     solution: Solution
@@ -87,7 +87,7 @@ class Outcome:
 
     @property
     def is_conflict(self) -> bool:
-        """True if there is no plan because of the options, and not for lack of time."""
+        """True if there is no plan because of options or memory, not because of the time limit."""
         exceeds = (
             self.solution.status is SolveStatus.TIMED_OUT and "unfit" in self.solution.statistics
         )
@@ -96,13 +96,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _CountedProblem:
-    """A problem whose usage is memory, without a limit.
+    """A problem that counts memory as usage, without a limit.
 
     Attributes:
         problem: the problem.
-        decisions: the decisions of a choice.
-        variable_of: the formulation's variable of a node; -1 for none.
-        nodes_with: strategies of nodes that are compatible with some strategies of variables.
+        decisions: maps a choice to decisions.
+        variable_of: maps a node to the formulation's variable; -1 if it has none.
+        nodes_with: maps strategies of variables to the compatible strategies of nodes.
         warm_start: state of the solver between solves under different limits.
     """
 
@@ -114,11 +114,11 @@ class _CountedProblem:
 
 
 class _LimitSearch:
-    """Searches the largest usage limit under which plans have a peak within the budget.
+    """Searches the largest usage limit for which the peak of the plan is within the budget.
 
     Attributes:
-        limit: the limit to try next.
-        fits: the largest limit that was tried and whose plan fits.
+        limit: the next limit to try.
+        fits: the largest limit so far whose plan fits.
     """
 
     def __init__(self, budget: int) -> None:
@@ -133,7 +133,7 @@ class _LimitSearch:
         return self._exceeds - self.fits < close or self.limit - self.fits < 0.1 * close
 
     def record(self, usage: float, peak: int) -> None:
-        """A plan under the limit has this usage in the problem, and this measured peak."""
+        """Record the usage in the problem and the true peak of the plan for the current limit."""
         excess = peak - self._budget
         if excess <= 0:
             self.fits = self.limit
@@ -146,7 +146,7 @@ class _LimitSearch:
         self.limit = promising if between else self._middle
 
     def record_failure(self) -> None:
-        """There is no plan under the limit, or none was found."""
+        """Record that no plan was found for the current limit."""
         self.fits = self.limit
         self.limit = self._middle
 
@@ -163,9 +163,9 @@ class _Rounds:
         bound: lower bound of the time of every plan that fits.
         best: the fastest plan that fits, and its solution.
         points: time points of backward at which memory is counted.
-        counted: the problem; None if it must be built.
-        limits: usage limits to solve it under.
-        num_improvements: rounds since a plan fits.
+        counted: the problem with these time points; None if it has to be built.
+        limits: the search of the usage limit.
+        num_improvements: number of rounds since the first plan that fits.
     """
 
     def __init__(self, budget: int, bound: float) -> None:
@@ -178,7 +178,7 @@ class _Rounds:
         self.limits = _LimitSearch(budget)
 
     def add_points(self, points: Iterable[BackwardPoint]) -> bool:
-        """Count memory at more time points; returns whether any of them is new."""
+        """Count memory at more time points; return True if any of them is new."""
         new = [point for point in dict.fromkeys(points) if point not in self.points]
         if new:
             self.points += new
@@ -187,12 +187,12 @@ class _Rounds:
 
 
 class BudgetSearch:
-    """Searches plans of one formulation.
+    """Searches the best plan of a formulation under a memory budget.
 
     Args:
-        formulation: the choices.
-        options: limits of the solver, and what may be recomputed.
-        seconds: time limit of the search; that of the options if None.
+        formulation: the problem without memory.
+        options: limits of the solver, and the options for recomputation.
+        seconds: time limit of the search; by default that of the options.
         on_progress: called while the solver runs.
         cancel: an event; setting it stops the solver.
         block_cache: a store of solved blocks.
@@ -214,14 +214,14 @@ class BudgetSearch:
         self._on_progress = on_progress
         self._cancel = cancel
         self._block_cache = block_cache
-        self._unlimited = WarmStart()  # of the formulation's own problem
+        self._unlimited = WarmStart()  # for the problem without memory
         self.must_recompute = "always" in (
             options.reshard_after_forward,
             options.activation_checkpointing,
         )
 
     def run(self, memory_budget: int) -> Outcome:
-        """Search the fastest plan that fits a budget in bytes per device."""
+        """Search the fastest plan whose peak is within a budget, in bytes per device."""
         if not self._formulation.prices.training or self.must_recompute:
             return self._fit(_Rounds(memory_budget, -float("inf")), None)
         problem = self._formulation.problem
@@ -232,7 +232,7 @@ class BudgetSearch:
         return self._fit(_Rounds(memory_budget, solution.bound), plan)
 
     def min_usage_plan(self) -> StagePlan | None:
-        """The fastest of the plans with the least usage, whatever its peak."""
+        """The fastest plan with the minimum counted usage; its peak may exceed the budget."""
         counted = self._count(0.0)
         least = self._min_usage(counted.problem)
         if not isfinite(least):
@@ -241,12 +241,12 @@ class BudgetSearch:
         return None if solution.choice is None else self.build(counted.decisions(solution.choice))
 
     def min_usage(self) -> float:
-        """Lower bound of every plan's peak memory, bytes; inf where there is no plan."""
+        """Lower bound of the peak memory of any plan, bytes; inf if there is no plan."""
         return self._min_usage(self._count(0.0).problem)
 
     @collection_paused()
     def build(self, decisions: Decisions) -> StagePlan:
-        """The plan of some decisions, without repeated reshardings that backward does not need."""
+        """Build the plan of some decisions, without re-gathers that backward does not need."""
         formulation = self._formulation
         builder = StageBuilder(formulation, decisions)
         stage = builder.stage()
@@ -257,8 +257,8 @@ class BudgetSearch:
             optimizer=formulation.prices.optimizer,
         )
         if memory.unneeded:
-            # Whether a view is a copy depends on layouts, which the problem does not model: a
-            # copy does not keep the tensor that it is made of.
+            # Depending on its layout, a view may be a copy, whose source backward does not need.
+            # The problem does not model that.
             idle = {
                 i
                 for i in decisions.regathered
@@ -268,11 +268,12 @@ class BudgetSearch:
         return StagePlan(stage, builder.costs(stage), builder.memory(memory))
 
     def _fit(self, rounds: _Rounds, unlimited: StagePlan | None) -> Outcome:
-        """Make plans until one fits, each time with more time points or a lower usage limit.
+        """Solve with more and more time points, or lower usage limits, until a plan fits.
 
         Args:
-            rounds: the state to start from.
-            unlimited: the best plan without recomputation, which does not fit.
+            rounds: the initial state.
+            unlimited: the best plan without recomputation, which does not fit; None if there
+                is no such plan.
         """
         points = self._peak_points(unlimited) if unlimited else iter(())
         rounds.add_points(chain(points, self._block_points()))
@@ -321,7 +322,7 @@ class BudgetSearch:
     def _record(
         self, rounds: _Rounds, counted: _CountedProblem, limited: Problem, solution: Solution
     ) -> None:
-        """Build a solution's plan, and keep it if it fits; otherwise count or limit more."""
+        """Build the plan of a solution; keep it if it fits, else adjust time points or limits."""
         assert solution.choice is not None
         plan = self.build(counted.decisions(solution.choice))
         if plan.memory.peak <= rounds.budget:
@@ -332,15 +333,15 @@ class BudgetSearch:
         rounds.limits.record(limited.peak_usage(solution.choice), plan.memory.peak)
 
     def _outcome(self, rounds: _Rounds, relaxed: Solution) -> Outcome:
-        """The best plan that fits; if none was found yet, perhaps one of little memory.
+        """The result of the search; if no plan fits yet, plans with little memory are tried.
 
         Args:
-            rounds: the end of the search.
-            relaxed: the last solution with the budget itself as the limit.
+            rounds: the final state.
+            relaxed: the last solution with the budget as the usage limit.
         """
         if rounds.best is None and relaxed.status is not SolveStatus.INFEASIBLE:
-            frugal = (p for p in self._frugal() if p and p.memory.peak <= rounds.budget)
-            plan = next(frugal, None)
+            fitting = (p for p in self._small_plans() if p and p.memory.peak <= rounds.budget)
+            plan = next(fitting, None)
             if plan is not None:
                 status = SolveStatus.FEASIBLE
                 rounds.best = replace(relaxed, status=status, objective=plan.costs.total), plan
@@ -352,8 +353,8 @@ class BudgetSearch:
         solution = self._with_bound(solution, rounds.bound)
         return Outcome(solution, counted.problem, plan, counted.variable_of)
 
-    def _frugal(self) -> Iterator[StagePlan | None]:
-        """Plans of little memory, whatever they cost."""
+    def _small_plans(self) -> Iterator[StagePlan | None]:
+        """Plans with little memory, regardless of their cost."""
         if self._formulation.prices.training:
             counted = self._count(0.0, recompute_all=True)
             solution = self._solve(counted.problem)
@@ -368,12 +369,12 @@ class BudgetSearch:
         *,
         recompute_all: bool = False,
     ) -> _CountedProblem:
-        """The problem with memory as its usage.
+        """The problem that counts memory as usage.
 
         Args:
-            negligible: bytes that small values may take together without being counted.
-            points: time points of backward at which memory is counted too.
-            recompute_all: whether everything is recomputed that the options allow.
+            negligible: maximum total bytes of the small values that are not counted.
+            points: time points of backward at which memory is counted.
+            recompute_all: True to recompute as much as the options allow.
         """
         formulation = self._formulation
         if not formulation.prices.training:
@@ -400,7 +401,7 @@ class BudgetSearch:
     def _solve(
         self, problem: Problem, *, gap: float | None = None, warm_start: WarmStart | None = None
     ) -> Solution:
-        # Inference counts nearly all memory, so the first round is mostly the last.
+        # In inference nearly all memory is counted, so usually one round is enough.
         several = self._formulation.prices.training and isfinite(problem.usage_limit)
         return solve_problem(
             problem,
@@ -419,7 +420,7 @@ class BudgetSearch:
 
     @property
     def _time_share(self) -> float:
-        """Seconds for one solve of several."""
+        """Time limit of one solve under a usage limit, seconds."""
         return max(_TIME_SHARE * self._remaining, _MIN_SECONDS)
 
     @property
@@ -427,7 +428,7 @@ class BudgetSearch:
         return _LOOSE_GAP * self._options.relative_gap
 
     def _peak_points(self, plan: StagePlan) -> Iterator[BackwardPoint]:
-        """The time point of a plan's peak, if it is one of backward that a problem can count."""
+        """The time point of a plan's peak, if it is in backward and the problem can model it."""
         formulation = self._formulation
         if plan.memory.phase not in ("backward", "recompute"):
             return
@@ -446,21 +447,21 @@ class BudgetSearch:
                 yield BackwardPoint(use=i)
 
     def _block_points(self) -> Iterator[BackwardPoint]:
-        """The time points at which backward starts on blocks that may be checkpointed."""
+        """The time points at which the backward of each block that may be checkpointed starts."""
         formulation = self._formulation
         if formulation.prices.training and self._options.activation_checkpointing != "never":
             for nodes in dict.fromkeys(formulation.instance_of.values()):
                 yield BackwardPoint(variable=formulation.first_of(nodes), starts_block=True)
 
     def _candidates(self, budget: int, step_time: float) -> list[BoolArray] | None:
-        """Strategies of each variable that are good at some cost of memory, shape [S] each.
+        """Masks of promising strategies of each variable, shape [S] each.
 
-        A problem that counts memory is a few times larger than the formulation's own. What is
-        good in the latter with a cost on memory is mostly good in the former too. This only
-        guides the solver: the bound is proven over all strategies.
+        The problem that counts memory is several times larger than the one without. Strategies
+        that are good in the latter with a price on memory are mostly good in the former too.
+        They only guide the solver: the bound is proven over all strategies.
 
         Returns:
-            None where there are so few strategies that the solver considers all of them.
+            None if there are so few strategies that the solver considers all of them.
         """
         formulation, first = self._formulation, self._unlimited.strategy_bounds
         if not formulation.prices.training or not first:
@@ -477,7 +478,7 @@ class BudgetSearch:
         return masks
 
     def _is_over(self, rounds: _Rounds) -> bool:
-        """True if the search ends: cancelled, good enough, or out of time with a plan."""
+        """True if the search is cancelled, the plan is good enough, or time is up with a plan."""
         if self._cancel is not None and self._cancel.is_set():
             return True
         if rounds.best is None:
@@ -487,14 +488,14 @@ class BudgetSearch:
         return late or rounds.num_improvements > _MAX_IMPROVEMENTS or self._is_good(rounds)
 
     def _is_good(self, rounds: _Rounds) -> bool:
-        """True if a plan fits whose gap is at most the requested one."""
+        """True if the best plan that fits has at most the requested gap."""
         if rounds.best is None:
             return False
         objective = rounds.best[0].objective
         return objective - rounds.bound <= self._options.relative_gap * objective
 
     def _with_bound(self, solution: Solution, bound: float) -> Solution:
-        """A solution with another bound, and the status that follows from it."""
+        """A solution with another bound and the corresponding status."""
         bound = min(bound, solution.objective)
         close = solution.objective - bound <= self._options.relative_gap * solution.objective
         status = solution.status
@@ -504,7 +505,7 @@ class BudgetSearch:
 
 
 def _without_plan(solution: Solution, bound: float) -> Solution:
-    """The solution of a problem where no plan that was built fits."""
+    """A solution whose plan does not fit, as a result without a choice."""
     if solution.choice is None:
         return solution
     cancelled = solution.status is SolveStatus.CANCELLED
@@ -519,7 +520,7 @@ def _without_plan(solution: Solution, bound: float) -> Solution:
 
 
 def _with_memory_cost(problem: Problem, usage: Sequence[FloatArray], cost: float) -> Problem:
-    """The problem with a cost per byte of usage, and no usage."""
+    """The problem with a price per byte of usage added to the costs, and no usage."""
     known: dict[tuple[int, int], Node] = {}
     nodes = []
     for node, nbytes in zip(problem.nodes, usage, strict=True):

@@ -1,8 +1,8 @@
-"""Why no plan exists: a minimal set of conflicting options, and whether memory is part of it.
+"""Reasons of infeasibility: a minimal set of conflicting options, possibly with the memory budget.
 
-A conflict is minimal if the other members can hold without any one of them. It is found by
-deletion filtering (Chinneck and Dravnieks, ORSA J. Comput. 3:157, 1991): leave out one constraint
-after the other, and leave it out for good where the rest still conflicts.
+A conflict is minimal (an irreducible infeasible subset) if removing any one constraint resolves
+it. It is found by deletion filtering (Chinneck and Dravnieks, ORSA J. Comput. 3:157, 1991): a
+constraint is removed if the remaining ones are still infeasible.
 """
 
 import time
@@ -17,44 +17,44 @@ from autoshard.planner.formulation import Formulation
 from autoshard.solve import USAGE_TOLERANCE, CancelToken, solve_problem
 
 _MIN_SECONDS = 1.0
-"""Seconds that a single solve may take even after the time limit."""
+"""Minimum time limit of a single solve, seconds, even after the deadline."""
 _MAX_TRIES = 12
 
 
 def find_conflict(
     formulation: Formulation, options: PlanOptions, *, cancel: CancelToken | None = None
 ) -> Conflict:
-    """Why a formulation has no plan.
+    """Find the conflict that makes a formulation infeasible.
 
     Args:
         formulation: a formulation without a plan.
-        options: of the request; their time limit is that of this search too. If it ends first,
-            the conflict may not be minimal, and says so.
-        cancel: ends the search like the time limit.
+        options: options of the request; `time_limit` also limits this search. If it is reached,
+            the conflict may not be minimal, and `Conflict.minimal` is false.
+        cancel: an event; setting it ends the search like the time limit.
     """
     return _ConflictSearch(formulation, options, cancel).conflict()
 
 
 def conflict_text(conflict: Conflict, *, proven: bool) -> str:
-    """A conflict as a message, with the way out.
+    """A message that describes a conflict, and what to change.
 
     Args:
         conflict: the conflict.
-        proven: whether it is proven that no plan fits, rather than that none was found.
+        proven: True if it is proven that no plan fits, False if only none was found.
     """
     several = len(conflict.options) > 1
     options = "; ".join(conflict.options) + ("" if conflict.minimal else " (or some of these)")
     if conflict.budget is None:
-        what = "these options cannot all hold" if several else "this option cannot hold"
-        return f"no plan is possible, {what}: {options}; change or drop one"
+        what = "these options contradict each other" if several else "this option is infeasible"
+        return f"no plan is possible, {what}: {options}; change or remove one"
     fits = "fits" if proven else "was found that fits"
     short = f"no plan {fits} the memory budget of {conflict.budget:,} bytes per device"
     least = "raise memory_budget, "
     if conflict.least_budget is not None:
-        least = f"the smallest that works is {conflict.least_budget:,} bytes: {least}"
+        least = f"the smallest feasible budget is {conflict.least_budget:,} bytes: {least}"
     if not conflict.options:
         return f"{short}; {least}use more devices, or a smaller batch"
-    return f"{short} together with: {options}; {least}or change or drop one of these"
+    return f"{short} together with: {options}; {least}or change or remove one of these"
 
 
 class _ConflictSearch:
@@ -91,7 +91,7 @@ class _ConflictSearch:
         return cancelled or time.perf_counter() > self._deadline
 
     def _contradicts(self, formulation: Formulation) -> bool:
-        """True if no choice is possible even without a memory limit."""
+        """True if a formulation is infeasible even without a memory limit."""
         found = solve_problem(
             formulation.problem,
             relative_gap=0.5,
@@ -101,7 +101,7 @@ class _ConflictSearch:
         return found.status is SolveStatus.INFEASIBLE
 
     def _exceeds_memory(self, formulation: Formulation) -> bool:
-        """True if every choice takes more memory than there is."""
+        """True if every plan provably exceeds the memory budget."""
         limit = formulation.prices.memory_budget * (1 + USAGE_TOLERANCE)
         return self._search(formulation).min_usage() > limit
 
@@ -113,8 +113,8 @@ class _ConflictSearch:
     def _least_budget(self) -> int | None:
         """The smallest budget for which a plan is found.
 
-        The plan of the least usage need not have the lowest peak, so smaller budgets are tried
-        until no plan is found.
+        The plan with the minimum counted usage need not have the lowest peak, so smaller budgets
+        are tried until no plan is found.
         """
         search = self._search(self._formulation)
         plan, budget = search.min_usage_plan(), None
@@ -128,7 +128,7 @@ class _ConflictSearch:
         return budget
 
     def _minimal(self, infeasible: Callable[[Formulation], bool]) -> list[Constraint]:
-        """Constraints that cannot all hold, although they can without any one of them."""
+        """A minimal infeasible subset of the constraints; empty if no constraint is needed."""
         members = list(self._formulation.constraints.constraints)
         if members and infeasible(self._with_only([])):
             return []

@@ -1,4 +1,4 @@
-"""Explanation of a plan: every alternative of one choice, with its cost."""
+"""Explanation of a plan: the costs of all alternative strategies of one variable."""
 
 import time
 from collections.abc import Iterable
@@ -22,25 +22,25 @@ from autoshard.planner.stage_builder import Decisions, decisions_of
 from autoshard.solve import MinMarginals
 
 _EXACT = 1e-6
-"""Relative gap of the plans that give a regret."""
+"""Relative gap of the plans from which regrets are computed."""
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One strategy of a choice.
+    """One strategy of a variable.
 
     Attributes:
-        layouts: the strategy as a pin states it: a layout, or `inputs -> outputs`.
-        chosen: whether the plan has it.
-        time: its own seconds, compute or the optimizer's update; None where forbidden.
-        memory: bytes per device that it uses itself.
-        total: seconds of the best plan that has it; None where there is none, or where the time
-            limit ended before one was found and the plan at hand cannot be changed to it.
-        regret: `total` less the seconds of the plan at hand; None where `total` is.
-        exact: whether `total` is proven best; if not, it is the best that was found.
-        override: further seconds if only this choice of the plan at hand is changed; None where
-            that is impossible.
+        layouts: the strategy in the syntax of pins: a layout, or `inputs -> outputs`.
+        chosen: True if the explained plan has this strategy.
+        time: its seconds of compute, or of the optimizer's update; None if forbidden.
+        memory: its bytes per device.
+        total: seconds of the best plan with this strategy; None if there is no such plan, or if
+            the time limit was reached before one was found.
+        regret: `total` minus the seconds of the explained plan; None if `total` is None.
+        exact: True if `total` is proven optimal; otherwise it is the best that was found.
+        override: additional seconds if only this variable of the explained plan is changed; None
+            if that is impossible.
         forbidden: labels of the constraints that forbid it.
     """
 
@@ -57,15 +57,15 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Every alternative of one choice of a plan.
+    """All strategies of one variable of a plan.
 
     Attributes:
-        name: of the node, the input, the value, or the position of the output.
+        name: name of the node, input or value, or position of the output.
         kind: input, operator, shared (the layout that several consumers share) or output.
         operator: the node's operator; empty for other kinds.
         module: dotted path of the node's module; empty for other kinds.
-        objective: seconds of the plan at hand.
-        alternatives: by regret; impossible ones come last.
+        objective: seconds of the explained plan.
+        alternatives: the strategies in order of their regret; impossible ones come last.
     """
 
     name: str
@@ -79,33 +79,33 @@ class Explanation:
 def explain(
     graph: Graph, plan: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
 ) -> Explanation:
-    """Cost of every alternative of one choice of a plan.
+    """Compute the cost of every strategy of one variable of a plan.
 
     Args:
         graph: the program that was planned.
         plan: its plan.
         name: a node, an input (by argument or dotted name), a value, or the position of an
             output (`0`).
-        value: whether a name that is both a node and a value means the value: the layout
-            that its consumers share.
-        time_limit: seconds for plans that must be searched, because the budget binds or the
-            problem is too large for one pass; after that, totals are not exact.
+        value: True if a name that is both a node and a value means the value, that is, the
+            layout that its consumers share.
+        time_limit: seconds for solving again, which is needed if the memory budget is binding or
+            the problem is too large for one pass; after that, totals are not exact.
 
     Raises:
-        PlanError: there is no plan, or it is one of another graph.
+        PlanError: the document has no plan, or the plan is for another graph.
         OptionError: the name does not exist.
     """
     if not plan.found or plan.certificate.objective is None:
         raise PlanError(f"there is no plan to explain: {plan.reason}")
     if graph_digest(graph) != plan.graph.digest:
-        raise PlanError("the plan was made for another graph; explain it with its own")
+        raise PlanError("the plan was made for another graph; pass the graph of the plan")
     formulation = Formulation.of(graph, plan.mesh, plan.options)
     number = _find(formulation, name, value=value)
     return _Explainer(formulation, plan, number, time_limit).explanation()
 
 
 def _find(formulation: Formulation, name: str, *, value: bool) -> int:
-    """Index of the variable that a name means."""
+    """The index of the variable with a name."""
     graph = formulation.graph
     numbers = {(v.role, v.name): i for i, v in enumerate(formulation.variables)}
     makers = {made: node.name for node in graph.nodes for made in node.outputs}
@@ -170,7 +170,7 @@ class _Explainer:
     def _alternative(self, s: int, total: float, override: float, *, exact: bool) -> Alternative:
         variable = self._variable
         strategy = variable.strategies[s]
-        # Without the rounding of two sums.
+        # Ignore rounding errors of the two sums.
         is_same = abs(total - self._objective) <= _ROUNDING * abs(self._objective)
         choice = (variable.role, variable.name)
         return Alternative(
@@ -186,7 +186,7 @@ class _Explainer:
         )
 
     def _text(self, variable: Variable, strategy: Strategy) -> str:
-        """A strategy over the whole mesh, as a pin states it."""
+        """A strategy over the whole mesh, in the syntax of pins."""
         if variable.role is Role.OPERATOR:
             node = self._formulation.node_of(variable)
             inputs = self._widened(node.inputs, strategy.inputs)
@@ -205,7 +205,7 @@ class _Explainer:
         )
 
     def _totals(self, overrides: list[float]) -> tuple[FloatArray, BoolArray]:
-        """Seconds of the best plan with each strategy, shape [S], and whether that is proven."""
+        """Seconds of the best plan with each strategy, and True where proven, shape [S] each."""
         marginals = MinMarginals.of(self._formulation.problem)
         known = self._objective + np.array(overrides)
         exact = np.ones(len(known), dtype=np.bool_)
@@ -222,7 +222,7 @@ class _Explainer:
         return totals, exact
 
     def _fits(self, marginals: MinMarginals, s: int) -> bool:
-        """True if the best plan with a strategy, found without the budget, fits it anyway."""
+        """True if the best plan with a strategy, found without the budget, fits the budget."""
         if self._remaining <= 0 or self._search.must_recompute:
             return False
         plan = self._search.build(Decisions(marginals.choice(self._number, s)))
@@ -233,7 +233,7 @@ class _Explainer:
         return self._deadline - time.perf_counter()
 
     def _searched(self, s: int) -> tuple[float, bool]:
-        """Seconds of the best plan with a strategy, and whether that is proven."""
+        """Seconds of the best plan with a strategy, and True if it is proven optimal."""
         if self._remaining <= 0:
             return float("inf"), False
         formulation, wanted = self._formulation, self._variable.strategies[s]
@@ -247,7 +247,7 @@ class _Explainer:
         return found.objective, found.status in (SolveStatus.OPTIMAL, SolveStatus.INFEASIBLE)
 
     def _override(self, s: int) -> float:
-        """Further seconds if only this choice of the plan at hand changes; inf if impossible."""
+        """Additional seconds if only this variable of the plan changes; inf if impossible."""
         if s == self._chosen:
             return 0.0
         choice = self._decisions.choice.copy()

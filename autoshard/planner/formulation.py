@@ -1,9 +1,9 @@
-"""The optimization problem of planning: from graph, mesh and options to choices and costs.
+"""Formulation of planning as an optimization problem: variables, strategies and edge costs.
 
-Every graph input, operator and output is a choice among strategies. A value with several consumers
-has a choice of its own, the layout that its consumers share, so that one resharding can serve all
-of them. Every use of a value is an edge, whose cost is that of the resharding between the layout
-in which the value is made and the layout in which it is used.
+Every graph input, operator and output is a variable whose domain are its strategies. A value with
+several uses has an additional variable, the layout that its consumers share, so that one
+resharding can serve all of them. Every use of a value is an edge, whose cost is that of the
+resharding between the layout of the producer and that of the consumer.
 """
 
 from collections import Counter
@@ -35,11 +35,11 @@ from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
 from autoshard.solve import Node as ProblemNode
 
 _MAX_PAIRED_LAYOUTS = 600
-"""Layouts of a tensor up to which an edge has a matrix of the costs of all pairs."""
+"""Maximum number of layouts for which an edge has a cost matrix of all pairs of layouts."""
 
 
 class Role(StrEnum):
-    """What a choice is about."""
+    """The kind of a variable."""
 
     INPUT = "input"
     OPERATOR = "operator"
@@ -49,15 +49,16 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Variable:
-    """One choice.
+    """A variable of the problem: a choice among strategies.
 
     Attributes:
-        role: what it is about.
+        role: its kind.
         name: the value (input, shared), the node (operator) or the position (output).
-        strategies: S of them; those of an input have only outputs, those of an output only inputs.
+        strategies: S strategies; those of an input have only outputs, those of an output only
+            inputs.
         time: seconds of each strategy, shape [S].
         usage: bytes per device of each strategy by kind, each of shape [S].
-        interval: when its memory is in use in inference, half-open.
+        interval: half-open interval of nodes during which its memory is in use in inference.
     """
 
     role: Role
@@ -73,11 +74,11 @@ class Use:
     """One use of a value: from output `output` of a variable to input `position` of another.
 
     Attributes:
-        value: the value.
-        source: index of the variable that makes it.
-        output: which of its outputs the value is.
+        value: name of the value.
+        source: index of the variable that produces it.
+        output: position of the value among the outputs of the source.
         target: index of the variable that uses it.
-        position: which of its inputs the value is.
+        position: position of the value among the inputs of the target.
         gradient: the gradient of this use.
     """
 
@@ -97,12 +98,12 @@ class EdgeCosts:
         table: reshardings of the value.
         tensor: the value.
         axis_sizes: size of each non-trivial axis.
-        sources: number of each source layout in the table, shape [R].
-        rows: index of the source layout of each strategy of the source.
-        targets: number of each target layout in the table, shape [C]; a layout occurs several
-            times where the compute beside it differs.
-        cols: index of the target layout of each strategy of the target.
-        compute: seconds that the reshardings can overlap with, shape [C] each; None for none.
+        sources: index of each source layout in the table, shape [R].
+        rows: for each strategy of the source, the index of its layout in `sources`.
+        targets: index of each target layout in the table, shape [C]; a layout occurs several
+            times if the compute that overlaps with the resharding differs.
+        cols: for each strategy of the target, the index of its layout in `targets`.
+        compute: seconds of compute that can overlap, shape [C] each; None without overlap.
     """
 
     table: ReshardingTable
@@ -116,7 +117,7 @@ class EdgeCosts:
 
     @cached_property
     def seconds(self) -> FloatArray:
-        """Exposed seconds of each resharding, inf where impossible, shape [R, C]."""
+        """Exposed seconds of each resharding, inf if impossible, shape [R, C]."""
         cost = self.table.cost[self._pairs]
         if self.compute is None:
             return cost
@@ -124,7 +125,7 @@ class EdgeCosts:
 
     @cached_property
     def regather_seconds(self) -> FloatArray:
-        """Further exposed seconds if the forward part runs again in backward, shape [R, C]."""
+        """Additional exposed seconds if the resharding is re-gathered in backward, shape [R, C]."""
         forward = self.table.regather_cost[self._pairs]
         if self.compute is None:
             return forward
@@ -136,7 +137,7 @@ class EdgeCosts:
 
     @cached_property
     def is_noop(self) -> BoolArray:
-        """True if the forward part of each resharding does nothing, shape [R, C]."""
+        """For each resharding, True if its forward part does nothing, shape [R, C]."""
         return self.table.noop_forward[self._pairs]
 
     @cached_property
@@ -160,7 +161,7 @@ class EdgeCosts:
         return local_bytes(self.tensor, self.target_layouts, self.axis_sizes)
 
     def compute_of(self, strategy: int) -> ForwardBackward[float] | None:
-        """Seconds that the resharding can overlap with for a strategy of the target."""
+        """Seconds of compute that can overlap with the resharding for a strategy of the target."""
         if self.compute is None:
             return None
         col = self.cols[strategy]
@@ -181,11 +182,11 @@ class Formulation:
     """The problem of one graph on one mesh.
 
     Args:
-        prices: the graph and the mesh, and costs of strategies on them.
-        constraints: what is forbidden.
+        prices: cost model of the graph on the mesh.
+        constraints: constraints on strategies and collectives.
 
     Raises:
-        OptionError: a constraint leaves an operator or a value no strategy.
+        OptionError: a constraint forbids all strategies of a variable.
     """
 
     def __init__(self, prices: Prices, constraints: PlanConstraints) -> None:
@@ -198,7 +199,7 @@ class Formulation:
         self.blocks = find_blocks(graph)
         self.variables: list[Variable] = []
         self.uses: list[Use] = []
-        # Pairs of variables that take the same layout, and a label for each of their strategies.
+        # Pairs of variables that must have the same layout, and a label for each strategy.
         self.ties: list[tuple[int, int, IntArray]] = []
         self.fill_factors = bucket_fill_factors(graph, mesh)
         self._pricer = constraints.pricer(self.axes)
@@ -206,12 +207,12 @@ class Formulation:
         self._ragged = ragged_values(graph)
         self._several = self._values_with_several_uses()
         self._input_names = {graph_input.name for graph_input in graph.inputs}
-        # Where each value comes from: a variable and which of its outputs.
+        # The variable that produces each value, and the position among its outputs.
         self._made_by: dict[str, tuple[int, int]] = {}
         self._variable_by_node: list[int] = []
         self._variables_by_value: dict[str, list[int]] = {}
         self._partial: set[str] = set()
-        # Equal things share their arrays: the solver treats what is the same object once.
+        # Equal variables share their arrays, since the solver compares arrays by identity.
         self._inputs: dict[tuple[object, ...], tuple[tuple[Strategy, ...], FloatArray, Usage]] = {}
         self._shared: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
         self._zeros: dict[int, FloatArray] = {}
@@ -226,7 +227,7 @@ class Formulation:
         """The problem of planning a graph on a mesh.
 
         Raises:
-            OptionError: an option is invalid, or leaves an operator or a value no strategy.
+            OptionError: an option is invalid, or forbids all strategies of a variable.
         """
         return cls(Prices(graph, mesh, options), plan_constraints(graph, mesh, options))
 
@@ -238,8 +239,8 @@ class Formulation:
     def problem(self) -> Problem:
         """The optimization problem; its nodes are `variables`, its edges are `uses`.
 
-        Further edges make `ties` take the same strategy. There is no limit on usage, and the usage
-        is that of inference.
+        Additional edges force the variables in `ties` to equal layouts. Usage is that of inference,
+        without a limit.
         """
         totals: dict[int, FloatArray] = {}
         edges: dict[
@@ -262,7 +263,7 @@ class Formulation:
         """The members of each instance of each repeated block, in corresponding order.
 
         Args:
-            members_of: the members that belong to the nodes of an instance.
+            members_of: function from the nodes of an instance to its members.
         """
         runs = (
             tuple(run)
@@ -274,12 +275,12 @@ class Formulation:
 
     @cached_property
     def instance_of(self) -> dict[int, range]:
-        """By operator variable, the nodes of the instance of a repeated block it belongs to."""
+        """For each operator variable in a repeated block, the nodes of its instance."""
         instances = (nodes for block in self.blocks for nodes in block.instances())
         return {self._variable_by_node[i]: nodes for nodes in instances for i in nodes}
 
     def first_of(self, nodes: range) -> int:
-        """The variable of the first of some nodes."""
+        """The variable of the first node of a range."""
         return self._variable_by_node[nodes.start]
 
     @cached_property
@@ -289,7 +290,7 @@ class Formulation:
         return frozenset(i for nodes in instances for i in self.variables_of(nodes))
 
     def variables_of(self, nodes: range) -> tuple[int, ...]:
-        """The variables that belong to some nodes, and to the inputs that only they use."""
+        """The variables of a range of nodes, of their results, and of inputs that only they use."""
         found: dict[int, None] = {}
         for i in nodes:
             node = self.graph.nodes[i]
@@ -303,11 +304,11 @@ class Formulation:
         return tuple(found)
 
     def node_of(self, variable: Variable) -> Node:
-        """The graph's node of an operator variable."""
+        """The node of an operator variable."""
         return self.graph.nodes[self.graph.numbers[variable.name]]
 
     def use_key(self, use: Use) -> UseKey:
-        """Value, consumer and position that name a use in the plan document."""
+        """The identification of a use in the plan document: value, consumer and position."""
         consumer = self.variables[use.target]
         if consumer.role is Role.OUTPUT:
             return use.value, "output", int(consumer.name)
@@ -321,7 +322,7 @@ class Formulation:
     def kind_of(self, use: Use) -> tuple[object, ...]:
         """A key that is equal for uses with equal costs."""
         source, target = (self.variables[i].strategies for i in (use.source, use.target))
-        # Variables that share their strategies are about tensors of the same shape and type.
+        # Variables that share their strategies have tensors of equal shapes and dtypes.
         return (
             *(id(source), use.output, id(target), use.position, use.gradient),
             *(self._overlap_share(use), use.value in self._ragged),
@@ -354,7 +355,7 @@ class Formulation:
         return self._edge_costs[kind]
 
     def table(self, value: str, gradient: Gradient) -> ReshardingTable:
-        """The reshardings of a value, shared between values of the same shape and type."""
+        """The reshardings of a value; shared between values of equal shape and dtype."""
         tensor = self.graph.values[value]
         fixed_dims = RAGGED_DIMS if value in self._ragged else ()
         fill_factor = self.fill_factors.get(value, 1.0)
@@ -376,14 +377,14 @@ class Formulation:
         return self._tables[key]
 
     def _overlap_share(self, use: Use) -> float | None:
-        """Share of the reader's compute that a resharding overlaps with; None for none."""
+        """Share of the reader's compute that can overlap with a resharding; None if none can."""
         reader = self.variables[use.target]
         if self._overlap is None or reader.role is not Role.OPERATOR:
             return None
         return self._overlap.share(self.node_of(reader), use.position)
 
     def _overlap_compute(self, use: Use) -> ForwardBackward[FloatArray] | None:
-        """Seconds that a resharding can overlap with, by strategy of the reader; None for none."""
+        """Seconds of compute that can overlap, by strategy of the reader; None if none can."""
         share = self._overlap_share(use)
         if share is None:
             return None
@@ -397,7 +398,7 @@ class Formulation:
         return ForwardBackward(share * compute.forward, share * compute.backward)
 
     def _edge(self, costs: EdgeCosts) -> tuple[FloatArray | ShortestPathCost, IntArray, IntArray]:
-        """Cost matrix of an edge, and the row and column of each strategy at its ends."""
+        """Cost matrix of an edge, the row of each source strategy, the column of each target's."""
         table = costs.table
         if len(table.layouts) <= _MAX_PAIRED_LAYOUTS or costs.compute is not None:
             return costs.seconds, costs.rows, costs.cols
@@ -433,7 +434,7 @@ class Formulation:
         self._add_maker(name, self._add(variable), 0)
 
     def _input_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
-        """Replicated, or sharded as DTensor can.
+        """The layouts of a graph input: replicated or sharded, as far as DTensor supports them.
 
         Constants, and buffers that forward only reads, are replicated.
         """
@@ -474,7 +475,7 @@ class Formulation:
             self._add_maker(value, target, output)
 
     def _values_with_several_uses(self) -> frozenset[str]:
-        """Values with several uses, or whose twin in another instance of a block has them."""
+        """Values with several uses, in any instance of a repeated block."""
         returned = Counter(output.name for output in self.graph.outputs)
         several = {v for v, uses in self.graph.consumers.items() if len(uses) + returned[v] > 1}
         for block in self.blocks:
@@ -486,7 +487,7 @@ class Formulation:
         return frozenset(several)
 
     def _add_maker(self, value: str, variable: int, output: int) -> None:
-        """Record where a value comes from; one with several uses gets a shared layout."""
+        """Record the producer of a value; add a shared variable if it has several uses."""
         self._made_by[value] = variable, output
         role = self.variables[variable].role
         self._variables_by_value[value] = [variable] if role is Role.INPUT else []
@@ -520,7 +521,7 @@ class Formulation:
         self._add_use(value, self._add(variable), 0, gradient)
 
     def _add_update(self, position: int, output: Output) -> None:
-        """New contents of a buffer, in the layout of the buffer."""
+        """Add the variable of a buffer's new contents, tied to the layout of the buffer."""
         assert output.name is not None
         assert output.updates is not None
         buffer = self._variables_by_value[output.updates][0]
@@ -544,7 +545,7 @@ class Formulation:
 
 
 def same_label(first: int, second: int, rows: IntArray, cols: IntArray) -> Edge:
-    """An edge that makes two nodes of a problem take strategies of the same label.
+    """An edge that forces two nodes of a problem to strategies with equal labels.
 
     Args:
         first: a node.
@@ -570,7 +571,7 @@ def local_bytes(tensor: Tensor, layouts: Iterable[Layout], axis_sizes: Sequence[
 
 
 def _problem_node(variable: Variable, totals: dict[int, FloatArray]) -> ProblemNode:
-    """A variable as a node of the problem; variables that share their usage share its total."""
+    """A variable as a node of the problem; `totals` shares arrays between equal usages."""
     key = id(variable.usage)
     if key not in totals:
         totals[key] = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
@@ -579,7 +580,7 @@ def _problem_node(variable: Variable, totals: dict[int, FloatArray]) -> ProblemN
 
 
 def _last_use(graph: Graph, number: int) -> int:
-    """Number of the last node that reads what a node makes, also through views."""
+    """Number of the last node that reads a result of a node, directly or through views."""
     node = graph.nodes[number]
     if any(output.name in node.outputs for output in graph.outputs):
         return len(graph.nodes) - 1

@@ -1,10 +1,9 @@
-"""The optimization problem of a formulation with memory as its usage.
+"""The optimization problem of a formulation, with memory counted as usage.
 
-It has the choices of the formulation and, wherever backward needs a tensor, the choice of the
-tensor's residency after forward; and for each instance of a repeated block, whether it is
-checkpointed. Usage is the memory of a training step at some time points, see
-`autoshard.planner.time_points`. It is a lower bound of the true memory, so a bound of this problem
-is one of every plan that fits.
+In addition to the variables of the formulation it has a residency for each tensor that backward
+needs, and a binary variable for the checkpointing of each instance of a repeated block. Usage is
+the memory of a training step at some time points, see `autoshard.planner.time_points`. It is a
+lower bound of the true memory, so a lower bound of this problem is valid for every plan that fits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +39,14 @@ _COPY_STATES: _States = (
 
 
 class MemoryProblem:
-    """A formulation's choices with the residency of tensors.
+    """The variables of a formulation, and the residencies of its tensors.
 
     Args:
-        formulation: the choices, in training.
-        reshard_after_forward: whether resharded tensors are resharded again in backward.
-        activation_checkpointing: whether blocks are checkpointed.
-        negligible: bytes that small values may take together without being counted.
-        points: time points of backward at which memory is counted too.
+        formulation: a formulation in training mode.
+        reshard_after_forward: the planning option.
+        activation_checkpointing: the planning option.
+        negligible: maximum total bytes of the small values that are not counted.
+        points: time points of backward at which memory is counted.
     """
 
     def __init__(
@@ -74,14 +73,14 @@ class MemoryProblem:
         self._copies: dict[int, EdgeEnd] = {}  # by use
         self._groups: list[list[int]] = []  # nodes of the problem by variable
         self._switches: dict[int, int] = {}  # node that checkpoints a span, by its first node
-        # Equal things share their arrays: the solver treats what is the same object once.
+        # Equal nodes and edges share their arrays, since the solver compares them by identity.
         self._arrays: dict[tuple[object, ...], tuple[FloatArray, FloatArray]] = {}
         self._matrices: dict[tuple[object, ...], tuple[FloatArray, IntArray, IntArray]] = {}
         self._build()
 
     @cached_property
     def problem(self) -> Problem:
-        """The optimization problem, without a limit."""
+        """The optimization problem, without a usage limit."""
         return Problem(
             nodes=tuple(self._nodes),
             edges=tuple(self._edges),
@@ -89,7 +88,7 @@ class MemoryProblem:
         )
 
     def variable_of(self, node: int) -> int:
-        """The formulation's variable of a node of the problem; -1 for none."""
+        """The formulation's variable of a node of the problem; -1 if it has none."""
         return self._variable_of.get(node, -1)
 
     @cached_property
@@ -97,10 +96,10 @@ class MemoryProblem:
         return {end.node: i for i, end in enumerate(self._ends)}
 
     def nodes_with(self, masks: Sequence[BoolArray]) -> list[BoolArray]:
-        """Strategies of each node of the problem that are compatible with those of variables.
+        """Masks of the strategies of each node that are compatible with strategies of variables.
 
         Args:
-            masks: which strategies of each variable, shape [S].
+            masks: mask of the strategies of each variable, shape [S].
         """
         ends = zip(self._ends, masks, strict=True)
         return _compatible(
@@ -108,7 +107,7 @@ class MemoryProblem:
         )
 
     def decisions(self, choice: IntArray) -> Decisions:
-        """The decisions of a strategy per node of the problem."""
+        """The decisions of a choice, one strategy index per node of the problem."""
         variables = self._formulation.variables
         strategies: IntArray = np.zeros(len(variables), dtype=np.intp)
         states: list[Residency] = []
@@ -177,7 +176,7 @@ class MemoryProblem:
             self._equate(self._switches[span.nodes.start], node, np.arange(2), labels)
 
     def _add_gradient(self, i: int, node: int, nbytes: FloatArray) -> None:
-        """The gradient of a parameter, which has the layout of the parameter."""
+        """Add a node for the gradient of a parameter, in the layout of the parameter."""
         size = len(nbytes)
         readers = (j for j, _ in self._graph.consumers[self._formulation.variables[i].name])
         gradient = self._add(np.zeros(size), nbytes, self._time.after(min(readers, default=0)))
@@ -185,7 +184,7 @@ class MemoryProblem:
         self._equate(node, gradient, np.arange(size), np.arange(size))
 
     def _add_backward(self, point: BackwardPoint, interval: Interval) -> None:
-        """The memory of an operator's or a resharding's backward."""
+        """Add a node for the memory of the backward of an operator or a resharding."""
         if point.starts_block:
             return
         if point.variable >= 0:
@@ -207,7 +206,7 @@ class MemoryProblem:
         self._equate(end.node, node, np.tile(costs.cols, len(end.states)), cols)
 
     def _equate(self, first: int, second: int, rows: IntArray, cols: IntArray) -> None:
-        """Force two nodes to strategies of the same label."""
+        """Add an edge that forces two nodes to strategies with equal labels."""
         self._edges.append(same_label(first, second, rows, cols))
 
     def _span(self, variable: Variable) -> CheckpointSpan | None:
@@ -277,7 +276,7 @@ class MemoryProblem:
             self._add_edge(use, start, end, residency, UseResidency.direct)
 
     def _source_end(self, use: Use, source: Variable) -> EdgeEnd:
-        """The maker of a value, with the residencies of the output that the use reads."""
+        """The producer of a value, with the residencies of the output that the use reads."""
         end = self._ends[use.source]
         states = end.states
         if source.role is Role.OPERATOR:
@@ -318,7 +317,7 @@ class MemoryProblem:
     def _add_copy(
         self, number: int, residency: UseResidency, start: EdgeEnd, end: EdgeEnd, rule: Rule
     ) -> None:
-        """The choice of a resharded tensor's residency, between its maker and its readers."""
+        """Add a node for the residency of a resharded tensor, between producer and readers."""
         use, impossible = self._formulation.uses[number], Transition.IMPOSSIBLE
         states = tuple(
             state
@@ -334,7 +333,7 @@ class MemoryProblem:
         self._add_edge(use, copy, end, residency, rule)
 
     def _copy_interval(self, use: Use) -> Interval:
-        """When a copy that is kept for a use is in memory for sure."""
+        """The time points at which a copy that is kept for a use is in memory in any case."""
         target = self._formulation.variables[use.target]
         if target.role is Role.OUTPUT:
             return self._time.always
@@ -378,14 +377,14 @@ class MemoryProblem:
 
 
 def _compatible(problem: Problem, kept: Mapping[int, BoolArray]) -> list[BoolArray]:
-    """Strategies of all nodes with a finite cost to some strategies of neighbours.
+    """Masks of the strategies with a finite edge cost to a given strategy of each neighbour.
 
     Args:
         problem: the problem.
-        kept: the strategies of some nodes, shape [S] each.
+        kept: mask of the given strategies of some nodes, shape [S] each.
 
     Returns:
-        shape [S] for each node; for the given nodes what was given.
+        A mask of shape [S] for each node; the given one for the nodes in `kept`.
     """
     known: dict[bytes, BoolArray] = {}
     kept = {v: known.setdefault(mask.tobytes(), mask) for v, mask in kept.items()}

@@ -1,4 +1,4 @@
-"""Search for the best mesh: plans of a program on every arrangement of the devices."""
+"""Search for the best mesh: makes a plan of a program for every mesh of the devices."""
 
 import json
 import queue
@@ -23,11 +23,11 @@ from autoshard.solve import CancelToken, KeyValueStore
 
 _WORKER = (sys.executable, "-m", "autoshard.planner.search_worker")
 _POLL_SECONDS = 0.1
-"""Seconds between two looks at the cancel token."""
+"""Seconds between two checks of the cancel token."""
 _MAX_ERRORS = 3
-"""Errors that a message lists."""
+"""Maximum number of errors in a message."""
 _MAX_AXES = 6
-"""Limit of the number of axes, in which the number of strategies is exponential."""
+"""Maximum number of axes; the number of strategies is exponential in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Candidate:
 
     Attributes:
         mesh: the mesh.
-        plan: its plan, a document without stages where none was found. None where the options
-            do not fit this mesh, or the process died.
-        error: why there is no plan document; empty where there is one.
+        plan: its plan, a document without stages if none was found; None if the options do not
+            fit this mesh, or the process died.
+        error: reason why `plan` is None; empty otherwise.
     """
 
     mesh: Mesh
@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def objective(self) -> float:
-        """Seconds of the plan, or inf."""
+        """Seconds of the plan; inf if there is none."""
         found = None if self.plan is None else self.plan.certificate.objective
         return float("inf") if found is None else found
 
@@ -57,9 +57,9 @@ class SearchProgress:
     """Progress of a search.
 
     Attributes:
-        done: number of meshes that are planned.
+        done: number of meshes planned so far.
         total: number of meshes.
-        latest: the result for the latest of them.
+        latest: the most recent result.
     """
 
     done: int
@@ -68,7 +68,7 @@ class SearchProgress:
 
     @property
     def phase(self) -> str:
-        """The progress in words."""
+        """Description of the progress."""
         return f"planned {self.done} of {self.total} meshes"
 
 
@@ -85,26 +85,29 @@ def search_meshes(
     block_cache: KeyValueStore | None = None,
     max_strategies: int | None = None,
 ) -> tuple[Candidate, ...]:
-    """Plan a program on every mesh of so many devices, best first.
+    """Make a plan of a program for every mesh of a number of devices.
 
-    Plans are made in processes of their own, so a search can be stopped at once.
+    Plans are made in separate processes, so a search can be stopped at any time.
 
     Args:
         graph: the normalised program.
         num_devices: number of devices of each mesh.
         topology: name of a preset, or a topology; the default one if None.
-        options: the same for all meshes; pins have one part per axis, so with pins only
-            meshes of that many axes get a plan. `time_limit` is per mesh.
-        max_axes: largest number of axes.
+        options: options for all meshes. Pins have one part per axis, so with pins only meshes
+            with that number of axes can be planned. `time_limit` is per mesh.
+        max_axes: maximum number of axes.
         num_workers: number of processes that plan at the same time.
         on_progress: called after each mesh, from the calling thread.
-        cancel: once set, the processes are killed, and the results so far are returned.
+        cancel: an event; once it is set, the processes are killed and the results so far returned.
         block_cache: a store of solved blocks, as for `make_plan`; used from several threads. A
             worker stops using it after it raises OSError.
-        max_strategies: as for `make_plan`; a mesh whose problem is larger has an error.
+        max_strategies: as for `make_plan`; a mesh with a larger problem has an error.
+
+    Returns:
+        One candidate per mesh, the fastest plan first.
 
     Raises:
-        OptionError: a number is out of its range, or the options fit no mesh.
+        OptionError: a number is out of its range, or no mesh can be planned with the options.
         MeshError: the topology is unknown, or has fewer devices.
     """
     if num_workers < 1:
@@ -149,16 +152,16 @@ def candidate_meshes(
     max_axes: int = 3,
     most: int | None = None,
 ) -> tuple[Mesh, ...]:
-    """Every mesh of so many devices, fewest axes first.
+    """All meshes of a number of devices, in order of the number of axes.
 
-    Axes have two ranks or more. Meshes whose axes have the same sizes and span the links in the
-    same way count once: the order of such axes changes no cost.
+    Axes have at least two ranks. Of meshes that differ only in the order of axes with equal sizes
+    and link levels, whose costs are equal, one is returned.
 
     Args:
         num_devices: number of devices of each mesh.
         topology: name of a preset, or a topology.
-        max_axes: largest number of axes.
-        most: limit of the number of meshes; all if None.
+        max_axes: maximum number of axes.
+        most: maximum number of meshes; None for all.
 
     Raises:
         OptionError: a number is out of its range.
@@ -179,7 +182,7 @@ def candidate_meshes(
 
 
 def _shapes(number: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factors of 2 or more whose product is the number, fewest first; (1,) for 1."""
+    """Ordered factorisations into factors of 2 or more, fewest factors first; (1,) for 1."""
     yield (number,)
     small = [d for d in range(2, isqrt(number) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
@@ -192,7 +195,7 @@ def _factorisations(number: int, count: int, divisors: list[int]) -> Iterator[tu
         yield (number,)
         return
     for first in divisors:
-        # Every factor that is left is 2 or more.
+        # Each remaining factor is 2 or more.
         if first << (count - 1) > number:
             return
         if number % first == 0:
@@ -201,7 +204,7 @@ def _factorisations(number: int, count: int, divisors: list[int]) -> Iterator[tu
 
 
 class _Worker:
-    """A thread that plans mesh after mesh in a process that can be killed."""
+    """A thread that plans one mesh after the other in a process that can be killed."""
 
     def __init__(
         self,
@@ -236,7 +239,7 @@ class _Worker:
 
     def _plan(self, mesh: Mesh) -> Candidate:
         reply: dict[str, str] | None = None
-        # A process that died gives no reply; its exit status goes into the error.
+        # A process that died does not reply; the error then has its exit status.
         with suppress(OSError):
             process = self._running()
             assert process.stdin is not None
@@ -265,7 +268,7 @@ class _Worker:
     def _access_cache(self, key: str, body: bytes | None = None) -> bytes | None:
         """Read a key of the block cache, or write it if there is a body.
 
-        After an OSError planning goes on without the cache.
+        After an OSError, planning continues without the cache.
         """
         if self._block_cache is None:
             return None

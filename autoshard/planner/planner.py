@@ -1,4 +1,4 @@
-"""Planning: from a graph, a mesh and options to a plan, or to the size of the problem."""
+"""`make_plan`: makes a plan for a graph, a mesh and options; also the size of the problem."""
 
 import hashlib
 import json
@@ -43,24 +43,24 @@ _DEPENDENCIES = ("autoshard", "highspy", "numpy")
 class ProblemSize(Document):
     """Size of the optimization problem of a request, and a lower bound of its memory."""
 
-    num_nodes: int = Field(ge=0, description="choices: inputs, operators, shared values, outputs")
-    num_edges: int = Field(ge=0, description="pairs of choices, one for each use of a value")
-    num_strategies: int = Field(ge=0, description="strategies of all choices together")
+    num_nodes: int = Field(ge=0, description="variables: inputs, operators, shared values, outputs")
+    num_edges: int = Field(ge=0, description="pairs of variables, one for each use of a value")
+    num_strategies: int = Field(ge=0, description="total number of strategies of all variables")
     memory_bound: Bytes = Field(
         description="lower bound of every plan's peak memory: parameters, gradients, optimizer "
         "state, buffers and inputs, each sharded as far as possible"
     )
     memory_budget: Bytes = Field(description="limit of the peak memory, bytes per device")
     feasible: bool | None = Field(
-        description="false where memory_bound exceeds memory_budget, so that no plan fits; null "
-        "where only solving would tell"
+        description="false if memory_bound exceeds memory_budget, so that no plan fits; null if "
+        "that is only known after solving"
     )
 
 
 def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
     """The digest that identifies the plan of a request, 64 hex digits.
 
-    The version of torch is part of it where rules are discovered by running operators.
+    It includes the version of torch if rules are discovered by running operators.
     """
     discovery = {"torch": torch_version(), "rules_version": RULES_VERSION}
     request = {
@@ -76,7 +76,7 @@ def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
 
 
 def torch_version() -> str | None:
-    """Version of the torch that rules are discovered with; None where it is not installed."""
+    """Version of the installed torch, which discovers rules; None if it is not installed."""
     try:
         return version("torch")
     except PackageNotFoundError:
@@ -103,16 +103,15 @@ def make_plan(
         cancel: an event; setting it stops the solver.
         block_cache: a store of solved blocks, read and written. Only the time of planning and
             `provenance.blocks` depend on it.
-        max_strategies: limit of the strategies of all choices together; a larger problem is
-            refused.
+        max_strategies: maximum total number of strategies of all variables.
 
     Returns:
-        A plan with its certificate. Where none was found, a document without stages, whose
-        status and reason say why.
+        A plan with its certificate. If none was found, a document without stages, whose
+        status and reason explain that.
 
     Raises:
         GraphError: the graph cannot be planned in this mode.
-        OptionError: an option is invalid, or the problem is larger than allowed.
+        OptionError: an option is invalid, or the problem has more than `max_strategies`.
     """
     options = options or PlanOptions()
     seconds: dict[str, float] = {}
@@ -147,8 +146,8 @@ def problem_size(
 
     Raises:
         GraphError: the graph cannot be planned in this mode.
-        OptionError: an option is invalid or leaves a choice no strategy, or the problem is
-            larger than allowed.
+        OptionError: an option is invalid or forbids all strategies of a variable, or the problem
+            has more than `max_strategies`.
     """
     formulation = _formulated(graph, mesh, options or PlanOptions(), max_strategies)
     variables, budget = formulation.variables, formulation.prices.memory_budget
@@ -180,7 +179,7 @@ def _formulated(
 
 
 def _check_trainable(graph: Graph) -> None:
-    """There is something to train, and custom rules have a backward where gradients flow."""
+    """Check that a parameter requires a gradient, and that custom rules have a needed backward."""
     if not any(graph.values[p.name].requires_grad for p in graph.parameters):
         raise GraphError(
             "the graph has no parameter that requires a gradient, so there is nothing to train; "
@@ -194,7 +193,7 @@ def _check_trainable(graph: Graph) -> None:
         if rule is not None and not rule.differentiable and gradients.flows(node):
             raise GraphError(
                 f"node {node.name!r}: backward needs the gradient of {node.operator}, but the "
-                "operator has none; give it one with register_autograd, or plan with mode "
+                "operator has none; register one with register_autograd, or plan with mode "
                 "'inference'"
             )
 
@@ -207,7 +206,7 @@ def _lacks_rules(graph: Graph) -> bool:
 
 
 def _min_bytes(variable: Variable) -> int:
-    """The least bytes per device of the allowed strategies."""
+    """The minimum bytes per device over the allowed strategies."""
     nbytes = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
     allowed = nbytes[np.isfinite(variable.time)]
     return int(allowed.min()) if allowed.size else 0
@@ -249,7 +248,7 @@ def _document(
 
 
 def _certificate(outcome: Outcome) -> Certificate:
-    # Without a plan that fits, the solution's objective is that of no plan.
+    # The solution may have an objective although its plan does not fit the budget.
     solution = outcome.solution
     objective = solution.objective if outcome.plan else None
     bound = solution.bound if isfinite(solution.bound) else None

@@ -1,8 +1,8 @@
-"""Residency of tensors: how a tensor is available in backward, and what that costs.
+"""Residency of tensors: availability in backward, and its costs.
 
-Each end of a use of a value has a residency. The residencies at both ends decide what the
-resharding between them costs: nothing where the tensor stays as it is, the resharding once, its
-forward part twice, or infinity.
+Source and target of each use of a value have a residency. Both together determine the cost of the
+resharding between them: nothing, the resharding, the resharding with its forward part twice, or
+infinity.
 """
 
 from collections.abc import Callable
@@ -23,37 +23,37 @@ class Residency(StrEnum):
     AT_REST = "at rest"
     """A graph input, which is always available."""
     MADE = "made"
-    """A result of an operator, freed unless a copy keeps it."""
+    """A result of an operator, freed unless a copy is kept."""
     SAVED = "saved"
-    """A result that its own operator saves for backward."""
+    """A result that its producer saves for backward."""
     LIVE_VIEW = "live view"
     """A view of a tensor that is available in backward."""
     FREED_VIEW = "freed view"
     """A view of a tensor that may be freed."""
     RECOMPUTED = "recomputed"
-    """A tensor of a checkpoint, which is computed again in backward."""
+    """A tensor inside a checkpoint, recomputed in backward."""
     KEPT = "kept"
     """A copy with its own memory is kept."""
     SOURCE_KEPT = "source kept"
-    """The operator's result is kept in its own layout, and resharded again in backward."""
+    """The result of the producer is kept before resharding, and resharded again in backward."""
     REGATHERED = "regathered"
-    """Resharded again in backward, from a source that is available then."""
+    """Resharded again in backward, from a source that is available there."""
     FREED = "freed"
     """Not available in backward."""
 
 
 class Transition(StrEnum):
-    """Cost of passing from one end of a use to the other."""
+    """Cost of a use, given the residencies of its source and its target."""
 
     IMPOSSIBLE = "impossible"
     SAME = "same"
-    """Free; the layouts are the same."""
+    """No cost; the layouts must be equal."""
     ONCE = "once"
-    """The resharding."""
+    """The cost of the resharding."""
     TWICE = "twice"
-    """The resharding, and its forward part again."""
+    """The cost of the resharding, and of its forward part again."""
     NOOP = "noop"
-    """The resharding, if its forward part does nothing; else impossible."""
+    """The cost of the resharding if its forward part does nothing; otherwise impossible."""
 
 
 _AVAILABLE = frozenset(
@@ -72,16 +72,16 @@ _AVAILABLE = frozenset(
 class UseResidency:
     """Transitions along one use of a value.
 
-    A use is direct where backward does not need its tensor. Otherwise it leads from the maker to
-    a copy, the choice of the resharded tensor's residency, and from there to the reader.
+    A use is a direct edge if backward does not need its tensor. Otherwise there is a node between
+    producer and reader, the *copy*, which chooses the residency of the resharded tensor.
 
     Attributes:
-        needed: whether backward needs the tensor that the reader reads.
-        inside: whether the value is made in the reader's own checkpoint.
-        recomputed: whether the reader reads it again if its block is checkpointed.
-        leaves: for a resharding shared by readers, whether some are outside of the checkpoint.
-        is_output: whether the reader is an output of the program.
-        reshard_after_forward: whether resharded tensors may be, or must be, resharded again.
+        needed: True if backward needs the tensor that the reader reads.
+        inside: True if the value is produced in the reader's checkpoint.
+        recomputed: True if the reader reads it again if its block is checkpointed.
+        leaves: True if a shared resharding has readers outside of the checkpoint.
+        is_output: True if the reader is an output of the program.
+        reshard_after_forward: the planning option.
     """
 
     needed: bool = False
@@ -92,7 +92,7 @@ class UseResidency:
     reshard_after_forward: Recomputing = "auto"
 
     def direct(self, source: Residency, target: Residency) -> Transition:
-        """From the maker to a reader."""
+        """Transition from the producer to a reader."""
         if target is Residency.RECOMPUTED:
             if self.inside or source in _AVAILABLE:
                 return self._recompute
@@ -101,7 +101,7 @@ class UseResidency:
         return Transition.IMPOSSIBLE if within else Transition.ONCE
 
     def to_copy(self, source: Residency, target: Residency) -> Transition:
-        """From the maker to the copy."""
+        """Transition from the producer to the copy."""
         if source is Residency.RECOMPUTED and self.inside:
             leaving = target is Residency.KEPT and self.leaves
             fits = leaving or target in (Residency.FREED, Residency.RECOMPUTED)
@@ -119,7 +119,7 @@ class UseResidency:
         return Transition.NOOP if must_regather else Transition.ONCE
 
     def from_copy(self, source: Residency, target: Residency) -> Transition:
-        """From the copy to its only reader."""
+        """Transition from the copy to its only reader."""
         if target is Residency.RECOMPUTED:
             if source is Residency.SOURCE_KEPT:
                 return Transition.IMPOSSIBLE if self.inside else self._recompute
@@ -131,7 +131,7 @@ class UseResidency:
         return self._from_available(source)
 
     def to_shared(self, source: Residency, target: Residency) -> Transition:
-        """From the copy to the layout that several readers share."""
+        """Transition from the copy to the layout that several readers share."""
         if target is Residency.FREED:
             return Transition.SAME if source is Residency.FREED else Transition.IMPOSSIBLE
         return self._from_available(source)
@@ -157,15 +157,15 @@ Rule = Callable[[UseResidency, Residency, Residency], Transition]
 
 @dataclass(frozen=True, slots=True)
 class EdgeEnd:
-    """One end of an edge: a node of the problem, seen along a use of a value.
+    """One end of an edge: a node of the problem that is the source or target of a use.
 
     Attributes:
-        node: its index.
-        states: its residencies; its strategies are all layouts in the first, then in the next.
-        at_source: for each residency, whether its layouts are the use's source layouts rather
-            than its target layouts.
-        by_layout: whether there is one strategy per layout, as for a copy; otherwise the
-            strategies are those of the variable that makes or reads the value.
+        node: index of the node.
+        states: residencies of the node; its strategies are ordered by residency, then by layout.
+        at_source: for each residency, True if its layouts are the source layouts of the use,
+            False if they are its target layouts.
+        by_layout: True if there is one strategy per layout, as for a copy; otherwise the
+            strategies are those of the variable that produces or reads the value.
     """
 
     node: int
@@ -178,7 +178,7 @@ class EdgeEnd:
         return [len(costs.sources if source else costs.targets) for source in self.at_source]
 
     def labels(self, costs: EdgeCosts) -> IntArray:
-        """Index of residency and layout, combined, of each strategy."""
+        """For each strategy, the combined index of its residency and layout."""
         sizes = self.sizes(costs)
         if self.by_layout:
             return np.arange(sum(sizes))
@@ -190,10 +190,10 @@ class EdgeEnd:
 def transition_costs(
     costs: EdgeCosts, start: EdgeEnd, end: EdgeEnd, use: UseResidency, rule: Rule
 ) -> FloatArray:
-    """Seconds from all residencies and layouts of one end to all of the other.
+    """Cost matrix of an edge over the residencies and layouts of both ends.
 
     Returns:
-        seconds, one row per label of the start and one column per label of the end.
+        Seconds, one row per label of the start and one column per label of the end.
     """
     heights, widths = start.sizes(costs), end.sizes(costs)
     seconds = np.full((sum(heights), sum(widths)), np.inf)

@@ -1,4 +1,4 @@
-"""Saved tensors: what backward needs of a program's tensors, and what it can recompute."""
+"""Saved tensors: the tensors of a program that backward needs, and those it can recompute."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ class CheckpointSpan:
     """Nodes that can be checkpointed together: one instance of a repeated block.
 
     Attributes:
-        nodes: their indices.
-        reading: those that read their inputs again in backward.
-        recomputed: those that run again.
+        nodes: indices of the nodes.
+        reading: the nodes whose inputs are recomputed in backward.
+        recomputed: the nodes that run again in backward.
     """
 
     nodes: range
@@ -36,19 +36,19 @@ class CheckpointSpan:
 
 
 class SavedTensors:
-    """Needs of backward that do not depend on the choices of a plan.
+    """Tensors that backward needs, independent of the strategies of a plan.
 
     Args:
-        formulation: the program, in training.
-        checkpoints: whether instances of repeated blocks may be checkpointed.
-        negligible: bytes that small values may take together without being choices.
+        formulation: a formulation in training mode.
+        checkpoints: True if instances of repeated blocks may be checkpointed.
+        negligible: maximum total bytes of the small values that are not counted.
 
     Attributes:
-        saved: what autograd saves for each node.
-        is_view: whether each node only makes a view of its first input.
-        spans: by node, the span to which it belongs; None for no span.
-        negligible: values that count as available in backward without using memory.
-        needed_in_backward: other values whose memory backward needs, unless they are recomputed.
+        saved: the tensors that autograd saves for each node.
+        is_view: for each node, True if it only makes a view of its first input.
+        spans: for each node, the span to which it belongs; None if it belongs to none.
+        negligible: values that are assumed to be available in backward without using memory.
+        needed_in_backward: other values that backward needs, unless they are recomputed.
     """
 
     def __init__(self, formulation: Formulation, *, checkpoints: bool, negligible: float) -> None:
@@ -75,18 +75,18 @@ class SavedTensors:
         self.needed_in_backward = self._find_needed()
 
     def span_of(self, value: str) -> CheckpointSpan | None:
-        """The span in which a value is made."""
+        """The span in which a value is produced."""
         maker = self._graph.makers.get(value)
         return None if maker is None else self.spans[maker]
 
     def first_reader_inside(self, value: str) -> int | None:
-        """The first node that reads a value in the span in which it is made."""
+        """The first node that reads a value in the span in which it is produced."""
         span = self.span_of(value)
         readers = (i for i, _ in self._graph.consumers[value])
         return None if span is None else min((i for i in readers if i in span.nodes), default=None)
 
     def leaves(self, value: str) -> bool:
-        """True if a value is read outside of the span in which it is made."""
+        """True if a value is read outside of the span in which it is produced."""
         span = self.span_of(value)
         if span is None or self._is_returned(value):
             return True
@@ -103,10 +103,10 @@ class SavedTensors:
         return self.is_view[node] and position == 0 and is_needed_view
 
     def needed_until(self, node: int, position: int) -> int:
-        """The first node whose backward needs an input of a node, of those that surely do.
+        """The first node whose backward needs an input of a node in every plan.
 
         Returns:
-            index of the node; -1 for the end of the step.
+            Index of the node; -1 for the end of the step.
         """
         outputs = self._graph.nodes[node].outputs
         if position in self.saved[node].inputs or not self.is_view[node]:
@@ -114,10 +114,10 @@ class SavedTensors:
         return max(self.value_needed_until(value) for value in outputs)
 
     def value_needed_until(self, value: str) -> int:
-        """The first node whose backward needs a value, of those that surely do.
+        """The first node whose backward needs a value in every plan.
 
         Returns:
-            index of the node; the number of nodes if none needs it, and -1 if it is only kept
+            Index of the node; the number of nodes if none needs it, and -1 if it is only kept
             because it is an output of the program.
         """
         readers = [
@@ -128,10 +128,10 @@ class SavedTensors:
         return max(readers, default=-1 if self._is_returned(value) else len(self._graph.nodes))
 
     def bytes_as_made(self) -> list[FloatArray]:
-        """Bytes saved for backward in the layouts in which they are made, by variable.
+        """Bytes saved for backward if tensors are saved in the layouts of their producers.
 
         Returns:
-            shape [S] for each variable of the formulation.
+            An array of shape [S] for each variable of the formulation.
         """
         formulation = self._formulation
         known: dict[tuple[int, bool], FloatArray] = {}
@@ -161,12 +161,12 @@ class SavedTensors:
         return any(output.name == value for output in self._graph.outputs)
 
     def _enters(self, node: int, value: str) -> bool:
-        """True if a node reads a value that is made before the node's span."""
+        """True if a node reads a value that is produced before the node's span."""
         span = self.spans[node]
         return span is not None and self._graph.makers.get(value, -1) < span.nodes.start
 
     def _find_negligible(self, limit: float) -> frozenset[str]:
-        """The smallest values up to a total of bytes; all or none of those of equal size."""
+        """The smallest values with at most `limit` bytes in total; all or none of equal size."""
         graph = self._graph
         total: Counter[int] = Counter()
         for value, tensor in graph.values.items():
@@ -200,7 +200,7 @@ class SavedTensors:
             yield from (value for value in node.inputs if self._enters(i, value))
 
     def _add_twins(self, needed: set[str]) -> None:
-        """Add the corresponding values of all instances of a block: they stay alike."""
+        """Add the corresponding values of all instances of a block, so that instances are equal."""
         nodes = self._graph.nodes
         for block in self._formulation.blocks:
             for twins in zip(*block.instances(), strict=True):
@@ -210,7 +210,7 @@ class SavedTensors:
 
 
 def _views(graph: Graph) -> Iterator[bool]:
-    """True if each node makes a view of its first input, if no tensor is sharded."""
+    """For each node, True if it makes a view of its first input when no tensor is sharded."""
     strides: dict[str, Strides] = {}
     for node in graph.nodes:
         call = call_of(graph, node)

@@ -1,8 +1,8 @@
-"""The process of a mesh search: lines of JSON on stdin and stdout.
+"""Worker process of a mesh search, which exchanges lines of JSON over stdin and stdout.
 
-The first line has graph and options, every further line a mesh, which is answered by a plan or an
-error. Before that the process may read from the block cache of its parent and write to it. It
-ends when its stdin does, even while it plans: nobody would read the plan.
+The first line contains graph and options, every further line a mesh; the reply is a plan or an
+error. While it plans, the worker may send requests to the block cache of its parent. It exits when
+its stdin is closed, even while it plans.
 """
 
 import json
@@ -20,7 +20,7 @@ from autoshard.planner.planner import make_plan
 
 
 class _RemoteBlockCache:
-    """The block cache of the parent process, reached by messages."""
+    """Access to the block cache of the parent process."""
 
     def __init__(self, lines: "queue.SimpleQueue[str]", replies: TextIO) -> None:
         self._lines = lines
@@ -37,7 +37,7 @@ class _RemoteBlockCache:
 
 def main() -> None:
     """Plan for the meshes that arrive on stdin."""
-    # Other output, also of C libraries, goes to stderr.
+    # Redirect all other output, including that of C libraries, to stderr.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()

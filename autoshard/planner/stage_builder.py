@@ -1,4 +1,4 @@
-"""From a solution to a stage of the plan, and back: layouts, reshardings, costs, memory."""
+"""Builds a stage of the plan from a solution, and reads the decisions of a stage."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ class Decisions:
     """The decisions of a plan.
 
     Attributes:
-        choice: strategy index per variable of a formulation.
-        regathered: indices of its uses whose resharding runs again in backward.
+        choice: strategy index of each variable of a formulation.
+        regathered: indices of the uses whose resharding runs again in backward.
         checkpoints: nodes of each activation checkpoint, in program order.
     """
 
@@ -49,7 +49,7 @@ class Decisions:
 
 
 class StageBuilder:
-    """Writes the solution of a formulation as a stage of a plan.
+    """Builds a stage of a plan from the solution of a formulation.
 
     Args:
         formulation: the problem.
@@ -65,7 +65,7 @@ class StageBuilder:
             (variable, variable.strategies[s], s)
             for variable, s in zip(formulation.variables, map(int, decisions.choice), strict=True)
         ]
-        # Nodes that share their strategies have tensors of the same types.
+        # Nodes that share their strategies have equal placements.
         self._nodes_alike: dict[tuple[int, int], PlacedNode] = {}
         self._paths: dict[tuple[object, ...], _Path] = {}
 
@@ -299,10 +299,10 @@ class StageBuilder:
 
 
 def decisions_of(formulation: Formulation, stage: Stage) -> Decisions:
-    """The decisions that a stage of a plan shows.
+    """The decisions of a stage of a plan.
 
     Raises:
-        PlanError: the plan has a layout that is no choice of the formulation.
+        PlanError: the layouts of a node are not among the strategies of the formulation.
     """
     again = {c.use for c in stage.reshardings if c.regather}
     uses = enumerate(formulation.uses) if again else ()

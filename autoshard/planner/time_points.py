@@ -1,9 +1,9 @@
-"""Time points of a training step at which the problem counts memory.
+"""Time points of a training step at which the optimization problem counts memory.
 
-At the turn from forward to backward everything that backward needs is in memory, and at the
-optimizer's step all gradients are. In between, memory changes with the backward of each operator
-and of each resharding; a plan's timeline shows which of these time points matter. What is counted
-at a time point is in memory then in every plan with these choices; the truth may be more.
+At the turn from forward to backward, all tensors that backward needs are in memory; at the
+optimizer's step, all gradients of parameters are. In between, memory changes with the backward of
+each operator and each resharding; the timelines of plans show which of these time points matter.
+The memory counted at a time point is a lower bound of the true memory there.
 """
 
 from bisect import bisect_right
@@ -30,10 +30,11 @@ class BackwardPoint:
     """A time point of backward: of an operator, of a resharding, or at the start of a block.
 
     Attributes:
-        variable: index of the operator's variable, or of the block's first; -1 for a resharding.
-        use: index of the use whose resharding it is; -1 for an operator.
-        starts_block: whether it is when backward starts on the instance of a repeated block that
-            begins with the operator.
+        variable: index of the variable of the operator, or of the block's first operator; -1 for
+            a resharding.
+        use: index of the resharded use; -1 for an operator.
+        starts_block: True for the start of the backward of the block instance whose first
+            operator is `variable`.
     """
 
     variable: int = -1
@@ -42,11 +43,11 @@ class BackwardPoint:
 
 
 class TimePoints:
-    """Time points in order: the turn, some of backward, the optimizer's step.
+    """The time points in order: the turn, time points of backward, the optimizer's step.
 
     Args:
-        formulation: in training.
-        points: those of backward, in any order.
+        formulation: a formulation in training mode.
+        points: time points of backward, in any order.
     """
 
     def __init__(self, formulation: Formulation, points: Sequence[BackwardPoint]) -> None:
@@ -58,21 +59,21 @@ class TimePoints:
 
     @property
     def always(self) -> Interval:
-        """From the turn to the end."""
+        """The interval from the turn to the end."""
         return (0, len(self.backward) + 2)
 
     def at(self, number: int) -> Interval:
-        """One of the time points of backward alone."""
+        """The interval of a single time point of backward."""
         return (number + 1, number + 2)
 
     def until(self, reader: int) -> Interval:
-        """From the turn until the backward of a node is done; of node -1, to the end."""
+        """The interval from the turn until the end of the backward of a node; -1 for the end."""
         if reader < 0:
             return self.always
         return (0, 1 + bisect_right(self._places, -reader))
 
     def after(self, reader: int) -> Interval:
-        """From the end of the backward of a node and of its reshardings until the end."""
+        """The interval from the end of the backward of a node and its reshardings to the end."""
         return (1 + bisect_right(self._places, 0.5 - reader), len(self.backward) + 2)
 
     def operator_bytes(self, variable: int) -> FloatArray:
@@ -117,7 +118,7 @@ class TimePoints:
         return nbytes
 
     def _place(self, point: BackwardPoint) -> float:
-        """Position of a time point in the program, which backward runs from end to start."""
+        """Position of a time point in the program; backward runs from the end to the start."""
         numbers, variables = self._graph.numbers, self._formulation.variables
         if point.starts_block:
             return self._formulation.instance_of[point.variable].stop - 0.5
@@ -152,9 +153,9 @@ class TimePoints:
         return float(given + sizes[0] + max(working))
 
     def _has_full_gradient(self, value: str) -> bool:
-        """True if the gradient of a value takes as much memory as the value.
+        """True if the gradient of a value needs as much memory as the value.
 
-        The gradient of the operand of a sum, for example, is one element that is expanded.
+        The gradient of the operand of a sum, for example, is an expanded scalar.
         """
         graph, gradients = self._graph, self._formulation.gradients
         returned = [i for i, output in enumerate(graph.outputs) if output.name == value]

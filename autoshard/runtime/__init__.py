@@ -1,4 +1,4 @@
-"""Applying a plan: parameters are sharded, forward is replaced, collectives are recorded."""
+"""Runs a plan: shards the parameters, replaces forward, loads weights, records collectives."""
 
 from autoshard.runtime.data_loader import shard_loader
 from autoshard.runtime.dtensors import dcp_state_dict, full_tensor

@@ -1,11 +1,11 @@
-"""Running the reshardings of a bucket: one collective for all of them, overlapping other work.
+"""Buckets at run time: the reshardings of a bucket share collectives that overlap other work.
 
-Autograd runs backward in the reverse of the order in which forward made its nodes, as far as
-gradients are there. A bucket makes two nodes: one where it begins, and one where it is first
-read. In forward its gather is pending between the two. In backward the later node starts the
-reduction of the gradients and the earlier one waits for it, after the backward of everything
-that forward ran in between. Hooks, accumulation and a second pass over the same graph see full
-gradients, as without buckets.
+Autograd runs backward nodes in the reverse of the order in which forward created them, as soon as
+their gradients are available. A bucket creates two nodes: one where it begins, and one where it
+is first read. In forward, the all-gather is pending between the two. In backward, the later node
+starts the reduction of the gradients, and the earlier one waits for it, after the backward of
+everything that forward ran in between. Hooks, gradient accumulation and a second pass over the
+same graph see complete gradients, as without buckets.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
 from autoshard.runtime.resharding import bind_steps
-from autoshard.runtime.shards import by_rank, by_sub_shard
+from autoshard.runtime.shards import from_rank_major, to_rank_major
 
 Tensors = Sequence[torch.Tensor]
 Shapes = Sequence[torch.Size]
 Start = Callable[[Tensors], torch.Tensor | None]
-"""Starts a collective of tensors; None where nothing moves."""
+"""Starts a collective of tensors; returns None if there is nothing to communicate."""
 
 Finish = Callable[[Shapes, torch.Tensor], list[torch.Tensor]]
-"""Splits what has arrived, given the shapes of the tensors that were sent."""
+"""Splits the result of a collective, given the shapes of the tensors that were sent."""
 
 _OPS: Any = torch.ops._c10d_functional  # noqa: SLF001  as torch.distributed's functions call them
 
 
 class PendingCollective:
-    """Collectives one after the other, of which the first is running.
+    """A sequence of collectives, of which the first is running.
 
     Args:
         parts: the start and the finish of each collective.
-        tensors: inputs of the first one; kept only where nothing moves.
+        tensors: inputs of the first collective.
     """
 
     def __init__(self, parts: Sequence[tuple[Start, Finish]], tensors: Tensors) -> None:
@@ -70,12 +70,12 @@ class BucketSteps:
     """The collectives of a bucket.
 
     Args:
-        bucket: of a stage.
-        mesh: has the process group of each axis by name.
+        bucket: a bucket of the stage.
+        mesh: its mesh dim names are the axes of the bucket's steps.
         shapes: global shape of each tensor.
 
     Attributes:
-        separate: for each resharding the functions that run it by itself.
+        separate: for each resharding the functions that run it without the others.
     """
 
     def __init__(self, bucket: Bucket, mesh: DeviceMesh, shapes: Sequence[Sequence[int]]) -> None:
@@ -87,21 +87,21 @@ class BucketSteps:
         for steps in zip(*(resharding.steps for resharding in bucket.reshardings), strict=True):
             group = mesh.get_group(steps[0].axis)
             sources = [parse_type(step.source) for step in steps]
-            is_cut = sources[0].is_shard
-            self._steps.append(_Gather(sources, group) if is_cut else _Reduce(group))
+            is_sharded = sources[0].is_shard
+            self._steps.append(_Gather(sources, group) if is_sharded else _Reduce(group))
 
     def forward(self, tensors: Tensors) -> PendingCollective:
-        """Start to gather full tensors, outside of autograd."""
+        """Start to gather the full tensors, outside of autograd."""
         return PendingCollective([(step.start, step.finish) for step in self._steps], tensors)
 
     def backward(self, gradients: Tensors) -> PendingCollective:
-        """Start to reduce gradients."""
+        """Start to reduce the gradients."""
         back = [(step.start_backward, step.finish_backward) for step in reversed(self._steps)]
         return PendingCollective(back, gradients)
 
 
 class _Reduce:
-    """I -> R: nothing, and backward an all-reduce."""
+    """I -> R: nothing in forward, an all-reduce in backward."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -110,10 +110,10 @@ class _Reduce:
         return None
 
     def finish(self, _shapes: Shapes, _moved: torch.Tensor) -> list[torch.Tensor]:
-        raise AssertionError("nothing moves forward")
+        raise AssertionError("forward starts no collective")
 
     def start_backward(self, gradients: Tensors) -> torch.Tensor:
-        # A single gradient is copied too: others may read the one that autograd passes.
+        # Not in place for a single gradient: other nodes may read the tensor that autograd passes.
         if len(gradients) == 1:
             moved = _OPS.all_reduce(gradients[0].contiguous(), "sum", self._group.group_name)
         else:
@@ -128,7 +128,7 @@ class _Reduce:
 
 
 class _Gather:
-    """S -> R: an all-gather, and backward a reduce-scatter."""
+    """S -> R: an all-gather in forward, a reduce-scatter in backward."""
 
     def __init__(self, sources: Sequence[AxisType], group: ProcessGroup) -> None:
         self._sources = sources
@@ -152,11 +152,11 @@ class _Gather:
     def _whole(self, part: torch.Tensor, shape: torch.Size, source: AxisType) -> torch.Tensor:
         slices = part.reshape(self._num_ranks, *shape)
         whole = slices.movedim(0, source.dim).flatten(source.dim, source.dim + 1).contiguous()
-        return by_sub_shard(whole, source, self._num_ranks) if source.sub_shards else whole
+        return from_rank_major(whole, source, self._num_ranks) if source.sub_shards else whole
 
     def start_backward(self, gradients: Tensors) -> torch.Tensor:
         rows = [
-            self._by_rank(gradient, source)
+            self._rank_rows(gradient, source)
             for gradient, source in zip(gradients, self._sources, strict=True)
         ]
         flat = _joined(rows)
@@ -165,32 +165,33 @@ class _Gather:
         assert isinstance(moved, torch.Tensor)
         return moved
 
-    def _by_rank(self, gradient: torch.Tensor, source: AxisType) -> torch.Tensor:
+    def _rank_rows(self, gradient: torch.Tensor, source: AxisType) -> torch.Tensor:
+        """A matrix whose row i has the slice of rank i."""
         if source.sub_shards:
-            gradient = by_rank(gradient, source, self._num_ranks)
+            gradient = to_rank_major(gradient, source, self._num_ranks)
         slices = torch.unflatten(gradient, source.dim, (self._num_ranks, -1)).movedim(source.dim, 0)
         return slices.reshape(self._num_ranks, -1)
 
     def finish_backward(self, shapes: Shapes, moved: torch.Tensor) -> list[torch.Tensor]:
-        found = []
+        local_shapes = []
         for shape, source in zip(shapes, self._sources, strict=True):
-            cut = list(shape)
-            cut[source.dim] //= self._num_ranks
-            found.append(torch.Size(cut))
-        parts = torch.split(moved, [shape.numel() for shape in found])
-        return [part.view(shape) for part, shape in zip(parts, found, strict=True)]
+            sizes = list(shape)
+            sizes[source.dim] //= self._num_ranks
+            local_shapes.append(torch.Size(sizes))
+        parts = torch.split(moved, [shape.numel() for shape in local_shapes])
+        return [part.view(shape) for part, shape in zip(parts, local_shapes, strict=True)]
 
 
 def _joined(tensors: Tensors) -> torch.Tensor:
-    """Concatenated along the last dim; a single tensor as it is."""
+    """Concatenate tensors along the last dim; a single one is not copied."""
     return torch.cat(list(tensors), -1) if len(tensors) > 1 else tensors[0].contiguous()
 
 
 class BucketOp:
-    """A bucket in one run of a program, and in the backward passes through it.
+    """A bucket in one run of a program, and in the backward passes through that run.
 
     Args:
-        steps: of the bucket.
+        steps: the collectives of the bucket.
     """
 
     def __init__(self, steps: BucketSteps) -> None:
@@ -203,18 +204,18 @@ class BucketOp:
         self.sources: tuple[torch.Tensor, ...] = ()
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Start the collectives of forward."""
+        """Start the collectives of forward, as an autograd node."""
         self.sources = tuple(tensors)
         self._token = _Begin.apply(self, *tensors)  # type: ignore[no-untyped-call]  # torch
 
     def end(self) -> tuple[torch.Tensor, ...]:
-        """Wait for them, and return the full tensors."""
+        """Wait for the collectives of forward, and return the full tensors."""
         token, self._token = self._token, None
         whole: tuple[torch.Tensor, ...] = _End.apply(self, token)  # type: ignore[no-untyped-call]
         return whole
 
     def reshard(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Run all of forward at once, outside of autograd."""
+        """Start the collectives of forward and wait for them, outside of autograd."""
         return self._steps.forward(tensors).wait()
 
     def start_forward(self, tensors: Tensors) -> None:
@@ -233,9 +234,9 @@ class BucketOp:
         """Start the collectives of backward.
 
         Args:
-            gradients: of the full tensors; None for those that the differentiated outputs do
-                not depend on. Zeros are sent in their place, so that the bytes are as planned.
-            like: of their type and device.
+            gradients: gradient of each full tensor; None if the differentiated outputs do not
+                depend on it. Zeros are sent in its place, so that the bytes are as planned.
+            like: a tensor of the dtype and device of the gradients.
         """
         self._reached = [gradient is not None for gradient in gradients]
         self._backward = self._steps.backward(
@@ -246,7 +247,7 @@ class BucketOp:
         )
 
     def wait_backward(self) -> list[torch.Tensor | None]:
-        """Wait for the collectives of backward."""
+        """Wait for the collectives of backward; None for each gradient that was None."""
         assert self._backward is not None
         pending, self._backward = self._backward, None
         return [
@@ -256,7 +257,7 @@ class BucketOp:
 
 
 class _Begin(torch.autograd.Function):
-    """Begins forward, and ends backward."""
+    """Starts the collectives of forward; its backward waits for those of backward."""
 
     @staticmethod
     def forward(ctx: Any, bucket: BucketOp, *tensors: torch.Tensor) -> torch.Tensor:
@@ -271,15 +272,15 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Ends forward, and begins backward."""
+    """Waits for the collectives of forward; its backward starts those of backward."""
 
     @staticmethod
     def forward(ctx: Any, bucket: BucketOp, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.bucket = bucket
         ctx.like = token
-        # A parameter that a loss does not reach has no gradient, as in any module.
+        # A parameter that the loss does not depend on has no gradient, as in any module.
         ctx.set_materialize_grads(False)
-        # Where nothing moves these are the parameters themselves, which have other nodes.
+        # If no collective ran, these are the parameters themselves, which are autograd leaves.
         return tuple(tensor.detach() for tensor in bucket.wait_forward())
 
     @staticmethod

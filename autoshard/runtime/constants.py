@@ -1,4 +1,4 @@
-"""Inputs of a program that its plan provides: constants, and tensors computed once."""
+"""Inputs of a program that the plan contains: constants, and tensors that are computed once."""
 
 import torch
 
@@ -12,7 +12,7 @@ from autoshard.runtime.shards import local_shard
 
 
 def constant_value(graph: Graph, name: str, device: torch.device) -> torch.Tensor | None:
-    """The value of a constant input on a device; None where the graph does not contain it."""
+    """The value of a constant input on a device; None if the graph does not contain it."""
     contents = next((i.contents for i in graph.inputs if i.name == name), None)
     if contents is None:
         return None
@@ -23,14 +23,14 @@ def constant_value(graph: Graph, name: str, device: torch.device) -> torch.Tenso
 
 
 def prepared_inputs(graph: Graph, stage: Stage, place: Place) -> dict[str, torch.Tensor]:
-    """This rank's shards of the inputs that the graph computes once, by name.
+    """This rank's shards of the inputs that `graph.preparation` computes, by name.
 
     Every rank computes the full tensors, so there is no communication.
 
     Raises:
-        PlanError: they need an operator that plans may not call, or have another shape or dtype
-            than planned.
-        LayoutError: their layouts cannot shard them.
+        PlanError: the preparation calls an operator that plans may not call, or a tensor has
+            another shape or dtype than planned.
+        LayoutError: a layout cannot shard its tensor.
     """
     if graph.preparation is None:
         return {}
@@ -39,11 +39,11 @@ def prepared_inputs(graph: Graph, stage: Stage, place: Place) -> dict[str, torch
         known = graph.values[name]
         if tuple(made.shape) != known.shape or made.dtype is not getattr(torch, known.dtype):
             raise PlanError(
-                f"the prepared input {name!r} is {made.dtype} {list(made.shape)}, and "
+                f"the prepared input {name!r} is {made.dtype} {list(made.shape)} here, but "
                 f"{known.dtype} {list(known.shape)} in the plan"
             )
     return {
-        placed.name: _own(whole[placed.name], Layout.parse(placed.layout), place)
+        placed.name: _own_shard(whole[placed.name], Layout.parse(placed.layout), place)
         for placed in stage.inputs
         if placed.kind == "prepared"
     }
@@ -64,7 +64,7 @@ def _run(program: Graph, device: torch.device) -> dict[str, torch.Tensor]:
     return values
 
 
-def _own(whole: torch.Tensor, layout: Layout, place: Place) -> torch.Tensor:
-    """A shard in memory of its own, so that the full tensor is freed."""
-    own = local_shard(whole, layout, place.axis_sizes, place.coordinate)
-    return whole if own.shape == whole.shape else own.clone()
+def _own_shard(whole: torch.Tensor, layout: Layout, place: Place) -> torch.Tensor:
+    """The rank's shard, copied so that the full tensor can be freed."""
+    shard = local_shard(whole, layout, place.axis_sizes, place.coordinate)
+    return whole if shard.shape == whole.shape else shard.clone()

@@ -1,4 +1,4 @@
-"""Data loaders that read only a rank's own rows of each batch."""
+"""Data loaders that read only this rank's rows of each batch."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -15,37 +15,37 @@ T = TypeVar("T")
 
 
 def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: int = 0) -> DataLoader[T]:
-    """A data loader of this rank's rows of the batches of another one.
+    """Make a data loader that yields this rank's rows of each global batch.
 
     A rank reads and collates only its own rows; ranks among which the plan does not shard the
-    batch read the same ones. Forward takes them as they are, and shards further dims, such as
-    the sequence, itself. Where inputs are sharded differently (one along the batch and another
-    one replicated), every rank reads all rows, and forward shards them.
+    batch read the same rows. Pass the batches to forward as they are; it shards other dims, such
+    as the sequence. If inputs are sharded differently along dim 0 (one sharded, another one
+    replicated), every rank reads all rows, and forward shards them.
 
-    All ranks shuffle in the same order: where the given loader has no generator, one is made from
-    `seed`, and each epoch has another order. A custom sampler must give the same indices on all
+    All ranks shuffle in the same order: if the given loader has no generator, one is seeded with
+    `seed`, and each epoch has another order. A custom sampler must yield the same indices on all
     ranks.
 
     Args:
-        loader: of global batches, of the size that the model was planned for.
+        loader: yields global batches, of the size that the model was planned for.
         model: returned by `parallelize`.
-        seed: of the order of rows.
+        seed: seed of the shuffling; the same on all ranks.
 
     Returns:
         A loader with the same dataset, workers and collation.
 
     Raises:
-        PlanError: the model does not run as planned, the dataset cannot be indexed, or the
-            loader gives single rows. While iterating: a batch is of another size.
+        PlanError: the model was not returned by `parallelize`, the dataset cannot be indexed, or
+            the loader yields single rows. While iterating: a batch has another size than planned.
     """
     forward = planned_forward(model)
     if isinstance(loader.dataset, IterableDataset):
         raise PlanError(
-            "the loader's dataset cannot be indexed, so no rows can be chosen; pass global batches "
-            "to the model, of which forward takes this rank's shard"
+            "the loader's dataset cannot be indexed, so a rank cannot read only its rows; pass "
+            "global batches to the model, and forward takes this rank's shard"
         )
     if loader.batch_sampler is None:
-        raise PlanError("the loader gives single rows; give it a batch_size or a batch_sampler")
+        raise PlanError("the loader yields single rows; set its batch_size or batch_sampler")
     batches = _Rows(_shuffled_alike(loader.batch_sampler, loader.sampler, seed), forward.arguments)
     return DataLoader(loader.dataset, batch_sampler=batches, **_settings(loader))
 
@@ -72,7 +72,7 @@ def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
 def _shuffled_alike(
     batches: Iterable[list[int]], sampler: Iterable[int], seed: int
 ) -> Iterable[list[int]]:
-    """The same batches, in the same order on all ranks."""
+    """The batches in an order that is the same on all ranks."""
     if type(batches) is not BatchSampler or type(sampler) is not RandomSampler:
         return batches
     if sampler.generator is not None:
@@ -80,7 +80,7 @@ def _shuffled_alike(
     shuffled = RandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,  # noqa: SLF001  None where it follows the dataset
+        num_samples=sampler._num_samples,  # noqa: SLF001  None if it follows the dataset
         generator=torch.Generator().manual_seed(seed),
     )
     return BatchSampler(shuffled, batches.batch_size, batches.drop_last)
@@ -90,8 +90,8 @@ class _Rows(Sampler[list[int]]):
     """This rank's rows of every batch.
 
     Args:
-        batches: indices of global batches.
-        arguments: of the planned model.
+        batches: row indices of each global batch.
+        arguments: the arguments of the planned forward.
     """
 
     def __init__(self, batches: Iterable[list[int]], arguments: Arguments) -> None:
@@ -99,7 +99,7 @@ class _Rows(Sampler[list[int]]):
         self._arguments = arguments
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # as DataLoader itself asks
+        return len(self._batches)  # type: ignore[arg-type]  # as DataLoader itself does
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._batches:

@@ -1,8 +1,7 @@
-"""DTensors of every layout that a plan may use, where PyTorch's own methods do not suffice.
+"""DTensor support for the layouts of a plan that PyTorch does not handle.
 
 `DTensor.full_tensor` and `torch.distributed.checkpoint` expect one slice per rank and axes nested
-in the order of the mesh, and `torch.amp.GradScaler` expects that all parameters are sharded
-on the same axes.
+in mesh order, and `torch.amp.GradScaler` expects that all parameters are sharded on the same axes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ T = TypeVar("T")
 def from_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
-    """A DTensor of a known global shape around a rank's shard; differentiable."""
+    """Wrap a rank's shard in a DTensor of a given global shape; differentiable."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -38,20 +37,20 @@ def from_local(
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a DTensor; a plain tensor as it is."""
+    """The local shard of a DTensor; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(result: T) -> T:
     """Replace all DTensors by full, plain tensors; differentiable.
 
-    All ranks of the mesh have to call it. Unlike `DTensor.full_tensor`, it is correct for every
+    All ranks of the mesh must call it. Unlike `DTensor.full_tensor`, it is correct for every
     layout of a plan, such as two axes that shard one dim in another order than the mesh's.
-    If the plan replicates outputs (`Pins(outputs={"*": "I"})`), it counts these collectives;
-    here they are additional.
+    Its collectives are not among those that the plan counts; to have them planned, replicate the
+    outputs with `Pins(outputs={"*": "I"})`.
 
     Args:
-        result: what forward returned, or any part of it.
+        result: the result of forward, or any pytree with DTensors.
     """
     mapped: T = pytree.tree_map_only(DTensor, _full, result)
     return mapped
@@ -69,15 +68,15 @@ def _full(tensor: DTensor) -> torch.Tensor:
 
 
 def dcp_state_dict(state: T) -> T:
-    """A state dict as `torch.distributed.checkpoint` saves and loads it.
+    """Prepare a state dict for `torch.distributed.checkpoint`.
 
-    DTensors of which a rank has several slices (its part of each third of a fused QKV weight),
-    which `dcp.save` refuses, are replaced by tensors that state the position of each slice.
-    They share memory with the originals, so `dcp.load` fills the given state dict. The
-    checkpoint has the global tensor, which any other plan can load.
+    `dcp.save` does not support DTensors of which a rank has several slices (its part of each
+    third of a fused QKV weight). They are replaced by tensors that state the position of each
+    slice and share memory with the originals, so `dcp.load` fills the given state dict. The
+    checkpoint contains the global tensor, which any other plan can load.
 
     Args:
-        state: of a model or an optimizer; not changed.
+        state: state dict of a model or an optimizer; not changed.
     """
     mapped: T = pytree.tree_map_only(DTensor, _with_sub_shards, state)
     return mapped
@@ -91,29 +90,29 @@ def _with_sub_shards(tensor: DTensor) -> torch.Tensor:
     sizes = tuple(mesh.shape)
     layout = from_placements(tensor.placements, sizes)
     slices = layout.local_slices(tensor.shape, sizes, coordinate)
-    # DTensor also misplaces the slice of a dim whose axes nest in another order than the mesh's.
+    # DTensor computes wrong offsets if the axes of a dim nest in another order than the mesh's.
     is_plain = all(len(parts) == 1 for parts in slices) and not layout.nesting
     return tensor if is_plain else _CheckpointTensor(tensor, slices)
 
 
 class _CheckpointTensor(torch.Tensor):
-    """A DTensor as this rank's sub-shards, for checkpoints only.
+    """This rank's sub-shards of a DTensor, for checkpoints only.
 
     Implements `torch.distributed._checkpointable._Checkpointable`.
 
     Args:
         tensor: the DTensor.
-        slices: of this rank, for each dim.
+        slices: this rank's slices of each dim.
     """
 
     _sub_shards: dict[torch.Size, torch.Tensor]
 
     def __new__(cls, tensor: DTensor, slices: DimSlices) -> Self:
-        """Make a tensor without memory of its own."""
-        made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  there is no other way
+        """Make a wrapper that allocates no memory."""
+        made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  torch has no public way
             cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
         )
-        made._sub_shards = {  # noqa: SLF001  ours
+        made._sub_shards = {  # noqa: SLF001  of this class
             torch.Size(part.start for part in piece.index): piece.local
             for piece in sub_shards(tensor.to_local().detach(), slices)
         }
@@ -159,12 +158,12 @@ class _CheckpointTensor(torch.Tensor):
 
 
 def support_grad_scaler() -> None:
-    """Let `torch.amp.GradScaler` see infinite gradients of every rank on all ranks.
+    """Make `torch.amp.GradScaler` skip a step on all ranks if any rank has infinite gradients.
 
-    Ranks must agree on whether to skip a step. DTensor reduces the flag over the axes that shard
-    the first gradient; here it is reduced over the axes that shard any gradient.
+    DTensor reduces the flag over the axes that shard the first gradient only. The handler that is
+    installed here reduces it over the axes that shard any gradient.
     """
-    # As torch's own `loss_parallel` does; there is no public way.
+    # As torch's own `loss_parallel` does; torch has no public way.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
     handlers[_UNSCALE] = _unscale
 

@@ -1,4 +1,4 @@
-"""Executable instructions of one rank: lowered instructions with their kernels and collectives."""
+"""The instructions that a rank executes: lowered instructions bound to kernels and collectives."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from autoshard.runtime.regather import Regathers
 from autoshard.runtime.resharding import LocalFunction, run_steps
 
 Registers = dict[int, Any]
-"""The tensors that are alive, and the buckets that are pending, by slot."""
+"""Live tensors and pending buckets, by slot."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Instruction(ABC):
     Attributes:
         reads: slots of its inputs.
         targets: slots of its outputs.
-        last_reads: the slots among `reads` that nothing reads afterwards.
-        unread: the slots among `targets` that nothing reads.
+        last_reads: slots of `reads` that no later instruction reads.
+        unread: slots of `targets` that no instruction reads.
         writes: positions in `reads` of the tensors that it changes in place.
     """
 
@@ -39,23 +39,23 @@ class Instruction(ABC):
 
     @abstractmethod
     def run(self, tensors: list[Any], step: int, regathers: Regathers) -> Sequence[Any]:
-        """Make `targets` of `reads`.
+        """Run the instruction and return its outputs.
 
         Args:
-            tensors: the inputs. Nothing else references the list, so it may be emptied early.
-            step: number of the training step.
-            regathers: collects what backward reshards again.
+            tensors: the inputs; the instruction may empty the list to free them early.
+            step: index of the training step.
+            regathers: collects the reshardings that backward runs again.
         """
 
 
 @dataclass(slots=True, kw_only=True)
 class Reshard(Instruction):
-    """Bring a tensor into another layout.
+    """Reshard a tensor.
 
     Attributes:
-        use: the use of a value that it is for.
-        steps: of the resharding; at least one.
-        regather: whether backward reshards again.
+        use: the use of a value for which it is resharded.
+        steps: the steps of the resharding; at least one.
+        regather: True if backward runs the resharding again instead of saving its result.
     """
 
     use: Use
@@ -94,7 +94,7 @@ class Begin(Instruction):
         self,
         tensors: list[Any],
         step: int,  # noqa: ARG002  the base's signature
-        regathers: Regathers,  # noqa: ARG002  likewise
+        regathers: Regathers,  # noqa: ARG002  the base's signature
     ) -> Sequence[Any]:
         """Start the first collective."""
         if torch.compiler.is_compiling():
@@ -110,7 +110,7 @@ class End(Instruction):
 
     Attributes:
         steps: the collectives of the bucket.
-        regather: whether backward reshards again.
+        regather: True if backward runs them again instead of saving their results.
     """
 
     steps: BucketSteps
@@ -122,10 +122,10 @@ class End(Instruction):
         step: int,  # noqa: ARG002  the base's signature
         regathers: Regathers,
     ) -> Sequence[Any]:
-        """Wait for the first collective, and run the others."""
+        """Wait for the first collective, run the others, and return the full tensors."""
         (bucket,) = tensors
         if torch.compiler.is_compiling():
-            # Each by itself; a compiler fuses collectives as it sees fit.
+            # Not fused here: the compiler decides which collectives it fuses.
             pairs = zip(bucket, self.steps.separate, strict=True)
             return [run_steps(steps, source) for source, steps in pairs]
         assert isinstance(bucket, BucketOp)
@@ -141,7 +141,7 @@ class Call(Instruction):
 
     Attributes:
         node: name of the node.
-        shapes: local shape of each output; None for a size that depends on data.
+        shapes: local shape of each output; a size that depends on data is None.
         kernel: the local kernel.
     """
 
@@ -160,36 +160,38 @@ class Call(Instruction):
                 self._check(output.shape, shape)
         return outputs
 
-    def _check(self, shape: torch.Size, wanted: tuple[int | None, ...]) -> None:
-        """Sizes that depend on data may be any."""
-        known = (s if w is not None else None for s, w in zip(shape, wanted, strict=False))
-        assert tuple(known) == wanted, f"{self.node} made {tuple(shape)}, not {wanted}"
+    def _check(self, shape: torch.Size, planned: tuple[int | None, ...]) -> None:
+        """Check an output's shape, except for sizes that depend on data."""
+        known = (s if p is not None else None for s, p in zip(shape, planned, strict=False))
+        message = f"{self.node} returned shape {tuple(shape)}, not {planned}"
+        assert tuple(known) == planned, message
 
 
 @dataclass(slots=True, kw_only=True)
 class Recompute(Instruction):
-    """A checkpoint: instructions of which only the inputs are saved for backward.
+    """Activation checkpointing: only the inputs of the instructions are saved for backward.
 
-    Backward runs them again, in order, until every tensor that autograd saved is there. Tensors
-    that they change in place are left as they are then: the step has changed them already.
+    Backward runs the instructions again, in order, until every tensor that autograd needs is
+    computed. It works on copies of tensors that they change in place, since forward has changed
+    those already.
 
     Attributes:
-        instructions: in order; none of them is `regather`.
+        instructions: the checkpointed instructions, in order; none has `regather` set.
     """
 
     instructions: tuple[Instruction, ...]
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> Self:
-        """A checkpoint that reads what its instructions read from outside, and makes all."""
-        made: set[int] = set()
-        enters: set[int] = set()
+        """Checkpoint instructions; all slots that they write are targets."""
+        written: set[int] = set()
+        inputs: set[int] = set()
         for instruction in instructions:
-            enters.update(set(instruction.reads) - made)
-            made.update(instruction.targets)
+            inputs.update(set(instruction.reads) - written)
+            written.update(instruction.targets)
         return cls(
-            reads=tuple(sorted(enters)),
-            targets=tuple(sorted(made)),
+            reads=tuple(sorted(inputs)),
+            targets=tuple(sorted(written)),
             instructions=tuple(instructions),
         )
 
@@ -199,9 +201,9 @@ class Recompute(Instruction):
         """Run the instructions."""
         if torch.compiler.is_compiling():
             return self._run(count(), step, *tensors)
-        # What enters is saved like the inputs of an operator: it may be gathered again.
+        # Inputs are saved like those of an operator, so they may be re-gathered in backward.
         with regathers.saving(tensors):
-            # Random numbers follow from the step, not from the state of a generator.
+            # Random numbers are seeded by the step, so no generator state has to be restored.
             outputs: Sequence[torch.Tensor] = checkpoint(
                 self._run,
                 count(),
@@ -228,13 +230,13 @@ def execute(
     *,
     recomputing: bool = False,
 ) -> None:
-    """Run instructions; a register is freed after its last reader.
+    """Run instructions; each register is freed after its last read.
 
     Args:
-        instructions: in order, with their last reads marked.
-        registers: inputs of the instructions; afterwards what is read behind them.
-        step: number of the training step.
-        recomputing: whether the step has run them before, so that they change copies in place.
+        instructions: instructions in order, after `mark_last_reads`.
+        registers: the inputs by slot; afterwards only the slots that `mark_last_reads` keeps.
+        step: index of the training step.
+        recomputing: True if the step has run them before; in-place changes then go to copies.
     """
     regathers = Regathers()
     for instruction in instructions:
@@ -243,13 +245,13 @@ def execute(
                 slot = instruction.reads[position]
                 registers[slot] = registers[slot].clone()
         _run_one(instruction, registers, step, regathers)
-    regathers.forget()
+    regathers.clear()
 
 
 def _run_one(
     instruction: Instruction, registers: Registers, step: int, regathers: Regathers
 ) -> None:
-    """Run one instruction; no local variable references its outputs afterwards."""
+    """Run one instruction; a separate function, so that no local variable keeps tensors alive."""
     tensors = [registers[slot] for slot in instruction.reads]
     for slot in instruction.last_reads:
         del registers[slot]
@@ -262,12 +264,14 @@ def _run_one(
 def mark_last_reads(instructions: Sequence[Instruction], kept: Iterable[int]) -> frozenset[int]:
     """Set `last_reads` and `unread` of instructions by liveness analysis.
 
+    The targets of a checkpoint are reduced to the slots that are read after it.
+
     Args:
-        instructions: in order; a checkpoint among them makes only what is read after it.
-        kept: slots that are read after all of them.
+        instructions: instructions in order; changed in place.
+        kept: slots that are read after the last instruction.
 
     Returns:
-        The slots that must be there before them.
+        The slots that must be filled before the first instruction.
     """
     alive = set(kept)
     for instruction in reversed(instructions):

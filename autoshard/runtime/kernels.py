@@ -1,4 +1,4 @@
-"""Local kernels: the implementations of `autoshard.ops.Kernel`."""
+"""Local kernels: for each kind of `autoshard.ops.Kernel`, a function that binds it to a rank."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from autoshard.runtime.sharded_kernels import bind_sharded_kernel
 from autoshard.runtime.sharded_kernels.experts import bind_experts
 
 MEAN = 1
-"""Value of a loss's `reduction`, as in `at::Reduction`."""
+"""The value of `at::Reduction::Mean`, for the `reduction` argument of losses."""
 
 
 def bind_kernel(local: LocalNode) -> LocalKernel:
     """The kernel that a rank runs for an operator.
 
     Raises:
-        PlanError: the operator may not be called, or an argument does not fit its schema.
+        PlanError: plans may not call the operator, or an argument does not fit its schema.
     """
     spec = spec_for(local.node.operator)
     run = _BINDERS[spec.kernel](local, spec.kernel_argument)
@@ -33,7 +33,7 @@ def bind_kernel(local: LocalNode) -> LocalKernel:
 
 
 def draws_random_numbers(node: Node) -> bool:
-    """Whether a node draws random numbers, so that its result depends on the step."""
+    """True if a node draws random numbers, so that its result depends on the step."""
     draws = spec_for(node.operator).draws
     if not draws:
         return draws is not None
@@ -61,7 +61,7 @@ def _vocabulary(local: LocalNode, _argument: str) -> LocalKernel:
     first = local.start(0)
     padding = local.integer("padding_idx", -1)
     inside = first <= padding < first + rows
-    # -1 is the schema's way to say that no row is padding.
+    # The schema uses -1 for no padding row.
     replaced = {"padding_idx": padding - first if inside else -1}
     call = OperatorCall(local.node, place.device, replaced=replaced)
 
@@ -102,7 +102,7 @@ def _scaling(local: LocalNode, argument: str, plain: LocalKernel) -> LocalKernel
 
 
 def _averaged(local: LocalNode) -> set[tuple[int, int]]:
-    """The sharded dims of a mean, each as an input that has it and the dim there."""
+    """The sharded dims that a mean reduces, as pairs of an input's position and a dim of it."""
     found = set()
     for axis, made in enumerate(local.outputs[0].types):
         if made.kind is Kind.PARTIAL:
@@ -198,7 +198,7 @@ def _experts(local: LocalNode, argument: str) -> LocalKernel:
         rest[at - 2] = ends
         places = torch.arange(num_rows, device=rows.device)
         others = (places >= ends[-1]).unsqueeze(-1)
-        # Kernels do not write rows after the last group, forward and backward.
+        # Kernels leave rows after the last group unwritten, in forward and in backward.
         moved = rows[(places + start) % num_rows].masked_fill(others, 0)
         (product,) = call((moved, matrices, *rest))
         return (product.masked_fill(others, 0)[(places - start) % num_rows],)
@@ -218,7 +218,7 @@ def _causal(local: LocalNode, argument: str) -> LocalKernel:
     if not node.argument(argument):
         return plain
     if first == 0:
-        # Later keys are masked for all queries, and kernels are faster with equal numbers.
+        # Later keys are masked for all queries, and equal numbers of both are faster.
         return lambda tensors, step: plain(_until(tensors, end), step)
     given = dict(node.arguments)
     names = ("dropout_p", "scale", "enable_gqa")
@@ -226,7 +226,7 @@ def _causal(local: LocalNode, argument: str) -> LocalKernel:
     bias = causal_lower_right(num_queries, end)
 
     def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
-        # Only this function, and no operator, takes masks that are not materialised.
+        # Only this function, not the ATen operators, accepts masks that are not materialised.
         query, key, value = _until(tensors, end)
         return (scaled_dot_product_attention(query, key, value, attn_mask=bias, **options),)
 
@@ -234,7 +234,7 @@ def _causal(local: LocalNode, argument: str) -> LocalKernel:
 
 
 def _until(tensors: Sequence[torch.Tensor], end: int) -> tuple[torch.Tensor, ...]:
-    """The queries, and the keys and values up to a position."""
+    """The queries, and the first `end` keys and values."""
     query, key, value = tensors
     return query, key[..., :end, :], value[..., :end, :]
 

@@ -1,4 +1,4 @@
-"""An operator as one rank runs it: its shards, the rank's coordinate and its communication."""
+"""An operator call on one rank: local shapes, the rank's coordinate, and its communication."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,15 +14,17 @@ from autoshard.layouts import Layout
 from autoshard.ops import Operation
 
 LocalKernel = Callable[[Sequence[torch.Tensor], int], tuple[torch.Tensor, ...]]
-"""Maps the local inputs and the index of the step to the local outputs."""
-
+"""Function of the local inputs and the index of the step that returns the local outputs."""
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Tensors from the previous and the next rank; None where there is no such rank."""
+"""Tensors from the previous and the next rank; None if there is no such rank."""
 
 
 class Ranks:
-    """Communication of operators with other ranks; this base class has none and refuses."""
+    """Communication of operators with other ranks.
+
+    The methods of this base class raise errors: it is used where there are no other ranks.
+    """
 
     def all_reduce(self, tensor: torch.Tensor, axis: int, operation: Operation) -> None:
         """Reduce a contiguous tensor, in place, over the ranks of one mesh axis.
@@ -52,7 +54,9 @@ class Ranks:
         raise _no_ranks(f"an all-to-all of {len(rows)} rows, {sent} to {received},", axis)
 
     def exchange(self, to_before: torch.Tensor, to_after: torch.Tensor, axis: int) -> Received:
-        """Exchange contiguous edges with the neighbours on one mesh axis; see `exchange_edges`.
+        """Exchange contiguous edges of slices with the neighbours on one mesh axis.
+
+        See `exchange_edges`.
 
         Raises:
             RuntimeError: there are no other ranks.
@@ -101,9 +105,9 @@ def exchange_edges(
     Tensors without elements are not sent.
 
     Args:
-        to_before: for the previous rank, contiguous.
-        to_after: for the next rank, contiguous.
-        group: the ranks in order; the first has no previous one, the last no next one.
+        to_before: contiguous tensor for the previous rank.
+        to_after: contiguous tensor for the next rank.
+        group: the ranks in order; the first has no previous rank, and the last no next one.
     """
     rank = group.rank()
     from_before = torch.empty_like(to_after) if rank > 0 else None
@@ -131,7 +135,7 @@ class Place:
         axis_sizes: size of each mesh axis.
         coordinate: the rank's index on each axis.
         device: the rank's device.
-        seed: of all random numbers; the same on all ranks.
+        seed: seed of all random numbers; the same on all ranks.
         ranks: communication with the other ranks.
     """
 
@@ -147,16 +151,16 @@ _RUNNING_STATISTICS = frozenset({"running_mean", "running_var"})
 
 @dataclass(frozen=True, slots=True)
 class LocalNode:
-    """An operator with the layouts of a plan.
+    """An operator call with its planned layouts, on one rank.
 
     Attributes:
-        node: the operator's call in the graph.
+        node: the call in the graph.
         inputs: layout of each tensor input.
         outputs: layout of each output.
         shapes: global shape of each input.
         input_shapes: local shape of each input.
         output_shapes: local shape of each output.
-        place: position of the rank.
+        place: position of the rank on the mesh.
         custom: names of operators outside ATen that may be called.
     """
 
@@ -170,17 +174,17 @@ class LocalNode:
     custom: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
-        """Name of the argument that each tensor input belongs to."""
+        """The argument name of each tensor input."""
         return [name for name, value in self.node.arguments for _ in references(value)]
 
     def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inputs by argument name, for operators without lists of tensors."""
+        """The inputs by argument name; not for operators with lists of tensors."""
         return dict(zip(self.names(), tensors, strict=True))
 
-    def tracked(self) -> tuple[int, ...]:
-        """Positions of the tensor inputs that the operator changes though its schema denies it.
+    def running_statistics(self) -> tuple[int, ...]:
+        """Positions of running means and variances among the tensor inputs.
 
-        These are the running statistics of norms.
+        Norms change them in place, although their schema declares no mutation.
         """
         return tuple(i for i, name in enumerate(self.names()) if name in _RUNNING_STATISTICS)
 
@@ -197,14 +201,14 @@ class LocalNode:
         return value
 
     def dims(self, name: str) -> tuple[int, ...]:
-        """Non-negative dims of the first input given by an integer or list argument."""
+        """The value of an argument that names dims of the first input, as non-negative dims."""
         rank = max(len(self.input_shapes[0]), 1)
         value = self.node.argument(name)
         listed = value if isinstance(value, tuple) else (value,)
         return tuple(dim % rank for dim in listed if isinstance(dim, int))
 
     def axes_sharding(self, dims: Sequence[int], tensor: int = 0) -> tuple[int, ...]:
-        """The axes of more than one rank that shard some dims of an input, ascending."""
+        """The axes of more than one rank that shard one of some dims of an input, ascending."""
         return tuple(
             axis
             for axis, (size, axis_type) in enumerate(
@@ -214,11 +218,11 @@ class LocalNode:
         )
 
     def count(self, dims: Sequence[int]) -> int:
-        """Global number of elements of some dims of the first input."""
+        """The product of the global sizes of some dims of the first input."""
         return prod(self.shapes[0][dim] for dim in dims)
 
     def start(self, dim: int, tensor: int = 0) -> int:
-        """Global index at which the rank's shard of a dim of an input starts."""
+        """The global index at which the rank's slice of a dim of an input starts."""
         place, shape = self.place, self.shapes[tensor]
         slices = self.inputs[tensor].local_slices(shape, place.axis_sizes, place.coordinate)
         start: int = slices[dim][0].start

@@ -15,8 +15,7 @@ from autoshard.graph import Argument, DType, Node, Ref, Token, TokenKind, refere
 from autoshard.ops import has_rule
 
 _REFUSED = frozenset({"aten.from_file"})
-"""Packets of ATen with side effects: a plan may come from a server, and must not choose files to
-map."""
+"""ATen operators that access files: a plan may come from a server, and must not choose files."""
 
 _MEMORY_FORMATS = frozenset(
     {"contiguous_format", "channels_last", "channels_last_3d", "preserve_format"}
@@ -24,15 +23,15 @@ _MEMORY_FORMATS = frozenset(
 
 
 def resolve_operator(name: str, *, custom: Collection[str] = ()) -> OpOverload:
-    """PyTorch's operator of a name such as `aten.add.Tensor`.
+    """The PyTorch operator with a name such as `aten.add.Tensor`.
 
     Args:
-        name: of the operator.
+        name: qualified name with the overload.
         custom: names of operators outside ATen that may be called.
 
     Raises:
-        PlanError: there is no such operator, or a plan may not call it: it must be of ATen, have
-            a sharding rule or be allowed by name, and return tensors without changing its inputs.
+        PlanError: there is no such operator, or a plan may not call it: it must be in ATen, have
+            a sharding rule or be listed in `custom`, and it must not change its inputs.
     """
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
@@ -50,7 +49,7 @@ def resolve_operator(name: str, *, custom: Collection[str] = ()) -> OpOverload:
             f"the plan calls {name}, which torch {torch.__version__} does not have; use the "
             f"version that exported the model, or export it again"
         )
-    schema = found._schema  # noqa: SLF001  torch has no public way to an operator's schema
+    schema = found._schema  # noqa: SLF001  torch has no public access to an operator's schema
     if schema.is_mutable or not schema.returns:
         raise PlanError(f"the plan calls {name}, which writes into its inputs or returns nothing")
     return found
@@ -68,12 +67,12 @@ class OperatorCall:
 
     Args:
         node: the call in the graph.
-        device: of new tensors.
-        replaced: arguments that differ from the graph's.
-        custom: as in `resolve_operator`.
+        device: device of the tensors that the operator creates.
+        replaced: arguments that differ from those in the graph.
+        custom: names of operators outside ATen that may be called.
 
     Raises:
-        PlanError: the operator may not be called, or an argument does not fit its schema.
+        PlanError: plans may not call the operator, or an argument does not fit its schema.
     """
 
     def __init__(
@@ -100,9 +99,9 @@ class OperatorCall:
             raise PlanError(f"node {node.name!r}: {node.operator} has no argument {min(unknown)!r}")
 
     def __call__(self, tensors: Sequence[torch.Tensor], _step: int = 0) -> tuple[torch.Tensor, ...]:
-        """Run on the tensor inputs in the order of `Node.inputs`; lists of results are flattened.
+        """Run on tensor inputs in the order of `Node.inputs`; lists of results are flattened.
 
-        The index of the step is accepted, and ignored, so that a call is a `LocalKernel`.
+        The index of the step is ignored; it makes this class a `LocalKernel`.
         """
         args = [_fill(template, tensors) for template in self._args]
         kwargs = {name: _fill(template, tensors) for name, template in self._kwargs.items()}
@@ -123,7 +122,7 @@ def _templates(
 def _template(
     argument: Argument, positions: Iterator[int], device: torch.device, node: Node
 ) -> Any:
-    """Lists are constant; tuples contain inputs and are filled at every call."""
+    """An argument with placeholders for tensors; a list with placeholders becomes a tuple."""
     if isinstance(argument, Ref):
         return _Input(next(positions))
     if isinstance(argument, Token):
@@ -135,7 +134,7 @@ def _template(
 
 
 def _object_of(token: Token, device: torch.device, node: Node) -> object:
-    """The torch object of a token; every device is this rank's."""
+    """The torch object of a token; any device becomes this rank's device."""
     if token.kind is TokenKind.DEVICE:
         return device
     if token.kind is TokenKind.DTYPE and token.value in set(DType):
@@ -144,7 +143,9 @@ def _object_of(token: Token, device: torch.device, node: Node) -> object:
         return getattr(torch, token.value)
     if token.kind is TokenKind.LAYOUT and token.value == "strided":
         return torch.strided
-    raise PlanError(f"node {node.name!r} uses the {token.kind} {token.value!r}, which cannot run")
+    raise PlanError(
+        f"node {node.name!r} uses the {token.kind} {token.value!r}, which cannot run in a plan"
+    )
 
 
 def _fill(template: Any, tensors: Sequence[torch.Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Applying a plan to a model."""
+"""`parallelize`: makes a model run as planned."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy, deepcopy
@@ -32,7 +32,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 PlacedT = TypeVar("PlacedT", PlacedInput, PlacedOutput)
 
 _CACHED_PROGRAMS = 8
-"""Number of compiled programs for other sizes than the planned ones that are kept."""
+"""Size of the LRU cache of programs for dynamic sizes other than the planned ones."""
 
 
 def parallelize(
@@ -46,49 +46,48 @@ def parallelize(
 ) -> ModelT:
     """Make a model run as planned, on every rank of a mesh.
 
-    The model is changed in place: its parameters become DTensors placed as the plan says,
-    under the same names, so that any optimizer, `torch.nn.utils.clip_grad_norm_`,
-    `torch.amp.GradScaler` and `torch.distributed.checkpoint` work (the latter through
-    `dcp_state_dict`); and its forward becomes the planned program, whose collectives are those of
-    the plan.
+    The model is changed in place. Its parameters become DTensors with the planned placements and
+    the same names, so that any optimizer, `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler`
+    and, through `dcp_state_dict`, `torch.distributed.checkpoint` work. Its forward becomes the
+    planned program, which runs exactly the collectives of the plan.
 
-    Forward takes the arguments that it took when it was exported. A tensor may be the full batch
-    (each rank takes its shard), the rank's own shard, or a DTensor placed as planned. Replicated
-    results are plain tensors, sharded ones DTensors.
+    Forward takes the same arguments as when the model was exported. A tensor may be the full
+    batch (each rank takes its shard), the rank's own shard, or a DTensor placed as planned.
+    Replicated results are plain tensors, sharded ones are DTensors.
 
-    Dynamic sizes (`torch.export.Dim`) may differ from the planned ones: a tensor is then the full
-    one or a DTensor. The layouts stay as planned and must be able to shard the sizes. The plan's
-    time and memory are for the planned sizes.
+    Dynamic sizes (`torch.export.Dim`) may differ from the planned ones if tensors are full ones or
+    DTensors and the planned layouts can shard the sizes. The plan's time and memory are for the
+    planned sizes.
 
-    `torch.compile(model, fullgraph=True)` takes the planned model, unless it draws random numbers.
-    The compiler then decides what is saved for backward, and only the loss may have a gradient.
+    `torch.compile(model, fullgraph=True)` supports the planned model, unless it draws random
+    numbers. The compiler then decides what is saved for backward, and only the loss may have a
+    gradient.
 
     A plan for inference computes no gradients, and runs under `torch.no_grad()`. Dropout and
-    the like act as they did when the model was exported: `train()` and `eval()` have no effect on
-    the program.
+    batch norm behave as in the exported program: `train()` and `eval()` have no effect.
 
     Args:
-        model: has the full weights on every rank, or is on the meta device and gets them
-            from `load_checkpoint`.
-        plan: made for this model and for a mesh of this shape.
-        device_mesh: with the axis names and sizes of the plan.
-        constants: values of tensors that forward made while it was exported, by name; only
-            needed where they are neither attributes of the model nor small literals.
-        custom_operators: operators of the model's own that the plan may call, as torch names
-            them (`mylib::gate`), or their namespaces (`mylib`). A plan may come from a server,
+        model: a model with the full weights on every rank, or on the meta device if
+            `load_checkpoint` loads them afterwards.
+        plan: a plan made for this model and for a mesh of this shape.
+        device_mesh: a mesh with the axis names and sizes of the plan.
+        constants: values of tensors that forward created during export, by name; only needed for
+            those that are neither attributes of the model nor small literals.
+        custom_operators: custom operators that the plan may call, as torch names them
+            (`mylib::gate`), or their namespaces (`mylib`). A plan may come from a server,
             so it may call only what is allowed here.
-        seed: of random operators such as dropout; the same on all ranks. Random numbers follow
-            from it and the step, which `rng_step` adds to a checkpoint.
+        seed: seed of random operators such as dropout; the same on all ranks. Random numbers
+            depend on it and on the step, which `rng_step` adds to a checkpoint.
 
     Returns:
-        The same object; its class is now a subclass of the one it had.
+        The same object; its class is now a subclass of its former class.
 
     Raises:
         PlanError: the plan has no stage or several, or does not fit mesh or model. The model
             is then unchanged.
     """
     if isinstance(model, Planned):
-        raise PlanError("the model runs as planned already; apply a plan to a fresh model")
+        raise PlanError("the model is parallelized already; apply a plan to a new model")
     stage = _only_stage(plan)
     training = plan.options.mode == "training"
     compile_stage = partial(
@@ -112,7 +111,7 @@ def parallelize(
 
 
 class Planned:
-    """Mixin of the class of a model that runs as planned."""
+    """Mixin class of models that run as planned."""
 
     _planned_forward: "PlannedForward"
 
@@ -131,21 +130,21 @@ def planned_forward(model: nn.Module) -> "PlannedForward":
         raise PlanError(
             f"{type(model).__name__} does not run as planned; apply a plan with parallelize first"
         )
-    return model._planned_forward  # noqa: SLF001  ours
+    return model._planned_forward  # noqa: SLF001  of this module
 
 
 def rng_step(model: nn.Module) -> "RngStep":
-    """The step of a planned model's random numbers, for a checkpoint of training with dropout.
+    """The step index that seeds a planned model's random numbers, to be saved in checkpoints.
 
-    Dropout draws its numbers from the seed given to `parallelize`, the index of the step and the
-    rank's shard. To resume training, the index must be restored too. It is not part of the
-    model's state dict; save it beside that:
+    Random operators such as dropout are seeded by the seed given to `parallelize`, the index of
+    the step and the rank's shard. To resume training, the index must be restored. It is not part
+    of the model's state dict; save it next to it:
 
         state = {"model": ..., "optimizer": ..., "rng_step": rng_step(model)}
         dcp.save(dcp_state_dict(state), checkpoint_id="run")
 
-    and load it likewise (`dcp.load` sets it in the model), or set `rng_step(model).value`.
-    Another plan draws the same numbers where it shards the dropped tensors in the same way.
+    `dcp.load` with the same keys sets it in the model; so does `rng_step(model).value = ...`.
+    Another plan draws the same numbers if it shards the tensors with dropout in the same way.
 
     Args:
         model: returned by `parallelize`.
@@ -160,7 +159,7 @@ class RngStep:
     """The step index of a planned model, as a stateful object for `torch.distributed.checkpoint`.
 
     Args:
-        forward: of the planned model.
+        forward: the planned model's forward.
     """
 
     def __init__(self, forward: "PlannedForward") -> None:
@@ -168,9 +167,9 @@ class RngStep:
 
     @property
     def value(self) -> int:
-        """The index of the next step: the number of calls of forward, evaluation included.
+        """The index of the next step: the number of calls of forward, also in evaluation.
 
-        May be set, to the same on all ranks.
+        It can be set; the value must be the same on all ranks.
 
         Raises:
             PlanError: it is set to anything but a non-negative int.
@@ -179,20 +178,20 @@ class RngStep:
 
     @value.setter
     def value(self, step: int) -> None:
-        # Random numbers follow from it, and 1.0 is another seed than 1.
+        # The seed is a hash of the number's text, so 1.0 would be another seed than 1.
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise PlanError(f"the step cannot be {step!r}; it must be a non-negative int")
         self._forward.step = step
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The index as a tensor, so that no pickle is written."""
+        """The index as a tensor, which checkpoints store without pickle."""
         return {"value": torch.tensor(self.value)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the index from a checkpoint.
 
         Raises:
-            PlanError: it has none.
+            PlanError: the checkpoint has no valid step index.
         """
         found: Any = state.get("value")
         if isinstance(found, torch.Tensor) and not found.dim():
@@ -204,11 +203,11 @@ class PlannedForward:
     """The program of a stage with its parameters, arguments and results.
 
     Args:
-        stage: of the plan.
-        compile_stage: compiles the stage, or the stage at other sizes.
+        stage: the plan's stage.
+        compile_stage: compiles the stage, or its copy with other dynamic sizes.
         mesh: the devices.
-        training: whether gradients are computed.
-        constants: values of captured tensors that are not attributes of the model.
+        training: True if gradients are computed.
+        constants: values of captured tensors that are not attributes of the model, by name.
 
     Attributes:
         step: index of the next step.
@@ -235,9 +234,9 @@ class PlannedForward:
         self.step = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PlannedForward":
-        """The same program with the copies of parameters and buffers."""
+        """Copy parameters and buffers; the program is shared with the original."""
         copied = memo[id(self)] = copy(self)
-        # The cache of other sizes would refer to the original.
+        # The cached bound method would refer to the original.
         vars(copied)["_resized"] = lru_cache(_CACHED_PROGRAMS)(
             MethodType(PlannedForward._call_at, copied)
         )
@@ -274,7 +273,7 @@ class PlannedForward:
         )
 
     def _call_at(self, sizes: tuple[tuple[str, int], ...]) -> "_Call":
-        """The program at other dynamic sizes."""
+        """Compile the program for other dynamic sizes."""
         program = self.program
         try:
             stage = _resized_stage(
@@ -283,15 +282,15 @@ class PlannedForward:
             return self._call_of(stage)
         except PlanError as error:
             raise PlanError(
-                f"the plan does not run with tensors of these sizes: {error}; pad them, or plan "
-                f"for these sizes"
+                f"the plan does not run with tensors of these sizes: {error}; pad them, or make a "
+                f"plan for these sizes"
             ) from error
 
     def attach(self, model: nn.Module) -> None:
         """Distribute a model's parameters and find its buffers and constants.
 
         Raises:
-            PlanError: a buffer or a constant is missing; the model is unchanged.
+            PlanError: a buffer or a constant is missing. The model's parameters are unchanged.
         """
         for placed in self._stage.inputs:
             if placed.kind in ("buffer", "constant"):
@@ -331,22 +330,22 @@ class PlannedForward:
         """Run one step on this rank.
 
         Raises:
-            PlanError: the arguments do not fit, or the step is recomputed by activation
-                checkpointing and would draw other random numbers.
+            PlanError: the arguments do not fit, or the program draws random numbers and is
+                compiled or recomputed in backward.
         """
         if self.program.is_random and torch.compiler.is_compiling():
             raise PlanError(
                 "the planned model draws random numbers, which torch.compile cannot reproduce on "
                 "all ranks: export the model with dropout 0, or run it uncompiled"
             )
-        # While autograd runs, the thread belongs to a graph task.
+        # A graph task runs on this thread only during backward.
         if self.program.is_random and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             raise PlanError(
                 "the planned model draws random numbers, so it cannot be recomputed in the "
                 "backward pass: apply activation checkpointing inside the model, not around it"
             )
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
-            # Shards that were copied to the device are referenced only by the program.
+            # Only the program may reference shards that were copied to the device: it frees them.
             leaves = self.arguments.flatten(args, kwargs)
             sizes = self.arguments.sizes(leaves)
             call = self._resized(tuple(sizes.items())) if sizes else self._planned
@@ -382,10 +381,10 @@ class _Call:
 
 def _only_stage(plan: Plan) -> Stage:
     if not plan.found:
-        raise PlanError(f"the document has no plan to apply: {plan.reason}")
+        raise PlanError(f"the document contains no plan to apply: {plan.reason}")
     if len(plan.stages) > 1:
         raise PlanError(
-            f"the plan has {len(plan.stages)} pipeline stages; apply each one to its own part "
+            f"the plan has {len(plan.stages)} pipeline stages; apply each stage to its part "
             f"of the model"
         )
     return plan.stages[0]
@@ -394,7 +393,13 @@ def _only_stage(plan: Plan) -> Stage:
 def _resized_stage(
     stage: Stage, graph: Graph, sizes: Mapping[str, int], axis_sizes: Sequence[int]
 ) -> Stage:
-    """The stage with other dynamic sizes, by symbol, and the planned layouts.
+    """A copy of the stage with other dynamic sizes and the planned layouts.
+
+    Args:
+        stage: the planned stage.
+        graph: its program.
+        sizes: the new size of each symbol.
+        axis_sizes: size of each mesh axis.
 
     Raises:
         PlanError: the program does not support the sizes, or the layouts cannot shard them.
@@ -417,9 +422,9 @@ def _resized_stage(
 def _check_divisible(
     stage: Stage, planned: Graph, resized: Graph, axis_sizes: Sequence[int]
 ) -> None:
-    """Raise `PlanError` for sizes sharded unevenly where the planned ones are not.
+    """Raise `PlanError` if a new size is sharded unevenly but the planned one is not.
 
-    Not every operator supports that; its rule was evaluated for the planned sizes only.
+    Not every operator supports uneven shards, and rules were evaluated for the planned sizes.
     """
     for node in stage.nodes:
         call = planned.nodes[planned.numbers[node.name]]

@@ -1,4 +1,4 @@
-"""A model's parameters, and the buffers that forward updates, sharded as the plan stores them."""
+"""Parameters of a model, and buffers that forward updates: comparison with the plan, sharding."""
 
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -19,12 +19,12 @@ from autoshard.runtime.local_node import Place
 from autoshard.runtime.shards import local_shard
 
 NUM_DIFFERENCES = 5
-"""Number of differences between plan and model that an error names."""
+"""Maximum number of differences between plan and model in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleAttribute:
-    """A tensor attribute of a module; looked up at each use, since it may be replaced."""
+    """A tensor attribute of a module, looked up at each use since it may be replaced."""
 
     module: nn.Module
     name: str
@@ -40,7 +40,7 @@ class ModuleAttribute:
         return cls(model.get_submodule(owner), name)
 
     def get(self) -> torch.Tensor:
-        """The present tensor."""
+        """The current tensor."""
         tensor: torch.Tensor = getattr(self.module, self.name)
         return tensor
 
@@ -50,11 +50,11 @@ def check_parameters(model: nn.Module, stage: Stage, *, frozen: frozenset[str]) 
 
     Args:
         model: the model.
-        stage: of the plan.
+        stage: the plan's stage.
         frozen: names of the parameters for which the plan computes no gradient.
 
     Raises:
-        PlanError: they differ; the message names the first differences.
+        PlanError: the parameters differ; the message lists the first differences.
     """
     differences = list(_differences(model, stage, frozen))
     if differences:
@@ -63,7 +63,7 @@ def check_parameters(model: nn.Module, stage: Stage, *, frozen: frozenset[str]) 
 
 
 def first_of(differences: Sequence[str], most: int) -> str:
-    """The first differences as text, and the number of others."""
+    """The first `most` differences as text, and the number of the others."""
     more = len(differences) - most
     rest = [f"and {more} more differences"] if more > 0 else []
     return "; ".join([*differences[:most], *rest])
@@ -84,19 +84,21 @@ def _differences(model: nn.Module, stage: Stage, frozen: frozenset[str]) -> Iter
         first = placed_as.setdefault(id(parameter), placed.target)
         if first != placed.target:
             yield (
-                f"the parameters {first}, {placed.target} are one in the model, but not in the "
-                f"plan; export the model with export_model where they are one: it may be built "
-                f"on the meta device, but model.to('meta') makes them two"
+                f"the parameters {first}, {placed.target} are tied in the model, but not in the "
+                f"plan; tie them before export_model: build the model on the meta device, since "
+                f"model.to('meta') unties them"
             )
         if any(present[name] is not parameter for name in names):
-            yield f"the parameters {', '.join(names)} are one in the plan, but not in the model"
+            yield f"the parameters {', '.join(names)} are tied in the plan, but not in the model"
         if tuple(parameter.shape) != placed.shape:
             yield (
-                f"parameter {placed.target!r} has shape {tuple(parameter.shape)}, "
-                f"in the plan {placed.shape}"
+                f"parameter {placed.target!r} has shape {tuple(parameter.shape)}, but "
+                f"{placed.shape} in the plan"
             )
         if parameter.dtype != getattr(torch, placed.dtype):
-            yield f"parameter {placed.target!r} is {parameter.dtype}, in the plan {placed.dtype}"
+            yield (
+                f"parameter {placed.target!r} is {parameter.dtype}, but {placed.dtype} in the plan"
+            )
         if parameter.requires_grad and placed.name in frozen:
             yield (
                 f"parameter {placed.target!r} requires a gradient, which the plan does not compute"
@@ -154,8 +156,8 @@ def _distributed(
     tensor: torch.Tensor, placed: PlacedInput, mesh: DeviceMesh, place: Place
 ) -> DTensor:
     layout = Layout.parse(placed.layout)
-    # DTensor's own distribute_tensor would broadcast from the first rank, and would need the
-    # full tensor on the device; here only the shard is moved there.
+    # distribute_tensor would broadcast from the first rank, and needs the full tensor on the
+    # device; here only the shard is copied to the device.
     local = local_shard(tensor.detach(), layout, place.axis_sizes, place.coordinate)
     local = local.clone(memory_format=torch.contiguous_format)
     if not local.is_meta:
@@ -192,22 +194,22 @@ class UpdatedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """This rank's shard of a parameter in each step; a deep copy of a model has its own.
+    """Access to this rank's shard of a parameter.
 
-    `DTensor.to_local` derives the placements of every gradient anew in every step. A parameter's
-    gradient is placed like the parameter, so the parameter's own specification is reused here.
+    Faster than `DTensor.to_local`, which derives the placements of the gradient in every step: a
+    gradient is placed like its parameter, so the parameter's specification is reused.
 
     Attributes:
-        attribute: of the parameter.
+        attribute: the parameter.
     """
 
     attribute: ModuleAttribute
 
     def get(self) -> torch.Tensor:
-        """The present shard; its gradient becomes the parameter's.
+        """The current shard; its gradient is accumulated in the parameter.
 
         Raises:
-            PlanError: the parameter has become a plain tensor.
+            PlanError: the parameter was replaced by a plain tensor.
         """
         parameter = self.attribute.get()
         if not isinstance(parameter, DTensor):
@@ -220,7 +222,7 @@ class LocalParameter:
             whole: torch.Tensor = parameter.to_local()
             return whole
         if not (parameter.requires_grad and torch.is_grad_enabled()):
-            return parameter._local_tensor  # noqa: SLF001  what to_local gives, without a view
+            return parameter._local_tensor  # noqa: SLF001  to_local would make a view
         local: torch.Tensor = _ToLocal.apply(parameter)  # type: ignore[no-untyped-call]  # torch
         return local
 
@@ -230,11 +232,11 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
-        ctx.parameter_spec = parameter._spec  # noqa: SLF001  there is no other cheap way to it
-        # A parameter that a loss does not reach has no gradient.
+        ctx.parameter_spec = parameter._spec  # noqa: SLF001  torch has no public access to it
+        # A parameter that the loss does not depend on has no gradient.
         ctx.set_materialize_grads(False)
-        # The shard itself must not become a part of the graph.
-        return parameter._local_tensor.detach()  # noqa: SLF001  likewise
+        # The stored shard itself must not become part of the graph.
+        return parameter._local_tensor.detach()  # noqa: SLF001  as above
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""A planned stage as a program on local tensors: no DTensor, nothing decided while it runs."""
+"""A planned stage, compiled to a program on a rank's local tensors."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -33,23 +33,23 @@ class LocalProgram:
     """The instructions of one rank for a stage, with kernels and process groups bound.
 
     Args:
-        stage: of a plan; carries its program.
+        stage: a plan's stage; its `program` is the graph.
         mesh: the stage's devices, with the stage's axes.
-        seed: of random operators such as dropout; must be the same on all ranks.
-        custom_operators: `namespace::name`, or a namespace, of operators that the program may
-            call though they are not of ATen.
-        bucketed: whether reshardings of parameters share collectives and run beside other work,
-            as the plan counts them; if not, each runs by itself where it is first read.
+        seed: seed of random operators such as dropout; must be the same on all ranks.
+        custom_operators: operators outside ATen that the program may call, as `namespace::name`
+            or whole namespaces.
+        bucketed: True if reshardings of parameters share collectives and overlap other work, as
+            in the plan; otherwise each runs separately before its first read.
 
     Raises:
-        PlanError: the mesh is not the stage's, the stage contradicts itself, or it calls
-            an operator that may not be called.
+        PlanError: the mesh does not have the stage's axes, the stage is inconsistent, or it calls
+            an operator that is not allowed.
 
     Attributes:
         graph: the program that is run.
-        instructions: in the order in which they run.
-        is_random: whether it draws random numbers.
-        place: coordinate of this rank on the mesh.
+        instructions: the rank's instructions, in order.
+        is_random: True if the program draws random numbers.
+        place: position of this rank on the mesh.
     """
 
     def __init__(
@@ -71,21 +71,21 @@ class LocalProgram:
         self.instructions = tuple(_Binder(lowered, mesh, self.place, custom).bind())
         self._outputs = lowered.outputs
         outputs = {slot for slot in self._outputs if slot is not None}
-        self._entering = mark_last_reads(self.instructions, outputs)
+        self._read_inputs = mark_last_reads(self.instructions, outputs)
 
     def __call__(self, inputs: Iterable[torch.Tensor], *, step: int = 0) -> tuple[Any, ...]:
         """Run on this rank's tensors.
 
         Args:
-            inputs: this rank's slices of `stage.inputs`, in order. Tensors of an iterator that
-                nothing else references are freed after their last use.
-            step: number of the training step. Random numbers follow from it and the seed,
-                so that recomputing a step draws the same ones.
+            inputs: this rank's shards of `stage.inputs`, in order. If nothing else references
+                them, as with an iterator, they are freed after their last use.
+            step: index of the training step. It and the seed determine the random numbers, so
+                that recomputing a step draws the same ones.
 
         Returns:
-            One entry per output of the graph: this rank's slice, or the literal.
+            One entry per output of the graph: this rank's shard, or the literal.
         """
-        registers = {slot: tensor for slot, tensor in enumerate(inputs) if slot in self._entering}
+        registers = {slot: x for slot, x in enumerate(inputs) if slot in self._read_inputs}
         execute(self.instructions, registers, step)
         return tuple(
             registers[slot] if slot is not None else output.literal
@@ -97,10 +97,10 @@ class _Binder:
     """Binds kernels and process groups to lowered instructions.
 
     Args:
-        lowered: of a stage.
+        lowered: the lowered stage.
         mesh: the stage's devices.
-        place: coordinate of this rank on the mesh.
-        custom: names of operators that may be called though they are not of ATen.
+        place: position of this rank on the mesh.
+        custom: names of operators outside ATen that may be called.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class _Binder:
         self._buckets: dict[int, BucketSteps] = {}  # by the slot of the pending bucket
 
     def bind(self) -> Iterator[Instruction]:
-        """The instructions; those of a checkpoint are one.
+        """The executable instructions; those of a checkpoint become one `Recompute`.
 
         Raises:
-            PlanError: the stage contradicts itself, or calls an operator that may not be called.
+            PlanError: the stage is inconsistent, or calls an operator that is not allowed.
         """
         self._check_inputs()
         groups = groupby(self._lowered.instructions, key=lambda lowered: lowered.checkpoint)
@@ -181,7 +181,7 @@ class _Binder:
             place=self._place,
             custom=self._custom,
         )
-        # How many rows an expert gets depends on data.
+        # The number of rows of an expert depends on data.
         known: list[tuple[int | None, ...]] = [
             (None, None, *shape[2:]) if value in self._ragged else shape
             for value, shape in zip(node.outputs, local.output_shapes, strict=True)
@@ -190,7 +190,7 @@ class _Binder:
             node=node.name,
             reads=lowered.reads,
             targets=lowered.targets,
-            writes=local.tracked(),
+            writes=local.running_statistics(),
             shapes=tuple(known),
             kernel=bind_kernel(local),
         )
@@ -198,7 +198,7 @@ class _Binder:
     def _local_shapes(
         self, values: Sequence[str], layouts: Sequence[Layout]
     ) -> tuple[tuple[int, ...], ...]:
-        """Shapes on this rank, whose share may be smaller than the largest."""
+        """Shapes on this rank; its slice of an unevenly sharded dim may be smaller than others."""
         if len(values) != len(layouts):
             raise PlanError(f"there are {len(layouts)} layouts for the values {list(values)}")
         place, shapes = self._place, []
@@ -223,7 +223,7 @@ def _place(stage: Stage, mesh: DeviceMesh, seed: int) -> Place:
         wanted = ", ".join(f"{name}={size}" for name, size in stage.axes)
         raise PlanError(
             f"the plan is for a mesh with the axes {wanted}; this one has the shape "
-            f"{tuple(mesh.shape)} and the axis names {mesh.mesh_dim_names}: make it with "
+            f"{tuple(mesh.shape)} and the axis names {mesh.mesh_dim_names}: create it with "
             f"init_device_mesh({mesh.device_type!r}, {sizes}, mesh_dim_names={names})"
         )
     coordinate = mesh.get_coordinate()

@@ -1,4 +1,4 @@
-"""Recording the collectives that run, independently of the plan."""
+"""Records the collectives that a rank runs, independently of the plan."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ _KINDS = {
 _HALO_EXCHANGE = "halo_exchange"
 _SENDS, _RECEIVES = "c10d::send", "c10d::recv_"
 _NAMESPACES = ("_c10d_functional::", "c10d::")
-_SILENT = frozenset({"c10d::barrier", "c10d::monitored_barrier_"})
+_IGNORED = frozenset({"c10d::barrier", "c10d::monitored_barrier_"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,14 @@ class CollectiveRecord:
     """A collective that ran on this rank.
 
     Attributes:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, or halo_exchange for consecutive
-            point-to-point messages; otherwise the name of the operator.
-        axis: name of the mesh axis of the process group; `"?"` if the mesh does not have it.
-        nbytes: size of the larger of the rank's tensor before and after; of an all-to-all, the
-            bytes sent, since those received may differ; of a halo exchange, the larger of all
-            bytes sent and received.
-        direction: backward if autograd was running.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, gather, scatter,
+            reduce, or halo_exchange for consecutive point-to-point messages; otherwise the name
+            of the operator.
+        axis: mesh axis of the process group; `"?"` if no axis of the mesh has that group.
+        nbytes: bytes of the rank's input or output, whichever is larger; for an all-to-all, the
+            bytes sent, since those received may differ; for a halo exchange, all bytes sent or
+            all bytes received, whichever are more.
+        direction: `"backward"` if autograd was running backward, else `"forward"`.
     """
 
     kind: str
@@ -60,10 +61,10 @@ class CollectiveRecord:
 
 
 class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """A context that records the collectives of this thread and its autograd.
+    """A context manager that records the collectives of this thread and of its backward passes.
 
     Attributes:
-        records: in the order in which the collectives were started.
+        records: the collectives, in the order in which they were started.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -86,15 +87,15 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         """Run the operator, and record it if it is a collective."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        schema = func._schema  # noqa: SLF001  torch has no public way to an operator's schema
+        schema = func._schema  # noqa: SLF001  torch has no public access to an operator's schema
         if schema.name in (_SENDS, _RECEIVES):
             self._record_message(schema.name, tensors=args[0], group=args[1])
             return result
         self._messages.clear()
-        if schema.name.startswith(_NAMESPACES) and schema.name not in _SILENT:
+        if schema.name.startswith(_NAMESPACES) and schema.name not in _IGNORED:
             given = dict(zip((a.name for a in schema.arguments), args, strict=False))
             given.update(kwargs)
-            # Operators without a group do not communicate, such as the wait for a collective.
+            # Operators without a process group, such as wait_tensor, do not communicate.
             group = given.get("group_name", given.get("process_group"))
             if group is not None:
                 self._record(schema.name, group, given, result)
@@ -107,7 +108,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self.records.append(self._made(kind, group, max(_nbytes(value) for value in values)))
 
     def _record_message(self, name: str, tensors: Any, group: Any) -> None:
-        """Add a message to a halo exchange, whose messages follow each other directly."""
+        """Add a message to the halo exchange that the preceding operator belongs to, if any."""
         if self._message_group != _group_name(group):
             self._messages.clear()
             self._message_group = _group_name(group)
@@ -117,7 +118,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self.records.append(self._made(_HALO_EXCHANGE, group, max(self._messages.values())))
 
     def _made(self, kind: str, group: Any, nbytes: int) -> CollectiveRecord:
-        # While autograd runs, the thread belongs to a graph task.
+        # A graph task runs on this thread only during backward.
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         return CollectiveRecord(
             kind=kind,
@@ -131,7 +132,7 @@ def record_collectives(mesh: DeviceMesh) -> CollectiveRecorder:
     """A context manager that records the collectives that run inside it.
 
     Args:
-        mesh: names the axes by their process groups.
+        mesh: the mesh whose axes are reported.
 
     Example:
         >>> with record_collectives(mesh) as recorder:
@@ -143,7 +144,7 @@ def record_collectives(mesh: DeviceMesh) -> CollectiveRecorder:
 
 
 def summarize(records: Iterable[CollectiveRecord]) -> tuple[CollectiveCount, ...]:
-    """Records summed by kind, axis and direction, sorted as `Plan.collectives` is."""
+    """Sum records by kind, axis and direction, in the order of `Plan.collectives`."""
     found: dict[tuple[str, str, Direction], list[int]] = {}
     for record in records:
         found.setdefault((record.kind, record.axis, record.direction), []).append(record.nbytes)

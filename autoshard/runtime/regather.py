@@ -1,8 +1,8 @@
-"""Resharded tensors that backward makes once more instead of finding them held.
+"""Re-gathering in backward: resharded tensors are not saved, backward reshards them again.
 
-Autograd saves the very tensor that an operator reads, or a view of it. Where its memory is
-that of a tensor resharded `again`, a reader is saved in its place: the source of the
-resharding, and how the view lies in what the resharding makes.
+Autograd saves the tensor that an operator reads, or a view of it. If it shares storage with the
+result of a resharding whose `regather` is set, a saved-tensor hook saves a `_SavedView` instead:
+the source of the resharding, and the offset, shape and strides of the view in its result.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ Reshard = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Regathers:
-    """The tensors of one run that backward reshards once more."""
+    """The tensors of one run that backward reshards again."""
 
     def __init__(self) -> None:
-        # A weak reference keeps the address of a storage from being used for another one.
-        self._alive: dict[StorageWeakRef, _Regather] = {}
+        # The weak reference prevents that the address of a freed storage is reused.
+        self._by_storage: dict[StorageWeakRef, _Regather] = {}
 
     def add(
         self,
@@ -32,44 +32,45 @@ class Regathers:
         resharded: Sequence[torch.Tensor],
         reshard: Reshard,
     ) -> None:
-        """Let backward make tensors from their sources, all of them when the first is needed.
+        """Register resharded tensors; backward reshards all of them when it needs the first.
 
         Args:
-            sources: held for backward in their place; may themselves be resharded again.
-            resharded: what was made of each.
-            reshard: makes them once more.
+            sources: tensors before the resharding, which are saved for backward; they may
+                themselves be results that are re-gathered.
+            resharded: result of each.
+            reshard: maps the sources to the results.
         """
         if not torch.is_grad_enabled():
             return
-        together = _Together([self._pack(source) for source in sources], reshard)
+        group = _RegatherGroup([self._pack(source) for source in sources], reshard)
         pairs = zip(sources, resharded, strict=True)
-        for place, (source, tensor) in enumerate(pairs):
+        for index, (source, tensor) in enumerate(pairs):
             storage = _storage(tensor)
-            # A resharding may end in a view of its source, which then is all there is to hold.
+            # If the result is a view of its source, re-gathering would save no memory.
             if storage != _storage(source):
-                self._alive[storage] = together.member(place)
+                self._by_storage[storage] = group.member(index)
 
     def saving(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-        """A context for an operator that reads these tensors."""
-        self._alive = {ref: made for ref, made in self._alive.items() if not _expired(ref)}
-        if self._alive and any(_storage(tensor) in self._alive for tensor in tensors):
+        """A context in which an operator that reads these tensors is run."""
+        self._by_storage = {r: made for r, made in self._by_storage.items() if not _expired(r)}
+        if self._by_storage and any(_storage(tensor) in self._by_storage for tensor in tensors):
             return saved_tensors_hooks(self._pack, _unpack)
         return nullcontext()
 
-    def forget(self) -> None:
-        """Let go of everything that no reader needs; the hooks live as long as the graph."""
-        self._alive.clear()
+    def clear(self) -> None:
+        """Release the registered tensors; autograd's hooks keep those that backward needs."""
+        self._by_storage.clear()
 
     def _pack(self, tensor: torch.Tensor) -> "_Packed":
-        reshard_after_forward = self._alive.get(_storage(tensor))
-        # What is conjugated or negated lazily is more than its memory says.
-        if reshard_after_forward is None or tensor.is_conj() or tensor.is_neg():
-            return _Held(tensor)
-        return reshard_after_forward.reader(tensor)
+        regather = self._by_storage.get(_storage(tensor))
+        # The values of lazily conjugated or negated tensors differ from those in their storage.
+        if regather is None or tensor.is_conj() or tensor.is_neg():
+            return _SavedTensor(tensor)
+        return regather.save_view(tensor)
 
 
 class _Packed(Protocol):
-    """Stands for a tensor that backward needs."""
+    """Stored by autograd in place of a tensor that backward needs."""
 
     def unpack(self) -> torch.Tensor: ...
 
@@ -78,11 +79,11 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     return packed.unpack()
 
 
-class _Held:
-    """The tensor itself; watched as autograd watches what it saves without hooks."""
+class _SavedTensor:
+    """The tensor itself, with the check of its version that autograd does without hooks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: an output that is saved would otherwise hold the node that holds it.
+        # Detached, since a saved output would form a reference cycle with its autograd node.
         self._tensor = tensor.detach()
         self._version = tensor._version  # noqa: SLF001  torch has no public way to it
 
@@ -96,82 +97,86 @@ class _Held:
         return self._tensor
 
 
-class _Reader:
-    """A view of a resharded tensor that does not hold it."""
+class _SavedView:
+    """A view of a resharded tensor, without a reference to its storage."""
 
-    def __init__(self, reshard_after_forward: "_Regather", tensor: torch.Tensor) -> None:
-        self._reshard_after_forward = reshard_after_forward
+    def __init__(self, regather: "_Regather", tensor: torch.Tensor) -> None:
+        self._regather = regather
         self._dtype = tensor.dtype
-        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        storage = self._reshard_after_forward.storage(self)
-        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
+        storage = self._regather.storage(self)
+        made = torch.empty(0, dtype=self._dtype, device=storage.device)
+        return made.set_(storage, *self._geometry)
 
 
-class _Together:
-    """ReshardingTable that run once more at one time.
+class _RegatherGroup:
+    """Reshardings that run again at the same time, such as those of a bucket.
 
     Args:
-        sources: what they reshard.
-        reshard: runs them.
+        sources: the saved inputs.
+        reshard: runs the reshardings.
     """
 
     def __init__(self, sources: Sequence["_Packed"], reshard: Reshard) -> None:
         self._sources = sources
         self._reshard = reshard
-        # Readers hold the members; one without readers is not needed.
+        # Saved views reference the members; a member without views is not needed.
         self._members: WeakValueDictionary[int, _Regather] = WeakValueDictionary()
 
-    def member(self, place: int) -> "_Regather":
-        """The resharding of one of the sources."""
-        made = self._members[place] = _Regather(self)
+    def member(self, index: int) -> "_Regather":
+        """The resharding of the source with this index."""
+        made = self._members[index] = _Regather(self)
         return made
 
     def run(self, backward_pass: int) -> None:
-        """Give each member its tensor."""
+        """Reshard the sources, and give each member its result."""
         with torch.no_grad():
             resharded = self._reshard([source.unpack() for source in self._sources])
-        for place, member in self._members.items():
-            member.take(resharded[place], backward_pass)
+        for index, member in self._members.items():
+            member.set_result(resharded[index], backward_pass)
 
 
 class _Regather:
-    """One resharding that runs once more in a backward pass.
+    """One resharding that runs again in a backward pass.
 
-    What it makes is held from the turn of the first reader, of it or of another one that runs
-    together with it, to that of its last one. Another pass over the same graph reshards anew.
+    The result is freed when the last of its saved views has been unpacked. Another backward pass
+    over the same graph reshards again.
     """
 
-    def __init__(self, together: _Together) -> None:
-        self._together = together
-        # Autograd holds the readers, and drops those of a part of the graph that it drops.
-        self._readers: WeakSet[_Reader] = WeakSet()
-        self._waiting: WeakSet[_Reader] = WeakSet()
+    def __init__(self, group: _RegatherGroup) -> None:
+        self._group = group
+        # Autograd owns the views; those of a freed part of the graph disappear from the sets.
+        self._views: WeakSet[_SavedView] = WeakSet()
+        self._pending: WeakSet[_SavedView] = WeakSet()
         self._resharded: torch.Tensor | None = None
         self._backward_pass = -1
 
-    def reader(self, tensor: torch.Tensor) -> _Reader:
-        """A reader of a view of the resharded tensor."""
-        reader = _Reader(self, tensor)
-        self._readers.add(reader)
-        return reader
+    def save_view(self, tensor: torch.Tensor) -> _SavedView:
+        """Make the saved view for a tensor that shares storage with the result."""
+        view = _SavedView(self, tensor)
+        self._views.add(view)
+        return view
 
-    def take(self, resharded: torch.Tensor, backward_pass: int) -> None:
-        """Hold the resharded tensor, if anybody is to read it."""
+    def set_result(self, resharded: torch.Tensor, backward_pass: int) -> None:
+        """Keep the result of a backward pass, unless there are no views of it."""
         self._backward_pass = backward_pass
-        self._waiting = WeakSet(self._readers)
-        self._resharded = resharded if self._waiting else None
+        self._pending = WeakSet(self._views)
+        self._resharded = resharded if self._pending else None
 
-    def storage(self, reader: _Reader) -> torch.UntypedStorage:
-        """The memory of the resharded tensor; a reader's turn."""
+    def storage(self, view: _SavedView) -> torch.UntypedStorage:
+        """The storage of the result, resharded if this backward pass has not done so yet.
+
+        The view counts as unpacked afterwards.
+        """
         backward_pass = torch._C._current_graph_task_id()  # noqa: SLF001  as in the recorder
         if self._resharded is None or backward_pass != self._backward_pass:
-            self._together.run(backward_pass)
+            self._group.run(backward_pass)
         resharded = self._resharded
         assert resharded is not None
-        self._waiting.discard(reader)
-        if not self._waiting:
+        self._pending.discard(view)
+        if not self._pending:
             self._resharded = None
         return resharded.untyped_storage()
 

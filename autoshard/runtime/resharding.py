@@ -1,12 +1,12 @@
-"""Running the steps of a resharding on local tensors.
+"""The steps of a resharding on local tensors.
 
-Every pair of types in `autoshard.layouts.STEPS` is a function of the `spmd_types` package with
-exactly the table's forward and backward, so eager code here talks to no process group itself.
-That package knows dims that are cut as one into equal slices. Interleaved sub-shards are
-reordered around it; slices of unequal length are padded with zeros before it and trimmed after.
+For every pair of types in `autoshard.layouts.STEPS`, the `spmd_types` package has a function with
+exactly that forward and backward; eager code runs collectives only through it. It supports equal
+slices of one dim. Interleaved sub-shards are reordered before and after; slices of unequal length
+are padded with zeros before, and trimmed after.
 
-Under `torch.compile` the same actions run as functional collectives: `spmd_types` looks at
-autograd nodes, which a tracer does not have. The compiler decides what overlaps with what.
+Under `torch.compile` the same actions run as functional collectives, since `spmd_types` inspects
+autograd nodes, which do not exist during tracing. The compiler decides about overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import PlanError
 from autoshard.layouts import STEPS, Action, AxisType, Kind, largest_shard, parse_type
 from autoshard.plan import PlannedStep
-from autoshard.runtime.shards import by_rank, by_sub_shard
+from autoshard.runtime.shards import from_rank_major, to_rank_major
 
 LocalFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,12 +36,11 @@ def bind_steps(
 ) -> tuple[LocalFunction, ...]:
     """The functions that run a resharding's steps on a rank's tensor, in order.
 
-    A function is differentiable where its argument requires a gradient. Steps on axes of
-    one rank change nothing and are left out.
+    The functions are differentiable. Steps on axes of size 1 are left out.
 
     Args:
-        steps: as a plan lists them.
-        mesh: has the process group of each axis by name.
+        steps: the steps as a plan lists them.
+        mesh: its mesh dim names are the axes of the steps.
         shape: global shape of the tensor.
 
     Raises:
@@ -73,13 +72,13 @@ def bind_step(
     """The function that runs one step.
 
     Args:
-        source: type before.
-        target: type after.
-        group: the ranks of the axis.
+        source: type of the axis before the step.
+        target: type of the axis after it.
+        group: process group of the axis.
         shape: global shape of the tensor.
     """
     uneven = [
-        _Uneven(t.dim, shape[t.dim], group.size(), group.rank())
+        _UnevenDim(t.dim, shape[t.dim], group.size(), group.rank())
         for t in (source, target)
         if t.is_shard and shape[t.dim] % group.size()
     ]
@@ -87,35 +86,35 @@ def bind_step(
     if not uneven:
         return even
     if source.is_replicated:
-        (cut,) = uneven
+        (dim,) = uneven
         if source.kind is Kind.REPLICATE:
-            return cut.own
+            return dim.own_slice
         gather = _bind_even(target, source, group)
-        return lambda tensor: _Slice.apply(tensor, cut, gather)  # type: ignore[no-untyped-call]  # torch
+        return lambda tensor: _Slice.apply(tensor, dim, gather)  # type: ignore[no-untyped-call]  # torch
 
     def run(tensor: torch.Tensor) -> torch.Tensor:
-        for cut in uneven:
-            tensor = cut.padded(tensor)
+        for dim in uneven:
+            tensor = dim.padded(tensor)
         tensor = even(tensor)
-        for cut in uneven:
-            tensor = cut.trimmed(tensor, is_whole=cut.dim != target.dim)
+        for dim in uneven:
+            tensor = dim.trimmed(tensor, is_whole=dim.index != target.dim)
         return tensor
 
     return run
 
 
 @dataclass(frozen=True, slots=True)
-class _Uneven:
-    """A dim that an axis cuts into slices of unequal length.
+class _UnevenDim:
+    """A dim that is sharded into slices of unequal length.
 
     Attributes:
-        dim: of the tensor.
-        size: of the whole dim.
-        num_ranks: of the axis.
-        rank: this one.
+        index: index of the dim in the tensor.
+        size: global size of the dim.
+        num_ranks: number of ranks of the axis.
+        rank: index of this rank on the axis.
     """
 
-    dim: int
+    index: int
     size: int
     num_ranks: int
     rank: int
@@ -124,43 +123,43 @@ class _Uneven:
     def _share(self) -> int:
         return largest_shard(self.size, self.num_ranks)
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rank's slice of a whole tensor; its gradient is written into zeros."""
+    def own_slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy the rank's slice of a whole tensor; backward pads the gradient with zeros."""
         start = self.rank * self._share
-        own = tensor.narrow(self.dim, start, min(self._share, self.size - start))
-        # Not a view, which would keep the whole tensor alive.
-        return own.clone(memory_format=torch.contiguous_format)
+        view = tensor.narrow(self.index, start, min(self._share, self.size - start))
+        # A view would keep the whole tensor alive.
+        return view.clone(memory_format=torch.contiguous_format)
 
     def padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A slice, or the whole, as if the size were the next one that the axis divides."""
-        length = tensor.shape[self.dim]
-        wanted = self._share * (self.num_ranks if length == self.size else 1)
-        missing = wanted - length
+        """Pad a slice or the whole tensor to the next size that the number of ranks divides."""
+        length = tensor.shape[self.index]
+        missing = self._share * (self.num_ranks if length == self.size else 1) - length
         if not missing:
             return tensor
-        return torch.nn.functional.pad(tensor, (*(0, 0) * (tensor.ndim - 1 - self.dim), 0, missing))
+        later_dims = (0, 0) * (tensor.ndim - 1 - self.index)
+        return torch.nn.functional.pad(tensor, (*later_dims, 0, missing))
 
     def trimmed(self, tensor: torch.Tensor, *, is_whole: bool) -> torch.Tensor:
-        """A padded slice, or the padded whole, without its padding."""
+        """Remove the padding of a slice, or of the whole tensor."""
         own = min(self._share, self.size - self.rank * self._share)
-        return tensor.narrow(self.dim, 0, self.size if is_whole else own).contiguous()
+        return tensor.narrow(self.index, 0, self.size if is_whole else own).contiguous()
 
 
 class _Slice(torch.autograd.Function):
-    """I -> S: a slice, and backward an all-gather of slices."""
+    """I -> S: a slice in forward, an all-gather of the slices in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, cut: _Uneven, gather: LocalFunction
+        ctx: Any, tensor: torch.Tensor, dim: _UnevenDim, gather: LocalFunction
     ) -> torch.Tensor:
-        ctx.cut, ctx.gather = cut, gather
-        return cut.own(tensor)
+        ctx.dim, ctx.gather = dim, gather
+        return dim.own_slice(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = ctx.gather(ctx.cut.padded(gradient))
-        return ctx.cut.trimmed(whole, is_whole=True), None, None
+        whole = ctx.gather(ctx.dim.padded(gradient))
+        return ctx.dim.trimmed(whole, is_whole=True), None, None
 
 
 def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> LocalFunction:
@@ -173,9 +172,9 @@ def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> Local
             compiled: torch.Tensor = _Traced.apply(tensor, traced)  # type: ignore[no-untyped-call]  # torch
             return compiled
         if target.sub_shards:
-            tensor = by_rank(tensor, target, num_ranks)
-        # Reductions of gradients run in the tensor's own dtype, as the plan counted them;
-        # spmd_types has to be told so where the dtype is narrower than float32.
+            tensor = to_rank_major(tensor, target, num_ranks)
+        # Gradients are reduced in the tensor's dtype, as the plan counts them; by default
+        # spmd_types would use float32 for narrower dtypes.
         resharded: torch.Tensor = redistribute(
             tensor.contiguous(),
             group,
@@ -184,16 +183,16 @@ def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> Local
             backward_options={"op_dtype": tensor.dtype},
         )
         if resharded.requires_grad:
-            # The all-reduce of a gradient takes contiguous memory only, and autograd
-            # passes any layout, such as an expanded scalar.
+            # The all-reduce of a gradient needs contiguous memory, but autograd passes any
+            # strides, such as those of an expanded scalar.
             resharded.register_hook(made_contiguous)  # type: ignore[no-untyped-call]  # torch
-        return by_sub_shard(resharded, source, num_ranks) if source.sub_shards else resharded
+        return from_rank_major(resharded, source, num_ranks) if source.sub_shards else resharded
 
     return run
 
 
 def made_contiguous(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A hook for tensors whose gradient must be contiguous; an unused tensor has none."""
+    """Gradient hook that returns a contiguous gradient; None for an unused tensor."""
     return None if gradient is None else gradient.contiguous()
 
 
@@ -203,14 +202,14 @@ def _spmd_type(axis_type: AxisType) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _TracedStep:
-    """One step on the ranks of an axis, as `torch.compile` traces it.
+    """One step on an axis, as `torch.compile` traces it.
 
     Attributes:
-        source: type before.
-        target: type after.
+        source: type of the axis before the step.
+        target: type of the axis after it.
         group: name of the process group.
-        num_ranks: of the axis.
-        rank: this one.
+        num_ranks: number of ranks of the axis.
+        rank: index of this rank on the axis.
     """
 
     source: AxisType
@@ -220,7 +219,7 @@ class _TracedStep:
     rank: int
 
     def run(self, tensor: torch.Tensor, *, backward: bool) -> torch.Tensor:
-        """Run the action of forward, or that of backward."""
+        """Run the forward or the backward action of the step."""
         action = STEPS[self.source.kind, self.target.kind][backward]
         old, new = (self.target, self.source) if backward else (self.source, self.target)
         if action is Action.SLICE:
@@ -252,20 +251,20 @@ class _TracedStep:
         ones = [1] * self.num_ranks
         return self._join(_waited(_OPS.all_to_all_single(slices, ones, ones, self.group)), old)
 
-    def _split(self, tensor: torch.Tensor, cut: AxisType) -> torch.Tensor:
-        """The slices of all ranks, stacked along a new dim 0."""
-        if cut.sub_shards:
-            tensor = by_rank(tensor, cut, self.num_ranks)
-        return torch.unflatten(tensor, cut.dim, (self.num_ranks, -1)).movedim(cut.dim, 0)
+    def _split(self, tensor: torch.Tensor, shard: AxisType) -> torch.Tensor:
+        """Stack the slices of all ranks along a new dim 0."""
+        if shard.sub_shards:
+            tensor = to_rank_major(tensor, shard, self.num_ranks)
+        return torch.unflatten(tensor, shard.dim, (self.num_ranks, -1)).movedim(shard.dim, 0)
 
-    def _join(self, slices: torch.Tensor, cut: AxisType) -> torch.Tensor:
-        """The whole tensor, from the slices of all ranks."""
-        whole = slices.movedim(0, cut.dim).flatten(cut.dim, cut.dim + 1).contiguous()
-        return by_sub_shard(whole, cut, self.num_ranks) if cut.sub_shards else whole
+    def _join(self, slices: torch.Tensor, shard: AxisType) -> torch.Tensor:
+        """Join the slices of all ranks, stacked along dim 0, to the whole tensor."""
+        whole = slices.movedim(0, shard.dim).flatten(shard.dim, shard.dim + 1).contiguous()
+        return from_rank_major(whole, shard, self.num_ranks) if shard.sub_shards else whole
 
 
 class _Traced(torch.autograd.Function):
-    """A traced step, and its backward."""
+    """Runs a traced step, and its backward action in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, step: _TracedStep) -> torch.Tensor:

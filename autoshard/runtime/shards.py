@@ -1,8 +1,7 @@
-"""Shards of global tensors: their slices, and the sub-shards of interleaved ones.
+"""Shards of global tensors, and their sub-shards if a dim is interleaved.
 
-A rank's shard of nearly every tensor is one slice. Where a dim is sharded in interleaved sub-shards
-(fused QKV), the shard is several slices of the global tensor, its sub-shards, one after the
-other in local memory.
+A shard usually is one slice of the global tensor. If a dim is sharded in interleaved sub-shards
+(fused QKV), the shard consists of several slices, one after the other in local memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from autoshard.errors import LayoutError
 from autoshard.layouts import AxisType, Layout, from_placements
 
 DimSlices = Sequence[Sequence[slice]]
-"""For each dim of a global tensor the slices of it that a shard has."""
+"""For each dim of a global tensor, the slices of which a shard consists."""
 
 
 def local_shard(
@@ -24,7 +23,7 @@ def local_shard(
 ) -> torch.Tensor:
     """A rank's shard of a global tensor; differentiable.
 
-    A view, except of dims sharded in interleaved sub-shards.
+    It is a view, unless a dim is sharded in interleaved sub-shards.
 
     Raises:
         LayoutError: the layout cannot shard the tensor.
@@ -39,7 +38,7 @@ def local_shard(
 def local_shape(
     shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape of a rank's shard of a tensor of a global shape.
+    """The shape of a rank's shard, from the global shape.
 
     Raises:
         LayoutError: the layout cannot shard the tensor.
@@ -69,7 +68,7 @@ class SubShard:
     local: torch.Tensor
 
     def pieces(self, num_bytes: int) -> Iterator["SubShard"]:
-        """Consecutive rows, at most the given number of bytes or one row at a time."""
+        """Split along dim 0 into pieces of at most `num_bytes` bytes, but at least one row."""
         if not self.local.nbytes:
             return
         if self.local.nbytes <= num_bytes or not self.index:
@@ -88,7 +87,7 @@ def sub_shards(local: torch.Tensor, slices: DimSlices) -> Iterator[SubShard]:
 
     Args:
         local: the shard.
-        slices: of the global tensor, for each dim.
+        slices: slices of each dim of the global tensor of which the shard consists.
     """
     offsets = [accumulate((p.stop - p.start for p in parts), initial=0) for parts in slices]
     dims = [list(zip(*pair, strict=False)) for pair in zip(slices, offsets, strict=True)]
@@ -114,10 +113,10 @@ def local_sub_shards(tensor: torch.Tensor) -> Iterator[SubShard]:
 
 
 def dtensor_slices(tensor: DTensor, coordinate: Sequence[int]) -> DimSlices:
-    """The slices of a DTensor that the rank at a coordinate of its mesh has.
+    """The slices of each dim of a DTensor on the rank at a mesh coordinate.
 
     Raises:
-        LayoutError: no layout has the tensor's placements, or it is partial.
+        LayoutError: no layout has the tensor's placements, or the tensor is partial.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise LayoutError(
@@ -129,19 +128,22 @@ def dtensor_slices(tensor: DTensor, coordinate: Sequence[int]) -> DimSlices:
     return layout.local_slices(tensor.shape, sizes, coordinate)
 
 
-def by_rank(tensor: torch.Tensor, shard: AxisType, num_ranks: int) -> torch.Tensor:
-    """Reorder interleaved sub-shards of a dim so that the slices of each rank are contiguous."""
+def to_rank_major(tensor: torch.Tensor, shard: AxisType, num_ranks: int) -> torch.Tensor:
+    """Reorder a dim with interleaved sub-shards so that those of each rank are contiguous.
+
+    For Q, K, V on two ranks: `Q0 Q1 K0 K1 V0 V1` becomes `Q0 K0 V0 Q1 K1 V1`.
+    """
     dim = shard.dim
     unit = tensor.shape[dim] // sum(shard.sub_shards)
-    sections = torch.split(tensor, [unit * size for size in shard.sub_shards], dim)
-    slices = [torch.unflatten(section, dim, (num_ranks, -1)) for section in sections]
+    parts = torch.split(tensor, [unit * size for size in shard.sub_shards], dim)
+    slices = [torch.unflatten(part, dim, (num_ranks, -1)) for part in parts]
     return torch.cat(slices, dim + 1).flatten(dim, dim + 1)
 
 
-def by_sub_shard(tensor: torch.Tensor, shard: AxisType, num_ranks: int) -> torch.Tensor:
-    """The inverse of `by_rank`: reorder the slices of ranks so that sub-shards are contiguous."""
+def from_rank_major(tensor: torch.Tensor, shard: AxisType, num_ranks: int) -> torch.Tensor:
+    """The inverse of `to_rank_major`."""
     dim = shard.dim
     unit = tensor.shape[dim] // (num_ranks * sum(shard.sub_shards))
     ranks = torch.unflatten(tensor, dim, (num_ranks, -1))
     slices = torch.split(ranks, [unit * size for size in shard.sub_shards], dim + 1)
-    return torch.cat([sub_shard.flatten(dim, dim + 1) for sub_shard in slices], dim)
+    return torch.cat([part.flatten(dim, dim + 1) for part in slices], dim)

@@ -19,17 +19,17 @@ from autoshard.runtime.shards import local_shard, shape_of
 
 _IMPORTING_TYPES = frozenset({"collections.defaultdict"})
 _IMPORTING_CONTEXT = "__enum__"
-"""These make PyTorch import modules by name while it reads a spec. A plan may come from a
-server, so it must not choose what is imported."""
+"""Tree specs with these make PyTorch import modules by name. A plan may come from a server, so
+it must not choose what is imported."""
 
 
 class Arguments:
     """Checks and shards the arguments of forward.
 
     Args:
-        stage: with the layout of each tensor.
-        graph: with the structure of the arguments and their literals.
-        place: position of this rank.
+        stage: has the layout of each tensor.
+        graph: has the structure of the arguments, and the literals among them.
+        place: position of this rank on the mesh.
     """
 
     def __init__(self, stage: Stage, graph: Graph, place: Place) -> None:
@@ -44,13 +44,14 @@ class Arguments:
         self._symbols = {n: graph.dynamic.symbols_of(n) for n in placed} if graph.dynamic else {}
 
     def localize(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """This rank's shards by the names of their values.
+        """This rank's shards of the tensor arguments, by the names of their values.
 
         Args:
             leaves: the arguments, from `flatten`.
 
         Raises:
-            PlanError: a literal has another value, or a tensor is of another shape or dtype.
+            PlanError: a literal has another value than at export, or a tensor does not have the
+                planned shape, dtype or placements.
         """
         tensors = {}
         for graph_input, leaf in zip(self._inputs, leaves, strict=True):
@@ -59,20 +60,19 @@ class Arguments:
             elif leaf != graph_input.literal or isinstance(leaf, torch.Tensor):
                 raise PlanError(
                     f"argument {graph_input.target!r} was {graph_input.literal!r} when the model "
-                    f"was exported and is {_shown(leaf)} now; plan again for the new value"
+                    f"was exported and is {_shown(leaf)} now; make a plan for the new value"
                 )
         return tensors
 
     def sizes(self, leaves: Sequence[Any]) -> dict[str, int]:
-        """The dynamic sizes by symbol where they differ from the planned ones; else empty.
-
-        Tensors of other sizes are full ones or DTensors.
+        """The dynamic sizes by symbol; empty if they are the planned ones.
 
         Args:
-            leaves: the arguments, from `flatten`.
+            leaves: the arguments, from `flatten`. Tensors of other sizes than planned must be
+                full ones or DTensors.
 
         Raises:
-            PlanError: an argument is not a tensor, or two tensors contradict each other.
+            PlanError: two tensors have different sizes for one symbol.
         """
         if not self._symbols:
             return {}
@@ -87,13 +87,13 @@ class Arguments:
                 number = tensor.shape[dim] if dim < tensor.ndim else -1
                 if sizes.setdefault(symbol, number) != number:
                     raise PlanError(
-                        f"dim {dim} of argument {name!r} is {number}, where other arguments say "
-                        f"{sizes[symbol]}"
+                        f"dim {dim} of argument {name!r} is {number}, but other arguments have "
+                        f"{sizes[symbol]} for {symbol}"
                     )
         return sizes
 
     def rows(self, size: int) -> slice:
-        """The rows of a batch that this rank reads; all, where tensors are sharded differently.
+        """The rows of a batch that this rank reads; all rows if tensors are sharded differently.
 
         Args:
             size: number of rows of the batch.
@@ -114,7 +114,7 @@ class Arguments:
         """The arguments as a flat list in the order of the program's inputs.
 
         Raises:
-            PlanError: their structure differs from that of the exported ones.
+            PlanError: their tree structure differs from that at export.
         """
         if self._spec is not None:
             order = self._spec.child(1).context
@@ -138,7 +138,7 @@ class _TensorArgument:
 
     Attributes:
         shape: global shape.
-        rows: the rank's slice of dim 0: all rows if it has several slices, None for a scalar.
+        rows: this rank's slice of dim 0; all rows if it has several slices, None for a scalar.
     """
 
     def __init__(self, placed: PlacedInput, place: Place, *, takes_gradient: bool) -> None:
@@ -152,7 +152,7 @@ class _TensorArgument:
         slices = layout.local_slices(self.shape, place.axis_sizes, place.coordinate)
         self._local_shape = shape_of(slices)
         self.rows: slice | None = None
-        # How to shard a tensor of each accepted shape; None for the shard itself.
+        # The layout that shards a tensor of each accepted shape; None if it is a shard already.
         self._layouts: dict[tuple[int, ...], Layout | None] = {}
         if self.shape:
             self.rows = slices[0][0] if len(slices[0]) == 1 else slice(0, self.shape[0])
@@ -162,11 +162,11 @@ class _TensorArgument:
         self._layouts[self._local_shape] = None
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a shape is the global one, that of this rank's rows, or that of its shard."""
+        """True if a shape is the global one, that of this rank's rows, or that of its shard."""
         return tuple(shape) in self._layouts
 
     def localize(self, value: Any) -> torch.Tensor:
-        """This rank's shard of a full tensor, a DTensor, or a tensor that is the shard."""
+        """This rank's shard of a full tensor or DTensor; a shard is returned as it is."""
         name = self._placed.target
         if not isinstance(value, torch.Tensor):
             raise PlanError(f"argument {name!r} must be a tensor, not {_shown(value)}")
@@ -192,8 +192,8 @@ class _TensorArgument:
         if shape not in self._layouts:
             raise PlanError(
                 f"argument {name!r} has shape {shape}; the plan is for the global shape "
-                f"{self.shape}, or {self._local_shape} where a rank passes its own shard: pad the "
-                f"batch, or plan again for the new shape"
+                f"{self.shape}, or {self._local_shape} if a rank passes its own shard: pad the "
+                f"batch, or make a plan for the new shape"
             )
         layout, place = self._layouts[shape], self._place
         if layout is None:
@@ -211,8 +211,8 @@ class Results:
     """Restores the structure of the results of forward.
 
     Args:
-        stage: with the layout of each output.
-        graph: with the structure of the outputs.
+        stage: has the layout of each output.
+        graph: has the structure of the outputs.
         mesh: the devices.
     """
 
@@ -231,7 +231,7 @@ class Results:
         }
 
     def nest(self, outputs: Sequence[Any]) -> Any:
-        """The results of forward: replicated tensors are plain, sharded ones DTensors."""
+        """The result of forward: replicated tensors are plain, sharded ones are DTensors."""
         values = list(outputs)
         for position, (placements, shape) in self._sharded.items():
             local = values[position]
@@ -263,7 +263,7 @@ def read_spec(text: str) -> pytree.TreeSpec:
     """Read a pytree spec written by `treespec_dumps`, without importing or running anything.
 
     Raises:
-        PlanError: it is malformed, or names a type that is not registered here.
+        PlanError: it is malformed, or names a type that is not registered as a pytree node.
     """
     try:
         _, schema = json.loads(text)

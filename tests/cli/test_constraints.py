@@ -61,7 +61,7 @@ def test_a_conflict_is_told(archive: Path) -> None:
     pins = ("--pin", "node:linear=P,R", "--forbid", "all_reduce", "--forbid", "reduce_scatter")
     result = autoshard("plan", archive, "--mesh", "2,2", *pins)
     assert result.exit_code == NO_PLAN
-    assert "these options cannot all hold: pin of node 'linear'" in words(result)
+    assert "these options contradict each other: pin of node 'linear'" in words(result)
 
 
 def test_explain_prices_alternatives(plans: tuple[Path, Path]) -> None:

@@ -49,7 +49,7 @@ def test_json_is_the_plan(archive: Path) -> None:
 def test_a_budget_that_is_too_small_ends_with_a_status_of_its_own(archive: Path) -> None:
     result = autoshard("plan", archive, "--mesh", "2", "--memory-budget", "1MB")
     assert result.exit_code == NO_PLAN
-    assert "the smallest that works" in " ".join(result.output.split())
+    assert "the smallest feasible budget" in " ".join(result.output.split())
 
 
 def test_coverage_shows_rules_and_with_a_plan_times(archive: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from autoshard.planner import make_plan
 
 
 class Whole(nn.Module):
-    """Linear layers around operators that cannot be cut: one along the sum, one without a rule."""
+    """Linear layers around operators that cannot be sharded: one sums, one has no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ def test_operators_without_a_cut_are_named_with_their_reason() -> None:
     assert use_of(coverage, "linear.default").num_whole == 0
     assert "one element" in use_of(coverage, "add.Tensor").reasons[0]
     assert coverage.num_calls == len(graph().nodes)
-    cut = [use.num_whole > 0 for use in coverage.operators]
-    assert cut == sorted(cut, reverse=True)
+    falls_back = [use.num_whole > 0 for use in coverage.operators]
+    assert falls_back == sorted(falls_back, reverse=True)
 
 
 def test_times_are_those_of_the_plan() -> None:
@@ -111,7 +111,7 @@ def test_a_size_that_no_axis_divides_falls_back_on_that_mesh_only() -> None:
     assert operator_coverage(odd).num_whole == 0
     plan = make_plan(odd, slow_devices(a=4, b=8), PlanOptions(mode="inference"))
     (use,) = operator_coverage(odd, plan).operators
-    assert use.reasons == ("No size that may be cut divides into 4 or 8 slices.",)
+    assert use.reasons == ("No size that may be sharded divides into 4 or 8 slices.",)
 
 
 def test_an_axis_of_one_rank_does_not_count() -> None:
@@ -128,5 +128,5 @@ def test_a_plan_of_another_graph_is_refused() -> None:
 
 def test_a_document_without_a_plan_is_refused() -> None:
     options = PlanOptions(mode="inference", memory_budget=1)
-    with pytest.raises(PlanError, match="holds no plan"):
+    with pytest.raises(PlanError, match="has no plan to take"):
         operator_coverage(graph(), make_plan(graph(), slow_devices(a=2), options))

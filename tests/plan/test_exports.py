@@ -68,14 +68,14 @@ def test_exports_need_no_torch(data_and_tensor: Plan, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own program
 
 
-def test_layers_that_are_cut_alike_share_a_line(data_and_tensor: Plan) -> None:
+def test_layers_that_are_sharded_alike_share_a_line(data_and_tensor: Plan) -> None:
     text = export_plan(data_and_tensor, "parallelize-module")
     assert "'model.layers.*.mlp.up_proj': ColwiseParallel(output_layouts=Shard(-1))" in text
     assert "'model.layers.*.self_attn.q_proj': ColwiseParallel(output_layouts=inner)" in text
     assert "# - dp, a data-parallel axis" in text
 
 
-def test_layers_that_are_cut_otherwise_have_lines_of_their_own() -> None:
+def test_layers_that_are_sharded_otherwise_have_lines_of_their_own() -> None:
     pins = {"parameters": {"model.layers.1.mlp.*": "I"}, "inputs": {"*": "R"}}
     plan = planned(llama, pins, tp=4)
     code = export_plan(plan, "parallelize-module")
@@ -162,7 +162,7 @@ def test_what_other_modules_read_is_left_alone() -> None:
             assert "'down': " in code
 
 
-def test_fsdp_names_each_parameter_that_it_cuts_otherwise() -> None:
+def test_fsdp_names_each_parameter_that_it_shards_otherwise() -> None:
     pins = {"inputs": {"*": "S(0),R"}, "parameters": {"up.weight": "S(0),S(0)", "*": "S(0),*"}}
     plan = planned(wide_mlp, pins, dp=2, tp=2)
     comment, code = export_plan(plan, "fsdp2").split("\n\n", 1)
@@ -284,16 +284,16 @@ def test_tables_hold_every_tensor_at_rest() -> None:
 @pytest.mark.parametrize(
     ("target", "pins", "axes", "complaint"),
     [
-        ("hf-tp-plan", {"inputs": {"*": "S(0)"}}, {"a": 4}, "leaves the batch whole"),
-        ("fsdp2", {"inputs": {"*": "R"}}, {"a": 4}, "no axis of the plan cuts the batch"),
+        ("hf-tp-plan", {"inputs": {"*": "S(0)"}}, {"a": 4}, "does not shard the batch"),
+        ("fsdp2", {"inputs": {"*": "R"}}, {"a": 4}, "no axis of the plan shards the batch"),
         ("fsdp2", {"inputs": {"*": "S(0),S(0),S(0)"}}, {"a": 2, "b": 2, "c": 2}, "at most two"),
         (
             "fsdp2",
             {"inputs": {"*": "S(0),S(0)"}, "parameters": {"*": "S(0),I"}},
             {"a": 2, "b": 2},
-            "the other way round",
+            "in the opposite order",
         ),
-        ("parallelize-module", {"parameters": {"*": "I"}}, {"a": 4}, "cuts no parameter"),
+        ("parallelize-module", {"parameters": {"*": "I"}}, {"a": 4}, "shards no parameter"),
         ("torchtitan", {"inputs": {"*": "R,R"}}, {"a": 2, "b": 2}, "tensor parallelism"),
     ],
 )

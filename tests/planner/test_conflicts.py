@@ -89,7 +89,7 @@ def test_memory_that_is_short_anyway_blames_no_pin(graph: Graph) -> None:
     plan = planned(graph, pins={"parameters": {"*.weight": "I,I"}}, memory_budget=1000)
     assert plan.conflict is not None
     assert plan.conflict.options == ()
-    assert "the smallest that works is" in plan.reason
+    assert "the smallest feasible budget is" in plan.reason
     assert plan.conflict.least_budget > planned_least(graph)
 
 

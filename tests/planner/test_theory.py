@@ -73,11 +73,13 @@ def test_a_budget_below_everything_says_what_would_work(planned: Planner) -> Non
     plan = planned(case, (4,), memory_budget=1_000_000)
     assert plan.certificate.status is SolveStatus.INFEASIBLE
     assert not plan.found
-    least = int(plan.reason.split("the smallest that works is ")[1].split(" ")[0].replace(",", ""))
+    least = int(
+        plan.reason.split("the smallest feasible budget is ")[1].split(" ")[0].replace(",", "")
+    )
     assert planned(case, (4,), memory_budget=least).found
     below = planned(case, (4,), memory_budget=int(least * 0.99))
     assert not below.found
-    assert f"the smallest that works is {least:,}" in below.reason
+    assert f"the smallest feasible budget is {least:,}" in below.reason
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 1, 1)])

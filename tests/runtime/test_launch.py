@@ -98,7 +98,7 @@ def test_a_failing_rank_ends_the_job_and_shows_its_traceback_once(
         (["--nnodes", "2", "--nproc-per-node", "2"], "but 4 processes"),
         (["--nnodes", "3"], "do not divide evenly over 3 nodes"),
         (["--nnodes", "1:2"], "fixed number"),
-        (["--no-python"], "run by Python"),
+        (["--no-python"], "a Python program"),
     ],
 )
 def test_a_world_that_does_not_fit_is_refused(

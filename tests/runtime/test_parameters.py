@@ -21,7 +21,7 @@ def test_a_tie_that_the_export_lost_is_refused_by_name() -> None:
     assert {"transformer.wte.weight", "lm_head.weight"} <= {p.target for p in stage.parameters}
     with pytest.raises(
         PlanError,
-        match=r"transformer\.wte\.weight, lm_head\.weight are one in the model, but not in the "
+        match=r"transformer\.wte\.weight, lm_head\.weight are tied in the model, but not in the "
         r"plan; .*export_model",
     ):
         check_parameters(model, stage, frozen=frozenset())

@@ -51,5 +51,5 @@ def test_what_is_prepared_must_be_what_the_plan_says() -> None:
             if argument == ["end", 8]:
                 argument[1] = 9
     place = Place((2,), (0,), torch.device("cpu"), 0)
-    with pytest.raises(PlanError, match=r"is torch.bool \[9, 9\], and bool \[8, 8\] in the plan"):
+    with pytest.raises(PlanError, match=r"is torch.bool \[9, 9\] here, but bool \[8, 8\]"):
         prepared_inputs(graph_from_json(document), plan.stages[0], place)

@@ -169,7 +169,7 @@ def old_torch_file(tmp_path: Path) -> Path:
     [
         (cut_off, "not a complete safetensors file"),
         (garbage, "not a complete safetensors file"),
-        (half_a_byte, "elements of type F4, which torch lacks"),
+        (half_a_byte, "dtype F4, which torch does not support"),
         (no_entry, "it lacks 'norm.bias'"),
         (wrong_entry, "lacks 'norm.bias', which the index lists"),
         (no_file, "names .*model-00002-of-00003.safetensors, which does not exist"),

@@ -75,7 +75,7 @@ def test_what_may_be_lacking_stays(tmp_path: Path) -> None:
 def test_dtypes_are_converted_if_asked(tmp_path: Path) -> None:
     path = saved(tmp_path)
     model = meta_model().to(torch.bfloat16)
-    with pytest.raises(CheckpointError, match=r"float32, and torch.bfloat16 in the model \(cast"):
+    with pytest.raises(CheckpointError, match=r"float32, but torch.bfloat16 in the model \(cast"):
         load_checkpoint(model, path)
     assert model.embedding.weight.is_meta
     load_checkpoint(model, path, cast=True)
@@ -94,8 +94,8 @@ def test_tied_tensors_that_differ(tmp_path: Path) -> None:
         ({"norm__bias": None}, "it lacks 'norm.bias'"),
         ({"embedding__weight": None}, "it lacks 'embedding.weight' or 'head.weight'"),
         ({"foreign": torch.ones(3)}, "the model has no 'foreign'"),
-        ({"norm__bias": torch.ones(17)}, r"'norm.bias' has shape \(17,\), and \(16,\) in the"),
-        ({"norm__bias": torch.ones(16).double()}, "'norm.bias' is torch.float64, and"),
+        ({"norm__bias": torch.ones(17)}, r"'norm.bias' has shape \(17,\), but \(16,\) in the"),
+        ({"norm__bias": torch.ones(16).double()}, "'norm.bias' is torch.float64, but"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(
@@ -174,7 +174,7 @@ def test_saving_what_cannot_be_saved(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"saving failed: .*File exists"):
         save_checkpoint(Tied(), tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"cannot hold 'weight' of torch.complex128"):
+    with pytest.raises(CheckpointError, match=r"cannot store 'weight' of torch.complex128"):
         save_checkpoint(nn.Linear(2, 2, dtype=torch.complex128), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -1,7 +1,7 @@
-"""The `batch_axis` option, and the origins of tensor dims by which it finds the batch.
+"""The `batch_axis` option, and the origins of tensor dims, which identify batch dims.
 
-In `[b*s, h]` the batch is the outer factor of dim 0. So a dim is a product of factors, each with
-an origin, and the letters of the operators' rules carry factors from value to value.
+In `[b*s, h]` the batch is the outer factor of dim 0. A dim is therefore treated as a product of
+factors, each with an origin; the index letters of operator rules propagate factors between values.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from autoshard.plan.nontrivial_axes import NontrivialAxes
 
 
 class Origin(StrEnum):
-    """Where a factor of a dim comes from."""
+    """The origin of a factor of a dim."""
 
     BATCH = "batch"
     INPUT = "input"
@@ -59,15 +59,18 @@ class DimOrigins:
             self._propagate(node)
 
     def of_input(self, value: str, *wanted: Origin) -> frozenset[Dim]:
-        """The dims of a graph input whose outermost factor has such an origin; it is tensor 0."""
+        """The dims of a graph input whose outermost factor has one of these origins.
+
+        They are returned as dims of tensor 0.
+        """
         return _dims([self._factors[value]], wanted)
 
     def of_call(self, node: Node, *wanted: Origin) -> frozenset[Dim]:
-        """The dims of a call's tensors whose outermost factor has such an origin.
+        """The dims of a call's tensors whose outermost factor has one of these origins.
 
-        An axis shards the outermost factor first. Dims of one letter are sharded together, so
-        they have one origin here: a mask that is created inside the model has a batch where the
-        tensor that it masks has one.
+        An axis shards the outermost factor first. Dims with the same letter are sharded together,
+        so they have the same origin here: a mask created inside the model has the batch dim of the
+        tensor that it masks.
         """
         return _dims(self._calls[node.name], wanted)
 
@@ -117,7 +120,7 @@ def _split_factors(
 ) -> dict[str, _Factors]:
     """The factors of each letter of a dim.
 
-    Where factors and letters do not divide each other, all letters get the most specific origin.
+    If factors and letters do not divide each other, all letters have the most specific origin.
     """
     split: dict[str, _Factors] = {}
     rest = [factor for factor in factors if factor[0] != 1]
@@ -142,13 +145,13 @@ def _split_factors(
 def batch_constraints(
     graph: Graph, axes: NontrivialAxes, axis: int | None
 ) -> dict[ChoiceId, StrategyConstraint]:
-    """The batch is sharded on one axis wherever possible, and on no other axis.
+    """Constraints that shard the batch on one axis wherever possible, and on no other axis.
 
     Args:
         graph: the program.
         axes: the mesh.
-        axis: number of the non-trivial axis; None where it has one rank, so that no axis shards
-            the batch.
+        axis: index of the batch axis among the non-trivial axes; None if its size is 1, so that
+            no axis shards the batch.
 
     Raises:
         OptionError: there is no batch, or the axis cannot shard it.

@@ -1,8 +1,8 @@
-"""Constraints on a plan: which strategies a choice may take, which collectives may run.
+"""Constraints on a plan: allowed strategies of each variable, and forbidden collectives.
 
-A constraint changes costs only: what it forbids costs infinity. So a constrained problem has the
-same choices as the free one, and its certificate means the same. The planner filters strategies
-with a constraint, and the checker tests the layouts of a plan with the same one.
+A constraint only changes costs: forbidden strategies cost infinity. The constrained problem has
+the same variables as the free one, and its certificate has the same meaning. The planner and the
+checker evaluate the same constraint objects.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,13 +17,13 @@ from autoshard.ops import OperatorRule, Strategy, axis_rules
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 
 ChoiceId = tuple[str, str]
-"""Role (input, operator, shared, output) and name of a choice, see `Variable`."""
+"""Role (input, operator, shared, output) and name of a variable, see `Variable`."""
 
 Dim = tuple[int, int]
 """Index of a tensor of a call, inputs before outputs, and one of its dims."""
 
 StrategyConstraint = Callable[[Strategy], bool]
-"""Whether a strategy over the non-trivial axes is allowed; hashable, equal ones are run once."""
+"""Predicate of strategies over the non-trivial axes; hashable, and equal ones are run once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class ShardingConstraint:
     """A constraint on the dims that each axis shards.
 
     Attributes:
-        allowed: for each axis the dims that it may shard; None for all.
-        required: for each axis dims of which it must shard at least one; empty for none.
+        allowed: for each axis, the dims that it may shard; None if it may shard any.
+        required: for each axis, dims of which it must shard at least one; may be empty.
     """
 
     allowed: tuple[frozenset[Dim] | None, ...]
@@ -52,7 +52,13 @@ class ShardingConstraint:
 
 
 def shard_any(rule: OperatorRule, num_ranks: int, dims: frozenset[Dim]) -> OperatorRule | None:
-    """The operator on one rank after an axis shards one of these dims; None where none can be."""
+    """The rule of the operator on one rank if an axis shards one of these dims; None if it cannot.
+
+    Args:
+        rule: the operator's rule.
+        num_ranks: size of the axis.
+        dims: dims of the operator's tensors.
+    """
     for option in axis_rules(rule, num_ranks):
         types = (*option.inputs, *option.outputs)
         if option.letter and any(types[i].is_shard and types[i].dim == d for i, d in dims):
@@ -66,8 +72,8 @@ class Constraint:
 
     Attributes:
         label: its name in messages.
-        strategies: the test that each choice it concerns must pass.
-        collectives: forbidden collectives, each with a non-trivial axis.
+        strategies: the constraint on the strategy of each variable that it concerns.
+        collectives: forbidden collectives, each with the index of a non-trivial axis.
     """
 
     label: str
@@ -79,30 +85,30 @@ class PlanConstraints:
     """All constraints of one plan.
 
     Args:
-        constraints: all of them must hold.
+        constraints: the constraints; a plan must satisfy all of them.
     """
 
     def __init__(self, constraints: Sequence[Constraint] = ()) -> None:
         self.constraints = tuple(constraints)
         self._forbidden = frozenset(c for x in self.constraints for c in x.collectives)
-        # Strategies and costs are kept with the result, so that their ids stay theirs.
+        # Strategies and costs are stored with the result, so that their ids are not reused.
         self._applied: dict[
             tuple[object, ...], tuple[tuple[Strategy, ...], FloatArray, FloatArray]
         ] = {}
 
     def only(self, kept: Collection[Constraint]) -> "PlanConstraints":
-        """Some of the constraints."""
+        """A subset of the constraints."""
         return PlanConstraints([c for c in self.constraints if c in kept])
 
     def apply(
         self, choice: ChoiceId, strategies: tuple[Strategy, ...], costs: FloatArray
     ) -> FloatArray:
-        """The costs of a choice's strategies, shape [S], infinite where forbidden.
+        """The costs of a variable's strategies, shape [S], with infinity for forbidden ones.
 
-        Equal arguments give the same array, so that choices which share their costs still do.
+        Identical arguments give the same array, so that variables still share their costs.
 
         Raises:
-            OptionError: one constraint alone forbids all strategies.
+            OptionError: a single constraint forbids all strategies.
         """
         concerned = [c for c in self.constraints if choice in c.strategies]
         communicates = self._forbidden and any(s.collectives for s in strategies)
@@ -120,7 +126,7 @@ class PlanConstraints:
         return self._applied[key][-1]
 
     def pricer(self, axes: NontrivialAxes) -> Pricer:
-        """Prices of collectives, infinite where forbidden."""
+        """A pricer for which forbidden collectives cost infinity."""
         return _ConstrainedPricer(axes, self._forbidden) if self._forbidden else axes
 
     def violated(self, choice: ChoiceId, strategy: Strategy) -> tuple[str, ...]:
@@ -168,5 +174,5 @@ def _nothing_allowed(
     more = f", and {len(strategies) - len(shown)} more" if len(strategies) > len(shown) else ""
     return (
         f"{constraint.label}: {choice[0]} {choice[1]!r} has no such strategy; over the axes of "
-        f"more than one rank it has {'; '.join(shown)}{more}"
+        f"more than one rank its strategies are {'; '.join(shown)}{more}"
     )

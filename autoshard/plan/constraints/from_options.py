@@ -1,4 +1,4 @@
-"""The constraints that planning options set: pins, forbidden collectives, sharding patterns."""
+"""Constraints from planning options: pins, forbidden collectives and sharding patterns."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _FREE = "*"
 _SHARD = re.compile(r"Shard\((?:dim=)?(\d+)\)")
 _PLACEMENTS = {"Replicate()": R, "Partial()": P, "Partial(sum)": P}
 _MAX_NAMES = 6
-"""Names that a message lists."""
+"""Maximum number of names in a message."""
 
 
 def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanConstraints:
@@ -74,7 +74,7 @@ def _forbidden_collectives(axes: NontrivialAxes, options: PlanOptions) -> Iterat
 
 
 def _axis(axes: NontrivialAxes, name: str, option: str) -> int | None:
-    """Number of an axis among the non-trivial ones; None where it has one rank."""
+    """Index of an axis among the non-trivial ones; None if its size is 1."""
     names = axes.mesh.axis_names
     if name not in names:
         raise OptionError(f"{option} names axis {name!r}, but the mesh has {', '.join(names)}")
@@ -84,7 +84,7 @@ def _axis(axes: NontrivialAxes, name: str, option: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _DistributedWork:
-    """A rank does less than all of the work, which has `num_points` index points."""
+    """Requires that a rank computes less than all `num_points` index points."""
 
     num_points: int
 
@@ -93,7 +93,7 @@ class _DistributedWork:
 
 
 def _distributed(graph: Graph, axes: NontrivialAxes) -> _Constraints:
-    """Operators that some axis can shard, except for views and scalars, must be sharded."""
+    """Require sharding of all operators that an axis can shard, except views and scalars."""
     constraints: _Constraints = {}
     for node in graph.nodes:
         outputs = [graph.values[value] for value in node.outputs]
@@ -110,9 +110,8 @@ class LayoutPattern:
     """A set of layouts over the non-trivial axes, written `S(0),*` or `Shard(0),Replicate()`.
 
     Attributes:
-        allowed: types of each non-trivial axis; None where the axis is free.
-        orders: for each dim that several of the pinned axes shard, these axes from the
-            outermost to the innermost.
+        allowed: allowed types of each non-trivial axis; None if any type is allowed.
+        orders: for each dim that several pinned axes shard, these axes, outermost first.
     """
 
     allowed: tuple[frozenset[AxisType] | None, ...]
@@ -125,10 +124,10 @@ class LayoutPattern:
         Args:
             text: parts separated by commas, then nesting orders as `Layout` writes them.
             axes: the mesh.
-            exact: whether `I` and `R` are told apart; `Replicate()` always means both.
+            exact: True if `I` and `R` are distinguished; `Replicate()` always matches both.
 
         Raises:
-            OptionError: a part is no type, or there is not one per axis.
+            OptionError: a part is not a type, or the number of parts is not that of the axes.
         """
         head, *orders = text.split(";")
         parts = [part.strip() for part in head.split(",")]
@@ -151,7 +150,7 @@ class LayoutPattern:
         return cls(allowed, tuple(order for order in nesting if len(order) > 1))
 
     def matches(self, layout: Layout) -> bool:
-        """True if a layout over the non-trivial axes is one of the set."""
+        """True if a layout over the non-trivial axes matches the pattern."""
         return all(
             allowed is None or axis_type in allowed
             for axis_type, allowed in zip(layout.types, self.allowed, strict=True)
@@ -162,7 +161,7 @@ class LayoutPattern:
         )
 
     def why_impossible(self, shape: Sequence[int], axis_sizes: Sequence[int]) -> str | None:
-        """Why no tensor of this shape can have such a layout, or None where one can."""
+        """The reason why no tensor of this shape can match; None if one can."""
         ranks: dict[int, list[int]] = {}
         interleaved = set()
         for allowed, size in zip(self.allowed, axis_sizes, strict=True):
@@ -184,7 +183,7 @@ class LayoutPattern:
 
 
 def _why_uneven(size: int, sizes: Sequence[int], *, interleaved: bool) -> str | None:
-    """Why axes may not shard a dim into unequal shards; None where they may."""
+    """The reason why axes cannot shard a dim unevenly; None if they can."""
     if len(sizes) > 1 or interleaved:
         return "unequal shards need a single axis on the dim, and no interleaving"
     if not shards_unevenly(size, sizes[0]):
@@ -209,7 +208,7 @@ def _allowed(part: str, axis_type: AxisType, *, exact: bool) -> frozenset[AxisTy
 
 @dataclass(frozen=True, slots=True)
 class _LayoutConstraint:
-    """Layouts of inputs and outputs; None, or a missing entry, allows any."""
+    """Patterns of inputs and outputs; None or a missing entry allows any layout."""
 
     inputs: tuple[LayoutPattern | None, ...] = ()
     outputs: tuple[LayoutPattern | None, ...] = ()
@@ -246,7 +245,7 @@ def _pin_constraints(
 
 
 class _PinReader:
-    """Finds the choices that a pin names, and reads the layouts that it gives them."""
+    """Finds the variables whose names match a pin, and parses its layouts."""
 
     def __init__(self, graph: Graph, axes: NontrivialAxes, *, training: bool) -> None:
         self._graph = graph
@@ -290,7 +289,7 @@ class _PinReader:
         return {("operator", node.name): self._node(node, text) for node in found.values()}
 
     def _module_results(self, name: str) -> Iterator[Node]:
-        """Nodes whose results leave a module whose path matches."""
+        """Nodes whose results are read outside of a module whose path matches."""
         modules = {prefix for node in self._graph.nodes for prefix in _prefixes(node.module)}
         matching = {module for module in modules if fnmatchcase(module, name)}
         returned = {output.name for output in self._graph.outputs}
@@ -325,7 +324,7 @@ class _PinReader:
         )
 
     def _pattern(self, text: str, value: str, reader: Node | None) -> LayoutPattern | None:
-        """The layout of a node's output, or of an input where the node is its reader."""
+        """The pattern of an output, or of an input of `reader`."""
         if text == _FREE and len(self._axes.mesh.axes) > 1:
             return None
         if reader is None:
@@ -344,7 +343,7 @@ class _PinReader:
 
 
 def _prefixes(module: str) -> Iterator[str]:
-    """The path of a module and of all modules around it."""
+    """The paths of a module and of its parent modules."""
     parts = module.split(".") if module else []
     for end in range(1, len(parts) + 1):
         yield ".".join(parts[:end])

@@ -1,9 +1,9 @@
-"""The fixed sharding pattern of Megatron-LM as a constraint: a baseline.
+"""The fixed sharding pattern of Megatron-LM as a constraint, for use as a baseline.
 
 Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3: the last axis shards weights by columns
 or by rows, attention by heads and embeddings by vocabulary; the residual stream is replicated on
-it. The other axes shard the batch and replicate parameters. A weight is row-parallel where its
-operand is already sharded by an earlier weight, and column-parallel otherwise.
+it. The other axes shard the batch and replicate parameters. A weight is row-parallel if its
+operand is sharded by an earlier weight, and column-parallel otherwise.
 """
 
 from collections.abc import Collection
@@ -36,13 +36,12 @@ def megatron_constraints(
 
     Args:
         graph: the program.
-        axes: the mesh. Its last axis shards weights, or the one before where the last is the
-            batch axis.
-        batch_axis: name of the only axis that may shard the batch; if None, all others do, as far
-            as they divide it.
+        axes: the mesh. Its last axis that is not the batch axis shards weights.
+        batch_axis: name of the only axis that may shard the batch; if None, all other axes do
+            that divide it.
     """
     pattern = _Pattern(graph, axes, batch_axis)
-    # Operators first: they tell which parameters are factors of products.
+    # Operators first, since they determine the parameters that are factors of products.
     operators = {("operator", node.name): pattern.node(node) for node in graph.nodes}
     names = [i.name for i in graph.inputs if i.name in graph.values]
     return {**operators, **{("input", name): pattern.input(name) for name in names}}
@@ -94,7 +93,10 @@ class _Pattern:
         return self._constraint(batch, sharding, allowed, self._weight_sharding(node, rule))
 
     def _weight_sharding(self, node: Node, rule: OperatorRule) -> frozenset[Dim]:
-        """Dims of a product's weights of which one must be sharded; records sharded results."""
+        """Dims of a product's weights of which one must be sharded.
+
+        Records the dims of the results that are sharded then.
+        """
         if self._weight_axis is None:
             return _NONE
         num_ranks = self._sizes[self._weight_axis]
@@ -128,7 +130,7 @@ class _Pattern:
         return required
 
     def _weight_dims(self, node: Node, rule: OperatorRule) -> frozenset[Dim]:
-        """Dims of the weights in a product of weights and something else."""
+        """Dims of the weights in a product of weights and activations."""
         if not rule.contracted or node.operator == _EMBEDDING:
             return _NONE
         factors = [i for i in range(len(rule.inputs)) if i not in rule.addends]
@@ -154,12 +156,12 @@ class _Pattern:
 
 
 def _at(rule: OperatorRule, dim: Dim) -> tuple[str, ...]:
-    """Letters of a dim of an input."""
+    """The letters of a dim of an input."""
     return rule.inputs[dim[0]][dim[1]]
 
 
 def _outermost(rule: OperatorRule, dims: Dims) -> dict[int, str]:
-    """The letter of each dim that is sharded first."""
+    """For each dim, the letter that is sharded first."""
     found = {}
     for dim, letters in enumerate(dims):
         letter = next((x for x in letters if rule.sizes[x] > 1), None)
@@ -169,7 +171,7 @@ def _outermost(rule: OperatorRule, dims: Dims) -> dict[int, str]:
 
 
 def _propagated(rule: OperatorRule, letters: set[str]) -> set[str]:
-    """Letters of the outputs that are sharded if these letters are, through splits and merges."""
+    """The output letters that are sharded if these letters are, including split and merged ones."""
     kept = letters - rule.whole - rule.contracted
     for letter, pieces in rule.pieces.items():
         named = {piece for _, piece in pieces if piece}

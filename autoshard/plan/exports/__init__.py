@@ -1,7 +1,7 @@
-"""Plans for people who keep their own framework: code and settings that place as the plan does.
+"""Exports of a plan: code or settings for other frameworks that place tensors as planned.
 
-A target is a function from an `Outline` to text, under `export_target`; every module of this
-package is imported here. Nothing here needs torch, and nothing but the plan is read.
+A target is a function from an `Outline` to text, registered with `export_target`; all modules of
+this package are imported here. Exports read only the plan, and do not need torch.
 """
 
 from importlib import import_module
@@ -17,17 +17,17 @@ for _module in iter_modules(__path__):
 
 
 def export_plan(plan: Plan, target: str) -> str:
-    """A plan as code or settings of another framework.
+    """A plan as code or settings for another framework.
 
-    The text starts with a comment that names what the target cannot express.
+    The text starts with a comment that lists the parts of the plan that the target cannot express.
 
     Args:
-        plan: with one stage.
+        plan: a plan with one stage.
         target: a name in `EXPORT_TARGETS`.
 
     Raises:
         OptionError: there is no such target.
-        PlanError: nothing was found, or the target can express nothing of the plan.
+        PlanError: the document has no plan, or the target cannot express it.
     """
     if target not in EXPORT_TARGETS:
         known = ", ".join(EXPORT_TARGETS)

@@ -1,4 +1,4 @@
-"""Python for FSDP2: `torch.distributed.fsdp.fully_shard`."""
+"""Export to FSDP2: Python that calls `torch.distributed.fsdp.fully_shard`."""
 
 import re
 from collections.abc import Iterator
@@ -29,18 +29,18 @@ REPLICATE_AXIS = {replicate_axis!r}
 DIMS = {{
 {dims}
 }}
-"""The dim that is cut, by parameter."""
+"""The sharded dim of each parameter."""
 GROUPS = {{
 {groups}
 }}
-"""Modules whose parameters are gathered together, and whether backward gathers them again."""
+"""Modules whose parameters are gathered together; True if backward gathers them again."""
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard a model's parameters over the data-parallel axis.
 
-    Each rank calls the model with rows of its own; gradients are averaged over the ranks. A
-    parameter without a dim in DIMS stays whole.
+    Each rank passes different rows of the batch to the model; gradients are averaged over ranks.
+    Parameters that are not in DIMS are replicated.
     """
     parameters = dict(model.named_parameters())
     names = {{parameter: name for name, parameter in parameters.items()}}
@@ -84,55 +84,57 @@ def _average_gradient(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     ),
 )
 def to_fsdp2(outline: Outline) -> str:
-    """A function `shard(model, mesh)` that applies FSDP2 on the data-parallel axes.
+    """Python with a function `shard(model, mesh)` that applies FSDP2 on the data-parallel axes.
 
     Raises:
-        PlanError: no axis is data-parallel, or more of them than FSDP2 takes.
+        PlanError: no axis is data-parallel, or FSDP2 does not support the data-parallel axes.
     """
     axes = outline.data_axes
     if not axes:
         raise PlanError(
-            "no axis of the plan cuts the batch of every input, so no ranks can average gradients; "
-            "export to parallelize-module, or plan with a batch axis"
+            "no axis of the plan shards the batch of every input, so there is no data-parallel "
+            "axis; export to parallelize-module, or plan with a batch axis"
         )
     shard = _shard_axis(outline)
     others = [axis for axis in axes if axis != shard]
     if len(others) > 1:
         raise PlanError(
-            f"the axes {outline.named(axes)} are data-parallel; FSDP2 takes at most two, so plan "
-            f"on a mesh with fewer axes"
+            f"the axes {outline.named(axes)} are data-parallel, but FSDP2 supports at most two: "
+            f"plan on a mesh with fewer axes"
         )
     if others and others[0] > shard:
         raise PlanError(
-            f"FSDP2 cuts over the inner one of two axes; the plan cuts over {outline.axes[shard]}, "
-            f"which is before {outline.named(others)}: plan on a mesh with these axes the other "
-            f"way round"
+            f"FSDP2 shards over the inner one of two axes, but the plan over "
+            f"{outline.axes[shard]}, which is before {outline.named(others)}: plan on a mesh with "
+            f"these axes in the opposite order"
         )
-    cut = {
-        p.name: p.layout.types[shard].dim for p in outline.parameters if _is_cut(outline, p, shard)
+    dims = {
+        p.name: p.layout.types[shard].dim
+        for p in outline.parameters
+        if _is_sharded(outline, p, shard)
     }
     code = _CODE.format(
         shard_axis=outline.axes[shard],
         replicate_axis=outline.axes[others[0]] if others else None,
-        dims="\n".join(f"    {name!r}: {dim}," for name, dim in cut.items()),
-        groups="\n".join(_groups(outline, cut)),
+        dims="\n".join(f"    {name!r}: {dim}," for name, dim in dims.items()),
+        groups="\n".join(_groups(outline, dims)),
     )
     return comment(_header(outline, shard)) + code
 
 
-def _is_cut(outline: Outline, parameter: OwnedParameter, axis: int) -> bool:
-    """Whether FSDP2 cuts a parameter; it knows no chunks, and uneven shares of dim 0 alone."""
-    cut = parameter.layout.types[axis]
-    if not cut.is_shard or cut.sub_shards:
+def _is_sharded(outline: Outline, parameter: OwnedParameter, axis: int) -> bool:
+    """True if FSDP2 can shard a parameter as planned: not interleaved, uneven only along dim 0."""
+    axis_type = parameter.layout.types[axis]
+    if not axis_type.is_shard or axis_type.sub_shards:
         return False
-    return cut.dim == 0 or parameter.placed.shape[cut.dim] % outline.sizes[axis] == 0
+    return axis_type.dim == 0 or parameter.placed.shape[axis_type.dim] % outline.sizes[axis] == 0
 
 
-def _groups(outline: Outline, cut: dict[str, int]) -> Iterator[str]:
-    """A group for each block with parameters that are cut, and one for all others."""
+def _groups(outline: Outline, dims: dict[str, int]) -> Iterator[str]:
+    """A group for each block with sharded parameters, and one for the parameters outside."""
     groups: dict[str, bool] = {}
     for parameter in outline.parameters:
-        if parameter.name in cut:
+        if parameter.name in dims:
             found = _BLOCK.match(parameter.module)
             name = found[0] if found else ""
             groups[name] = groups.get(name, False) or parameter.placed.name in outline.regathered
@@ -141,15 +143,15 @@ def _groups(outline: Outline, cut: dict[str, int]) -> Iterator[str]:
 
 
 def _shard_axis(outline: Outline) -> int:
-    """The axis that FSDP2 shards over; it takes one even where all parameters are whole."""
+    """The axis over which FSDP2 shards; it needs one even if all parameters are replicated."""
     return outline.data_axes[-1] if outline.shard_axis is None else outline.shard_axis
 
 
 def expressed_layout(outline: Outline, parameter: OwnedParameter) -> Layout:
-    """How a parameter lies after the exports to parallelize-module and to FSDP2."""
+    """The layout of a parameter after the exports to parallelize-module and to FSDP2."""
     shard = _shard_axis(outline)
     tensor = outline.tensor_axis
-    kept = {shard} if _is_cut(outline, parameter, shard) else set()
+    kept = {shard} if _is_sharded(outline, parameter, shard) else set()
     if tensor is not None and parameter.name not in outline.read_elsewhere:
         kept.add(tensor)
     types = [t if axis in kept else I for axis, t in enumerate(at_rest(parameter.layout).types)]
@@ -172,7 +174,7 @@ def _missing(outline: Outline, shard: int) -> Iterator[str]:
         found = expressed_layout(outline, parameter)
         if found != at_rest(parameter.layout):
             yield f"{parameter.name}: {parameter.layout} in the plan, {found} here"
-    whole = [p.name for p in outline.parameters if not _is_cut(outline, p, shard)]
+    whole = [p.name for p in outline.parameters if not _is_sharded(outline, p, shard)]
     if whole:
-        yield f"a DTensor on {outline.axes[shard]} for what is whole there: {folded(whole)}"
-    yield "layouts of activations: each rank runs the model's own code on its rows"
+        yield f"DTensors on {outline.axes[shard]} for parameters replicated there: {folded(whole)}"
+    yield "layouts of activations: each rank runs the model's code on its rows of the batch"

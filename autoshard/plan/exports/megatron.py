@@ -1,4 +1,4 @@
-"""Command-line arguments of Megatron-LM."""
+"""Export to Megatron-LM: a Bash array of command-line arguments."""
 
 from collections.abc import Iterator
 from math import prod
@@ -21,7 +21,7 @@ _RECOMPUTED = (
 )
 
 _ORDER: tuple[Role, ...] = ("replicate", "shard", "context", "tensor")
-"""Roles of axes, the outermost first."""
+"""Roles of axes in Megatron-LM's order, outermost first."""
 
 _HIDDEN_STATES = 3
 """Number of dims of batch, sequence and features."""
@@ -37,9 +37,9 @@ _HIDDEN_STATES = 3
     ),
 )
 def to_megatron(outline: Outline) -> str:
-    """A Bash array of the arguments that say what each axis is for.
+    """A Bash array of the arguments that set the degree of each kind of parallelism.
 
-    Megatron-LM decides itself how each parameter of its models is cut. The degree of data
+    Megatron-LM decides itself how each parameter of its models is sharded. The degree of data
     parallelism follows from the number of ranks.
 
     Raises:
@@ -55,7 +55,7 @@ def _arguments(outline: Outline) -> Iterator[str]:
     yield f"--tensor-model-parallel-size {outline.degree('tensor')}"
     yield "--pipeline-model-parallel-size 1"
     yield f"--context-parallel-size {outline.degree('context')}"
-    if _cuts_sequences(outline):
+    if _shards_sequences(outline):
         yield "--sequence-parallel"
     if outline.degree("shard") > 1:
         yield from _FULLY_SHARDED
@@ -65,8 +65,8 @@ def _arguments(outline: Outline) -> Iterator[str]:
         yield from _RECOMPUTED
 
 
-def _cuts_sequences(outline: Outline) -> bool:
-    """Whether hidden states are reduced and scattered along the sequence over the tensor axis."""
+def _shards_sequences(outline: Outline) -> bool:
+    """True if hidden states are reduce-scattered along the sequence over the tensor axis."""
     names = {outline.axes[axis] for axis in outline.roles.get("tensor", ())}
     return any(
         step.axis in names and (step.source, step.target) == ("P", "S(1)")
@@ -85,25 +85,25 @@ def _header(outline: Outline) -> Iterator[str]:
 
 
 def _missing(outline: Outline) -> Iterator[str]:
-    yield "how each parameter and activation is cut: Megatron-LM's own models decide that"
+    yield "layouts of parameters and activations: Megatron-LM's models define them"
     if [axis for role in _ORDER for axis in outline.roles.get(role, ())] != [*outline.active]:
         yield (
-            f"the order of the axes, {outline.named(outline.active)}: tensor parallelism is within "
-            f"context parallelism, and that within data parallelism"
+            f"the order of the axes, {outline.named(outline.active)}: Megatron-LM nests tensor "
+            f"parallelism in context parallelism, and that in data parallelism"
         )
     if outline.degree("shard") > 1:
         yield from _missing_of_sharding(outline)
     if outline.stage.checkpoints:
-        yield "which blocks are checkpointed: every layer runs again in backward"
+        yield "the choice of checkpointed blocks: every layer runs again in backward"
 
 
 def _missing_of_sharding(outline: Outline) -> Iterator[str]:
     axes = outline.roles["shard"]
-    cut = [p for p in outline.parameters if any(p.layout.types[a].is_shard for a in axes)]
-    whole = [p.name for p in outline.parameters if p not in cut]
-    kept = [p.name for p in cut if p.placed.name not in outline.regathered]
-    if whole:
-        yield f"parameters that are whole on {outline.named(axes)}: {folded(whole)}"
+    sharded = [p for p in outline.parameters if any(p.layout.types[a].is_shard for a in axes)]
+    replicated = [p.name for p in outline.parameters if p not in sharded]
+    kept = [p.name for p in sharded if p.placed.name not in outline.regathered]
+    if replicated:
+        yield f"parameters that are replicated on {outline.named(axes)}: {folded(replicated)}"
     if kept:
         yield f"parameters that are not gathered again in backward: {folded(kept)}"
-    yield "the dims that full sharding cuts: Megatron-FSDP cuts flattened groups of parameters"
+    yield "the sharded dims of full sharding: Megatron-FSDP shards flattened groups of parameters"

@@ -1,4 +1,4 @@
-"""A plan as exports look at it: the purpose of each axis, how it shards weights, and comments."""
+"""`Outline`: the view of a plan that exports use, with the purpose of each mesh axis."""
 
 import re
 from collections import defaultdict
@@ -21,13 +21,13 @@ Role = Literal["replicate", "shard", "tensor", "context"]
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A parameter of one module; tied names are one each.
+    """A parameter of one module; a tied parameter has one entry per name.
 
     Attributes:
-        module: dotted path of the module that holds it.
-        attribute: its name there.
-        placed: how it lies.
-        layout: the same, as a layout.
+        module: dotted path of its module.
+        attribute: its name in the module.
+        placed: its entry in the plan.
+        layout: its parsed layout.
     """
 
     module: str
@@ -42,20 +42,22 @@ class OwnedParameter:
 
 
 class Outline:
-    """A plan of one stage, as exports look at it.
+    """View of a plan for exports.
 
     Args:
-        plan: found, with one stage.
+        plan: a plan with one stage.
 
     Raises:
-        PlanError: it is not.
+        PlanError: the document has no plan, or the plan has several stages.
     """
 
     def __init__(self, plan: Plan) -> None:
         if not plan.found:
             raise PlanError(f"the document has no plan to export: {plan.reason}")
         if len(plan.stages) > 1:
-            raise PlanError(f"the plan has {len(plan.stages)} pipeline stages; exports take one")
+            raise PlanError(
+                f"the plan has {len(plan.stages)} pipeline stages; exports support only one"
+            )
         self.plan = plan
         self.stage: Stage = plan.stages[0]
         self.axes = tuple(name for name, _ in self.stage.axes)
@@ -63,7 +65,7 @@ class Outline:
 
     @property
     def title(self) -> str:
-        """Plan and mesh in a few words."""
+        """Short description of plan and mesh."""
         return f"plan {self.plan.id[:12]} on {mesh_text(self.plan.mesh)}"
 
     @cached_property
@@ -82,7 +84,7 @@ class Outline:
 
     @cached_property
     def readers(self) -> dict[str, tuple[Node, ...]]:
-        """The operators that take each value."""
+        """The operators that read each value."""
         readers: dict[str, list[Node]] = defaultdict(list)
         for node in self.graph.nodes:
             for value in dict.fromkeys(node.inputs):
@@ -91,9 +93,9 @@ class Outline:
 
     @cached_property
     def read_elsewhere(self) -> frozenset[str]:
-        """Names of parameters that other code than that of their own modules reads.
+        """Names of parameters that are read outside of the forward of their modules.
 
-        What wraps a module's forward, as frameworks do, does not reach such code.
+        Hooks on a module's forward, as frameworks use them, do not apply to such code.
         """
         owners: dict[str, list[str]] = defaultdict(list)
         for parameter in self.parameters:
@@ -107,12 +109,12 @@ class Outline:
 
     @cached_property
     def active(self) -> tuple[int, ...]:
-        """Numbers of the axes with more than one rank."""
+        """Indices of the axes with more than one rank."""
         return tuple(axis for axis, size in enumerate(self.sizes) if size > 1)
 
     @cached_property
     def data_axes(self) -> tuple[int, ...]:
-        """Axes whose ranks hold rows of their own: they cut dim 0 of all that the caller passes."""
+        """The data-parallel axes: those that shard dim 0 of all user inputs."""
         given = [i for i in self.stage.inputs if i.kind == "user" and i.shape]
         layouts = [Layout.parse(i.layout) for i in given]
         return tuple(
@@ -123,17 +125,17 @@ class Outline:
 
     @cached_property
     def tensor_axis(self) -> int | None:
-        """The axis that shards most of the weights, of those that are not data-parallel."""
+        """Of the axes that are not data-parallel, the one that shards most parameters."""
         return self._busiest([axis for axis in self.active if axis not in self.data_axes])
 
     @cached_property
     def shard_axis(self) -> int | None:
-        """The data-parallel axis that shards most of the weights."""
+        """The data-parallel axis that shards most parameters; None if none does."""
         return self._busiest(self.data_axes)
 
     def _busiest(self, axes: Sequence[int]) -> int | None:
-        """The axis that cuts most elements of parameters, the last of equals; None if none does."""
-        cut = {
+        """The axis that shards most parameter elements, the last if several; None if none does."""
+        sharded = {
             axis: sum(
                 prod(placed.shape)
                 for placed in self.stage.parameters
@@ -141,12 +143,12 @@ class Outline:
             )
             for axis in axes
         }
-        best = max(axes, key=lambda axis: (cut[axis], axis), default=None)
-        return best if best is not None and cut[best] else None
+        best = max(axes, key=lambda axis: (sharded[axis], axis), default=None)
+        return best if best is not None and sharded[best] else None
 
     @cached_property
     def roles(self) -> dict[Role, tuple[int, ...]]:
-        """The axes of each role, of those with more than one rank."""
+        """The non-trivial axes by role."""
         roles: dict[Role, tuple[int, ...]] = {}
         for axis in self.active:
             role = self._role(axis)
@@ -155,21 +157,21 @@ class Outline:
 
     def _role(self, axis: int) -> Role:
         if axis in self.data_axes:
-            cut = any(p.layout.types[axis].is_shard for p in self.parameters)
-            return "shard" if cut else "replicate"
+            shards = any(p.layout.types[axis].is_shard for p in self.parameters)
+            return "shard" if shards else "replicate"
         given = [Layout.parse(i.layout) for i in self.stage.inputs if i.kind == "user" and i.shape]
         along = given and all(layout.types[axis].dim == 1 for layout in given)
         return "context" if along else "tensor"
 
     def degree(self, role: Role) -> int:
-        """Ranks of all axes of a role together."""
+        """Product of the sizes of all axes of a role."""
         return prod(self.sizes[axis] for axis in self.roles.get(role, ()))
 
     def require_one_axis(self, role: Role, framework: str) -> None:
-        """Raise unless at most one axis has a role.
+        """Check that at most one axis has a role.
 
         Raises:
-            PlanError: several have it.
+            PlanError: several axes have it.
         """
         if len(axes := self.roles.get(role, ())) > 1:
             raise PlanError(
@@ -179,7 +181,7 @@ class Outline:
 
     @cached_property
     def regathered(self) -> frozenset[str]:
-        """Values that backward reshards once more instead of finding what forward resharded."""
+        """Values whose reshardings backward runs again."""
         numbers = {node.name: i for i, node in enumerate(self.stage.nodes)}
         inside = {
             node.name
@@ -207,12 +209,12 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def at_rest(layout: Layout) -> Layout:
-    """A layout with one word for what is whole, since nothing tells I from R at rest."""
+    """Replace R by I, which are placed alike in stored tensors."""
     return Layout(tuple(I if t.is_replicated else t for t in layout.types), layout.nesting)
 
 
 def placement_code(axis_type: AxisType) -> str:
-    """The Python that makes DTensor's placement of a type at rest on a mesh of one axis."""
+    """Python code of the DTensor placement of a parameter on a mesh with one axis."""
     if axis_type.is_replicated:
         return "Replicate()"
     if not axis_type.sub_shards:
@@ -240,18 +242,18 @@ def comment(paragraphs: Iterable[str]) -> str:
 
 
 def not_expressed(items: Iterable[str]) -> list[str]:
-    """Paragraphs that name what an export leaves out."""
+    """Paragraphs that list the parts of a plan that an export leaves out."""
     listed = [f"- {item}" for item in items]
     if not listed:
-        return ["Everything that the plan says of parameters is expressed."]
+        return ["Everything that the plan specifies for parameters is expressed."]
     return ["Not expressed:", *listed]
 
 
 def folded(names: Iterable[str]) -> str:
-    """Names with a layer's number as `*`, each once, in first-seen order."""
+    """Names with numbers of layers replaced by `*`, without repetition."""
     return ", ".join(dict.fromkeys(pattern(name) for name in names))
 
 
 def pattern(name: str) -> str:
-    """A dotted name with `*` for each number that is a whole part of it."""
+    """A dotted name with each component that is a number replaced by `*`."""
     return _NUMBER.sub("*", name)

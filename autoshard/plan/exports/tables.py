@@ -1,4 +1,4 @@
-"""Plans as tables: JSON with everything that is placed, CSV with what rests."""
+"""Exports to tables: JSON with all layouts, CSV with those of inputs and parameters."""
 
 import csv
 import json
@@ -63,7 +63,7 @@ def _row(placed: PlacedInput) -> dict[str, Any]:
 
 
 def _cell(value: str | list[Any]) -> str:
-    """A list as one text: sizes `4x8`, names and placements apart by spaces."""
+    """A list as text: sizes as `4x8`, names and placements separated by spaces."""
     if isinstance(value, str):
         return value
     return ("x" if value and isinstance(value[0], int) else " ").join(map(str, value))

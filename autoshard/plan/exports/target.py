@@ -1,4 +1,4 @@
-"""The list of export targets; each module of this package adds its own."""
+"""Registry of export targets; each module of this package registers its targets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ Export = Callable[[Outline], str]
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """A framework or format that plans are exported to.
+    """A framework or format to which plans can be exported.
 
     Attributes:
-        export: makes the text of a plan.
-        media_type: of the text.
-        format: of the text, for people.
-        content: in words, for people.
+        export: function from an outline to the exported text.
+        media_type: media type of the text.
+        format: description of the text's format, for documentation.
+        content: description of the text's content, for documentation.
     """
 
     export: Export
@@ -26,19 +26,19 @@ class ExportTarget:
 
 
 EXPORT_TARGETS: dict[str, ExportTarget] = {}
-"""Every target, by name."""
+"""All export targets by name."""
 
 
 def export_target(
     name: str, *, media_type: str, written_as: str, content: str
 ) -> Callable[[Export], Export]:
-    """Make a function an export target.
+    """Decorator that registers a function as an export target.
 
     Args:
-        name: of the target.
-        media_type: as `ExportTarget` has it.
-        written_as: the `format`.
-        content: likewise.
+        name: name of the target.
+        media_type: media type of the text.
+        written_as: description of the text's format.
+        content: description of the text's content.
     """
 
     def add(export: Export) -> Export:

@@ -1,10 +1,9 @@
 """Exports of tensor parallelism: torch's `parallelize_module`, and transformers' `tp_plan`.
 
-Frameworks know two ways of sharding a linear layer: column-wise (its outputs) and row-wise (its
-inputs; the results are summed). Between a column-wise and a row-wise layer nothing is
-communicated as long as all operators between run on shards. The plan says whether they do; the
-model's own code may not be able to: where it spells out a size, such as the number of heads, it
-has to take the size from the tensor.
+Frameworks shard a linear layer column-wise (its outputs) or row-wise (its inputs; the results are
+summed). Between a column-wise and a row-wise layer no communication is needed if all operators in
+between run on shards, as the plan states. The model's code must support that: it must take sizes
+such as the number of heads from the tensors instead of writing them out.
 """
 
 from collections import defaultdict
@@ -28,8 +27,8 @@ from autoshard.plan.exports.outline import (
 from autoshard.plan.exports.target import export_target
 
 
-class Cut(Enum):
-    """How the parameters of a module are cut on one axis."""
+class ShardStyle(Enum):
+    """The way in which one mesh axis shards the parameters of a module."""
 
     WHOLE = "whole"
     COLUMNS = "columns"
@@ -41,33 +40,34 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class CutModule:
-    """A module whose own parameters an axis cuts, or leaves whole.
+class ShardedModule:
+    """A module with parameters, and the way in which an axis shards them.
 
     Attributes:
-        cut: the way, as frameworks know it.
+        style: the way in which the parameters are sharded.
         types: type of each parameter on the axis, by its name in the module.
-        local: whether the slices on its cut side (what comes out of columns, what goes into
-            rows) stay on their ranks.
-        sized: whether code between says sizes or dims, which then must fit slices.
+        local: True if its sharded activations (outputs if column-wise, inputs if row-wise) stay
+            sharded between the layers.
+        sized: True if operators between the layers have sizes or dims as arguments, which must
+            then fit the shards.
     """
 
-    cut: Cut
+    style: ShardStyle
     types: tuple[tuple[str, AxisType], ...]
     local: bool = False
     sized: bool = False
 
 
-def cut_modules(outline: Outline, axis: int) -> dict[str, CutModule]:
-    """Every module that holds parameters, by path, and how an axis cuts them."""
+def sharded_modules(outline: Outline, axis: int) -> dict[str, ShardedModule]:
+    """Every module with parameters, by path, and the way in which an axis shards them."""
     owned: dict[str, list[OwnedParameter]] = defaultdict(list)
     for parameter in outline.parameters:
         owned[parameter.module].append(parameter)
     found = {}
     for module, parameters in owned.items():
         reached = any(p.name in outline.read_elsewhere for p in parameters)
-        found[module] = CutModule(
-            Cut.READ_ELSEWHERE if reached else _cut(outline, module, parameters, axis),
+        found[module] = ShardedModule(
+            ShardStyle.READ_ELSEWHERE if reached else _style_of(outline, module, parameters, axis),
             tuple((p.attribute, p.layout.types[axis]) for p in parameters),
         )
     for region in _Regions(outline, axis, found).run():
@@ -76,24 +76,26 @@ def cut_modules(outline: Outline, axis: int) -> dict[str, CutModule]:
     return found
 
 
-def _cut(outline: Outline, module: str, parameters: Sequence[OwnedParameter], axis: int) -> Cut:
+def _style_of(
+    outline: Outline, module: str, parameters: Sequence[OwnedParameter], axis: int
+) -> ShardStyle:
     types = {p.attribute: p.layout.types[axis] for p in parameters}
     if all(t.is_replicated for t in types.values()):
-        return Cut.WHOLE
+        return ShardStyle.WHOLE
     readers = (n for p in parameters for n in outline.readers.get(p.placed.name, ()))
     nodes = [node for node in readers if node.module == module]
     values = {p.attribute: p.placed.name for p in parameters}
     weight, others = types.get("weight"), {a: t for a, t in types.items() if a != "weight"}
     if weight is None or weight.sub_shards or set(others) - {"bias"}:
-        return Cut.OTHER
+        return ShardStyle.OTHER
     if nodes and all(_is_linear(node, values) for node in nodes):
         if weight.dim == 0 and all(t == weight for t in others.values()):
-            return Cut.COLUMNS
+            return ShardStyle.COLUMNS
         if weight.dim == 1 and all(t.is_replicated for t in others.values()):
-            return Cut.ROWS
+            return ShardStyle.ROWS
     if nodes and not others and all(_is_embedding(node, values) for node in nodes):
-        return Cut.FEATURES if weight.dim else Cut.VOCABULARY
-    return Cut.OTHER
+        return ShardStyle.FEATURES if weight.dim else ShardStyle.VOCABULARY
+    return ShardStyle.OTHER
 
 
 def _is_linear(node: Node, values: dict[str, str]) -> bool:
@@ -113,16 +115,16 @@ def _is_embedding(node: Node, values: dict[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Modules between which slices stay on their ranks."""
+    """Modules between which activations stay sharded."""
 
     modules: frozenset[str]
     is_sized: bool
 
 
 class _Regions:
-    """Finds where what columns make reaches nothing but rows, without leaving its slices."""
+    """Finds regions in which outputs of column-wise layers stay sharded up to row-wise layers."""
 
-    def __init__(self, outline: Outline, axis: int, modules: dict[str, CutModule]) -> None:
+    def __init__(self, outline: Outline, axis: int, modules: dict[str, ShardedModule]) -> None:
         self._graph = outline.graph
         self._axis = axis
         self._modules = modules
@@ -133,26 +135,27 @@ class _Regions:
         self._leaving = {output.name for output in outline.stage.outputs}
 
     def run(self) -> Iterator[_Region]:
-        """The regions, each once."""
+        """The regions."""
         seen: set[str] = set()
         for node in self._graph.nodes:
-            if node.name in seen or not self._is(node, Cut.COLUMNS):
+            if node.name in seen or not self._is(node, ShardStyle.COLUMNS):
                 continue
             members = self._connected(node)
             if members is None:
                 continue
             seen.update(member.name for member in members)
-            ends = [m for m in members if self._is(m, Cut.COLUMNS, Cut.ROWS)]
+            ends = [m for m in members if self._is(m, ShardStyle.COLUMNS, ShardStyle.ROWS)]
             inner = [m for m in members if m not in ends]
             yield _Region(frozenset(m.module for m in ends), any(map(_says_sizes, inner)))
 
-    def _is(self, node: Node, *cuts: Cut) -> bool:
-        """Whether a node is a linear layer that is cut in one of these ways."""
+    def _is(self, node: Node, *styles: ShardStyle) -> bool:
+        """True if a node is a linear layer that is sharded in one of these ways."""
         module = self._modules.get(node.module)
-        return module is not None and module.cut in cuts and node.operator == "aten.linear.default"
+        is_linear = node.operator == "aten.linear.default"
+        return module is not None and module.style in styles and is_linear
 
     def _connected(self, start: Node) -> list[Node] | None:
-        """All nodes that share slices with this one; None if slices leave them."""
+        """All nodes connected by sharded values; None if one of these is read by other nodes."""
         members, waiting = {start.name: start}, [start]
         while waiting:
             node = waiting.pop()
@@ -163,22 +166,24 @@ class _Regions:
                 if other.name not in members:
                     members[other.name] = other
                     waiting.append(other)
-        # A module that is called twice must be in it with all its calls.
-        modules = {m.module for m in members.values() if self._is(m, Cut.COLUMNS, Cut.ROWS)}
+        # All calls of a module must be in the region.
+        modules = {
+            m.module for m in members.values() if self._is(m, ShardStyle.COLUMNS, ShardStyle.ROWS)
+        }
         calls = (n for n in self._graph.nodes if n.module in modules)
         if any(n.name not in members for n in calls if n.operator == "aten.linear.default"):
             return None
         return list(members.values())
 
     def _around(self, node: Node) -> list[Node] | None:
-        """The nodes that a node shares slices with; None if it is not of a region."""
+        """The nodes that a node is connected to by sharded values; None if it is in no region."""
         found: list[Node] = []
-        if not self._is(node, Cut.COLUMNS):
+        if not self._is(node, ShardStyle.COLUMNS):
             makers = self._sources(node)
             if makers is None:
                 return None
             found += makers
-        if not self._is(node, Cut.ROWS):
+        if not self._is(node, ShardStyle.ROWS):
             readers = self._targets(node)
             if readers is None:
                 return None
@@ -188,7 +193,7 @@ class _Regions:
     def _sources(self, node: Node) -> list[Node] | None:
         if self._runs_inside(node):
             return None
-        rows, makers = self._is(node, Cut.ROWS), []
+        rows, makers = self._is(node, ShardStyle.ROWS), []
         for value, wanted in zip(node.inputs, self._types(node, "inputs"), strict=True):
             if rows and self._is_parameter(value):
                 continue
@@ -208,7 +213,7 @@ class _Regions:
             if not made.is_shard or value in self._leaving:
                 return None
             for reader in self._readers.get(value, ()):
-                if self._is(reader, Cut.COLUMNS):
+                if self._is(reader, ShardStyle.COLUMNS):
                     return None
                 wanted = dict(zip(reader.inputs, self._types(reader, "inputs"), strict=True))
                 if wanted[value] != made:
@@ -217,7 +222,7 @@ class _Regions:
         return found
 
     def _is_harmless(self, value: str) -> bool:
-        """Whether ranks may use a whole value beside slices: no gradient flows to it."""
+        """True if a replicated value may be used with shards: it has no gradient."""
         return not self._is_parameter(value) and not self._graph.values[value].requires_grad
 
     def _is_parameter(self, value: str) -> bool:
@@ -237,7 +242,7 @@ class _Regions:
 
 
 def _says_sizes(node: Node) -> bool:
-    """Whether a call names sizes or dims, which code may have spelled out."""
+    """True if a call has integer arguments, such as sizes, which the model's code may fix."""
     return any(_has_integers(argument) for _, argument in node.arguments)
 
 
@@ -266,11 +271,11 @@ _STRIDED = """from torch.distributed.tensor.placement_types import _StridedShard
 _CODE = '''
 AXIS = {axis!r}
 IS_DATA_PARALLEL = {shared}
-"""Whether each rank of the axis has rows of its own, so that gradients are averaged over it."""
+"""True if each rank of the axis has rows of its own, so that gradients are averaged over it."""
 
 
 class WholeInForward(ParallelStyle):
-    """Parameters lie as given, and are gathered while their module runs."""
+    """Parameters have the given placements, and are gathered while their module runs."""
 
     def __init__(self, placements):
         super().__init__()
@@ -279,21 +284,21 @@ class WholeInForward(ParallelStyle):
     def _apply(self, module, device_mesh):
         for name, placement in self.placements.items():
             whole = module.get_parameter(name)
-            cut = distribute_tensor(
+            sharded = distribute_tensor(
                 whole.detach(), device_mesh, [placement], src_data_rank=self.src_data_rank
             )
-            module.register_parameter(name, nn.Parameter(cut, whole.requires_grad))
-        held = {{}}
+            module.register_parameter(name, nn.Parameter(sharded, whole.requires_grad))
+        shards = {{}}
 
         def gather(module, _):
-            held.update((name, module._parameters[name]) for name in self.placements)
-            module._parameters.update((n, _whole(p, device_mesh)) for n, p in held.items())
+            shards.update((name, module._parameters[name]) for name in self.placements)
+            module._parameters.update((n, _whole(p, device_mesh)) for n, p in shards.items())
 
-        def let_go(module, *_):
-            module._parameters.update(held)
+        def free(module, *_):
+            module._parameters.update(shards)
 
         module.register_forward_pre_hook(gather)
-        module.register_forward_hook(let_go, always_call=True)
+        module.register_forward_hook(free, always_call=True)
         return module
 
 
@@ -309,14 +314,14 @@ def _whole(parameter: DTensor, mesh: DeviceMesh) -> torch.Tensor:
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, *, sizes_from_tensors: bool = False
 ) -> nn.Module:
-    """Make a model's parameters DTensors on one axis of a mesh, and its modules work with them.
+    """Shard a model's parameters as DTensors over one axis of a mesh, and adapt its modules.
 
     Args:
-        model: holds the whole weights on rank 0 of the axis at least.
-        mesh: has the axis.
-        sizes_from_tensors: whether the model's code takes sizes such as the number of heads
+        model: a model with the full weights, at least on rank 0 of the axis.
+        mesh: a mesh with the axis.
+        sizes_from_tensors: True if the model's code takes sizes such as the number of heads
             from its tensors (`view(*shape, -1, head_dim)`), as transformers' models do. Its
-            attention then runs on slices, as planned; otherwise what is cut there is gathered.
+            attention then runs on shards, as planned; otherwise its inputs are gathered.
     """
     inner = Shard(-1) if sizes_from_tensors else Replicate()
     styles = {{
@@ -337,20 +342,20 @@ def parallelize(
     ),
 )
 def to_parallelize_module(outline: Outline) -> str:
-    """A function `parallelize(model, mesh)` that cuts parameters over one axis as planned.
+    """Python with a function `parallelize(model, mesh)` that shards parameters over one axis.
 
-    Linear layers and embeddings that torch's own styles cut as the plan does get these; what
-    else is cut gets a style that gathers it where it is used.
+    Linear layers and embeddings have torch's styles if these shard as planned; other sharded
+    parameters have a style that gathers them while their module runs.
 
     Raises:
-        PlanError: no axis cuts a parameter, or the axis is data-parallel and code of other
+        PlanError: no axis shards a parameter, or the axis is data-parallel and code of other
             modules reads a parameter.
     """
     axis = outline.tensor_axis if outline.tensor_axis is not None else outline.shard_axis
     if axis is None:
-        raise PlanError("the plan cuts no parameter, so there is nothing to parallelize")
+        raise PlanError("the plan shards no parameter, so there is nothing to parallelize")
     shared = axis in outline.data_axes
-    modules = cut_modules(outline, axis)
+    modules = sharded_modules(outline, axis)
     if shared:
         modules = {name: _gathered(name, module) for name, module in modules.items()}
     styles = "\n".join(_styles(modules))
@@ -364,79 +369,80 @@ def to_parallelize_module(outline: Outline) -> str:
     return comment(_header(outline, axis, modules)) + code
 
 
-def _gathered(name: str, module: CutModule) -> CutModule:
-    """A module on an axis whose ranks have rows of their own: nothing but whole weights will do."""
-    if module.cut is Cut.READ_ELSEWHERE:
+def _gathered(name: str, module: ShardedModule) -> ShardedModule:
+    """A module on a data-parallel axis, which must gather its parameters."""
+    if module.style is ShardStyle.READ_ELSEWHERE:
         raise PlanError(
-            f"code of other modules reads the parameters of {name!r}, so their gradients cannot be "
-            f"averaged where the module runs; export to fsdp2"
+            f"code of other modules reads the parameters of {name!r}, so hooks of the module "
+            f"cannot average their gradients; export to fsdp2"
         )
-    return CutModule(Cut.OTHER, module.types)
+    return ShardedModule(ShardStyle.OTHER, module.types)
 
 
-def _header(outline: Outline, axis: int, modules: Mapping[str, CutModule]) -> Iterator[str]:
+def _header(outline: Outline, axis: int, modules: Mapping[str, ShardedModule]) -> Iterator[str]:
     yield f"Tensor parallelism over {outline.axes[axis]}, from autoshard's {outline.title}."
     yield "Use: model = parallelize(model, device_mesh)"
     yield ""
     yield from not_expressed(_missing(outline, axis, modules))
 
 
-def _missing(outline: Outline, axis: int, modules: Mapping[str, CutModule]) -> Iterator[str]:
+def _missing(outline: Outline, axis: int, modules: Mapping[str, ShardedModule]) -> Iterator[str]:
     for other in outline.active:
-        cut = [p.name for p in outline.parameters if p.layout.types[other].is_shard]
+        sharded = [p.name for p in outline.parameters if p.layout.types[other].is_shard]
         if other == axis:
             continue
         if other in outline.data_axes:
             yield (
                 f"{outline.axes[other]}, a data-parallel axis: apply the export to fsdp2 "
-                f"behind this one"
+                f"after this one"
             )
-        if cut:
-            yield f"how {outline.axes[other]} cuts {folded(cut)}"
-    reached = [n for n, module in modules.items() if module.cut is Cut.READ_ELSEWHERE]
+        if sharded:
+            yield f"the sharding over {outline.axes[other]} of {folded(sharded)}"
+    reached = [n for n, module in modules.items() if module.style is ShardStyle.READ_ELSEWHERE]
     if reached:
         yield (
-            f"parameters of {folded(reached)}, which code of other modules reads: they are left as "
-            f"they are, whole"
+            f"parameters of {folded(reached)}, which code of other modules reads: they stay "
+            f"replicated"
         )
-    gathered = [name for name, module in modules.items() if module.cut is Cut.OTHER]
+    gathered = [name for name, module in modules.items() if module.style is ShardStyle.OTHER]
     if gathered:
-        yield f"work on slices in {folded(gathered)}: parameters are gathered before use"
-    apart = [n for n, m in modules.items() if m.cut in (Cut.COLUMNS, Cut.ROWS) and not m.local]
+        yield f"compute on shards in {folded(gathered)}: parameters are gathered before use"
+    linear = (ShardStyle.COLUMNS, ShardStyle.ROWS)
+    apart = [n for n, m in modules.items() if m.style in linear and not m.local]
     if apart:
-        yield f"slices that stay on their rank around {folded(apart)}: they are gathered or cut"
+        yield f"sharded activations around {folded(apart)}: they are gathered or sliced"
     sized = [n for n, m in modules.items() if m.sized]
     if sized:
-        yield f"slices between {folded(sized)}, unless sizes_from_tensors is set"
-    yield "layouts of activations elsewhere: they are whole on every rank of the axis"
+        yield f"sharded activations between {folded(sized)}, unless sizes_from_tensors is set"
+    yield "layouts of other activations: they are replicated on the axis"
 
 
-def _styles(modules: Mapping[str, CutModule]) -> Iterator[str]:
+def _styles(modules: Mapping[str, ShardedModule]) -> Iterator[str]:
     for name, style in _folded({name: _style(m) for name, m in modules.items()}).items():
         if style:
             yield f"        {name!r}: {style},"
 
 
-def _style(module: CutModule) -> str:
+def _style(module: ShardedModule) -> str:
     inner = "inner" if module.sized else "Shard(-1)"
-    match module.cut:
-        case Cut.COLUMNS:
+    match module.style:
+        case ShardStyle.COLUMNS:
             return f"ColwiseParallel(output_layouts={inner if module.local else 'Replicate()'})"
-        case Cut.ROWS:
+        case ShardStyle.ROWS:
             return f"RowwiseParallel(input_layouts={inner if module.local else 'Replicate()'})"
-        case Cut.VOCABULARY:
+        case ShardStyle.VOCABULARY:
             return "RowwiseParallel(input_layouts=Replicate())"
-        case Cut.FEATURES:
+        case ShardStyle.FEATURES:
             return "ColwiseParallel(output_layouts=Replicate())"
-        case Cut.OTHER | Cut.WHOLE:
+        case ShardStyle.OTHER | ShardStyle.WHOLE:
             placed = ", ".join(f"{name!r}: {placement_code(t)}" for name, t in module.types)
             return f"WholeInForward({{{placed}}})"
-        case Cut.READ_ELSEWHERE:
+        case ShardStyle.READ_ELSEWHERE:
             return ""
 
 
 def _folded(styles: Mapping[str, str]) -> dict[str, str]:
-    """Styles by pattern where all modules that a pattern matches have one style, else by name."""
+    """Styles by pattern if all modules that match the pattern have one style, else by name."""
     patterns: dict[str, set[str]] = {}
     for name, style in styles.items():
         patterns.setdefault(pattern(name), set()).add(style)
@@ -474,19 +480,20 @@ TP_PLAN = {{
 def to_hf_tp_plan(outline: Outline) -> str:
     """Python with `TP_SIZE` and `TP_PLAN`, for transformers' `DistributedConfig`.
 
-    Its rules are for all layers at once, so layers must be cut alike. Modules that the plan
-    leaves whole are named too, since transformers adds the model's own rules to those given.
+    Its rules are for all layers at once, so layers must be sharded alike. Modules that the plan
+    replicates are listed too, since transformers adds the model's default rules to those given.
 
     Raises:
-        PlanError: no layer is cut in a way that transformers knows.
+        PlanError: no layer is sharded in a way that transformers supports.
     """
     axis = outline.tensor_axis
-    modules = {} if axis is None else cut_modules(outline, axis)
+    modules = {} if axis is None else sharded_modules(outline, axis)
     rules = _hf_rules(modules)
     if axis is None or set(rules.values()) <= {"replicate"}:
         raise PlanError(
-            "the plan cuts no linear layer or embedding over an axis that leaves the batch whole, "
-            "which is all that a tp_plan can say; export to fsdp2 or parallelize-module"
+            "a tp_plan can express only linear layers and embeddings that are sharded over an axis "
+            "which does not shard the batch; the plan has none: export to fsdp2 or "
+            "parallelize-module"
         )
     code = _HF_CODE.format(
         size=outline.sizes[axis],
@@ -495,10 +502,10 @@ def to_hf_tp_plan(outline: Outline) -> str:
     return comment(_hf_header(outline, axis, rules)) + code
 
 
-def _hf_rules(modules: Mapping[str, CutModule]) -> dict[str, str]:
+def _hf_rules(modules: Mapping[str, ShardedModule]) -> dict[str, str]:
     styles: dict[str, set[str]] = {}
     for name, module in modules.items():
-        if not name:  # a rule has to name a module; what the root holds is whole anyway
+        if not name:  # rules need the name of a module; parameters of the root are replicated
             continue
         styles.setdefault(pattern(name), set()).add(_hf_style(module))
     return {
@@ -507,17 +514,17 @@ def _hf_rules(modules: Mapping[str, CutModule]) -> dict[str, str]:
     }
 
 
-def _hf_style(module: CutModule) -> str:
-    match module.cut:
-        case Cut.COLUMNS:
+def _hf_style(module: ShardedModule) -> str:
+    match module.style:
+        case ShardStyle.COLUMNS:
             return "colwise" if module.local else "colwise_gather_output"
-        case Cut.ROWS:
+        case ShardStyle.ROWS:
             return "rowwise" if module.local else "rowwise_split_input"
-        case Cut.VOCABULARY:
+        case ShardStyle.VOCABULARY:
             return "embedding_rowwise"
-        case Cut.FEATURES:
+        case ShardStyle.FEATURES:
             return "embedding_colwise"
-        case Cut.WHOLE | Cut.OTHER | Cut.READ_ELSEWHERE:
+        case ShardStyle.WHOLE | ShardStyle.OTHER | ShardStyle.READ_ELSEWHERE:
             return "replicate"
 
 
@@ -542,5 +549,5 @@ def _hf_missing(outline: Outline, axis: int, rules: Mapping[str, str]) -> Iterat
         and rules.get(pattern(parameter.module), "replicate") == "replicate"
     ]
     if whole:
-        yield f"the cuts of {folded(whole)}, which stay whole on every rank"
-    yield "layouts of activations outside of what lies between `colwise` and `rowwise`"
+        yield f"the sharding of {folded(whole)}, which stay replicated"
+    yield "layouts of activations, except between `colwise` and `rowwise`"

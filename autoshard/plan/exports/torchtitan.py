@@ -1,4 +1,4 @@
-"""Settings of torchtitan's `[parallelism]`, as its releases up to 0.2 read them from TOML."""
+"""Export to torchtitan: the TOML table `[parallelism]` of its releases up to 0.2."""
 
 from collections.abc import Iterator
 
@@ -22,11 +22,11 @@ _DEGREES: dict[str, Role] = {
 def to_torchtitan(outline: Outline) -> str:
     """TOML with the degrees of parallelism, resharding and activation checkpointing.
 
-    torchtitan decides itself how each parameter of its models is cut; only what each axis is
-    for can be said.
+    torchtitan decides itself how each parameter of its models is sharded; only the purpose of
+    each axis can be configured.
 
     Raises:
-        PlanError: two axes are for the same, in a way that has one degree.
+        PlanError: two axes are for the same kind of parallelism, which has only one degree.
     """
     outline.require_one_axis("tensor", "torchtitan")
     outline.require_one_axis("context", "torchtitan")
@@ -49,22 +49,22 @@ def _checkpointing(outline: Outline) -> str:
 
 def _header(outline: Outline) -> Iterator[str]:
     yield f"Degrees for torchtitan (0.2 and earlier), from autoshard's {outline.title}."
-    yield "Put these tables into a model's job config."
+    yield "Put these tables into the job config of a model."
     yield ""
     yield from not_expressed(_missing(outline))
 
 
 def _missing(outline: Outline) -> Iterator[str]:
-    yield "how each parameter and activation is cut: torchtitan's own models decide that"
+    yield "layouts of parameters and activations: torchtitan's models define them"
     for role, axes in outline.roles.items():
         if len(axes) > 1:
-            yield f"that {outline.named(axes)} are axes of their own: torchtitan makes them one"
+            yield f"{outline.named(axes)} as separate axes: torchtitan merges them into one"
         others = [
             p.name
             for p in outline.parameters
             if role == "shard" and any(p.layout.types[a].dim > 0 for a in axes)
         ]
         if others:
-            yield f"cuts of other dims than the first: {folded(others)}"
+            yield f"sharding of other dims than the first: {folded(others)}"
     if outline.stage.checkpoints:
-        yield "which blocks are checkpointed: `full` means all of them"
+        yield "the choice of checkpointed blocks: `full` means all of them"

@@ -1,4 +1,4 @@
-"""Measuring links and devices on the ranks that a plan will run on."""
+"""Calibration: measures links and devices of a cluster, and fits a topology to them."""
 
 from autoshard.runtime.calibration.calibrate import (
     Calibration,

@@ -1,4 +1,4 @@
-"""Fitting a topology to measurements on the ranks of a cluster."""
+"""Fits a topology to measurements on the ranks of a cluster."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ SIZES = tuple(1 << exponent for exponent in range(10, 29, 2))
 """Measured sizes, bytes: 1 KiB to 256 MiB."""
 
 CHECKED = tuple(1 << exponent for exponent in range(21, 29, 2))
-"""Sizes, bytes, between the others, at which the fit is compared with measurements."""
+"""Sizes in bytes that are not used for the fit but to check it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Comparison:
     Attributes:
         axis: name of the mesh axis.
         sample: the measurement.
-        predicted: seconds.
+        predicted: predicted seconds.
     """
 
     axis: str
@@ -61,10 +61,10 @@ class Calibration:
     """The result of a calibration.
 
     Attributes:
-        topology: for plans.
-        comparisons: with collectives of other sizes.
-        skew: seconds of the topology's collective overhead in which ranks wait for the last of
-            them.
+        topology: the fitted topology.
+        comparisons: predictions for collectives of other sizes.
+        skew: seconds that ranks wait for the last one to arrive; included in the topology's
+            collective overhead.
     """
 
     topology: Topology
@@ -90,14 +90,14 @@ def calibrate(
 
     Args:
         shape: size of each mesh axis to measure; by default nodes by ranks per node. An axis
-            must be inside nodes or between them.
-        name: of the topology.
-        sizes: bytes to fit to.
-        checked: other sizes, to compare the fit with.
+            must be either inside nodes or between them.
+        name: name of the topology.
+        sizes: sizes of collectives to fit to, bytes.
+        checked: other sizes, at which the fit is checked, bytes.
         elements: sizes of activations for operators; by default typical ones of the device.
         num_passes: number of measurements of each size, of which the median is taken.
-        busy: whether to measure the CPU time of collectives, because the machine has other load;
-            operators on CPUs are always measured so.
+        busy: True to measure the CPU time of collectives, if the machine has other load;
+            operators on CPUs are always measured in CPU time.
         report: called with a description of the next measurement.
 
     Raises:
@@ -112,7 +112,7 @@ def calibrate(
     samples = list(_measured(mesh, every, stopwatch, num_passes, report))
     fitted = [sample for _, sample in samples if not is_checked(sample, checked)]
     links, overhead = fit_links(fitted, levels)
-    # On a busy machine, waiting depends more on other load than on the ranks.
+    # On a busy machine, the waiting time is due to other load.
     skew = 0.0 if busy else measure_skew(stopwatch, num_passes)
     report("matrix products, copies and operators")
     topology = Topology(
@@ -136,9 +136,9 @@ def _measured(
     num_passes: int,
     report: Callable[[str], None],
 ) -> Iterator[tuple[str, CollectiveSample]]:
-    """Samples over each axis of more than one rank, with the axis's name.
+    """The name of each axis of more than one rank, with a sample for each action and size.
 
-    Each is the median of passes over all sizes, which spread other load of the machine evenly.
+    A sample is the median of several passes over all sizes, which spreads other load evenly.
     """
     groups = init_device_mesh(
         stopwatch.device.type, mesh.axis_sizes, mesh_dim_names=mesh.axis_names
@@ -154,14 +154,14 @@ def _measured(
 
 
 def is_checked(sample: CollectiveSample, checked: Sequence[int]) -> bool:
-    """Whether a sample is for comparison with the fit; sizes were rounded up."""
+    """True if a sample is for the check of the fit; measured sizes are rounded up."""
     return sample.nbytes in {shared_size(nbytes, sample.num_ranks) for nbytes in checked}
 
 
 def _compared(
     mesh: Mesh, samples: Iterable[tuple[str, CollectiveSample]], checked: Sequence[int]
 ) -> Iterator[Comparison]:
-    """The samples that were not used for the fit, with its predictions."""
+    """Compare the samples that were not used for the fit with its predictions."""
     for axis, sample in samples:
         if is_checked(sample, checked):
             action, inner = sample.action.removesuffix(INNER), sample.action.endswith(INNER)
@@ -212,7 +212,7 @@ def _axes(mesh: Mesh) -> dict[str, int]:
         if len(crossed) > 1:
             raise MeshError(
                 f"axis {i} of {axis.size} ranks is both inside nodes and between them; pass a "
-                f"shape whose axes are either"
+                f"shape whose axes are either inside nodes or between them"
             )
         if crossed:
             found[axis.name] = crossed[0]

@@ -1,4 +1,4 @@
-"""Measuring collectives by themselves and between other work."""
+"""Measures collectives, alone and between other work."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -26,26 +26,26 @@ _TYPES = {
     f"all_gather{INNER}": (spmd.S(1), spmd.R),
     f"reduce_scatter{INNER}": (spmd.P, spmd.S(1)),
 }
-"""The types of a tensor before and after a collective; a halo exchange changes no type."""
+"""The SPMD types before and after each collective; a halo exchange does not change the type."""
 
 _WIDTH = 64
 """Maximum number of elements in a row on one rank."""
 
 _MAX_RUNS = 20
-"""Maximum number of runs, besides one to warm up."""
+"""Maximum number of runs after the warm-up."""
 
 _MAX_SECONDS = 0.5
 """Total duration after which a function is not run again."""
 
 _WORK_ELEMENTS = 1 << 18
-"""Elements processed between two runs, so that caches are as in a program; without that, a short
-collective right after another takes half as long."""
+"""Elements processed between two runs, so that caches are in a state as in a program; otherwise
+short collectives would take half as long."""
 
 _SKEW_WORK = 0.01
-"""Seconds of work before each collective: that of a layer between two of them."""
+"""Seconds of work before each collective, typical of a layer between two collectives."""
 
 _SKEW_RUNS = 8
-"""Collectives in a run."""
+"""Number of collectives in a run."""
 
 _SKEW_SIDE = 256
 """Rows and columns of the matrices that ranks multiply."""
@@ -55,9 +55,9 @@ class Stopwatch:
     """Measures functions that all ranks start at the same time.
 
     Args:
-        device: of this rank.
-        busy: whether to measure CPU time, because the machine has other load. The CPU time of all
-            ranks is divided by the number of CPUs; idle waiting is not included.
+        device: the device of this rank.
+        busy: True to measure CPU time, if the machine has other load: the CPU time of all ranks,
+            divided by the number of CPUs, without idle waiting.
     """
 
     def __init__(self, device: torch.device, *, busy: bool = False) -> None:
@@ -89,7 +89,7 @@ class Stopwatch:
         return perf_counter() - start
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """The maximum over ranks of each run."""
+        """The maximum over ranks, for each run."""
         found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         slowest: list[float] = found.tolist()
@@ -98,9 +98,9 @@ class Stopwatch:
     def _shared(self, run: Callable[[], object], count: int) -> float:
         """The mean CPU time of a run on all ranks, divided by the number of CPUs.
 
-        A rank may still be sending when its own call returns, so runs are measured together.
-        Ranks do different amounts of work before each, because in a program they do not arrive
-        together either, and waking a waiting rank takes CPU time.
+        A rank may still be sending when its call returns, so all runs are measured together.
+        Ranks do different amounts of work before each run: in a program they arrive at different
+        times too, and waking a waiting rank takes CPU time.
         """
         if not self._unit:
             self._unit = self._together(lambda: None, _MAX_RUNS) / _units(_MAX_RUNS)
@@ -122,7 +122,7 @@ class Stopwatch:
 
 
 def _length(rank: int, number: int) -> int:
-    """Units of work of a rank before a run: 1 to 8, different between ranks."""
+    """Units of work of a rank before a run, 1 to 8, different between ranks."""
     return 1 + (5 * number + 3 * rank) % 8
 
 
@@ -142,11 +142,11 @@ def measure_collectives(
     """Measure each collective over the groups of one axis, all groups at the same time.
 
     Args:
-        group: this rank's group.
-        level: index of the link level that it crosses.
-        sizes: bytes of the larger of a rank's tensor before and after; rounded up to what
-            is divisible by the ranks.
-        stopwatch: for the measurements.
+        group: the process group of this rank on the axis.
+        level: index of the link level that the axis crosses.
+        sizes: bytes of a rank's input or output, whichever is larger; rounded up so that
+            the ranks divide them.
+        stopwatch: measures the functions.
     """
     num_ranks = group.size()
     for nbytes in sizes:
@@ -165,7 +165,7 @@ def measure_collectives(
 
 
 def _run(action: str, tensor: torch.Tensor, group: ProcessGroup) -> Callable[[], object]:
-    """A function that runs a collective; a halo exchange sends half to either neighbour."""
+    """A function that runs a collective; a halo exchange sends half to each neighbour."""
     if action in _TYPES:
         before, after = _TYPES[action]
         return partial(redistribute, tensor, group, src=before, dst=after)
@@ -176,26 +176,26 @@ def _run(action: str, tensor: torch.Tensor, group: ProcessGroup) -> Callable[[],
 
 
 def _sharded_dim(action: str) -> int | None:
-    """The dim that is sharded before the collective and full afterwards."""
+    """The dim that is sharded before the collective and whole afterwards."""
     if not action.startswith("all_gather"):
         return None
     return 1 if action.endswith(INNER) else 0
 
 
 def shared_size(nbytes: int, num_ranks: int) -> int:
-    """Bytes, rounded up to a matrix whose rows and columns are divisible by the ranks."""
+    """Bytes of the smallest matrix of at least `nbytes` whose rows and columns the ranks divide."""
     unit = num_ranks * num_ranks * torch.float32.itemsize
     return -(-nbytes // unit) * unit
 
 
 def measure_skew(stopwatch: Stopwatch, num_passes: int) -> float:
-    """Seconds that ranks wait for the last of them at a collective, besides its own duration.
+    """Seconds that ranks wait at a collective for the last rank, without the collective itself.
 
-    After other work ranks do not arrive at a collective together, least where they share CPUs,
-    and each waits for the last. Measurements with a common start do not include that.
+    After other work, ranks arrive at a collective at different times, in particular if they share
+    CPUs, and each waits for the last. Measurements with a common start do not include that.
 
     Args:
-        stopwatch: for the measurements.
+        stopwatch: measures the functions.
         num_passes: number of measurements, of which the median is taken.
     """
     matrix = torch.ones(_SKEW_SIDE, _SKEW_SIDE, device=stopwatch.device)

@@ -1,4 +1,4 @@
-"""Starting the ranks of a plan with PyTorch's elastic launcher."""
+"""Starts the ranks of a plan with PyTorch's elastic launcher."""
 
 from autoshard.runtime.launch.context import (
     LaunchContext,

@@ -24,15 +24,15 @@ def run_command(arguments: Sequence[str], *, find: Callable[[str], Path] = Path)
     """Launch a program on the devices of a plan; returns when all ranks are done.
 
     Args:
-        arguments: of the command line: own options, those of torchrun, the program and its
+        arguments: the command line: options of this command and of torchrun, the program and its
             arguments.
         find: maps the value of `--plan` to the file of the plan.
 
     Raises:
         OptionError: options contradict each other.
-        PlanError: the file has no plan, or one for another number of devices.
+        PlanError: the file has no plan, or a plan for another number of devices.
         LaunchError: a rank failed.
-        SystemExit: the arguments are invalid, or ask for help.
+        SystemExit: the arguments are invalid, or `--help` is among them.
     """
     options = _parser().parse_args(list(arguments))
     path = find(options.plan).resolve()
@@ -42,7 +42,7 @@ def run_command(arguments: Sequence[str], *, find: Callable[[str], Path] = Path)
         raise PlanError(f"{options.plan}: {error}") from None
     _set_world(options, plan)
     if options.no_python or options.run_path:
-        raise OptionError("--no-python and --run-path: the program has to be run by Python")
+        raise OptionError("--no-python and --run-path: the program must be a Python program")
     variables = {PLAN_VARIABLE: str(path)}
     if options.timing:
         variables[TIMING_VARIABLE] = "1"
@@ -83,7 +83,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--plan",
         required=True,
-        help="A plan of `autoshard plan -o`; or its id or address at a planning service.",
+        help="A plan written by `autoshard plan -o`, or its id or address at a planning service.",
     )
     parser.add_argument(
         "--nproc", dest="nproc_per_node", help="Processes on this machine, as --nproc-per-node."

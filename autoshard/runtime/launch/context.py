@@ -21,7 +21,7 @@ PLAN_VARIABLE = "AUTOSHARD_PLAN"
 """Environment variable with the path of the plan."""
 
 TIMING_VARIABLE = "AUTOSHARD_TIMING"
-"""Environment variable; set to 1, steps are measured and printed."""
+"""Environment variable; if it is 1, steps are measured and printed."""
 
 _MILLISECONDS = 1e3
 
@@ -30,16 +30,16 @@ class StepTimer:
     """Measures steps and compares them with the plan's prediction.
 
     Args:
-        plan: with the prediction.
-        device: of the steps; synchronised around each.
-        report: called with a sentence after each step.
+        plan: has the predicted time.
+        device: synchronised before and after each step.
+        report: called with a message after each step.
 
     Raises:
-        PlanError: the document has no plan.
+        PlanError: the document contains no plan.
 
     Attributes:
-        predicted: seconds that the plan predicts without overlap.
-        seconds: of each step so far.
+        predicted: seconds of a step that the plan predicts without overlap.
+        seconds: measured seconds of each step so far.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class StepTimer:
         synchronize(self._device)
         self.seconds.append(perf_counter() - start)
         if self._report is not None:
-            self._report(f"step {len(self.seconds)}: {self._beside(self.seconds[-1])}")
+            self._report(f"step {len(self.seconds)}: {self._compared(self.seconds[-1])}")
 
     def summary(self) -> str:
-        """The median step in a sentence, without the first one, a warm-up."""
+        """A message with the median step; the first one is a warm-up and does not count."""
         counted = self.seconds[1:] or self.seconds
         if not counted:
             return "no steps were measured"
-        return f"median of {len(counted)} steps: {self._beside(median(counted))}"
+        return f"median of {len(counted)} steps: {self._compared(median(counted))}"
 
-    def _beside(self, seconds: float) -> str:
+    def _compared(self, seconds: float) -> str:
         return (
             f"{seconds * _MILLISECONDS:.3f} ms, predicted {self.predicted * _MILLISECONDS:.3f} ms "
             f"({seconds / self.predicted:.2f} times as long)"
@@ -90,7 +90,7 @@ class LaunchContext:
     Attributes:
         plan: the plan.
         device_mesh: the process groups, with the axes of the plan.
-        device: of this rank.
+        device: the device of this rank.
         timer: measures steps; None without `--timing`.
     """
 
@@ -125,11 +125,11 @@ def get_context() -> LaunchContext:
 
     Other launchers work too if they set the environment variables of `torchrun`, and AUTOSHARD_PLAN
     to the path of the plan. The mesh has the axes of the plan. It uses GPUs if there are any and
-    the plan's topology is for them, and CPUs otherwise.
+    the plan's topology has the backend `nccl`, and CPUs otherwise.
 
     Raises:
-        PlanError: the process was not launched with a plan, or with another number of ranks
-            than the plan's mesh has, or with another plan than other ranks.
+        PlanError: the process was launched without a plan, the number of ranks is not that of the
+            plan's mesh, or other ranks have another plan.
     """
     path = os.environ.get(PLAN_VARIABLE)
     if path is None or "WORLD_SIZE" not in os.environ:
@@ -143,10 +143,10 @@ def get_context() -> LaunchContext:
 
 
 def join(plan: Plan, *, timing: bool = False) -> LaunchContext:
-    """Make the process groups of a plan, with the rank from torchrun's environment variables.
+    """Create the process groups of a plan from torchrun's environment variables.
 
     Raises:
-        PlanError: there is no plan, or the ranks do not fit it.
+        PlanError: the document contains no plan, or the ranks do not fit it.
     """
     check_world(plan, int(os.environ["WORLD_SIZE"]))
     device = _device(plan)
@@ -158,17 +158,17 @@ def join(plan: Plan, *, timing: bool = False) -> LaunchContext:
 
 
 def check_world(plan: Plan, num_ranks: int) -> None:
-    """Check that there is a plan and one rank for each of its devices.
+    """Check that the number of ranks is that of the plan's devices.
 
     Raises:
-        PlanError: there is not.
+        PlanError: it is not, or the document contains no plan.
     """
     if not plan.found:
         raise PlanError(f"the document has no plan to launch: {plan.reason}")
     if num_ranks != plan.mesh.num_devices:
         raise PlanError(
             f"the plan is for {plan.mesh.num_devices} devices ({mesh_text(plan.mesh)}), but "
-            f"{num_ranks} processes are launched: launch one for each device, or plan for "
+            f"{num_ranks} processes are launched: launch one for each device, or make a plan for "
             f"another mesh"
         )
 
@@ -189,9 +189,9 @@ def _check_same_plan(plan: Plan, device: torch.device) -> None:
     if others:
         raise PlanError(
             f"rank {dist.get_rank()} has plan {plan.id[:12]}, but ranks {others} have another one: "
-            f"launch all ranks with one file"
+            f"launch all ranks with the same file"
         )
 
 
 def _print(text: str) -> None:
-    print(f"autoshard: {text}", flush=True)  # noqa: T201  beside the program's own output
+    print(f"autoshard: {text}", flush=True)  # noqa: T201  for the user of the program

@@ -1,6 +1,6 @@
-"""Launching a function on the ranks of a plan, and reporting the rank that failed first.
+"""Launches a function on the ranks of a plan, and reports the rank that failed first.
 
-When one rank fails, the others soon fail too, in collectives with the missing rank. Each failing
+If one rank fails, the others soon fail too, in collectives with the missing rank. Each failing
 rank therefore writes its traceback and the time to a folder, and the launcher reports the first.
 """
 
@@ -38,17 +38,17 @@ def launch(
     """Run a function on every rank of a plan, all of them on this machine.
 
     Args:
-        function: called with a `LaunchContext` and the arguments, in one process per rank;
-            it must be defined at the top level of a module.
-        plan: to run.
-        args: pickled for every rank, as in `multiprocessing`.
-        timing: whether rank 0 prints the duration of each `LaunchContext.step`.
+        function: called with a `LaunchContext` and `args`, in one process per rank; it must be
+            defined at the top level of a module.
+        plan: the plan.
+        args: arguments of the function; pickled for every rank, as in `multiprocessing`.
+        timing: True if rank 0 prints the duration of each `LaunchContext.step`.
 
     Returns:
         The function's result on each rank.
 
     Raises:
-        PlanError: the document has no plan.
+        PlanError: the document contains no plan.
         LaunchError: a rank failed; the message has its traceback.
     """
     check_world(plan, plan.mesh.num_devices)
@@ -72,7 +72,7 @@ def launch(
 
 
 class _Settings(NamedTuple):
-    """The plan as JSON, the folder for failures, and whether to time steps."""
+    """The plan as JSON, the folder for failures, and True if steps are timed."""
 
     plan: str
     folder: str
@@ -89,7 +89,7 @@ def _rank(settings: _Settings, function: Callable[..., T], args: tuple[Any, ...]
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The elastic launcher logs a failed rank with a traceback of its own; ours is enough."""
+    """Suppress the elastic launcher's log of a failed rank, which repeats the traceback."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -101,10 +101,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def failures_recorded(folder: Path) -> Iterator[None]:
-    """Write what a rank raises to the folder, and exit silently with status 1."""
+    """If the rank raises an exception, write it to the folder and exit with status 1."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  whatever it is, the launcher shows it
+    except Exception as error:  # noqa: BLE001  the launcher shows any exception
         rank = int(os.environ["RANK"])
         record = {
             "rank": rank,
@@ -133,8 +133,8 @@ def _is_launcher(file: str) -> bool:
 def first_failure(folder: Path, failed: ChildFailedError) -> LaunchError:
     """The error of the rank that failed first, in the last attempt.
 
-    A rank killed by a signal comes first: the others failed without it. SIGTERM is sent by the
-    launcher itself to the remaining ranks.
+    A rank killed by a signal counts as the first, since it leaves no record. SIGTERM does not
+    count: the launcher sends it to the remaining ranks.
     """
     for rank, failure in failed.failures.items():
         if failure.exitcode < 0 and failure.exitcode != -SIGTERM:

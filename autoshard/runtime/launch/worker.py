@@ -10,11 +10,11 @@ from autoshard.runtime.launch.context import get_context
 from autoshard.runtime.launch.functions import failures_recorded
 
 FAILURES_VARIABLE = "AUTOSHARD_FAILURES"
-"""Environment variable with the folder in which ranks record how they failed."""
+"""Environment variable with the folder in which ranks record their failures."""
 
 
 def main() -> None:
-    """Run the program as `python PROGRAM ARGS` would."""
+    """Run the program like `python PROGRAM ARGS`, and record a failure."""
     faulthandler.enable()
     arguments = sys.argv[1:]
     is_module = arguments[0] == "-m"

@@ -1,4 +1,4 @@
-"""Running steps of a plan, and comparing the time of their parts with the prediction."""
+"""Profiling: runs steps of a plan, and compares the time of their parts with the prediction."""
 
 from autoshard.runtime.profiling.profile import Profile, Row, SyntheticStep, profile
 

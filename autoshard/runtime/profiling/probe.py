@@ -1,8 +1,8 @@
-"""Measured time of each operator and each resharding step of a program.
+"""Measures the time of each operator and each resharding step of a program.
 
-Kernels and steps are called through a probe. It measures the call, and hooks the autograd
-nodes that the call creates, so that their backward is attributed to the same part of the plan.
-Nested measurements (recomputation inside backward) are subtracted from the outer one.
+Kernels and steps are called through a probe. It measures the call, and hooks the autograd nodes
+that the call creates, so that their backward is attributed to the same operator or step. The time
+of nested measurements (recomputation inside backward) is subtracted from the outer ones.
 """
 
 from collections import defaultdict
@@ -28,11 +28,12 @@ class Part:
     """An operator, a step of a resharding, or the optimizer.
 
     Attributes:
-        phase: of the training step.
-        name: of the operator, or the action of a resharding step.
+        phase: phase of the training step.
+        name: name of the operator, or the action of a resharding step.
         subject: the node, or the resharded value and its use.
-        axis: the mesh axis of a resharding step; empty for an operator.
-        nbytes: size of the larger of a rank's tensor before and after; 0 for an operator.
+        axis: mesh axis of a resharding step; empty for an operator.
+        nbytes: bytes of the rank's tensor before or after the step, whichever is larger; 0 for an
+            operator.
     """
 
     phase: str
@@ -43,8 +44,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Both:
-    """The parts that a call and its backward are attributed to."""
+class ForwardBackward:
+    """The parts to which the time of a call and of its backward is attributed."""
 
     forward: Part
     backward: Part
@@ -59,50 +60,50 @@ class _Running:
 
 @dataclass
 class Probe:
-    """Measures parts.
+    """Measures the parts of a step.
 
     Args:
         device: synchronised before and after each part.
 
     Attributes:
-        seconds: of each part in this step.
-        starts: first start of each part, by `time.perf_counter`.
+        seconds: total duration of each part in this step.
+        starts: `time.perf_counter` at the first start of each part.
     """
 
     device: torch.device
     seconds: defaultdict[Part, float] = field(default_factory=lambda: defaultdict(float))
     starts: dict[Part, float] = field(default_factory=dict)
     _stack: list[_Running] = field(default_factory=list)
-    _known: set[Node] = field(default_factory=set)
+    _hooked: set[Node] = field(default_factory=set)
 
     def clear(self) -> None:
         """Start a new step."""
         self.seconds.clear()
         self.starts.clear()
-        self._known.clear()
+        self._hooked.clear()
 
-    def wrap(self, function: Callable[..., Any], both: Both) -> Callable[..., Any]:
-        """The function, measured."""
+    def wrap(self, function: Callable[..., Any], parts: ForwardBackward) -> Callable[..., Any]:
+        """Wrap a function so that its calls and their backward are measured."""
 
         def measured(*args: Any) -> Any:
             backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001  as in the recorder
-            part = both.forward
+            part = parts.forward
             if backward:
                 part = Part(Phase.RECOMPUTE, part.name, part.subject, part.axis, part.nbytes)
             before = None if backward else _grad_nodes(args)
             with self.measured(part):
                 result = function(*args)
             if before is not None:
-                self._known.update(before)
-                self._hook(_grad_nodes([result]), both.backward)
+                self._hooked.update(before)
+                self._hook(_grad_nodes([result]), parts.backward)
             return result
 
         return measured
 
     def _hook(self, nodes: Iterable[Node], part: Part) -> None:
         """Measure the backward of the autograd nodes that a call has created."""
-        for node in _behind(nodes, self._known):
-            self._known.add(node)
+        for node in _new_nodes(nodes, self._hooked):
+            self._hooked.add(node)
             node.register_prehook(lambda _: self._begin(part))
             node.register_hook(lambda *_: self._end())
 
@@ -141,8 +142,8 @@ def _grad_nodes(values: Iterable[Any]) -> list[Node]:
     return found
 
 
-def _behind(nodes: Iterable[Node], known: set[Node]) -> Iterator[Node]:
-    """The nodes and their predecessors in the graph, up to known ones."""
+def _new_nodes(nodes: Iterable[Node], known: set[Node]) -> Iterator[Node]:
+    """Walk the autograd graph from some nodes towards the leaves, up to known nodes."""
     open_nodes = list(nodes)
     seen = set(known)
     while open_nodes:
@@ -155,7 +156,7 @@ def _behind(nodes: Iterable[Node], known: set[Node]) -> Iterator[Node]:
 
 
 def instrument(program: LocalProgram, stage: Stage, probe: Probe) -> None:
-    """Wrap the kernels and resharding steps of a program with a probe."""
+    """Wrap the kernels and resharding steps of a program, in place."""
     operators = {node.name: node.operator for node in program.graph.nodes}
     reshardings = {resharding.use: resharding for resharding in stage.reshardings}
     for instruction in _flat(program.instructions):
@@ -163,11 +164,12 @@ def instrument(program: LocalProgram, stage: Stage, probe: Probe) -> None:
             operator = operators[instruction.node]
             forward = Part(Phase.FORWARD, operator, instruction.node)
             backward = Part(Phase.BACKWARD, operator, instruction.node)
-            instruction.kernel = probe.wrap(instruction.kernel, Both(forward, backward))
+            parts = ForwardBackward(forward, backward)
+            instruction.kernel = probe.wrap(instruction.kernel, parts)
         elif isinstance(instruction, Reshard):
-            parts = _step_parts(stage, reshardings[instruction.use])
-            pairs = zip(instruction.steps, parts, strict=True)
-            instruction.steps = tuple(probe.wrap(step, both) for step, both in pairs)
+            each = _step_parts(stage, reshardings[instruction.use])
+            pairs = zip(instruction.steps, each, strict=True)
+            instruction.steps = tuple(probe.wrap(step, parts) for step, parts in pairs)
 
 
 def _flat(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
@@ -177,12 +179,12 @@ def _flat(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
             yield from _flat(instruction.instructions)
 
 
-def _step_parts(stage: Stage, resharding: Resharding) -> Iterator[Both]:
+def _step_parts(stage: Stage, resharding: Resharding) -> Iterator[ForwardBackward]:
     sizes = dict(stage.axes)
     subject = resharding_label(resharding, {i.name: i.target for i in stage.inputs})
     for step in resharding.steps:
         if sizes[step.axis] > 1:
-            yield Both(
+            yield ForwardBackward(
                 Part(Phase.FORWARD, step.forward, subject, step.axis, step.nbytes),
                 Part(Phase.BACKWARD, step.backward, subject, step.axis, step.nbytes),
             )

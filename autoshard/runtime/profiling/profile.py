@@ -1,10 +1,8 @@
-"""Running steps of a plan with synthetic inputs, and comparing them with the prediction.
+"""Runs steps of a plan with synthetic inputs, and compares them with the prediction.
 
-A plan includes its program, so nothing else is needed: parameters, inputs and token ids are random
-numbers, other indices and labels are zero. Each part is measured separately
-(`autoshard.runtime.profiling.probe`).
-The time of a collective is the minimum over ranks, that of the last rank to arrive, which does not
-wait for others. The time of an operator is the median over ranks.
+A plan includes its program, so neither model nor data is needed: parameters, inputs and token ids
+are random numbers, other indices and labels are zero. The time of an operator is the median over
+ranks. The time of a collective is the minimum over ranks: the last rank to arrive does not wait.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,10 +35,10 @@ class Row:
     """The parts of one kind in a step, summed.
 
     Attributes:
-        name: of the operator, or the action of resharding steps.
-        lane: compute, or the axis.
-        predicted: seconds.
-        measured: seconds.
+        name: name of the operator, or the action of resharding steps.
+        lane: `"compute"`, or the mesh axis.
+        predicted: predicted seconds.
+        measured: measured seconds.
     """
 
     name: str
@@ -51,13 +49,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """A predicted and measured step.
+    """The prediction and the measurements of a step.
 
     Attributes:
-        simulation: the prediction.
+        simulation: the predicted step.
         events: the measured parts, with their starts on this rank.
-        seconds: median duration of a step whose parts are not measured.
-        predicted: seconds of a step without overlap.
+        seconds: median duration of a whole step, without a probe.
+        predicted: predicted seconds of a step without overlap.
     """
 
     simulation: Simulation
@@ -66,7 +64,7 @@ class Profile:
     predicted: float
 
     def rows(self) -> tuple[Row, ...]:
-        """Predicted and measured time, longest first."""
+        """Predicted and measured time by operator or action, longest first."""
         found: dict[tuple[str, str], list[float]] = {}
         for side, events in enumerate((self.simulation.events, self.events)):
             for event in events:
@@ -87,13 +85,13 @@ def profile(
     """Run steps of a plan on its ranks, and measure them.
 
     Args:
-        context: of this rank.
-        num_steps: measured after a warm-up, first whole steps, then their parts.
-        seed: of the synthetic inputs.
-        custom_operators: as in `parallelize`.
+        context: context of this rank.
+        num_steps: number of steps after a warm-up, once as whole steps and once in parts.
+        seed: seed of the synthetic inputs.
+        custom_operators: custom operators that the plan may call, as in `parallelize`.
 
     Raises:
-        PlanError: the plan calls an operator that may not be called.
+        PlanError: the plan calls an operator that is not allowed.
     """
     plan, mesh = context.plan, context.device_mesh
     (stage,) = plan.stages
@@ -163,16 +161,16 @@ class SyntheticStep:
     same on all ranks; other indices and labels are zero.
 
     Args:
-        plan: with its program.
-        mesh: with the axes of the plan.
-        bucketed: as in `LocalProgram`.
-        custom_operators: as in `parallelize`.
+        plan: a plan with one stage.
+        mesh: a mesh with the axes of the plan.
+        bucketed: True if reshardings of parameters share collectives, as in `LocalProgram`.
+        custom_operators: custom operators that the plan may call, as in `parallelize`.
 
     Raises:
-        PlanError: the plan calls an operator that may not be called.
+        PlanError: the plan calls an operator that is not allowed.
 
     Attributes:
-        program: of the plan's stage.
+        program: program of the plan's stage.
     """
 
     def __init__(
@@ -200,7 +198,7 @@ class SyntheticStep:
         self._step = 0
 
     def __call__(self, probe: Probe | None = None) -> None:
-        """Run forward, backward and the optimizer, which a probe measures."""
+        """Run forward, backward and the optimizer; a probe measures the optimizer."""
         with torch.set_grad_enabled(self._training):
             outputs = self.program(self._inputs, step=self._step)
         self._step += 1
@@ -217,7 +215,7 @@ class SyntheticStep:
         self._optimizer.zero_grad()
 
     def _backward(self, outputs: Sequence[Any]) -> None:
-        """Backward from the scalar outputs that require a gradient, or from all that do."""
+        """Run backward from the scalar outputs that require a gradient, or from all that do."""
         found = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
         entries = [x for x in found if x.dim() == 0] or found
         torch.autograd.backward(entries, [torch.ones_like(x) for x in entries])
@@ -234,13 +232,13 @@ class SyntheticStep:
             return local_shard(ids, *position).to(place.device, dtype)
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=place.device)
-        # Variances among the buffers must be positive.
+        # Positive values, since buffers may be variances.
         made = torch.rand(shape, device=place.device).mul_(0.02).add_(0.01).to(dtype)
         return made.requires_grad_(self._training and tensor.requires_grad)
 
 
 def table_rows(graph: Graph) -> Mapping[str, int]:
-    """The inputs that index embeddings, with the rows of the smallest table that each indexes."""
+    """For each input that indexes embeddings, the rows of the smallest table that it indexes."""
     entering = {given.name for given in graph.inputs}
     found: dict[str, int] = {}
     for node in graph.nodes:

@@ -1,7 +1,7 @@
-"""Kernels along sharded dims, for `OperatorRule.reduced` and `OperatorRule.halo`.
+"""Kernels of operators whose ranks communicate: `OperatorRule.reduced` and `OperatorRule.halo`.
 
-Each is one autograd function. It communicates only the statistics or edges that the rule lists,
-and saves for backward what the unsharded operator saves.
+Each kernel is an autograd function. It communicates only the statistics or edges that the rule
+lists, and saves the same tensors for backward as the unsharded operator.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,9 +43,9 @@ _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel | None]] = {
     **{f"avg_pool{rank}d": bind_pool for rank in RANKS},
     **{f"upsample_{name}": bind_interpolation for name in INTERPOLATIONS},
 }
-"""By packet of ATen."""
+"""Binders by ATen operator name without overload."""
 
 
 def bind_sharded_kernel(local: LocalNode) -> LocalKernel | None:
-    """The kernel of an operator along sharded dims; None where these are not sharded."""
+    """The kernel of an operator along sharded dims; None if the plan does not shard these dims."""
     return _BINDERS[local.node.operator.split(".")[1]](local)

@@ -1,11 +1,11 @@
-"""Attention with sharded keys and values: a rank attends to its own keys.
+"""Attention with sharded keys and values: each rank attends to its own keys.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867: a softmax
-over all keys follows from the largest score and the sum of exponentials of each shard. Ranks
-reduce these and the weighted sums of values. Backward needs no communication, since the result
-and its gradient are replicated (Dao 2023, "FlashAttention-2", algorithm 2).
+over all keys can be computed from the largest score and the sum of exponentials of each shard.
+Ranks reduce these and the weighted sums of values. Backward needs no communication, since the
+result and its gradient are replicated (Dao 2023, "FlashAttention-2", algorithm 2).
 
-Scores are computed in blocks of queries, again in backward, and never all at once.
+Scores are computed for one block of queries at a time, and recomputed in backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ SCORES_AT_ONCE = 1 << 24
 
 
 def bind_attention(local: LocalNode) -> LocalKernel | None:
-    """Bind scaled_dot_product_attention; None where keys are not sharded."""
+    """Bind scaled_dot_product_attention; None if keys are not sharded."""
     rows, columns = (len(shape) - 2 for shape in local.input_shapes[:2])
     statistics = Statistics(local.place.ranks, local.axes_sharding((columns,), 1))
     if not statistics.axes:
@@ -54,7 +54,7 @@ class _Block:
     columns: slice
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The block of a tensor that broadcasts to scores."""
+        """The block of a mask or of another tensor that broadcasts to the scores."""
         rows, columns = (
             slice(None) if size == 1 else part
             for size, part in zip(tensor.shape[-2:], (self.rows, self.columns), strict=True)
@@ -67,10 +67,10 @@ class _Attention(ShardedKernel):
     """Attention to a shard of the keys.
 
     Attributes:
-        scale: of scores.
+        scale: factor of the scores.
         lead: global position of the rank's first query minus that of its first key.
-        is_causal: whether a query sees only keys up to its own position.
-        statistics: over the ranks with the other keys.
+        is_causal: True if a query attends only to keys up to its own position.
+        statistics: reduces over the ranks with the other keys.
     """
 
     scale: float
@@ -79,7 +79,7 @@ class _Attention(ShardedKernel):
     statistics: Statistics
 
     def blocks(self, query: torch.Tensor, key: torch.Tensor) -> Iterator[_Block]:
-        """Blocks of the queries that see at least one key."""
+        """Blocks of the queries that attend to at least one of the rank's keys."""
         num_rows, num_columns = query.shape[-2], key.shape[-2]
         per_row = query.shape[:-2].numel() * num_columns
         length = max(SCORES_AT_ONCE // max(per_row, 1), 1)
@@ -92,7 +92,7 @@ class _Attention(ShardedKernel):
     def scores(
         self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: _Block
     ) -> torch.Tensor:
-        """Scores of a block in float32 at least, -inf for masked keys."""
+        """Scores of a block, in at least float32, -inf for masked keys."""
         queries = query[..., block.rows, :]
         products = _grouped(queries, key) @ key[..., block.columns, :].mT
         scores = widened(products).mul_(self.scale).view(*queries.shape[:-1], -1)
@@ -114,7 +114,7 @@ class _Attention(ShardedKernel):
         value: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend, and save the log-sum-exp of each row."""
+        """Compute attention, and save the log-sum-exp of each row."""
         rows = query.shape[:-1]
         wide = widened(query[:0]).dtype
         largest = query.new_full((*rows, 1), -torch.inf, dtype=wide)
@@ -161,10 +161,10 @@ class _Attention(ShardedKernel):
 
 
 def _grouped(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Query heads that share a key head, stacked along the rows of that head."""
+    """Stack the query heads that share a key head along the rows of that head."""
     return tensor.reshape(*key.shape[:-2], -1, tensor.shape[-1])
 
 
 def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Infinite values replaced by 0, so that a fully masked row subtracts nothing."""
+    """Replace infinite values by 0, so that nothing is subtracted in fully masked rows."""
     return tensor.masked_fill(tensor.isinf(), 0)

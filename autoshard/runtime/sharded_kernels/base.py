@@ -1,4 +1,4 @@
-"""Base class of sharded kernels, and statistics that ranks share."""
+"""Base class of sharded kernels, and reductions of statistics over ranks."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from autoshard.ops import Operation
 from autoshard.runtime.local_node import LocalNode, Ranks
 
 Gradients = tuple[torch.Tensor | None, ...]
-"""The gradient of each tensor that a kernel takes; None where it is not needed."""
+"""The gradient of each tensor argument of a kernel; None if it is not needed."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -19,8 +19,8 @@ _HALF = (torch.float16, torch.bfloat16)
 class ShardedKernel(ABC):
     """An operator on a shard, differentiable once.
 
-    An instance holds what is known before the step and is called with tensors. `ctx` is that of
-    `torch.autograd.Function`; `ctx.needs_input_grad` has the positions of the tensors.
+    An instance stores the constant arguments, and is called with tensors. `ctx` is that of
+    `torch.autograd.Function`; `ctx.needs_input_grad` has one entry per tensor.
     """
 
     @abstractmethod
@@ -53,8 +53,8 @@ class Statistics:
     """Reduces statistics over the ranks that have the other shards of the same rows.
 
     Attributes:
-        ranks: of the mesh.
-        axes: the mesh axes that shard the dims of the statistics; reduced one after the other.
+        ranks: communication with the other ranks.
+        axes: the mesh axes that shard the reduced dims; reduced one after the other.
     """
 
     ranks: Ranks
@@ -66,11 +66,11 @@ class Statistics:
         return cls(local.place.ranks, local.axes_sharding(dims))
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks; overwrites the tensor if it is contiguous."""
+        """Sum over ranks; overwrites the tensor if it is contiguous."""
         return self._reduced(tensor, Operation.SUM)
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The maximum over ranks; overwrites the tensor if it is contiguous."""
+        """Maximum over ranks; overwrites the tensor if it is contiguous."""
         return self._reduced(tensor, Operation.MAX)
 
     def _reduced(self, tensor: torch.Tensor, operation: Operation) -> torch.Tensor:
@@ -81,5 +81,5 @@ class Statistics:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32 at least, the precision of statistics."""
+    """Convert float16 and bfloat16 to float32, in which statistics are computed."""
     return tensor.float() if tensor.dtype in _HALF else tensor

@@ -1,9 +1,9 @@
-"""Mixtures of experts on a rank: the operators of `autoshard.graph.experts`.
+"""Mixture of experts: local kernels of the operators of `autoshard.graph.experts`.
 
-Local rows are one tensor [1, n, d], ordered by expert and then by token. The position of a row is
-the index of its id: token times experts per token plus choice. A rank has the ids of all tokens
-whose rows it may receive, so each rank computes by itself which rows all others have, and only
-rows are communicated.
+A rank's rows are a tensor of shape [1, n, d], ordered by expert and then by token. The position
+of a row is the index of its expert id: token times experts per token plus choice. A rank has the
+expert ids of all tokens whose rows it may receive, so it can compute the rows of all other ranks,
+and only the rows themselves are communicated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +61,7 @@ def _grouped_mm(local: LocalNode) -> LocalKernel:
 
 
 def _products(rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Rows times the matrices of their experts: one grouped product where a kernel supports it."""
+    """Multiply rows by the matrices of their experts, in one grouped kernel if it supports them."""
     aligned = all(size * rows.itemsize % _ALIGNMENT == 0 for size in matrices.shape[1:])
     if rows.dtype is torch.bfloat16 and len(rows) and aligned:
         return grouped_mm(rows, matrices, offs=counts.cumsum(0, dtype=torch.int32))
@@ -94,7 +94,7 @@ _BINDERS: Mapping[str, Callable[[LocalNode], LocalKernel]] = {
 
 
 def _to_experts(rows: torch.Tensor, exchange: "_Exchange", ranks: Ranks) -> torch.Tensor:
-    """The rows received in an exchange, by expert."""
+    """Send rows in an exchange; return the received rows, ordered by expert."""
     order = exchange.order
     sent = rows if order is None else rows.index_select(0, order)
     arrived = ranks.all_to_all(sent, exchange.axis, exchange.sent, exchange.received)
@@ -102,7 +102,7 @@ def _to_experts(rows: torch.Tensor, exchange: "_Exchange", ranks: Ranks) -> torc
 
 
 def _to_tokens(rows: torch.Tensor, exchange: "_Exchange", ranks: Ranks) -> torch.Tensor:
-    """The rows of an exchange, sent back."""
+    """Send the rows of an exchange back; the inverse of `_to_experts`."""
     sent = rows.index_select(0, exchange.arrival)
     arrived = ranks.all_to_all(sent, exchange.axis, exchange.received, exchange.sent)
     order = exchange.order
@@ -153,7 +153,7 @@ class _Dispatch(ShardedKernel):
 
 @dataclass(frozen=True, slots=True)
 class _Combine(ShardedKernel):
-    """Send rows back to the ranks of their tokens, and sum them weighted for each token."""
+    """Send rows back to the ranks of their tokens, and compute each token's weighted sum."""
 
     routes: "_Routes"
     ranks: Ranks
@@ -187,7 +187,7 @@ class _Combine(ShardedKernel):
 
 
 def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: "_Routes") -> torch.Tensor:
-    """The weighted sum of the present rows of each token."""
+    """The weighted sum of the rows of each token that are on this rank."""
     num_tokens, experts_per_token = weights.shape
     dtype = torch.promote_types(rows.dtype, weights.dtype)
     result = rows.new_zeros((num_tokens, rows.shape[1]), dtype=dtype)
@@ -209,8 +209,8 @@ class _Exchange:
     Attributes:
         axis: the mesh axis.
         sent: number of rows to each rank of the axis.
-        received: number of rows from each.
-        order: permutation of the rows before they are sent; None if they are in that order.
+        received: number of rows from each rank of the axis.
+        order: permutation that orders the rows by target rank; None if they are ordered already.
         arrival: index of each received row in the result.
     """
 
@@ -226,10 +226,10 @@ class _Routes:
     """Routes of rows from the rank of their token to the rank of their expert.
 
     Attributes:
-        positions: of the rows of the rank's own tokens, relative to these: by expert, or in the
-            order in which the first exchange sends them.
-        exchanges: from tokens to experts, in order.
-        is_complete: whether these are all rows of the tokens.
+        positions: positions of rows, relative to the rank's own tokens; ordered by expert, or as
+            the first exchange sends them.
+        exchanges: the exchanges from tokens to experts, in order.
+        is_complete: True if all rows of the rank's tokens are among them.
     """
 
     positions: torch.Tensor
@@ -244,7 +244,7 @@ class _Router:
     Attributes:
         num_experts: global number of experts.
         expert_axes: axes that shard experts, outermost first.
-        moved_axes: those of them that also shard tokens, so that rows are exchanged over them;
+        moved_axes: the expert axes that also shard tokens, so that rows are exchanged over them;
             outermost first.
         axis_sizes: size of each mesh axis.
         coordinate: the rank's coordinate on the mesh.
@@ -262,7 +262,7 @@ class _Router:
 
         Args:
             local: the operator.
-            rows: index of its ragged tensor, inputs before outputs.
+            rows: index of its ragged tensor among inputs and outputs.
             tokens: index of a tensor that is sharded like the tokens.
             num_experts: global number of experts.
         """
@@ -278,27 +278,28 @@ class _Router:
         Forward exchanges over the axes in ascending order, as `Reductions.collectives` lists them.
 
         Args:
-            ids: the experts of each token, shape [T, k].
-            back: whether forward runs the exchanges in reverse.
+            ids: expert ids of each token, shape [tokens, experts per token].
+            back: True if forward runs the exchanges in reverse, from experts to tokens.
         """
         by_expert, positions = torch.sort(ids.reshape(-1), stable=True)
         own = ids.numel() // self._num_parts(self.moved_axes)
         targets = self._digits(by_expert // self._experts_each, self.expert_axes)
         sources = self._digits(positions // own, self.moved_axes)
-        location = targets | sources  # of each row, axis by axis
-        held = self._here(location)
-        mine = positions[held] % own
+        location = targets | sources  # coordinate of each row by axis
+        present = self._here(location)
+        own_positions = positions[present] % own
         exchanges: list[_Exchange] = []
         for axis in sorted(self.moved_axes, reverse=back):
             location[axis] = targets[axis]
             after = self._here(location)
-            exchange = self._exchange(axis, targets[axis][held], sources[axis][after])
+            exchange = self._exchange(axis, targets[axis][present], sources[axis][after])
             if not exchanges:
-                mine, exchange = mine[exchange.order], replace(exchange, order=None)
+                own_positions = own_positions[exchange.order]
+                exchange = replace(exchange, order=None)
             exchanges.append(exchange)
-            held = after
+            present = after
         is_complete = len(self.moved_axes) == len(self.expert_axes)
-        return _Routes(mine, tuple(exchanges), is_complete)
+        return _Routes(own_positions, tuple(exchanges), is_complete)
 
     def counts(self, ids: torch.Tensor) -> torch.Tensor:
         """Number of rows of each of the rank's experts, shape [local experts]."""
@@ -318,7 +319,7 @@ class _Router:
         return prod(self.axis_sizes[axis] for axis in axes)
 
     def _digits(self, numbers: torch.Tensor, axes: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Shard indices as coordinates on each axis, of which the last is the innermost."""
+        """Coordinates of shard indices on each axis; the last axis is the innermost."""
         digits = {}
         for axis in reversed(axes):
             digits[axis] = numbers % self.axis_sizes[axis]
@@ -326,7 +327,7 @@ class _Router:
         return digits
 
     def _here(self, location: Mapping[int, torch.Tensor]) -> torch.Tensor | slice:
-        """Index of the rows that are located on this rank."""
+        """Indices of the rows that are on this rank."""
         here = [location[axis] == self.coordinate[axis] for axis in self.expert_axes]
         return torch.stack(here).all(0).nonzero().squeeze(1) if here else slice(None)
 

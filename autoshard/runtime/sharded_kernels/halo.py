@@ -1,8 +1,8 @@
-"""Convolutions, pooling and interpolation of a shard whose windows reach into its neighbours.
+"""Convolutions, pooling and interpolation along sharded dims, with halo exchange.
 
 Along sharded dims an operator runs without padding on the shard extended by its halo: the edges
-that the neighbouring ranks send, see `autoshard.ops.collectives.Halo`. Saved for backward are
-the shard and the received edges, not the extended shard.
+that the neighbouring ranks send, see `autoshard.ops.collectives.Halo`. The shard and the received
+edges are saved for backward, not the extended shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ class _Border:
     Attributes:
         dim: negative index of the dim.
         axis: the mesh axis that shards it.
-        before: number of elements before the shard.
-        after: number of elements behind it.
+        before: number of halo elements before the shard.
+        after: number of halo elements after it.
     """
 
     dim: int
@@ -45,15 +45,15 @@ class _Border:
 class _Halo:
     """The halo of a rank's shards.
 
-    The first and the last rank of an axis have one neighbour; the missing edge is padding.
+    The first and the last rank of an axis have one neighbour only; the missing edge is padding.
 
     Attributes:
-        each: one border per extended dim, ascending.
-        ranks: of the mesh.
+        borders: one per extended dim, ascending.
+        ranks: communication with the other ranks.
         fill: value of the padding; None to repeat the outermost elements.
     """
 
-    each: tuple[_Border, ...]
+    borders: tuple[_Border, ...]
     ranks: Ranks
     fill: float | None = 0.0
 
@@ -65,17 +65,17 @@ class _Halo:
         ratios: Sequence[tuple[int, int]],
         fill: float | None = 0.0,
     ) -> "_Halo | None":
-        """The halo of the last dims of the first input; None where none of them is sharded.
+        """The halo of the last dims of the first input; None if none of them is sharded.
 
         Args:
             local: the operator.
-            edges: numbers of elements needed before and behind a shard, for each of these dims.
-            ratios: input elements to output elements, for each of these dims.
+            edges: numbers of elements needed before and after a shard, for each of these dims.
+            ratios: ratio of input to output elements, for each of these dims.
             fill: value of the padding.
 
         Raises:
-            PlanError: several axes shard a dim; or shards are too short or do not map to each
-                other, which can happen at other sizes than the planned ones.
+            PlanError: several axes shard a dim; or, at other sizes than the planned ones, a shard
+                is shorter than the halo or the strides do not divide it.
         """
         found = []
         rank = len(local.input_shapes[0])
@@ -88,22 +88,22 @@ class _Halo:
         return cls(tuple(found), local.place.ranks, fill) if found else None
 
     def extends(self, dim: int) -> bool:
-        """Whether a dim, given by its negative index, is extended."""
-        return any(border.dim == dim for border in self.each)
+        """True if the halo extends a dim, given by its negative index."""
+        return any(border.dim == dim for border in self.borders)
 
     def shape(self, shape: Sequence[int]) -> list[int]:
         """The shape of a shard with its halo."""
         extended = list(shape)
-        for border in self.each:
+        for border in self.borders:
             extended[border.dim] += border.before + border.after
         return extended
 
     def extend(self, values: torch.Tensor) -> tuple[torch.Tensor, list[Received]]:
-        """Exchange edges; returns the extended shard and the received edges."""
+        """Exchange edges; return the extended shard and the received edges."""
         received: list[Received] = []
 
         def exchange(number: int, own: torch.Tensor) -> Received:
-            border = self.each[number]
+            border = self.borders[number]
             to_before = own.narrow(border.dim, 0, border.after)
             to_after = _last(own, border.dim, border.before)
             came = self.ranks.exchange(to_before.contiguous(), to_after.contiguous(), border.axis)
@@ -113,12 +113,12 @@ class _Halo:
         return self._filled(values, exchange), received
 
     def rebuild(self, values: torch.Tensor, received: Sequence[Received]) -> torch.Tensor:
-        """The extended shard, from edges that were received before."""
+        """The extended shard, from the saved edges."""
         return self._filled(values, lambda number, _: received[number])
 
     def fold(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of a shard from that of the extended shard, which is overwritten."""
-        for border in reversed(self.each):
+        """The gradient of a shard, from that of the extended shard, which is overwritten."""
+        for border in reversed(self.borders):
             dim, before, after = border.dim, border.before, border.after
             first, last = gradient.narrow(dim, 0, before), _last(gradient, dim, after)
             own = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
@@ -139,14 +139,14 @@ class _Halo:
     def _filled(
         self, values: torch.Tensor, edges: Callable[[int, torch.Tensor], Received]
     ) -> torch.Tensor:
-        """The extended shard; edges of each dim include the halo of the dims before it."""
+        """The extended shard; the edges of a dim include the halo of the preceding dims."""
         extended = values.new_empty(self.shape(values.shape))
         views = [extended]
-        for border in reversed(self.each):
+        for border in reversed(self.borders):
             views.append(views[-1].narrow(border.dim, border.before, values.shape[border.dim]))
         own = views.pop()
         own.copy_(values)
-        for number, (border, view) in enumerate(zip(self.each, reversed(views), strict=True)):
+        for number, (border, view) in enumerate(zip(self.borders, reversed(views), strict=True)):
             from_before, from_after = edges(number, own)
             first = view.narrow(border.dim, 0, border.before)
             last = _last(view, border.dim, border.after)
@@ -179,8 +179,8 @@ def _check(local: LocalNode, border: _Border, ratio: tuple[int, int]) -> None:
     if size * makes != made * reads or size < max(border.before, border.after):
         raise PlanError(
             f"node {local.node.name!r} cannot compute shards of {made} elements from shards of "
-            f"{size} with a halo of {border.before} before and {border.after} behind; choose sizes "
-            f"that strides and ranks divide, or plan for these"
+            f"{size} with a halo of {border.before} before and {border.after} after; choose sizes "
+            f"that strides and ranks divide, or make a plan for these sizes"
         )
 
 
@@ -190,7 +190,7 @@ def _last(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 
 
 def bind_convolution(local: LocalNode) -> LocalKernel | None:
-    """Bind a (transposed) convolution; None where it needs no halo."""
+    """Bind a (transposed) convolution; None if it needs no halo."""
     convolution = _Convolution.of(local, transposed="transpose" in local.node.operator)
     if convolution is None:
         return None
@@ -207,13 +207,13 @@ def bind_convolution(local: LocalNode) -> LocalKernel | None:
 
 @dataclass(frozen=True, slots=True)
 class _Trim:
-    """A dim of the result of a transposed convolution, which is longer than the rank's shard.
+    """The rank's slice of a dim of the result of a transposed convolution.
 
     Attributes:
         dim: negative index of the dim.
-        start: of the shard in the result.
-        length: of the shard.
-        made: length before trimming.
+        start: start of the slice.
+        length: length of the slice.
+        made: length of the whole dim before trimming.
     """
 
     dim: int
@@ -227,10 +227,9 @@ class _Convolution(ShardedKernel):
     """A convolution of a shard.
 
     Attributes:
-        halo: of the shard.
-        settings: stride, padding, dilation, whether transposed, output padding and groups of the
-            convolution of the extended shard.
-        trims: of its result.
+        halo: halo of the shard.
+        settings: the arguments of `aten.convolution` from stride to groups, for the extended shard.
+        trims: slices of its result, if it is transposed.
     """
 
     halo: _Halo
@@ -250,31 +249,34 @@ class _Convolution(ShardedKernel):
         if halo is None:
             return None
         whole, own = local.shapes[0][-rank - 1], shape[-rank - 1]
-        is_cut = [halo.extends(i - rank) for i in range(rank)]
+        is_extended = [halo.extends(i - rank) for i in range(rank)]
         added = per_dim(node, "output_padding", (0,) * rank)
         settings = (
             [w.stride for w in windows],
-            [0 if cut else w.padding for w, cut in zip(windows, is_cut, strict=True)],
+            [
+                0 if extended else w.padding
+                for w, extended in zip(windows, is_extended, strict=True)
+            ],
             [w.dilation for w in windows],
             transposed,
-            [0 if cut else size for size, cut in zip(added, is_cut, strict=True)],
+            [0 if extended else size for size, extended in zip(added, is_extended, strict=True)],
             max(local.integer("groups", 1) * own // whole, 1),
         )
         trims = [
             _trim(window, border.dim, shape[border.dim], (border.before, border.after))
-            for border in halo.each
+            for border in halo.borders
             for window in [windows[border.dim]]
         ]
         return cls(halo, settings, tuple(trims) if transposed else ())
 
     def trimmed(self, made: torch.Tensor) -> torch.Tensor:
-        """The rank's shard of the result."""
+        """Trim the result to the rank's shard."""
         for trim in self.trims:
             made = made.narrow(trim.dim, trim.start, trim.length)
         return made.contiguous()
 
     def untrimmed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient before trimming: zero where elements were trimmed."""
+        """Pad a gradient with zeros to the shape before trimming."""
         if not self.trims:
             return gradient
         shape = list(gradient.shape)
@@ -335,9 +337,9 @@ class _Pool(ShardedKernel):
     """Pooling of a shard over two or three dims.
 
     Attributes:
-        halo: of the shard.
-        operators: of ATen, forward and backward.
-        settings: what both take after the extended shard.
+        halo: halo of the shard.
+        operators: the ATen operators of forward and backward.
+        settings: arguments of both operators after the extended shard.
     """
 
     halo: _Halo
@@ -345,7 +347,7 @@ class _Pool(ShardedKernel):
     settings: tuple[Any, ...]
 
     def forward(self, ctx: Any, image: torch.Tensor) -> torch.Tensor:
-        """The maximum of each window; saves the indices."""
+        """Compute the maximum of each window, and save the indices."""
         extended, _ = self.halo.extend(image)
         result: torch.Tensor
         result, indices = self.operators[0](extended, *self.settings)
@@ -366,14 +368,14 @@ class _AvgPool(_Pool):
     """Average pooling of a shard.
 
     Attributes:
-        scales: with `count_include_pad=False`, factors of the means at the ends of the global
-            tensor, where windows reach into the padding of the halo.
+        scales: with `count_include_pad=False`, factors that correct the means of windows which
+            reach into the padding of the global tensor.
     """
 
     scales: tuple[torch.Tensor, ...]
 
     def forward(self, ctx: Any, image: torch.Tensor) -> torch.Tensor:
-        """The mean of each window; saves nothing."""
+        """Compute the mean of each window; saves no tensors."""
         extended, _ = self.halo.extend(image)
         ctx.shape = extended.shape
         return self._scaled(self.operators[0](extended, *self.settings))
@@ -389,7 +391,7 @@ class _AvgPool(_Pool):
 
 
 def bind_pool(local: LocalNode) -> LocalKernel | None:
-    """Bind max or average pooling; None where it needs no halo."""
+    """Bind max or average pooling; None if it needs no halo."""
     operator = local.node.operator
     rank, is_mean = int(operator.removesuffix("d.default")[-1]), "avg_pool" in operator
     windows = pooling_windows(local.node, rank)
@@ -433,10 +435,10 @@ def _pool(local: LocalNode, halo: _Halo, windows: Sequence[Window], *, is_mean: 
 
 
 def _scales(local: LocalNode, halo: _Halo, windows: Sequence[Window]) -> tuple[torch.Tensor, ...]:
-    """Elements of each window over those inside the global tensor, along each sharded dim."""
+    """Size of each window over its elements inside the global tensor, along each sharded dim."""
     found = []
     shape, own, rank = local.shapes[0], local.input_shapes[0], len(local.shapes[0])
-    for border in halo.each:
+    for border in halo.borders:
         window, dim = windows[border.dim], border.dim
         first = torch.arange(own[dim] // window.stride, dtype=torch.float64) * window.stride
         first += local.start(rank + dim) - window.padding
@@ -447,9 +449,9 @@ def _scales(local: LocalNode, halo: _Halo, windows: Sequence[Window]) -> tuple[t
 
 
 def bind_interpolation(local: LocalNode) -> LocalKernel | None:
-    """Bind linear or cubic interpolation; None where it needs no halo.
+    """Bind linear or cubic interpolation; None if it needs no halo.
 
-    At the ends of the global tensor the outermost element is repeated, as the operators do.
+    At the ends of the global tensor the outermost element is repeated, as ATen does.
     """
     node = local.node
     packet = node.operator.split(".")[1]
@@ -476,8 +478,8 @@ class _Interpolation(ShardedKernel):
     """The interpolation of a shard.
 
     Attributes:
-        halo: of the shard.
-        packet: of ATen.
+        halo: halo of the shard.
+        packet: name of the ATen operator without overload.
         scales: output elements per input element, by dim.
         reach: number of neighbours on either side that an output element depends on.
     """
@@ -487,9 +489,9 @@ class _Interpolation(ShardedKernel):
     scales: tuple[float, ...]
     reach: int
 
-    def own(self, made: torch.Tensor) -> torch.Tensor:
-        """The part of the result that belongs to the shard itself."""
-        for border in self.halo.each:
+    def trimmed(self, made: torch.Tensor) -> torch.Tensor:
+        """A view of the result without the part that belongs to the halo."""
+        for border in self.halo.borders:
             edge = self.reach * int(self.scales[border.dim])
             made = made.narrow(border.dim, edge, made.shape[border.dim] - 2 * edge)
         return made
@@ -499,11 +501,11 @@ class _Interpolation(ShardedKernel):
         operator = getattr(torch.ops.aten, self.packet).vec
         made = operator(extended, None, False, list(self.scales))
         ctx.shape, ctx.made = extended.shape, made.shape
-        return self.own(made).contiguous()
+        return self.trimmed(made).contiguous()
 
     def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
         whole = gradient.new_zeros(ctx.made)
-        self.own(whole).copy_(gradient)
+        self.trimmed(whole).copy_(gradient)
         backward = getattr(torch.ops.aten, f"{self.packet}_backward").default
         sizes = list(ctx.made[2:]), list(ctx.shape)
         to_image = backward(whole, *sizes, False, *self.scales)

@@ -1,8 +1,8 @@
-"""Losses over sharded classes: no rank has all scores of a position.
+"""Losses over a sharded class dim.
 
-Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3: ranks reduce the largest score, the
-sum of exponentials and the score of the label, one number per position each, instead of
-gathering the scores of all classes. Backward needs no communication.
+Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3: instead of gathering the scores of all
+classes, ranks reduce three numbers per position: the largest score, the sum of exponentials and
+the score of the label. Backward needs no communication.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from autoshard.runtime.sharded_kernels.reductions import sums_of_exponentials
 _NONE, _MEAN, _SUM = 0, 1, 2
 """Values of `reduction`, as in `at::Reduction`."""
 _IGNORED = -100
-"""The default of `ignore_index`: no class has this number."""
+"""The default of `ignore_index`, which is not the index of a class."""
 
 
 def _class_dim(rank: int) -> int:
-    """The dim of the classes in scores of this rank."""
+    """The class dim of scores with this number of dims."""
     return 1 if rank > 1 else 0
 
 
 def bind_cross_entropy(local: LocalNode) -> LocalKernel | None:
-    """Bind cross_entropy_loss; None where its classes are not sharded."""
+    """Bind cross_entropy_loss; None if its classes are not sharded."""
     dim = _class_dim(len(local.input_shapes[0]))
     statistics = Statistics.over(local, (dim,))
     if not statistics.axes:
@@ -57,14 +57,14 @@ class _CrossEntropy(ShardedKernel):
     """A cross-entropy over a shard of the classes.
 
     Attributes:
-        dim: of the classes.
+        dim: the class dim.
         first: global index of the shard's first class.
-        num_classes: in the shard.
+        num_classes: number of classes in the shard.
         num_all_classes: global number of classes.
-        reduction: none, mean or sum over positions.
-        ignored: `ignore_index`: the label of positions that do not count.
+        reduction: none, mean or sum over positions, as in `at::Reduction`.
+        ignored: `ignore_index`, the label of positions without a loss.
         smoothing: `label_smoothing`.
-        statistics: over the ranks with the other classes.
+        statistics: reduces over the ranks with the other classes.
     """
 
     dim: int
@@ -92,20 +92,20 @@ class _CrossEntropy(ShardedKernel):
         return wanted if weight is None else wanted * self.along(weight, scores)
 
     def places(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether a label counts and is in the shard, and its index there, else 0."""
+        """A mask of the labels that are in the shard and not ignored, and their indices there."""
         labels = target.unsqueeze(self.dim)
         inside = (labels >= self.first) & (labels < self.first + self.num_classes)
         inside &= labels != self.ignored
         return inside, (labels - self.first).masked_fill_(~inside, 0)
 
     def along(self, weight: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Class weights in the shape in which they broadcast to scores."""
+        """Reshape class weights so that they broadcast to scores."""
         return weight.view([-1 if d == self.dim else 1 for d in range(scores.ndim)])
 
     def picked(
         self, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums of the scores, and of ones, weighted with the target, per position."""
+        """Per position, the target-weighted sum of the scores, and the sum of the weights."""
         if self.is_plain(target):
             inside, places = self.places(target)
             counts = self.weights(inside, places, weight, scores.dtype)
@@ -114,7 +114,7 @@ class _CrossEntropy(ShardedKernel):
         return (wanted * scores).sum(self.dim, keepdim=True), wanted.sum(self.dim, keepdim=True)
 
     def is_plain(self, target: torch.Tensor) -> bool:
-        """Whether each position depends on the score of one class only."""
+        """True if targets are labels, without smoothing."""
         return not target.is_floating_point() and self.smoothing == 0
 
     def weights(
@@ -124,11 +124,11 @@ class _CrossEntropy(ShardedKernel):
         weight: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """The weight of each position's label on this rank."""
+        """The class weight of each position's label; 0 if the label is not in the shard."""
         return inside.to(dtype) if weight is None else weight.to(dtype)[places] * inside
 
     def reduced(self, losses: torch.Tensor) -> torch.Tensor:
-        """The loss of the rank's positions, reduced."""
+        """Reduce the losses of the rank's positions."""
         if self.reduction == _NONE:
             return losses.squeeze(self.dim)
         return losses.sum() if self.reduction == _SUM else losses.mean()
@@ -146,7 +146,7 @@ class _CrossEntropy(ShardedKernel):
         target: torch.Tensor,
         weight: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The loss; saves log-probabilities, as the operator does where classes are whole."""
+        """Compute the loss, and save log-probabilities, as the unsharded operator does."""
         wide = widened(scores)
         sums, shift = sums_of_exponentials(wide, (self.dim,), self.statistics)
         shifted = wide - shift
@@ -165,7 +165,7 @@ class _CrossEntropy(ShardedKernel):
         return self.reduced(losses).to(scores.dtype)
 
     def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
-        """The gradients of scores and of a target of probabilities."""
+        """The gradients of the scores, and of the target if it is probabilities."""
         logarithms, target, weight, counts = ctx.saved_tensors
         if counts is None:
             counts = (target != self.ignored).unsqueeze(self.dim)
@@ -187,10 +187,10 @@ class _CrossEntropy(ShardedKernel):
 
 
 def bind_nll_loss(local: LocalNode) -> LocalKernel | None:
-    """Bind nll_loss; None where neither classes nor the positions of a mean are sharded.
+    """Bind nll_loss; None if neither classes nor the positions of a mean are sharded.
 
-    A rank adds up the labels in its shard of the classes. A mean divides by the weight of all
-    labels: with class weights, each rank knows those of its shard.
+    A rank sums the losses of the labels in its shard of the classes. A mean divides by the total
+    weight of all labels, which is summed over ranks.
     """
     scores = local.input_shapes[0]
     dim = _class_dim(len(scores))

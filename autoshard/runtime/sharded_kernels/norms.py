@@ -1,8 +1,8 @@
-"""Normalisation over sharded dims: ranks share means and variances.
+"""Normalisation over sharded dims: ranks reduce means and variances.
 
-Forward computes the global mean, then the mean of squares around it, which loses no precision
-where values are far from zero. Backward is that of Ba, Kiros and Hinton, "Layer Normalization",
-arXiv:1607.06450, with its two sums taken over the shards of all ranks.
+Forward computes the global mean first and then the mean of squared differences from it, which is
+accurate for values far from zero too. Backward is that of Ba, Kiros and Hinton, "Layer
+Normalization", arXiv:1607.06450, with its two sums reduced over ranks.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _MOMENTUM = 0.1
 
 
 def bind_last_dims(local: LocalNode) -> LocalKernel | None:
-    """Bind layer_norm or rms_norm; None where the normalised dims are not sharded."""
+    """Bind layer_norm or rms_norm; None if the normalised dims are not sharded."""
     shape = local.node.argument("normalized_shape")
     assert isinstance(shape, tuple)
     rank = len(local.input_shapes[0])
@@ -47,7 +47,7 @@ def bind_last_dims(local: LocalNode) -> LocalKernel | None:
 
 
 def bind_group_norm(local: LocalNode) -> LocalKernel | None:
-    """Bind group_norm; None where groups are not sharded."""
+    """Bind group_norm; None if groups are not sharded."""
     samples, channels, *sizes = local.input_shapes[0]
     spatial = tuple(range(2, 2 + len(sizes)))
     num_groups = local.integer("num_groups", 1)
@@ -70,7 +70,7 @@ def bind_group_norm(local: LocalNode) -> LocalKernel | None:
 
 
 def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
-    """Bind batch_norm in training; None where no dim but that of the channels is sharded."""
+    """Bind batch_norm in training; None if no dim other than the channels is sharded."""
     samples, channels, *sizes = local.input_shapes[0]
     others = (0, *range(2, 2 + len(sizes)))
     statistics = Statistics.over(local, others)
@@ -85,8 +85,7 @@ def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
         values = given["input"]
         flat = values.reshape(samples, channels, prod(sizes))
         result, mean, variance = norm(flat, *_viewed(given, (1, channels, 1)))
-        # As in the operator, running statistics are no outputs and autograd does not see that
-        # they change: backward of a checkpoint uses their values at that time.
+        # As in ATen, running statistics are changed in place without autograd's knowledge.
         unbiased = variance * (count / max(count - 1, 1))
         for name, batch in (("running_mean", mean), ("running_var", unbiased)):
             if name in given:
@@ -100,13 +99,13 @@ def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
 def _viewed(
     given: dict[str, torch.Tensor], shape: tuple[int, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Weight and bias in the shape in which they broadcast to the values."""
+    """Reshape weight and bias so that they broadcast to the values."""
     scales = (given.get(name) for name in ("weight", "bias"))
     return tuple(None if scale is None else scale.view(shape) for scale in scales)
 
 
 def _groups_of(local: LocalNode, num_groups: int) -> tuple[int, list[int]]:
-    """Groups on a rank, and the axes that shard within a group: those inside the group axes."""
+    """The number of groups on a rank, and the axes that shard channels within a group."""
     local_groups = max(num_groups * local.input_shapes[0][1] // local.shapes[0][1], 1)
     within = []
     for axis in local.inputs[0].sharding_axes(1):
@@ -123,11 +122,11 @@ class _Norm(ShardedKernel):
     """Normalise, scale and shift; saves the input, the scales and two statistics per row.
 
     Attributes:
-        dims: normalised together.
-        count: global number of elements that share statistics.
-        statistics: over the ranks that share them.
-        eps: added to the variance; None for the machine epsilon of the dtype.
-        centred: whether the mean is subtracted.
+        dims: the normalised dims.
+        count: global number of elements that share a mean and a variance.
+        statistics: reduces over the ranks with the other shards of these dims.
+        eps: constant added to the variance; None for the machine epsilon of the dtype.
+        centred: True if the mean is subtracted.
     """
 
     dims: tuple[int, ...]
@@ -143,7 +142,7 @@ class _Norm(ShardedKernel):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The normalised values, the mean and the variance; the latter two have no gradient."""
+        """Compute normalised values, mean and variance; the latter two have no gradient."""
         wide = widened(values)
         if self.centred:
             mean = self.statistics.total(wide.sum(self.dims, keepdim=True)).div_(self.count)
@@ -165,7 +164,7 @@ class _Norm(ShardedKernel):
         return result.to(values.dtype), mean, variance
 
     def backward(self, ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> Gradients:
-        """The gradients that are needed of values, weight and bias."""
+        """The gradients of values, weight and bias, as far as they are needed."""
         values, weight, mean, scale = ctx.saved_tensors
         needs_values, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
         wide = widened(gradient)

@@ -1,4 +1,4 @@
-"""Reductions and softmax along sharded dims: ranks share maxima, sums and counts."""
+"""Reductions and softmax along sharded dims: ranks reduce maxima, sums and counts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel, Sta
 
 
 def bind_reduction(local: LocalNode) -> LocalKernel | None:
-    """Bind an operator that reduces dims to one tensor; None where these are not sharded."""
+    """Bind an operator that reduces dims to one tensor; None if these are not sharded."""
     dims = local.dims("dim") or tuple(range(len(local.input_shapes[0])))
     statistics = Statistics.over(local, dims)
     if not statistics.axes:
@@ -23,7 +23,7 @@ def bind_reduction(local: LocalNode) -> LocalKernel | None:
 
 
 def bind_arg_extreme(local: LocalNode) -> LocalKernel | None:
-    """Bind max, min, argmax or argmin along a dim; None where it is not sharded."""
+    """Bind max, min, argmax or argmin along a dim; None if it is not sharded."""
     dims = local.dims("dim")
     statistics = Statistics.over(local, dims)
     if not statistics.axes:
@@ -41,7 +41,7 @@ def bind_arg_extreme(local: LocalNode) -> LocalKernel | None:
 
 
 def bind_softmax(local: LocalNode) -> LocalKernel | None:
-    """Bind softmax or log_softmax, whose result is sharded; None where rows are not sharded."""
+    """Bind softmax or log_softmax, whose result is sharded; None if rows are not sharded."""
     dims = local.dims("dim")
     statistics = Statistics.over(local, dims)
     if not statistics.axes:
@@ -55,12 +55,12 @@ def bind_softmax(local: LocalNode) -> LocalKernel | None:
 def sums_of_exponentials(
     scores: torch.Tensor, dims: tuple[int, ...], statistics: Statistics
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of a rank's own exponentials, and the shift subtracted to avoid overflow.
+    """The sums of the exponentials of a shard, and the shift subtracted to avoid overflow.
 
     Args:
-        scores: the rank's shard, in float32 at least.
-        dims: of the sums.
-        statistics: over the ranks with the other shards.
+        scores: the rank's shard, in at least float32.
+        dims: the dims that are summed.
+        statistics: reduces over the ranks with the other shards.
     """
     shift = _shift(scores, dims, statistics)
     return (scores - shift).exp_().sum(dims, keepdim=True), shift
@@ -68,7 +68,7 @@ def sums_of_exponentials(
 
 def _shift(scores: torch.Tensor, dims: tuple[int, ...], statistics: Statistics) -> torch.Tensor:
     largest = statistics.largest(scores.amax(dims, keepdim=True))
-    # An infinite maximum cannot be subtracted; torch subtracts nothing either.
+    # Like torch, subtract nothing if the maximum is infinite.
     return largest.masked_fill(largest.isinf(), 0)
 
 
@@ -89,8 +89,8 @@ class _AlongDims(ShardedKernel):
     """A kernel along sharded dims.
 
     Attributes:
-        dims: that are reduced or normalised.
-        statistics: over the ranks that share them.
+        dims: the reduced or normalised dims.
+        statistics: reduces over the ranks with the other shards.
     """
 
     dims: tuple[int, ...]
@@ -155,7 +155,7 @@ class _Norm(_AlongDims):
 
 @dataclass(frozen=True, slots=True)
 class _Extreme(_AlongDims):
-    """amax or amin: equal elements share the gradient.
+    """amax or amin: the gradient is divided among equal elements.
 
     Attributes:
         sign: 1 for the maximum, -1 for the minimum.
@@ -191,7 +191,7 @@ class _ArgExtreme(_AlongDims):
     def forward(self, ctx: Any, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         own, index = _signed(widened(values), self.sign).max(self.dims[0], keepdim=True)
         largest = self.statistics.largest(own.clone())
-        # The largest negated index is the first one; ranks with smaller elements have none.
+        # The maximum of negated indices is the first index; ranks with smaller elements send none.
         none = torch.iinfo(index.dtype).min
         negated = torch.where(own == largest, -(index + self.start), none)
         first = -self.statistics.largest(negated)
@@ -213,9 +213,9 @@ class _Variance(_AlongDims):
     """Variance or standard deviation.
 
     Attributes:
-        count: elements of a global row.
-        divisor: of the sum of squares: the count less the correction.
-        takes_root: whether the result is the standard deviation.
+        count: number of elements of a global row.
+        divisor: divisor of the sum of squares: the count minus the correction.
+        takes_root: True if the result is the standard deviation.
     """
 
     count: int
@@ -261,4 +261,4 @@ _REDUCTIONS: Mapping[str, Callable[[LocalNode, tuple[int, ...], Statistics], Sha
     "linalg_vector_norm": lambda _, dims, statistics: _Norm(dims, statistics),
     "logsumexp": lambda _, dims, statistics: _LogSumExp(dims, statistics),
 }
-"""By packet of ATen."""
+"""Kernels by ATen operator name without overload."""

@@ -1,4 +1,4 @@
-"""Loading and saving weights: no rank reads or stores more than its own shards."""
+"""Loads and saves weights; a rank reads only its own shards."""
 
 from autoshard.runtime.weights.loading import LoadReport, load_checkpoint
 from autoshard.runtime.weights.model_tensors import init_empty_weights

@@ -1,4 +1,4 @@
-"""Loading weights, of which each rank reads its own shards."""
+"""Loads weights; each rank reads only its own shards."""
 
 import os
 import time
@@ -25,17 +25,17 @@ from autoshard.runtime.weights.readers import CheckpointReader, open_checkpoint
 from autoshard.runtime.weights.safetensors_file import TensorInfo
 
 NUM_DIFFERENCES = 10
-"""Number of differences between model and checkpoint that an error names."""
+"""Maximum number of differences between model and checkpoint in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one rank read of a checkpoint.
+    """Amount of data that one rank read from a checkpoint.
 
     Attributes:
-        num_tensors: tensors of the model that were filled; tied ones count once.
-        bytes_read: bytes of tensors that this rank read.
-        bytes_stored: size of these global tensors in the checkpoint.
+        num_tensors: number of model tensors that were filled; tied ones count once.
+        bytes_read: bytes that this rank read.
+        bytes_stored: bytes of these tensors in the checkpoint, globally.
         seconds: duration.
     """
 
@@ -63,37 +63,36 @@ def load_checkpoint(
 ) -> LoadReport:
     """Fill a model with the weights of a checkpoint; each rank reads its own shards.
 
-    Call it on every rank, after `parallelize`. Parameters and buffers on the meta device
-    get memory on the mesh's device one by one, so no rank ever has a full tensor of which its
-    shard is a part. They are new objects: make the optimizer afterwards. No collectives run.
+    Call it on every rank, after `parallelize`. Parameters and buffers on the meta device are
+    allocated on the mesh's device one by one, and only as shards. They become new objects, so
+    create the optimizer afterwards. No collectives run.
 
     A checkpoint is
 
     * a safetensors file, or the `.index.json` of several, or the folder of either;
     * a file of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`), or the index of several. It is
-      memory-mapped and read with `weights_only=True`. Names of nested dictionaries are joined
+      memory-mapped and read with `weights_only=True`. Keys of nested dictionaries are joined
       by dots;
-    * a folder of `torch.distributed.checkpoint`, names likewise.
+    * a folder of `torch.distributed.checkpoint`, also with keys joined by dots.
 
     Tied tensors may be stored under one of their names, or under several if all are equal.
 
     Args:
-        model: planned, or any other module, which is read in full.
-        path: of the checkpoint.
-        rename: maps the name of a tensor of the model to that in the checkpoint, such as
+        model: a model returned by `parallelize`, or any other module, which is read in full.
+        path: path of the checkpoint.
+        rename: maps the name of a tensor in the model to that in the checkpoint, such as
             `lambda name: "model." + name`.
-        optional: patterns (as of `fnmatch`) of tensors of the model that the checkpoint may
-            lack; they keep their values, so they must not be on the meta device.
-        ignored: patterns of tensors in the checkpoint that the model may lack.
-        cast: convert tensors of other dtypes to those of the model.
+        optional: patterns (as of `fnmatch`) of model tensors that the checkpoint need not
+            contain; they keep their values, so they must not be on the meta device.
+        ignored: patterns of checkpoint tensors that the model need not have.
+        cast: True to convert tensors of other dtypes to those of the model.
 
     Returns:
-        What this rank read.
+        The amount of data that this rank read.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or does not fit the model, which is then
-            unchanged; or reading failed midway, or tied tensors differ: then only part of the
-            weights is loaded.
+        CheckpointError: the checkpoint cannot be read or does not fit the model, which is then
+            unchanged. If a read fails later, or tied tensors differ, part of the weights is loaded.
     """
     begin = time.perf_counter()
     _check_non_persistent_buffers(model)
@@ -120,7 +119,7 @@ def load_checkpoint(
 
 
 def _check_non_persistent_buffers(model: nn.Module) -> None:
-    """Check that buffers which no checkpoint has have values, if they are needed."""
+    """Check that non-persistent buffers have values, since checkpoints do not contain them."""
     needed = planned_forward(model).buffers if isinstance(model, Planned) else None
     empty = [
         name
@@ -131,15 +130,15 @@ def _check_non_persistent_buffers(model: nn.Module) -> None:
         raise CheckpointError(
             f"checkpoints do not have the non-persistent buffer {empty[0]!r}"
             + (f" (and {len(empty) - 1} more)" if len(empty) > 1 else "")
-            + ", and it is on the meta device: make the model under init_empty_weights() instead, "
-            "which keeps the values of buffers, or give it a value"
+            + ", and it is on the meta device: create the model under init_empty_weights(), "
+            "which keeps the values of buffers, or assign a value to it"
         )
 
 
 def _load(
     wanted: ModelTensor, names: Sequence[str], reader: CheckpointReader, device: torch.device
 ) -> int:
-    """Fill one tensor of the model; returns the bytes read."""
+    """Fill one tensor of the model, and return the bytes read."""
     first, *others = names
     is_meta = wanted.is_meta
     tensor = empty_like(wanted.tensor, device) if is_meta else wanted.tensor.detach()
@@ -150,7 +149,7 @@ def _load(
         # Bytes are compared, since values may be NaN.
         if not torch.equal(_bytes(tensor), _bytes(tied)):
             raise CheckpointError(
-                f"{first!r} and {other!r} are tied in the model, and differ in the checkpoint"
+                f"{first!r} and {other!r} are tied in the model, but differ in the checkpoint"
             )
     if is_meta:
         wanted.set(tensor)
@@ -175,7 +174,7 @@ class _Wanted:
     def differences(
         self, stored: Mapping[str, TensorInfo], optional: Collection[str], *, cast: bool
     ) -> Iterator[str]:
-        """How the checkpoint differs from the model in this tensor."""
+        """Describe the differences between checkpoint and model in this tensor."""
         tensor, names = self.tensor.tensor, self.found(stored)
         if not names:
             missing = " or ".join(map(repr, dict.fromkeys(self.names)))
@@ -186,10 +185,10 @@ class _Wanted:
         for name in names:
             shape, dtype = stored[name].shape, stored[name].dtype
             if shape != tuple(tensor.shape):
-                yield f"{name!r} has shape {shape}, and {tuple(tensor.shape)} in the model"
+                yield f"{name!r} has shape {shape}, but {tuple(tensor.shape)} in the model"
             elif dtype != tensor.dtype and not cast:
                 yield (
-                    f"{name!r} is {dtype}, and {tensor.dtype} in the model (cast=True converts it)"
+                    f"{name!r} is {dtype}, but {tensor.dtype} in the model (cast=True converts it)"
                 )
 
 
@@ -207,7 +206,7 @@ def _any_matches(names: Iterable[str], patterns: Collection[str]) -> bool:
 
 
 def _hint(wanted: Sequence[_Wanted], stored: Iterable[str]) -> str:
-    """A suggestion where names differ in a prefix only."""
+    """A suggestion if names differ only by a prefix."""
     name = wanted[0].tensor.names[0] if wanted else ""
     for other in stored:
         if name != other and other.endswith(f".{name}"):

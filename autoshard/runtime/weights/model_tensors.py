@@ -1,4 +1,4 @@
-"""The tensors of a model that checkpoints contain, and models without memory for them."""
+"""The tensors of a model that checkpoints contain, and models without allocated parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,16 @@ from autoshard.runtime.dtensors import from_local, local_tensor
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """A context in which models are made without memory for parameters, but with their buffers.
+    """A context in which models are created with parameters on the meta device and real buffers.
 
-    Non-persistent buffers (rotary tables, for one) are computed when the model is made; on the
-    meta device their values would be lost. Applies to all models made meanwhile, in any thread.
+    Non-persistent buffers, such as rotary tables, are computed by the model's constructor; on the
+    meta device their values would be lost. Applies to models created in any thread.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     layer = torch.nn.Linear(4, 2)
+        >>> layer.weight.is_meta
+        True
     """
     # torch documents that the hook may return a parameter; its annotation says otherwise.
     hook: Any = _on_meta
@@ -32,7 +38,7 @@ def init_empty_weights() -> Iterator[None]:
 
 def _on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     if parameter is None or parameter.is_meta:
-        return None  # stays the same object, so that tied parameters stay tied
+        return None  # keeps the object, so that tied parameters stay tied
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
@@ -42,8 +48,8 @@ class ModelTensor:
 
     Attributes:
         model: the model.
-        names: in the state dict; several where tensors are tied.
-        tensor: its present value.
+        names: its names in the state dict; several if it is tied.
+        tensor: its current value.
     """
 
     model: nn.Module
@@ -52,7 +58,7 @@ class ModelTensor:
 
     @property
     def is_meta(self) -> bool:
-        """Whether it has no memory yet."""
+        """True if it is on the meta device."""
         return local_tensor(self.tensor).is_meta
 
     def set(self, tensor: torch.Tensor) -> None:
@@ -65,7 +71,7 @@ class ModelTensor:
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
-    """The tensors of a model's state dict, in its order; tied ones once."""
+    """The parameters, then the buffers of a model's state dict; tied ones once."""
     state = model.state_dict(keep_vars=True)
     parameters = model.named_parameters(remove_duplicate=False)
     names: dict[int, list[str]] = {}
@@ -93,7 +99,7 @@ def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def mesh_device(model: nn.Module) -> torch.device:
-    """The device of a model's mesh; torch's default device where no parameter is a DTensor."""
+    """The device of a model's mesh; torch's default device if no parameter is a DTensor."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             return torch.device(parameter.device_mesh.device_type)

@@ -20,22 +20,22 @@ from autoshard.runtime.weights.safetensors_file import TensorInfo, read_header, 
 SAFETENSORS = ".safetensors"
 INDEX = ".index.json"
 MODEL = f"model{SAFETENSORS}"
-"""Name of the file of a checkpoint that has only one."""
+"""File name of a checkpoint with a single file."""
 
 PIECE = 1 << 23
-"""Bytes read at a time, so that little host memory is needed on the way to a device."""
+"""Number of bytes read at a time, which bounds the host memory that loading to a device needs."""
 
 _TORCH = (".bin", ".ckpt", ".pt", ".pth")
 _DCP_METADATA = ".metadata"
 
 Files = Mapping[Path, Sequence[str] | None]
-"""Files of a checkpoint with the names of their tensors in the index; None without an index."""
+"""Files of a checkpoint, and the tensors that the index lists in each; None without an index."""
 
 T = TypeVar("T")
 
 
 class CheckpointReader(Protocol):
-    """A checkpoint of which ranks read only what they need."""
+    """A checkpoint whose tensors can be read in slices."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -46,11 +46,11 @@ class CheckpointReader(Protocol):
         """Fill this rank's shard of a tensor, converting to its dtype.
 
         Args:
-            name: in the checkpoint.
-            tensor: a DTensor or full tensor of the global shape.
+            name: name in the checkpoint.
+            tensor: a DTensor, or a full tensor of the global shape.
 
         Returns:
-            Bytes read.
+            Number of bytes read.
 
         Raises:
             CheckpointError: the file has changed since it was opened.
@@ -59,10 +59,10 @@ class CheckpointReader(Protocol):
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """Open a checkpoint: a file, the index of several, or a folder.
+    """Open a checkpoint: a file, the index of several files, or a folder.
 
     Raises:
-        CheckpointError: there is none, the folder has several, or it cannot be read.
+        CheckpointError: there is no checkpoint, the folder has several, or it cannot be read.
     """
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint at {path}")
@@ -139,7 +139,7 @@ class SafetensorsReader:
             for path, expected in files.items()
             for name, stored in _expected(path, read_header(path), expected).items()
         }
-        # One for all tensors: temporary allocations between those that stay would fragment memory.
+        # One buffer for all tensors: temporary allocations would fragment memory.
         self._buffer = torch.empty(PIECE, dtype=torch.uint8)
 
     @property
@@ -164,13 +164,13 @@ class SafetensorsReader:
 
 
 class TorchReader:
-    """Copies this rank's slices of tensors in files of `torch.save`, which are memory-mapped.
+    """Copies this rank's slices of tensors from memory-mapped files of `torch.save`.
 
-    Names of nested dictionaries are joined by dots.
+    Keys of nested dictionaries are joined by dots.
 
     Raises:
-        CheckpointError: a file cannot be mapped, has more than tensors and plain data, or lacks
-            a tensor that the index lists.
+        CheckpointError: a file cannot be mapped, contains other objects than tensors and plain
+            data, or lacks a tensor that the index lists.
     """
 
     def __init__(self, files: Files) -> None:
@@ -215,12 +215,12 @@ def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]
 class DcpReader:
     """Reads tensors in a folder of `torch.distributed.checkpoint`.
 
-    A rank reads every stored chunk that overlaps its shard in full, since a chunk cannot be read
-    in part. No collectives run.
+    A rank reads every stored shard that overlaps its own shard completely, since stored shards
+    cannot be read in part. No collectives run.
 
     Raises:
-        CheckpointError: the metadata cannot be read, or names anything but metadata and files
-            of the folder.
+        CheckpointError: the metadata cannot be read, contains types that metadata does not have,
+            or names files outside the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -261,7 +261,7 @@ _DAMAGED = (
     ValueError,
     pickle.UnpicklingError,
 )
-"""Raised by torch where the files of a folder do not match its metadata."""
+"""Exceptions that torch raises if the files of a folder do not match its metadata."""
 
 _METADATA_TYPES = {
     "collections": {"OrderedDict"},
@@ -281,14 +281,14 @@ _METADATA_TYPES = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""The types in metadata, besides torch's dtypes."""
+"""The types that metadata may contain, besides torch's dtypes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Creates objects of the types in metadata, and no others."""
+    """Unpickler that refuses types other than those of checkpoint metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find a class, if it is one of metadata's."""
+        """Find a class, if metadata may contain it."""
         if name in _METADATA_TYPES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -300,7 +300,7 @@ def _read_metadata(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-    # Bytes that are no pickle may raise nearly anything.
+    # Unpickling arbitrary bytes may raise nearly any exception.
     except Exception as error:
         raise CheckpointError(f"{path} is not the metadata of a checkpoint: {error}") from error
     if not isinstance(metadata, Metadata):

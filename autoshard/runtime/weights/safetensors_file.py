@@ -1,11 +1,11 @@
 """Safetensors files, read and written in slices: https://huggingface.co/docs/safetensors.
 
-Eight bytes with the length of the header, little-endian; the header in JSON with the dtype,
-shape and byte range of each tensor; then the tensors, row-major and without gaps.
+A file starts with the length of the header in eight bytes, little-endian. The JSON header has the
+dtype, shape and byte range of each tensor. The tensors follow, row-major and without gaps.
 
-A slice of a tensor is a number of separate runs of bytes. Runs are read and written one by one,
-so nothing but the slice is read. (The `safetensors` package maps files into memory: reads could
-not be counted, and a file that is truncated meanwhile would kill the process.)
+A slice of a tensor consists of separate runs of bytes, which are read and written one by one.
+(The `safetensors` package maps files into memory: bytes read could not be counted, and the
+process would be killed if the file is truncated meanwhile.)
 """
 
 import json
@@ -49,7 +49,7 @@ _LENGTH_BYTES = 8
 _METADATA = {"format": "pt"}  # required by transformers
 
 SHORT_RUN = 512
-"""Bytes: shorter runs are read with what lies between them, since disks read whole pages."""
+"""Runs of fewer bytes are read together with the gaps between them: disks read whole pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class TensorInfo:
 
     Attributes:
         shape: global shape.
-        dtype: of its elements.
+        dtype: dtype of its elements.
     """
 
     shape: tuple[int, ...]
@@ -87,8 +87,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name.
 
     Raises:
-        CheckpointError: it is not a safetensors file, is truncated, or has a dtype that torch
-            lacks.
+        CheckpointError: the file is not a safetensors file, is truncated, or has a dtype that
+            torch does not support.
     """
     try:
         with safe_open(path, "pt"):  # checks the header, and the length of the file
@@ -112,13 +112,13 @@ def _info(path: Path, name: str, tensor: Mapping[str, Any]) -> TensorInfo:
     dtype = _DTYPES.get(tensor["dtype"])
     if dtype is None:
         raise CheckpointError(
-            f"{path}: {name!r} has elements of type {tensor['dtype']}, which torch lacks"
+            f"{path}: {name!r} has dtype {tensor['dtype']}, which torch does not support"
         )
     return TensorInfo(tuple(tensor["shape"]), dtype)
 
 
 def write_header(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, StoredTensor]:
-    """Make a file of the size of some tensors, without their data.
+    """Create a file with a header and room for the tensors' data, which `write_slice` writes.
 
     Tensors with larger elements come first, so that all are aligned to their element size.
 
@@ -126,7 +126,7 @@ def write_header(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Sto
         The position of each tensor, in the order of the file.
 
     Raises:
-        CheckpointError: the format lacks a dtype.
+        CheckpointError: the format does not support a dtype.
         OSError: the file cannot be written.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -135,7 +135,7 @@ def write_header(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Sto
     for name in order:
         info = tensors[name]
         if info.dtype not in _CODES:
-            raise CheckpointError(f"safetensors files cannot hold {name!r} of {info.dtype}")
+            raise CheckpointError(f"safetensors files cannot store {name!r} of {info.dtype}")
         start, end = end, end + info.nbytes
         header[name] = {
             "dtype": _CODES[info.dtype],
@@ -156,13 +156,13 @@ def write_header(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Sto
 def read_slice(
     file: FileIO, stored: StoredTensor, index: Sequence[slice], buffer: torch.Tensor
 ) -> tuple[torch.Tensor, int]:
-    """A slice of a tensor, in the dtype of the file, and the number of bytes read.
+    """Read a slice of a tensor, in the dtype of the file; return it and the number of bytes read.
 
     Args:
-        file: with the tensor.
+        file: the open file.
         stored: the tensor.
         index: a slice per dim.
-        buffer: bytes that hold the result, if it fits, until they are used again.
+        buffer: memory for the result if it is large enough; the next call overwrites it.
 
     Raises:
         OSError: the file cannot be read.
@@ -193,10 +193,10 @@ def write_slice(
     """Write a slice of a tensor.
 
     Args:
-        file: made by `write_header`.
+        file: the open file, created by `write_header`.
         stored: the tensor.
         index: a slice per dim.
-        values: of the slice, contiguous on the CPU, in the dtype of the file.
+        values: values of the slice, contiguous on the CPU, in the dtype of the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -214,7 +214,7 @@ class _Runs:
 
     Attributes:
         starts: offset of each run in the file.
-        num_bytes: of one run.
+        num_bytes: length of each run.
     """
 
     starts: npt.NDArray[np.int64]
@@ -235,14 +235,14 @@ class _Runs:
         return cls(starts + last.start * strides[inner], _length(last) * strides[inner])
 
     def pieces(self, values: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
-        """The offset of each run in the file, and its bytes in the memory of the slice."""
+        """The offset of each run in the file, and its bytes in the memory of `values`."""
         array: npt.NDArray[np.uint8] = values.reshape(-1).view(torch.uint8).numpy()
         for number, start in enumerate(self.starts.tolist()):
             yield start, array.data[number * self.num_bytes : (number + 1) * self.num_bytes]
 
 
 def _without_short_runs(stored: StoredTensor, index: Sequence[slice]) -> list[slice]:
-    """A slice, widened until it is one run or its runs are long enough."""
+    """Widen a slice until it is one run or its runs are long enough."""
     wide = list(index)
     while len((runs := _Runs.of(stored, wide)).starts) > 1 and 0 < runs.num_bytes < SHORT_RUN:
         dim = _innermost_sliced(stored.info.shape, wide)

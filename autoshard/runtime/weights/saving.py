@@ -1,4 +1,4 @@
-"""Saving full weights, while no rank has more of them than its own shards and one of another."""
+"""Saves full weights; a rank needs memory only for its shards and one received shard."""
 
 import json
 import os
@@ -41,21 +41,20 @@ def save_checkpoint(
 ) -> None:
     """Save a model's weights as safetensors files, with an index if there are several.
 
-    Call it on all ranks of the mesh, with a folder that all of them share. The files have
-    full tensors under the names of the state dict, tied ones under the first of their names,
-    for any plan, an unsharded model or transformers to load. Each file is written by one rank,
-    to which the others send their shards one by one. (Save the state of an optimizer with
+    Call it on all ranks of the mesh, with a folder that all of them share. The files contain
+    full tensors under the names of the state dict, tied ones under the first of their names; any
+    plan, an unsharded model or transformers can load them. Each file is written by one rank, to
+    which the others send their shards one by one. (Save the state of an optimizer with
     `torch.distributed.checkpoint` and `dcp_state_dict`.)
 
     Args:
-        model: planned, or any other module.
-        folder: is made if it does not exist; must not have safetensors files yet.
-        max_file_bytes: size of tensors above which they are spread over several files; no
-            tensor is split.
+        model: a model returned by `parallelize`, or any other module.
+        folder: folder of the files, created if necessary; must not contain safetensors files.
+        max_file_bytes: maximum size of the tensors in a file; a larger tensor has a file to itself.
 
     Raises:
-        CheckpointError: the folder already has such files, a tensor is on the meta device, or
-            a file cannot be written, by this or another rank. The files are then incomplete.
+        CheckpointError: the folder already has safetensors files, a tensor is on the meta device,
+            or this or another rank cannot write a file. The checkpoint is then incomplete.
     """
     folder = Path(folder)
     tensors = {one.names[0]: one.tensor.detach() for one in model_tensors(model)}
@@ -68,19 +67,19 @@ def save_checkpoint(
         for file, writer in writers.items()
         if writer == _own_rank()
     }
-    _together(mesh, lambda: _check(tensors, folder))
+    _on_all_ranks(mesh, lambda: _check(tensors, folder))
     try:
-        _together(mesh, lambda: _for_all(own, FileWriter.begin))
+        _on_all_ranks(mesh, lambda: _for_all(own, FileWriter.begin))
         gatherer = _Gatherer()
-        for file, name in _in_turn(division):
+        for file, name in _round_robin(division):
             for sub_shard in gatherer.sub_shards(tensors[name], writers[file]):
                 own[file].write(name, sub_shard)
-        _together(mesh, lambda: _for_all(own, FileWriter.check))
-        _together(mesh, lambda: _check_shared(folder, division))
-        _together(mesh, lambda: _for_all(own, FileWriter.finish))
+        _on_all_ranks(mesh, lambda: _for_all(own, FileWriter.check))
+        _on_all_ranks(mesh, lambda: _check_shared(folder, division))
+        _on_all_ranks(mesh, lambda: _for_all(own, FileWriter.finish))
     finally:
         _for_all(own, FileWriter.discard)
-    _together(mesh, lambda: _write_index(folder, division, is_first=_own_rank() == ranks[0]))
+    _on_all_ranks(mesh, lambda: _write_index(folder, division, is_first=_own_rank() == ranks[0]))
 
 
 def _check(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -111,8 +110,8 @@ def _divide(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Divisio
     }
 
 
-def _in_turn(division: Division) -> Iterator[tuple[str, str]]:
-    """File and name of each tensor; one per file in turn, so that ranks write in parallel."""
+def _round_robin(division: Division) -> Iterator[tuple[str, str]]:
+    """File and name of each tensor, alternating between files so that ranks write in parallel."""
     for row in zip_longest(*([(file, name) for name in division[file]] for file in division)):
         yield from filter(None, row)
 
@@ -122,12 +121,12 @@ def _for_all(own: Mapping[str, "FileWriter"], step: Callable[["FileWriter"], Non
         step(writer)
 
 
-def _together(mesh: DeviceMesh | None, step: Callable[[], None]) -> None:
-    """Take a step on all ranks; if it fails on one, all of them raise `CheckpointError`."""
+def _on_all_ranks(mesh: DeviceMesh | None, step: Callable[[], None]) -> None:
+    """Run a step on all ranks; if it fails on one, all of them raise `CheckpointError`."""
     failure: Exception | None = None
     try:
         step()
-    except Exception as error:  # noqa: BLE001  the other ranks must not wait, whatever it was
+    except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
         failure = error
     failed = failure is not None
     if mesh is not None:
@@ -153,7 +152,7 @@ def _check_shared(folder: Path, division: Division) -> None:
 
 
 def _write_index(folder: Path, division: Division, *, is_first: bool) -> None:
-    """Write the index of several files, on one rank, when all of them are complete."""
+    """Write the index on the first rank, if there are several files."""
     if not is_first or len(division) == 1:
         return
     tensors = [info for group in division.values() for info in group.values()]
@@ -165,21 +164,21 @@ def _write_index(folder: Path, division: Division, *, is_first: bool) -> None:
 
 
 def _own_rank() -> int:
-    """Global index of this rank; 0 without process groups."""
+    """Global rank of this process; 0 without process groups."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _unfinished(path: Path) -> Path:
-    """The name of a file until it is complete."""
+    """The temporary path of a file that is being written."""
     return path.with_name(f"{path.name}.unfinished")
 
 
 class FileWriter:
-    """Writes a safetensors file in slices, under another name until it is complete.
+    """Writes a safetensors file in slices, under a temporary name until it is complete.
 
     Args:
-        path: of the file.
-        tensors: its tensors by name.
+        path: final path of the file.
+        tensors: the tensors of the file by name.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
@@ -190,18 +189,19 @@ class FileWriter:
         self._failure: OSError | None = None
 
     def begin(self) -> None:
-        """Make the file.
+        """Create the file.
 
         Raises:
-            CheckpointError: the format lacks a dtype.
-            OSError: the file cannot be made.
+            CheckpointError: the format does not support a dtype.
+            OSError: the file cannot be created.
         """
         self._stored = write_header(self._unfinished, self._tensors)
 
     def write(self, name: str, sub_shard: SubShard) -> None:
         """Write a slice of a tensor.
 
-        A failure is raised by `check`: the other ranks keep sending, so all must be received.
+        A failure is raised only by `check`, since the shards that other ranks send must still be
+        received.
         """
         if self._failure is not None:
             return
@@ -218,7 +218,7 @@ class FileWriter:
             raise self._failure
 
     def finish(self) -> None:
-        """Rename the complete file; an `OSError` says that this failed."""
+        """Rename the complete file to its final path; may raise an `OSError`."""
         self._unfinished.rename(self._path)
 
     def discard(self) -> None:
@@ -227,23 +227,23 @@ class FileWriter:
 
 
 class _Gatherer:
-    """Gathers tensors on one rank, one by one and in the same receive buffer."""
+    """Gathers the shards of tensors on one rank, with one receive buffer."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def sub_shards(self, tensor: torch.Tensor, writer: int) -> Iterator[SubShard]:
-        """The sub-shards of a tensor on the rank that writes it.
+        """Gather the sub-shards of a tensor on the rank that writes it.
 
-        All ranks of the tensor's mesh must exhaust it. Every shard that the writer lacks is
-        sent once.
+        All ranks of the tensor's mesh must exhaust the iterator. Every shard that the writer does
+        not have is sent once.
 
         Args:
-            tensor: a DTensor, or a plain one that is the same on all ranks.
-            writer: global index of the rank.
+            tensor: a DTensor, or a plain tensor that is the same on all ranks.
+            writer: global rank of the writer.
 
         Yields:
-            On the writer, sub-shards that together are the tensor, each valid until the next;
+            On the writer, all sub-shards of the tensor, each valid until the next one is yielded;
             on other ranks, nothing.
         """
         if not isinstance(tensor, DTensor):
@@ -263,7 +263,7 @@ class _Gatherer:
                 yield from sub_shards(received.view(local.dtype).view(shape), slices)
 
     def _receive(self, num_bytes: int, device: torch.device, source: int) -> torch.Tensor:
-        """Receive bytes, which all backends can send."""
+        """Receive a tensor as bytes, a dtype that all backends support."""
         if len(self._buffer) < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         dist.recv(self._buffer[:num_bytes], source)
@@ -271,7 +271,10 @@ class _Gatherer:
 
 
 def _owners(tensor: DTensor, writer: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """For each distinct shard the rank nearest to the writer that has it, with coordinate."""
+    """For each distinct shard, the rank that sends it, and that rank's coordinate.
+
+    On axes that replicate the tensor, the sender has the writer's coordinate.
+    """
     ranks = tensor.device_mesh.mesh
     home = (ranks == writer).nonzero()[0].tolist()
     choices = [

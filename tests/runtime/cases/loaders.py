@@ -162,7 +162,7 @@ class OtherSizes:
             ids = torch.zeros(shape, dtype=torch.long)
             with pytest.raises(PlanError, match=message):
                 model(input_ids=ids, labels=ids, use_cache=False)
-        with pytest.raises(PlanError, match="dim 0 of argument 'labels' is 6, where other"):
+        with pytest.raises(PlanError, match="dim 0 of argument 'labels' is 6, but other"):
             model(
                 input_ids=torch.zeros(12, 8, dtype=torch.long),
                 labels=torch.zeros(6, 8, dtype=torch.long),

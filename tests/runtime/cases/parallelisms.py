@@ -209,8 +209,8 @@ def check_model_that_does_not_fit(plan: Plan) -> None:
         parallelize(model, plan, mesh)
     message = str(raised.value)
     for difference in (
-        "'up.weight' has shape (32, 8), in the plan (16, 8)",
-        "'down.weight' is torch.float64, in the plan float32",
+        "'up.weight' has shape (32, 8), but (16, 8) in the plan",
+        "'down.weight' is torch.float64, but float32 in the plan",
         "the model has no parameter 'down.bias'",
         "the plan has no parameter 'extra'",
     ):

@@ -162,7 +162,7 @@ def check_tied(hand: HandPlan, plan: Plan) -> None:
 def check_untied(_hand: HandPlan, plan: Plan) -> None:
     model = Tied()
     model.head.weight = nn.Parameter(model.table.weight.detach().clone())
-    with pytest.raises(PlanError, match="are one in the plan, but not in the model"):
+    with pytest.raises(PlanError, match="are tied in the plan, but not in the model"):
         parallelize(model, plan, device_mesh(plan))
 
 
@@ -201,7 +201,7 @@ def check_registers_are_freed(_hand: HandPlan, plan: Plan) -> None:
     outputs = {slot for slot in program._outputs if slot is not None}
     inputs = {i: torch.ones(placed.local_shape) for i, placed in enumerate(stage.inputs)}
     for number in range(len(program.instructions) + 1):
-        registers = {slot: inputs[slot] for slot in program._entering}
+        registers = {slot: inputs[slot] for slot in program._read_inputs}
         execute(program.instructions[:number], registers, 0)
         later = program.instructions[number:]
         made = {slot for instruction in later for slot in instruction.targets}
