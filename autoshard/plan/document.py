@@ -21,8 +21,8 @@ LayoutText = Annotated[
     str,
     Field(
         description=(
-            "One type per mesh axis: I, R, P or S(dim); S(dim)/1+1+1 shards each of three equal "
-            "parts of the dim (interleaved sub-shards); ';1>0' gives a nesting order."
+            "One type per mesh axis: I, R, P or S(dim). S(dim)/1+1+1 is an interleaved shard with "
+            "three equal sub-shards; ';1>0' is a nesting order."
         ),
         examples=["S(0),R", "S(0),S(0);1>0", "I,S(1)/1+1+1"],
     ),
