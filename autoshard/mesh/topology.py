@@ -128,6 +128,9 @@ class Device:
         memory: bytes.
         launch_overhead: minimum seconds of a kernel.
         tile: extent at which a matrix product loses half of its efficiency.
+        host_bandwidth: bytes per second at which inputs of a step arrive from the host, if
+            the step waits for them; 0 if they are on the device already, as after a loader that
+            copies ahead.
         operators: measured times of operators, by name, and of other operators by category
             (`view`, `contraction`, `stream`). Without either, an operator takes the launch overhead
             of each kernel plus the roofline seconds, and a view is free.
@@ -141,6 +144,7 @@ class Device:
     memory: int
     launch_overhead: float = 0.0
     tile: float = TILE
+    host_bandwidth: float = 0.0
     operators: Mapping[str, OperatorFit] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -162,6 +166,7 @@ class Device:
         check_positive(self.memory, f"memory of device {self.name!r}")
         check_not_negative(self.launch_overhead, f"launch_overhead of device {self.name!r}")
         check_not_negative(self.tile, f"tile of device {self.name!r}")
+        check_not_negative(self.host_bandwidth, f"host_bandwidth of device {self.name!r}")
         if len(self.operators) > MAX_OPERATORS:
             raise MeshError(
                 f"device {self.name!r} has fits of {len(self.operators)} operators; "
@@ -173,6 +178,11 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of a dtype; that of float32 if the dtype is not listed."""
         return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+    @property
+    def input_bandwidth(self) -> float:
+        """Bytes per second at which inputs of a step are written to memory."""
+        return min(self.memory_bandwidth, self.host_bandwidth or self.memory_bandwidth)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class Prices:
         own = np.array([x.parameter for x in nbytes], dtype=float)
         usage = {_MEMORY_KINDS[graph_input.kind]: own}
         if graph_input.kind is InputKind.USER:
-            return own / self._device.memory_bandwidth, usage
+            return own / self._device.input_bandwidth, usage
         if not trained:
             return _TIE_BREAK * own / self._device.memory_bandwidth, usage
         usage["gradients"] = np.array([x.gradient for x in nbytes], dtype=float)
