@@ -1,16 +1,50 @@
 """Settings of the whole suite."""
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+# A thread for each test process and each program that it starts: they share the processors.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from benchmarks.faults.postgres import Cluster, binaries, running_cluster
+
+LONG = (
+    *("test_8_ranks", "test_readme", "test_memory_problem", "test_training_on_ranks", "test_zoo"),
+    *("test_memory_on_ranks", "test_ray", "test_programs_on_ranks", "test_benchmarks"),
+    *("test_measurements_on_ranks", "test_server_process", "test_kernels_on_ranks", "test_faults"),
+    *("test_models_on_ranks", "test_workers", "test_zoo_on_4_ranks", "test_launch"),
+    *("test_zoo_on_8_ranks", "test_conformance", "test_weights_on_ranks", "test_troubles"),
+    *("test_regather_on_ranks", "test_block_cache", "test_large_problems", "test_service_page"),
+)
+"""Files that take longest, without a suffix. They begin first, so that none is left alone at the
+end; those that start ranks take turns with others, so that few of them run side by side."""
 
 # Reproducible examples, and no deadline: the first example pays for imports.
 settings.register_profile("autoshard", derandomize=True, deadline=None)
 settings.load_profile("autoshard")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist keep the order of files, which begins with the long ones."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the long files."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collection: it stays, and to look at it takes time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

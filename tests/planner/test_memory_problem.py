@@ -213,22 +213,24 @@ def test_nodes_take_what_goes_with_the_strategies_of_variables(module: type[nn.M
 
 
 @pytest.mark.parametrize(
-    ("module", "shape", "overlap"),
+    ("module", "shape", "pinned", "overlap"),
     [
-        (Product, (4, 4), False),
-        (TwoReaders, (4,), False),
-        (ThroughAView, (4, 2), False),
-        (SavesWhatItMakes, (4,), False),
-        (Product, (4, 4), True),
-        (SavesWhatItMakes, (4,), True),
+        (Product, (4, 4), {}, False),
+        (TwoReaders, (4,), {"mul_1": "S(0)"}, False),
+        (ThroughAView, (4, 2), {"sin*": "S(1)"}, False),
+        (SavesWhatItMakes, (4,), {}, False),
+        (Product, (4, 4), {}, True),
+        (SavesWhatItMakes, (4,), {}, True),
     ],
 )
 def test_every_limit_has_the_best_of_all_plans(
     module: type[nn.Module],
     shape: tuple[int, ...],
+    pinned: dict[str, str],
     overlap: bool,
 ) -> None:
-    pins = {"inputs": {"x": "S(0)"}, "nodes": {"sum*": "P"}}
+    """A pinned operator leaves a few thousand plans to try; what it reads is free."""
+    pins = {"inputs": {"x": "S(0)"}, "nodes": {"sum*": "P", **pinned}}
     formulation = formulated(module, shape, slow_devices(a=2), pins=pins, overlap=overlap)
     plans = list(every_plan(formulation))
     assert_agrees(formulation, plans)

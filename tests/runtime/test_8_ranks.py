@@ -7,7 +7,6 @@ from runtime.cases import mase, training_on_8
 from support.ranks import joined
 
 NUM_RANKS = 8
-TIMEOUT = 1800
 CASES = joined(mase, training_on_8)
 
 

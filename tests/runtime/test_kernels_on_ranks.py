@@ -7,7 +7,6 @@ from runtime.cases import attention, experts, operators, sharded_dims
 from support.ranks import joined
 
 NUM_RANKS = 4
-TIMEOUT = 1800
 CASES = joined(sharded_dims, attention, operators, experts)
 
 

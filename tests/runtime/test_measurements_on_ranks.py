@@ -13,7 +13,6 @@ from autoshard.runtime.calibration.collectives import shared_size
 from autoshard.runtime.profiling.profile import table_rows
 
 NUM_RANKS = 4
-TIMEOUT = 1800
 CASES = joined(profiling, calibration)
 
 

@@ -7,7 +7,6 @@ from runtime.cases import budgets, recomputation, timeline
 from support.ranks import joined
 
 NUM_RANKS = 4
-TIMEOUT = 1800
 CASES = joined(recomputation, budgets, timeline)
 
 

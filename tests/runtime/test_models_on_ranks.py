@@ -7,7 +7,6 @@ from runtime.cases import constrained, custom, exports, interleaved, transformer
 from support.ranks import joined
 
 NUM_RANKS = 4
-TIMEOUT = 1800
 CASES = joined(transformers, constrained, interleaved, custom, exports)
 
 

@@ -9,7 +9,6 @@ from support.ranks import joined
 from autoshard.layouts import STEPS, Kind, Layout
 
 NUM_RANKS = 4
-TIMEOUT = 1800
 CASES = joined(parallelisms, programs, uneven, resharding)
 
 

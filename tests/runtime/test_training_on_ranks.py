@@ -11,7 +11,6 @@ from support.training import Resumed, Training
 from support.transformer_plans import OPTIONS
 
 NUM_RANKS = 4
-TIMEOUT = 1800
 NOISE = {"dropout*": "S(0)", "scaled_dot_product_attention*": "S(0)"}
 
 CASES: dict[str, Callable[[], None]] = {

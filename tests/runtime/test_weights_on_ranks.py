@@ -7,7 +7,6 @@ from runtime.cases import checkpoints, weights
 from support.ranks import joined
 
 NUM_RANKS = 4
-TIMEOUT = 1800
 CASES = joined(weights, checkpoints)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 _RANKS = Path(__file__).with_name("ranks.py")
-_TIMEOUT = 600
+_TIMEOUT = 1800
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,6 @@ def on_ranks(
     """Checks one case of the file's `CASES`; the first use runs all that were selected.
 
     The file names the number of ranks in `NUM_RANKS`, and its tests take the case as `case`.
-    If its cases take longer than `_TIMEOUT`, it says so in `TIMEOUT`, seconds.
     """
     names = [
         item.callspec.params["case"]
@@ -33,7 +32,6 @@ def on_ranks(
         list(dict.fromkeys(names)),
         num_ranks=request.module.NUM_RANKS,
         folder=tmp_path_factory.mktemp("ranks"),
-        timeout=getattr(request.module, "TIMEOUT", _TIMEOUT),
     )
 
     def check(name: str) -> None:
@@ -44,13 +42,11 @@ def on_ranks(
     return check
 
 
-def _launch(
-    file: Path, names: list[str], *, num_ranks: int, folder: Path, timeout: float
-) -> list[dict[str, str]]:
+def _launch(file: Path, names: list[str], *, num_ranks: int, folder: Path) -> list[dict[str, str]]:
     command = [sys.executable, str(_RANKS), str(file), str(folder), f"--ranks={num_ranks}"]
     command += [f"--case={name}" for name in names]
     done = subprocess.run(  # noqa: S603  our own program
-        command, capture_output=True, text=True, timeout=timeout, check=False
+        command, capture_output=True, text=True, timeout=_TIMEOUT, check=False
     )
     if done.returncode:
         pytest.fail(f"the ranks ended with {done.returncode}:\n{done.stderr}", pytrace=False)

@@ -7,6 +7,7 @@ behind it run on new ranks; also where a rank has died of it.
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -25,7 +26,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(minutes=2)
 
 
 @runtime_checkable
@@ -71,7 +72,7 @@ def run_cases(
     # spmd_types calls collectives of torch by names that newer releases deprecate.
     warnings.filterwarnings("ignore", ".*_functional_collectives", FutureWarning)
     store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
-    store.set_timeout(4 * TIMEOUT)
+    store.set_timeout(TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     outcomes = {}
     for number, (name, case) in enumerate(cases):
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", required=True)
     options = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)  # threads of a product that wait for a processor take time of others
     known = load_cases(options.file)
     cases = [(name, known[name]) for name in options.case]
     unprepared = {n: _outcome(c.prepare) for n, c in cases if isinstance(c, Prepared)}
@@ -123,6 +125,9 @@ def _launch(
     num_ranks: int, cases: Sequence[tuple[str, Callable[[], None]]], folder: Path
 ) -> list[dict[str, str]]:
     """The outcomes on each rank of the cases up to the first that fails."""
+    # What is there before the ranks is no garbage: no rank looks through it, or copies its pages.
+    gc.collect()
+    gc.freeze()
     context = multiprocessing.get_context("fork")
     settings = {"num_ranks": num_ranks, "cases": cases, "folder": folder}
     processes = [

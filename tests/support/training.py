@@ -23,10 +23,10 @@ from autoshard.planner import make_plan
 from autoshard.runtime import dcp_state_dict, parallelize, rng_step, shard_loader
 from autoshard.runtime.kernels import draws_random_numbers
 
-STEPS = 20
-SAVED_AFTER = 10
-ROWS = 56
-"""Seven batches of eight: the order of rows is drawn three times, and saved within an epoch."""
+STEPS = 8
+SAVED_AFTER = 4
+ROWS = 24
+"""Three batches of eight: the order of rows is drawn three times, and saved within an epoch."""
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -51,6 +51,8 @@ class Case:
     plan: Plan = field(init=False)
 
     def prepare(self) -> None:
+        if self.check is compiled:
+            _import_compiler()
         torch.manual_seed(0)
         graph = models.graph_of(self.build())
         self.plan = make_plan(graph, slow_devices(dp=4), PlanOptions(**self.options))
@@ -246,6 +248,12 @@ def copied(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> 
     for model in (reference, twin):
         _loss(model, inputs).backward()
     _compare(reference, twin)
+
+
+def _import_compiler() -> None:
+    """Compile something once before there are ranks: most of the time of the first is imports."""
+    one = torch.compile(nn.Linear(1, 1), fullgraph=True, backend="aot_eager")
+    one(torch.ones(1, 1)).sum().backward()
 
 
 def compiled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:

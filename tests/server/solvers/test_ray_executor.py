@@ -83,13 +83,11 @@ def test_a_solver_that_cannot_be_given_its_work_is_lost(tmp_path: Path) -> None:
     program.chmod(0o755)
     # The process is gone when the work comes, and cannot be started again.
     solver = RayExecutor(command=[str(program)], cpus=0).prepare()
-    for _ in range(500):
-        if not program.exists():
-            break
+    while solver.is_alive():
         time.sleep(0.02)
-    time.sleep(0.2)
+    assert not program.exists()
     solver.start(SolverInput("{}", b""))
-    messages = (solver.receive(0.2) for _ in range(100))
+    messages = iter(lambda: solver.receive(0.2), ())
     found = next(message for message in messages if message is not None)
     assert isinstance(found, Died)
     assert found.problem["type"] == TYPE_PREFIX + "solver-crashed"
