@@ -29,7 +29,13 @@ from autoshard.plan.options import Recomputing, StateDType
 
 SERVER_VARIABLE = "AUTOSHARD_SERVER"
 
-_PIN_KINDS = {"input": "inputs", "output": "outputs", "parameter": "parameters", "node": "nodes"}
+_PIN_KINDS = {
+    "input": "inputs",
+    "output": "outputs",
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "node": "nodes",
+}
 _PLAN_ID = re.compile(r"[0-9a-f]{64}")
 _PLAN_URL = re.compile(r"(?P<server>https?://.+?)/v1/plans/(?P<id>[0-9a-f]{64})/?")
 
@@ -98,8 +104,15 @@ class Planning:
     pin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Fix a layout: KIND:NAME=LAYOUT with KIND input, output, parameter or node; NAME "
-            "may be a pattern: 'parameter:*.wte.weight=*,S(0)'. Repeatable.",
+            help="Fix a layout: KIND:NAME=LAYOUT with KIND input, output, parameter, buffer or "
+            "node; NAME may be a pattern: 'parameter:*.wte.weight=*,S(0)'. Repeatable.",
+        ),
+    ] = None
+    stored_as: Annotated[
+        Path | None,
+        typer.Option(
+            help="A plan file: store parameters and buffers as that plan does, so that one "
+            "model can run both plans."
         ),
     ] = None
     forbid: Annotated[
@@ -121,6 +134,10 @@ class Planning:
         budget = self.memory_budget
         given["memory_budget"] = None if budget is None else parse_bytes(budget)
         given["pins"] = _read_pins(given.pop("pin") or ())
+        stored_as = given.pop("stored_as")
+        if stored_as is not None:
+            for kind, layouts in _read_plan_file(stored_as).state_pins().model_dump().items():
+                given["pins"][kind] = layouts | given["pins"].get(kind, {})
         given["forbid"] = [_read_forbidden(text) for text in self.forbid or ()]
         return validate_options(given)
 

@@ -75,6 +75,7 @@ def render_plan(plan: Plan) -> RenderableType:
         _costs(plan.costs),
         _memory(plan.memory),
         *_recomputation(plan, plan.costs),
+        *(Text(text, style="bold yellow") for text in _idle_axes(plan)),
         _certificate(plan.certificate),
     )
 
@@ -331,6 +332,12 @@ def _recomputation(plan: Plan, costs: Costs) -> Iterator[Text]:
             f"re-gathers {num_parameters} parameters and {len(regathers) - num_parameters} "
             f"activations: {milliseconds(costs.recompute)}"
         )
+
+
+def _idle_axes(plan: Plan) -> Iterator[str]:
+    for stage in plan.stages:
+        if text := stage.idle_text:
+            yield text
 
 
 def _certificate(certificate: Certificate) -> Text:

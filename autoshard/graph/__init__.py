@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 from autoshard.graph.archive import Archive, ArchiveLimits, operator_namespaces, read_archive
 from autoshard.graph.blocks import Block, find_blocks
 from autoshard.graph.checks import MAX_RULES, RULES_VERSION
+from autoshard.graph.forward_code import forward_code
 from autoshard.graph.ir import (
     Argument,
     CallRule,
     DType,
+    ExportedModel,
     Graph,
     Input,
     InputKind,
@@ -30,6 +32,7 @@ from autoshard.graph.serialise import (
     rules_from_json,
     rules_to_json,
 )
+from autoshard.graph.training_mode import training_operators
 
 if TYPE_CHECKING:
     from autoshard.graph.export import export_model
@@ -43,6 +46,7 @@ __all__ = [
     "Block",
     "CallRule",
     "DType",
+    "ExportedModel",
     "Graph",
     "Input",
     "InputKind",
@@ -55,6 +59,7 @@ __all__ = [
     "TokenKind",
     "export_model",
     "find_blocks",
+    "forward_code",
     "graph_digest",
     "graph_from_json",
     "graph_to_json",
@@ -65,6 +70,7 @@ __all__ = [
     "resized",
     "rules_from_json",
     "rules_to_json",
+    "training_operators",
 ]
 
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from autoshard.errors import ArchiveError, GraphError, SchemaError
-from autoshard.graph.ir import DType, Graph, Input, InputKind
+from autoshard.graph.ir import DType, ExportedModel, Graph, Input, InputKind
 from autoshard.graph.json_fields import member, place, typed
 from autoshard.graph.parse import DTYPES, LAYOUTS
 
@@ -132,12 +134,12 @@ def with_contents(graph: Graph, constants: Mapping[str, Constant]) -> Graph:
     return replace(graph, inputs=tuple(map(known, graph.inputs))) if constants else graph
 
 
-TIES_FILE = "autoshard.json"
-"""Extra file in which `export_model` records tied parameters."""
+EXPORT_FILE = "autoshard.json"
+"""Extra file with the `ExportRecord` of `export_model`, as JSON."""
 
 _NAMESPACE = re.compile(rb'"torch\.ops\.(\w+)\.')
 _MODEL_SUFFIX = "models/model.json"
-_TIES_SUFFIX = f"extra/{TIES_FILE}"
+_EXPORT_SUFFIX = f"extra/{EXPORT_FILE}"
 _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -167,19 +169,40 @@ class ArchiveLimits:
     nodes: int = 200_000
 
 
+@dataclass(frozen=True, slots=True)
+class ExportRecord:
+    """What `export_model` records beside the exported program.
+
+    Attributes:
+        ties: groups of parameter names that are one tensor each.
+        model: the exported model.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    ties: tuple[tuple[str, ...], ...]
+    model: ExportedModel | None = None
+
+    def to_json(self) -> bytes:
+        """The content of the extra file."""
+        return _EXPORT_RECORD.dump_json(self)
+
+
+_EXPORT_RECORD = TypeAdapter(ExportRecord)
+
+
 @dataclass(frozen=True)
 class Archive:
     """Contents of an archive.
 
     Attributes:
         model: the parsed model.json.
-        ties: groups of names of tied parameters; None if unknown, because the archive was not made
-            by `export_model`.
+        export: record of `export_model`; None if it did not make the archive.
         constants: values of small constants by name.
     """
 
     model: dict[str, Any]
-    ties: tuple[tuple[str, ...], ...] | None = None
+    export: ExportRecord | None = None
     constants: Mapping[str, Constant] = field(default_factory=dict)
 
 
@@ -238,8 +261,8 @@ def _read_zip(data: bytes, limits: ArchiveLimits) -> Archive:
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             model = _decompress(archive, _find_model(archive), limits)
-            ties = _find(archive, _TIES_SUFFIX)
-            extra = _decompress(archive, ties[0], limits) if len(ties) == 1 else None
+            found = _find(archive, _EXPORT_SUFFIX)
+            extra = _decompress(archive, found[0], limits) if len(found) == 1 else None
             constants = _read_constants(archive, limits)
     except _UNREADABLE as error:
         if isinstance(error, GraphError):
@@ -248,9 +271,8 @@ def _read_zip(data: bytes, limits: ArchiveLimits) -> Archive:
             f"this is not a readable .pt2 archive ({error}); make one with torch.export.save, "
             "or send its models/model.json"
         ) from error
-    return Archive(
-        _parse(model, _MODEL_SUFFIX), None if extra is None else _parse_ties(extra), constants
-    )
+    export = None if extra is None else _parse_export(extra)
+    return Archive(_parse(model, _MODEL_SUFFIX), export, constants)
 
 
 def _read_constants(archive: zipfile.ZipFile, limits: ArchiveLimits) -> dict[str, Constant]:
@@ -330,10 +352,10 @@ def _parse(data: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
-def _parse_ties(data: bytes) -> tuple[tuple[str, ...], ...]:
-    ties = _parse(data, _TIES_SUFFIX).get("ties")
-    if not isinstance(ties, list) or not all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in ties
-    ):
-        raise SchemaError(f"{_TIES_SUFFIX}: 'ties' must be a list of lists of parameter names")
-    return tuple(tuple(group) for group in ties)
+def _parse_export(data: bytes) -> ExportRecord:
+    try:
+        return _EXPORT_RECORD.validate_json(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, found["loc"]))
+        raise SchemaError(f"{_EXPORT_SUFFIX}: {place}: {found['msg']}") from None

@@ -4,7 +4,6 @@ The only module of this package that needs torch; it is imported on first use.
 """
 
 import copy
-import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import GraphError
-from autoshard.graph.archive import CONSTANT_BYTES, TIES_FILE
+from autoshard.graph.archive import CONSTANT_BYTES, EXPORT_FILE, ExportRecord
+from autoshard.graph.forward_code import forward_code
+from autoshard.graph.ir import ExportedModel
 
 _TORCH_MODULES = "torch."
 """Module prefix of torch's own functions, whose backward matches their forward."""
@@ -74,7 +75,7 @@ def export_model(
 
     Returns:
         The bytes of the archive, for `load_graph` and `torch.export.load`. It also records tied
-        parameters.
+        parameters, the model's mode, and a digest of the code of forward.
 
     Raises:
         GraphError: the model cannot be copied, traced or saved, or a gradient passes through a
@@ -99,18 +100,19 @@ def export_model(
             f"model.requires_grad_(False) to plan inference"
         )
     buffer = BytesIO()
-    ties = json.dumps({"ties": tied_names(model)})
+    code = forward_code(type(module) for module in model.modules())
+    record = ExportRecord(tied_names(model), ExportedModel(model.training, code)).to_json().decode()
     with _named(f"the exported {what} cannot be saved"):
-        torch.export.save(program, buffer, extra_files={TIES_FILE: ties})
+        torch.export.save(program, buffer, extra_files={EXPORT_FILE: record})
     return buffer.getvalue()
 
 
-def tied_names(model: torch.nn.Module) -> list[list[str]]:
+def tied_names(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     """Groups of names of tied parameters, in the order of the model."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    return [group for group in names.values() if len(group) > 1]
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
 class _KeepNumbers(TorchFunctionMode):

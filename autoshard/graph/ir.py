@@ -5,7 +5,7 @@ arguments the names of the operator's schema, so that a runtime can call them.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from math import isfinite, prod
@@ -488,6 +488,21 @@ class Output:
     updates: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedModel:
+    """The model that a graph was exported from.
+
+    Attributes:
+        training: True if it was in training mode.
+        code: a digest of the code of forward by class (`autoshard.graph.forward_code`).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    training: bool
+    code: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Graph:
     """A program: inputs, operator calls in execution order, outputs.
@@ -504,6 +519,7 @@ class Graph:
         preparation: a program without inputs that runs once, before the first step; its outputs
             are the prepared inputs, in order. None if there are none.
         dynamic: dynamic sizes; None if all sizes are static.
+        model: the exported model; None if `export_model` did not make the archive.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -517,6 +533,7 @@ class Graph:
     rules: tuple[CallRule, ...] = ()
     preparation: "Graph | None" = None
     dynamic: Dynamic | None = None
+    model: ExportedModel | None = None
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:

@@ -30,10 +30,13 @@ def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = Non
     """
     limits = limits or ArchiveLimits()
     archive = read_archive(source, limits=limits)
+    export = archive.export
 
     def read() -> Graph:
         program = parse_program(archive.model, max_nodes=limits.nodes)
-        return with_contents(normalise(program, ties=archive.ties), archive.constants)
+        graph = normalise(program, ties=export.ties if export else None)
+        graph = replace(graph, model=export.model if export else None)
+        return with_contents(graph, archive.constants)
 
     graph = read()
     dynamic = find_dynamic(

@@ -11,9 +11,10 @@ from pydantic_core import from_json
 
 from autoshard.collection import collection_paused
 from autoshard.errors import PlanError
+from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
-from autoshard.plan.options import PlanOptions
+from autoshard.plan.options import Pins, PlanOptions
 
 PLAN_VERSION: Literal[1] = 1
 
@@ -207,6 +208,33 @@ class Stage(Document):
     )
 
     @property
+    def idle_axes(self) -> tuple[str, ...]:
+        """Mesh axes of several devices along which all ranks do the same work."""
+        texts = {text for node in self.nodes for text in (*node.inputs, *node.outputs)}
+        layouts = [Layout.parse(text) for text in texts]
+        return tuple(
+            name
+            for axis, (name, size) in enumerate(self.axes)
+            if size > 1 and all(layout.types[axis].is_replicated for layout in layouts)
+        )
+
+    @property
+    def idle_text(self) -> str:
+        """A warning that ranks repeat each other's work; empty where none do."""
+        idle = self.idle_axes
+        if not idle:
+            return ""
+        if len(idle) == sum(size > 1 for _, size in self.axes):
+            return (
+                "no operator is sharded: every rank does all the work, as one device would; plan "
+                "a larger batch or model, or use one device"
+            )
+        return (
+            f"no operator is sharded along {', '.join(idle)}: the ranks of that axis repeat each "
+            f"other's work; plan a larger batch or model, or a mesh without that axis"
+        )
+
+    @property
     def parameters(self) -> tuple[PlacedInput, ...]:
         """The inputs that are parameters."""
         return tuple(i for i in self.inputs if i.kind == "parameter")
@@ -354,6 +382,20 @@ class Plan(Document):
     def found(self) -> bool:
         """True if there is a plan."""
         return bool(self.stages)
+
+    def state_pins(self) -> Pins:
+        """Pins that store parameters and buffers as this plan does.
+
+        Plans that store them alike can be applied to one model together.
+
+        Example:
+            >>> evaluation = PlanOptions(mode="inference", pins=training_plan.state_pins())
+        """
+        inputs = [placed for stage in self.stages for placed in stage.inputs]
+        return Pins(
+            parameters={i.target: i.layout for i in inputs if i.kind == "parameter"},
+            buffers={i.target: i.layout for i in inputs if i.kind == "buffer"},
+        )
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The document as JSON text."""

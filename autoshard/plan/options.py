@@ -41,6 +41,12 @@ class Pins(BaseModel):
     parameters: _PinTable = Field(
         default={}, description="by dotted name in the state dict; any of several tied names."
     )
+    buffers: _PinTable = Field(
+        default={},
+        description=(
+            "by dotted name. Without a pin, a plan shards only buffers that forward updates."
+        ),
+    )
     nodes: _PinTable = Field(
         default={},
         description=(

@@ -421,8 +421,8 @@ class Formulation:
     def _add_input(self, graph_input: Input) -> None:
         name = graph_input.name
         tensor = self.graph.values[name]
-        is_updated = name in self.graph.updated
-        key = (graph_input.kind, tensor, self.gradients.exists(name), is_updated)
+        may_shard = self._may_shard(graph_input)
+        key = (graph_input.kind, tensor, self.gradients.exists(name), may_shard)
         if key not in self._inputs:
             layouts = self._input_layouts(graph_input, tensor)
             shapes = [layout.local_shape(tensor.shape, self.axes.sizes) for layout in layouts]
@@ -433,15 +433,18 @@ class Formulation:
         )
         self._add_maker(name, self._add(variable), 0)
 
-    def _input_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
-        """The layouts of a graph input: replicated or sharded, as far as DTensor supports them.
+    def _may_shard(self, graph_input: Input) -> bool:
+        """False for constants, and for buffers that forward only reads and no pin names."""
+        if graph_input.kind is InputKind.BUFFER:
+            name = graph_input.name
+            return name in self.graph.updated or self.constraints.concerns(("input", name))
+        return graph_input.kind is not InputKind.CONSTANT
 
-        Constants, and buffers that forward only reads, are replicated.
-        """
+    def _input_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
+        """The layouts of a graph input: replicated or sharded, as far as DTensor supports them."""
         differentiable = self.gradients.exists(graph_input.name)
         whole = I if differentiable else R
-        is_state = graph_input.kind in (InputKind.BUFFER, InputKind.CONSTANT)
-        may_shard = not is_state or graph_input.name in self.graph.updated
+        may_shard = self._may_shard(graph_input)
         legal = legal_layouts(
             tensor.shape,
             self.axes.sizes,

@@ -2,7 +2,8 @@
 
 from autoshard.runtime.data_loader import shard_loader
 from autoshard.runtime.dtensors import dcp_state_dict, full_tensor
-from autoshard.runtime.parallelize import RngStep, parallelize, rng_step
+from autoshard.runtime.parallelize import parallelize, rng_step
+from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.recorder import (
     CollectiveRecord,

@@ -1,6 +1,6 @@
 """Parameters of a model, and buffers that forward updates: comparison with the plan, sharding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -108,48 +108,64 @@ def _differences(model: nn.Module, stage: Stage, frozen: frozenset[str]) -> Iter
             yield f"the plan has no parameter {name!r}"
 
 
-def distribute_parameters(
-    model: nn.Module, stage: Stage, mesh: DeviceMesh, place: Place
-) -> list[ModuleAttribute]:
-    """Replace each parameter by a DTensor of this rank's shard; tied parameters stay tied.
+def check_stored_alike(stages: Mapping[str, Stage]) -> None:
+    """Check that plans for one model store its parameters and buffers in one layout.
 
-    Returns:
-        The new parameters, in the order of `stage.parameters`.
+    Args:
+        stages: of the plans, by name.
+
+    Raises:
+        PlanError: two plans differ; the message names both and the tensor.
     """
-    found = []
-    for placed in stage.parameters:
-        whole = model.get_parameter(placed.target)
-        parameter = nn.Parameter(
-            _distributed(whole, placed, mesh, place), requires_grad=whole.requires_grad
-        )
-        for name in (placed.target, *placed.aliases):
-            attribute = ModuleAttribute.of(model, name)
-            attribute.module.register_parameter(attribute.name, parameter)
-        found.append(ModuleAttribute.of(model, placed.target))
-    return found
+    known: dict[str, tuple[str, str]] = {}
+    for name, stage in stages.items():
+        for placed in stage.inputs:
+            if placed.kind not in ("parameter", "buffer"):
+                continue
+            other, layout = known.setdefault(placed.target, (name, placed.layout))
+            # At rest, a replicated tensor is the same whether it has a gradient or not.
+            if layout.replace("I", "R") != placed.layout.replace("I", "R"):
+                raise PlanError(
+                    f"the plans {other!r} and {name!r} store {placed.target!r} as {layout} and "
+                    f"{placed.layout}: make one with the pins of the other, as "
+                    f"PlanOptions(pins=plan.state_pins()), or with `autoshard plan --stored-as`"
+                )
 
 
-def distribute_buffers(
-    model: nn.Module, stage: Stage, mesh: DeviceMesh, place: Place
-) -> dict[str, "UpdatedBuffer"]:
-    """Replace each buffer that forward updates and the plan shards by a DTensor.
+def distribute_state(
+    model: nn.Module, stages: Iterable[Stage], mesh: DeviceMesh, place: Place
+) -> None:
+    """Replace parameters, and buffers that are sharded, by DTensors of this rank's shard.
 
-    Returns:
-        All buffers that forward updates, by input, in the order of the outputs that update them.
+    Tied parameters stay tied.
+
+    Args:
+        model: has the full tensors.
+        stages: of plans that store them alike.
+        mesh: the devices.
+        place: coordinate of this rank.
     """
-    placed = {p.name: p for p in stage.inputs}
-    updated = {}
-    for output in stage.outputs:
-        if output.updates is None:
-            continue
-        buffer = placed[output.updates]
-        attribute = ModuleAttribute.of(model, buffer.target)
-        if any(t.is_shard for t in Layout.parse(buffer.layout).types):
+    placed = {i.target: i for stage in stages for i in stage.inputs}
+    for one in placed.values():
+        if one.kind == "parameter":
+            _distribute_parameter(model, one, mesh, place)
+        elif one.kind == "buffer" and one.local_shape != one.shape:
+            attribute = ModuleAttribute.of(model, one.target)
             setattr(
-                attribute.module, attribute.name, _distributed(attribute.get(), buffer, mesh, place)
+                attribute.module, attribute.name, _distributed(attribute.get(), one, mesh, place)
             )
-        updated[output.updates] = UpdatedBuffer(attribute)
-    return updated
+
+
+def _distribute_parameter(
+    model: nn.Module, placed: PlacedInput, mesh: DeviceMesh, place: Place
+) -> None:
+    whole = model.get_parameter(placed.target)
+    parameter = nn.Parameter(
+        _distributed(whole, placed, mesh, place), requires_grad=whole.requires_grad
+    )
+    for name in (placed.target, *placed.aliases):
+        attribute = ModuleAttribute.of(model, name)
+        attribute.module.register_parameter(attribute.name, parameter)
 
 
 def _distributed(
@@ -168,23 +184,25 @@ def _distributed(
 
 
 @dataclass(frozen=True, slots=True)
-class UpdatedBuffer:
-    """This rank's shard of a buffer that forward updates.
+class StoredBuffer:
+    """This rank's shard of a buffer.
 
     Attributes:
         attribute: of the buffer.
+        updated: True if forward updates it.
     """
 
     attribute: ModuleAttribute
+    updated: bool = False
 
     def get(self) -> torch.Tensor:
         """The shard before the step.
 
-        A copy while gradients are computed: autograd may save it, and refuses saved tensors that
-        `set` changes before the backward pass.
+        A copy of what forward updates, while gradients are computed: autograd may save it, and
+        refuses saved tensors that `set` changes before the backward pass.
         """
         shard = local_tensor(self.attribute.get())
-        return shard.clone() if torch.is_grad_enabled() else shard
+        return shard.clone() if self.updated and torch.is_grad_enabled() else shard
 
     @torch.no_grad()
     def set(self, contents: torch.Tensor) -> None:

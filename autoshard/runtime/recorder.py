@@ -1,6 +1,8 @@
 """Records the collectives that a rank runs, independently of the plan."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,7 @@ _KINDS = {
     "c10d::scatter_": "scatter",
     "c10d::reduce_": "reduce",
 }
+_PAUSED: ContextVar[bool] = ContextVar("paused", default=False)
 _HALO_EXCHANGE = "halo_exchange"
 _SENDS, _RECEIVES = "c10d::send", "c10d::recv_"
 _NAMESPACES = ("_c10d_functional::", "c10d::")
@@ -87,6 +90,8 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         """Run the operator, and record it if it is a collective."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if _PAUSED.get():
+            return result
         schema = func._schema  # noqa: SLF001  torch has no public access to an operator's schema
         if schema.name in (_SENDS, _RECEIVES):
             self._record_message(schema.name, tensors=args[0], group=args[1])
@@ -141,6 +146,16 @@ def record_collectives(mesh: DeviceMesh) -> CollectiveRecorder:
         True
     """
     return CollectiveRecorder(mesh)
+
+
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """A context whose collectives no recorder counts: checks of calls, which no plan has."""
+    token = _PAUSED.set(True)
+    try:
+        yield
+    finally:
+        _PAUSED.reset(token)
 
 
 def summarize(records: Iterable[CollectiveRecord]) -> tuple[CollectiveCount, ...]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
-from autoshard.graph import Graph, InputKind
+from autoshard.graph import Graph, Input, InputKind
 from autoshard.layouts import Layout, R, to_placements
 from autoshard.plan import PlacedInput, Stage
-from autoshard.runtime.dtensors import from_local
+from autoshard.runtime.dtensors import ShardedResult, from_local, local_tensor
 from autoshard.runtime.local_node import Place
 from autoshard.runtime.shards import local_shard, shape_of
 
@@ -23,6 +24,11 @@ _IMPORTING_CONTEXT = "__enum__"
 it must not choose what is imported."""
 
 
+_NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments, and those by name."""
+
+
 class Arguments:
     """Checks and shards the arguments of forward.
 
@@ -30,9 +36,13 @@ class Arguments:
         stage: has the layout of each tensor.
         graph: has the structure of the arguments, and the literals among them.
         place: position of this rank on the mesh.
+        signature: signature of the model's forward, without `self`; None if unknown.
     """
 
-    def __init__(self, stage: Stage, graph: Graph, place: Place) -> None:
+    def __init__(
+        self, stage: Stage, graph: Graph, place: Place, signature: Signature | None = None
+    ) -> None:
+        self._signature = signature
         kinds = (InputKind.USER, InputKind.LITERAL)
         self._inputs = tuple(i for i in graph.inputs if i.kind in kinds)
         self._spec = read_spec(graph.in_spec) if graph.in_spec else None
@@ -57,12 +67,22 @@ class Arguments:
         for graph_input, leaf in zip(self._inputs, leaves, strict=True):
             if graph_input.kind is InputKind.USER:
                 tensors[graph_input.name] = self._tensors[graph_input.name].localize(leaf)
-            elif leaf != graph_input.literal or isinstance(leaf, torch.Tensor):
-                raise PlanError(
-                    f"argument {graph_input.target!r} was {graph_input.literal!r} when the model "
-                    f"was exported and is {_shown(leaf)} now; make a plan for the new value"
-                )
+            else:
+                _check_literal(graph_input, leaf)
         return tensors
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Check literals, dtypes and shapes of the arguments, from `flatten`.
+
+        Raises:
+            PlanError: one does not fit the program.
+        """
+        for graph_input, leaf in zip(self._inputs, leaves, strict=True):
+            name = graph_input.name
+            if graph_input.kind is InputKind.USER:
+                self._tensors[name].check(leaf, any_shape=bool(self._symbols.get(name)))
+            else:
+                _check_literal(graph_input, leaf)
 
     def sizes(self, leaves: Sequence[Any]) -> dict[str, int]:
         """The dynamic sizes by symbol; empty if they are the planned ones.
@@ -92,6 +112,16 @@ class Arguments:
                     )
         return sizes
 
+    def regions(self, leaves: Sequence[Any]) -> list[tuple[str, torch.Tensor, str]]:
+        """Name, tensor and part of the global tensor of each argument that is a plain tensor."""
+        pairs = zip(self._inputs, leaves, strict=True)
+        tensors = ((self._tensors[i.name], x) for i, x in pairs if i.kind is InputKind.USER)
+        return [
+            (tensor.name, x, tensor.part(x.shape))
+            for tensor, x in tensors
+            if not isinstance(x, DTensor)
+        ]
+
     def rows(self, size: int) -> slice:
         """The rows of a batch that this rank reads; all rows if tensors are sharded differently.
 
@@ -113,24 +143,65 @@ class Arguments:
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments as a flat list in the order of the program's inputs.
 
+        They may be passed by position or by name, and left out where they are the defaults,
+        however they were passed when the model was exported.
+
         Raises:
-            PlanError: their tree structure differs from that at export.
+            PlanError: they are not those that were exported, or are structured otherwise.
         """
+        given = tuple(args), dict(kwargs)
         if self._spec is not None:
-            order = self._spec.child(1).context
-            if set(order) == set(kwargs):
-                kwargs = {name: kwargs[name] for name in order}
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+            num_positional, names = len(self._spec.child(0).children()), self._spec.child(1).context
+            if len(args) != num_positional or list(kwargs) != names:
+                given = self._as_exported(given, num_positional, names) or given
+        leaves, spec = pytree.tree_flatten(given)
         if self._spec is None and not kwargs and len(leaves) == len(self._inputs):
             return leaves
         if spec != self._spec:
-            raise PlanError(f"forward was exported as {self._call()}, and called as {_call(spec)}")
+            called = _call(pytree.tree_structure((tuple(args), dict(kwargs))))
+            raise PlanError(f"forward was exported as {self._call()}, and called as {called}")
         return leaves
+
+    def _as_exported(
+        self, given: _Given, num_positional: int, names: Sequence[str]
+    ) -> _Given | None:
+        """The arguments passed as they were exported; None where that cannot be done."""
+        args, kwargs = given
+        if self._signature is None:
+            same = len(args) == num_positional and set(kwargs) == set(names)
+            return (args, {name: kwargs[name] for name in names}) if same else None
+        parameters = self._signature.parameters
+        try:
+            passed = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return None
+        if any(parameters[name].kind is Parameter.VAR_POSITIONAL for name in passed):
+            return None
+        passed = {name: x for name, x in passed.items() if parameters[name].kind in _NAMED}
+        passed.update({name: x for name, x in kwargs.items() if name not in passed})
+        positional = [name for name, p in parameters.items() if p.kind in _NAMED]
+        wanted = [*positional[:num_positional], *names]
+        defaults = {name: p.default for name, p in parameters.items() if name in positional}
+        values = [passed.pop(name, defaults.get(name, Parameter.empty)) for name in wanted]
+        if any(x is not defaults.get(name, Parameter.empty) for name, x in passed.items()):
+            return None
+        if len(positional) < num_positional or any(x is Parameter.empty for x in values):
+            return None
+        by_name = dict(zip(names, values[num_positional:], strict=True))
+        return tuple(values[:num_positional]), by_name
 
     def _call(self) -> str:
         if self._spec is None:
             return f"forward({', '.join(i.target for i in self._inputs)})"
         return _call(self._spec)
+
+
+def _check_literal(graph_input: Input, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor) or leaf != graph_input.literal:
+        raise PlanError(
+            f"argument {graph_input.target!r} was {graph_input.literal!r} when the model was "
+            f"exported and is {_shown(leaf)} now; plan again for the new value"
+        )
 
 
 class _TensorArgument:
@@ -150,6 +221,7 @@ class _TensorArgument:
         self._placements = to_placements(layout, place.axis_sizes)
         self.shape = placed.shape
         slices = layout.local_slices(self.shape, place.axis_sizes, place.coordinate)
+        self._slices = slices
         self._local_shape = shape_of(slices)
         self.rows: slice | None = None
         # The layout that shards a tensor of each accepted shape; None if it is a shard already.
@@ -161,17 +233,40 @@ class _TensorArgument:
         self._layouts[self.shape] = layout
         self._layouts[self._local_shape] = None
 
+    @property
+    def name(self) -> str:
+        """The name of the argument."""
+        return self._placed.target
+
+    def part(self, shape: Sequence[int]) -> str:
+        """Which part of the global tensor a tensor of an accepted shape is."""
+        if tuple(shape) == self.shape:
+            return "all"
+        return str(self._slices if tuple(shape) == self._local_shape else self._slices[0])
+
     def fits(self, shape: Sequence[int]) -> bool:
         """True if a shape is the global one, that of this rank's rows, or that of its shard."""
         return tuple(shape) in self._layouts
 
-    def localize(self, value: Any) -> torch.Tensor:
-        """This rank's shard of a full tensor or DTensor; a shard is returned as it is."""
+    def check(self, value: Any, *, any_shape: bool) -> None:
+        """Check that a value is a tensor of the planned dtype and, unless any will do, shape."""
         name = self._placed.target
         if not isinstance(value, torch.Tensor):
             raise PlanError(f"argument {name!r} must be a tensor, not {_shown(value)}")
         if value.dtype != self._dtype:
             raise PlanError(f"argument {name!r} is {value.dtype}; the plan is for {self._dtype}")
+        shape = tuple(value.shape)
+        if not any_shape and shape not in self._layouts:
+            raise PlanError(
+                f"argument {name!r} has shape {shape}; the plan is for the global shape "
+                f"{self.shape}, or {self._local_shape} where a rank passes its own shard: pad the "
+                f"batch, or plan again for the new shape"
+            )
+
+    def localize(self, value: Any) -> torch.Tensor:
+        """This rank's shard of a full tensor, a DTensor, or a tensor that is the shard."""
+        self.check(value, any_shape=False)
+        name = self._placed.target
         if value.requires_grad and not self._takes_gradient and torch.is_grad_enabled():
             raise PlanError(
                 f"argument {name!r} requires a gradient that the plan does not compute; export "
@@ -188,16 +283,18 @@ class _TensorArgument:
                     f"the plan needs {self.shape} placed {self._placements}: redistribute it, or "
                     f"pass the full tensor"
                 )
-            return value.to_local()
-        if shape not in self._layouts:
-            raise PlanError(
-                f"argument {name!r} has shape {shape}; the plan is for the global shape "
-                f"{self.shape}, or {self._local_shape} if a rank passes its own shard: pad the "
-                f"batch, or make a plan for the new shape"
-            )
+            return local_tensor(value)
         layout, place = self._layouts[shape], self._place
         if layout is None:
             return value
+        takes_gradient = value.requires_grad and torch.is_grad_enabled()
+        if takes_gradient and any(t.is_shard for t in layout.types):
+            raise PlanError(
+                f"argument {name!r} requires a gradient, and the plan shards it as {layout}, so "
+                f"each rank would get the gradient of its own shard only: pass "
+                f"distribute_tensor({name}, mesh, {list(self._placements)}), or plan with "
+                f'{name!r} replicated (pins {{"inputs": {{{name!r}: "I"}}}})'
+            )
         return local_shard(value, layout, place.axis_sizes, place.coordinate)
 
 
@@ -238,7 +335,9 @@ class Results:
             # A compiled backward does not support a DTensor without a gradient.
             if self._has_loss and torch.compiler.is_compiling():
                 local = local.detach()
-            values[position] = from_local(local, self._mesh, placements, shape)
+            result = from_local(local, self._mesh, placements, shape)
+            guarded = local.requires_grad and not torch.compiler.is_compiling()
+            values[position] = ShardedResult.of(result) if guarded else result
         if self._spec is not None:
             return pytree.tree_unflatten(values, self._spec)
         return values[0] if len(values) == 1 else tuple(values)

@@ -125,6 +125,10 @@ class PlanConstraints:
             self._applied[key] = strategies, costs, np.where(allowed, costs, np.inf)
         return self._applied[key][-1]
 
+    def concerns(self, choice: ChoiceId) -> bool:
+        """True if a constraint, such as a pin, names a choice."""
+        return any(choice in constraint.strategies for constraint in self.constraints)
+
     def pricer(self, axes: NontrivialAxes) -> Pricer:
         """A pricer for which forbidden collectives cost infinity."""
         return _ConstrainedPricer(axes, self._forbidden) if self._forbidden else axes

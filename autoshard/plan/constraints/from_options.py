@@ -232,6 +232,7 @@ def _pin_constraints(
     kinds: tuple[tuple[str, Mapping[str, str], Callable[[str, str], _Constraints]], ...] = (
         ("input", pins.inputs, partial(reader.inputs, InputKind.USER)),
         ("parameter", pins.parameters, partial(reader.inputs, InputKind.PARAMETER)),
+        ("buffer", pins.buffers, partial(reader.inputs, InputKind.BUFFER)),
         ("node", pins.nodes, reader.nodes),
         ("output", pins.outputs, reader.outputs),
     )

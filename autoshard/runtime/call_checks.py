@@ -1,0 +1,193 @@
+"""Checks of how a planned model is used: what would silently give other numbers is an error.
+
+A program is exported once, in one mode and from one version of the code, and takes the same batch
+on all ranks. The unsharded model follows `train()` and `eval()`, hooks and changed modules.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from autoshard.errors import PlanError
+from autoshard.graph import ExportedModel, Graph, forward_code, training_operators
+from autoshard.runtime.recorder import not_recorded
+
+_MOST_NAMES = 5
+
+
+class ModeCheck:
+    """Compares the mode of a model with the one that it was exported in.
+
+    Args:
+        graph: the program.
+        model: whose modules are looked at.
+    """
+
+    def __init__(self, graph: Graph, model: nn.Module) -> None:
+        self._operators = training_operators(graph)
+        known = graph.model.training if graph.model else None
+        self._was_training = bool(self._operators) if known is None else known
+        self._sensitive = {
+            name: module for name, module in model.named_modules() if _follows_mode(module)
+        }
+
+    def check(self, model: nn.Module) -> None:
+        """Check the mode of the model before a call.
+
+        Raises:
+            PlanError: the program does something else than the model would in its mode.
+        """
+        if self._was_training and self._operators and not model.training:
+            raise PlanError(
+                f"the model is in evaluation mode, but the plan was made from an export in "
+                f"training mode, whose {', '.join(self._operators)} would go on: call "
+                f"model.train(), or plan an export of model.eval() for evaluation"
+            )
+        if model.training and not self._was_training:
+            active = [name for name, module in self._sensitive.items() if module.training]
+            if active:
+                raise PlanError(
+                    f"the model is in training mode, but the plan was made from an export in "
+                    f"evaluation mode, so {_listed(active)} would have no effect: call "
+                    f"model.eval(), or plan an export of model.train() for training"
+                )
+
+
+def _follows_mode(module: nn.Module) -> bool:
+    """True if a module computes something else in training mode than in evaluation mode."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, _BatchNorm):
+        return module.running_mean is not None
+    return any(
+        "drop" in name and isinstance(value, float) and value > 0
+        for name, value in vars(module).items()
+    )
+
+
+class ModuleCheck:
+    """Notices what the planned program does not do: hooks, other modules, other code.
+
+    Args:
+        exported: the model that the plan was made from; None where unknown.
+        model: to which the plan is applied.
+    """
+
+    def __init__(self, exported: ExportedModel | None, model: nn.Module) -> None:
+        self._known = dict(model.named_modules())
+        self._warned: set[str] = set()
+        if exported is not None:
+            self._compare_code(exported.code, model)
+
+    def _compare_code(self, exported: Mapping[str, str], model: nn.Module) -> None:
+        present = forward_code(type(module) for module in model.modules())
+        changed = [name for name, digest in present.items() if exported.get(name, digest) != digest]
+        if changed:
+            self._warn(
+                f"the code of forward of {_listed(changed)} is not the code that was exported; "
+                f"the plan runs the exported one: export and plan again"
+            )
+
+    def check(self, model: nn.Module) -> None:
+        """Warn, once for each cause, of hooks and modules that the program does not run."""
+        modules = dict(model.named_modules())
+        hooked = [name for name, module in modules.items() if name and _has_hooks(module)]
+        if hooked:
+            self._warn(
+                f"hooks of {_listed(hooked)} do not run: the planned program replaces the "
+                f"forward of inner modules; hooks of the whole model run"
+            )
+        replaced = [n for n, one in self._known.items() if n and modules.get(n) is not one]
+        if replaced:
+            self._warn(
+                f"the modules {_listed(replaced)} were replaced after the plan was applied; the "
+                f"planned program does not run them: change the model first, then export and plan"
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=2)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        getattr(module, name)
+        for name in (
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_backward_hooks",
+            "_backward_pre_hooks",
+        )
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+Region = tuple[str, torch.Tensor, str]
+"""An argument: its name, the tensor, and which part of the global tensor it is, as text."""
+
+
+def compare_over_ranks(regions: Sequence[Region], mesh: DeviceMesh) -> None:
+    """Check that tensors which should be equal on several ranks are equal.
+
+    Each rank hashes its tensors, and the hashes are gathered over every axis of the mesh.
+
+    Args:
+        regions: the tensors that a caller passes; ranks with the same part need the same contents.
+        mesh: of the plan.
+
+    Raises:
+        PlanError: two ranks differ, on all ranks alike; the message names the argument.
+    """
+    own = [
+        number
+        for _, tensor, part in regions
+        for number in (_number(part.encode()), _number(_contents(tensor)))
+    ]
+    numbers = torch.tensor(own, dtype=torch.int64, device=mesh.device_type)
+    with not_recorded():
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            gathered = [torch.empty_like(numbers) for _ in range(group.size())]
+            dist.all_gather(gathered, numbers, group)
+            numbers = torch.stack(gathered)
+    # The last axis was gathered last and comes first.
+    found = numbers.reshape(*reversed(mesh.shape), len(regions), 2)
+    found = found.permute(*reversed(range(mesh.ndim)), mesh.ndim, mesh.ndim + 1)
+    by_rank = found.reshape(mesh.size(), len(regions), 2).tolist()
+    for number, (name, _, _) in enumerate(regions):
+        _compare(name, [ranks[number] for ranks in by_rank], mesh.mesh.flatten().tolist())
+
+
+def _compare(name: str, found: Iterable[Sequence[int]], ranks: Sequence[int]) -> None:
+    first: dict[int, tuple[int, int]] = {}
+    for rank, (part, contents) in zip(ranks, found, strict=True):
+        other, known = first.setdefault(part, (rank, contents))
+        if contents != known:
+            raise PlanError(
+                f"argument {name!r} differs between ranks {other} and {rank}, which the plan gives "
+                f"the same part of the batch: pass the same global batch on all ranks, or let "
+                f"shard_loader(loader, model) pick the rows of each rank instead of a "
+                f"DistributedSampler"
+            )
+
+
+def _contents(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    return bytes(flat.numpy().data)
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,413 @@
+"""The programs of a planned model: what a call of forward runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import Signature
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import GraphError, LayoutError, PlanError
+from autoshard.graph import Graph, graph_to_json, resized
+from autoshard.layouts import Layout
+from autoshard.plan import PlacedInput, PlacedOutput, Stage
+from autoshard.runtime.call_checks import ModeCheck, ModuleCheck, compare_over_ranks
+from autoshard.runtime.constants import constant_value, prepared_inputs
+from autoshard.runtime.parameters import LocalParameter, ModuleAttribute, StoredBuffer
+from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.signature import Arguments, Results
+
+PlacedT = TypeVar("PlacedT", PlacedInput, PlacedOutput)
+
+_CACHED_PROGRAMS = 8
+"""Size of the LRU cache of programs for dynamic sizes other than the planned ones."""
+
+
+class RngStep:
+    """Index of the next step of a planned model, stateful for `torch.distributed.checkpoint`."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    @property
+    def value(self) -> int:
+        """The index of the next step: the number of calls of forward, also in evaluation.
+
+        It can be set; the value must be the same on all ranks.
+
+        Raises:
+            PlanError: it is set to anything but a non-negative int.
+        """
+        return self._value
+
+    @value.setter
+    def value(self, step: int) -> None:
+        # The seed is a hash of the number's text, so 1.0 would be another seed than 1.
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise PlanError(f"the step cannot be {step!r}; it must be a non-negative int")
+        self._value = step
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The index as a tensor, which checkpoints store without pickle."""
+        return {"value": torch.tensor(self.value)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the index from a checkpoint.
+
+        Raises:
+            PlanError: the checkpoint has no valid step index.
+        """
+        found: Any = state.get("value")
+        if isinstance(found, torch.Tensor) and not found.dim():
+            found = found.item()
+        self.value = found
+
+
+class PlannedForward:
+    """The program of a stage with its parameters, arguments and results.
+
+    Args:
+        stage: the plan's stage.
+        compile_stage: compiles the stage, or its copy with other dynamic sizes.
+        mesh: the devices.
+        training: True if gradients are computed.
+        constants: values of captured tensors that are not attributes of the model, by name.
+        signature: signature of the model's forward.
+        steps: index of the next step, shared by the programs of a model.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        compile_stage: Callable[[Stage], LocalProgram],
+        mesh: DeviceMesh,
+        *,
+        training: bool,
+        constants: dict[str, torch.Tensor],
+        signature: Signature,
+        steps: RngStep,
+    ) -> None:
+        self._signature = signature
+        self._steps = steps
+        self._stage = stage
+        self._compile = compile_stage
+        self._mesh = mesh
+        self._training = training
+        self._constants = constants
+        self._planned = self._call_of(stage)
+        self._resized = lru_cache(_CACHED_PROGRAMS)(self._call_at)
+        self._tensors: dict[str, Callable[[], torch.Tensor]] = {}
+        self._updated: tuple[StoredBuffer, ...] = ()
+        self._compared: set[tuple[Any, ...]] = set()  # shapes of arguments that ranks compared
+        self._checks: _Checks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlannedForward":
+        """Copy parameters and buffers; the program is shared with the original."""
+        copied = memo[id(self)] = copy(self)
+        # The cached bound method would refer to the original.
+        vars(copied)["_resized"] = lru_cache(_CACHED_PROGRAMS)(
+            MethodType(PlannedForward._call_at, copied)
+        )
+        vars(copied)["_tensors"] = deepcopy(self._tensors, memo)
+        vars(copied)["_updated"] = deepcopy(self._updated, memo)
+        vars(copied)["_checks"] = deepcopy(self._checks, memo)
+        vars(copied)["_steps"] = deepcopy(self._steps, memo)
+        return copied
+
+    @property
+    def steps(self) -> RngStep:
+        """Index of the next step."""
+        return self._steps
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the plan."""
+        return self._stage
+
+    @property
+    def is_training(self) -> bool:
+        """True if the program computes gradients."""
+        return self._training
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        """Names of the buffers that the program reads from the model."""
+        graph = self.program.graph
+        used = {name for name, uses in graph.consumers.items() if uses}
+        used.update(output.name for output in graph.outputs if output.name is not None)
+        buffers = (i.target for i in self._stage.inputs if i.kind == "buffer" and i.name in used)
+        return frozenset(buffers) - set(self._constants)
+
+    @property
+    def program(self) -> LocalProgram:
+        """The program at the planned sizes."""
+        return self._planned.program
+
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments of forward."""
+        return self._planned.arguments
+
+    def _call_of(self, stage: Stage) -> "_Call":
+        program = self._compile(stage)
+        return _Call(
+            program,
+            Arguments(stage, program.graph, program.place, self._signature),
+            Results(stage, program.graph, self._mesh),
+            prepared_inputs(program.graph, stage, program.place),
+        )
+
+    def _call_at(self, sizes: tuple[tuple[str, int], ...]) -> "_Call":
+        """Compile the program for other dynamic sizes."""
+        program = self.program
+        try:
+            stage = _resized_stage(
+                self._stage, program.graph, dict(sizes), program.place.axis_sizes
+            )
+            return self._call_of(stage)
+        except PlanError as error:
+            raise PlanError(
+                f"the plan does not run with tensors of these sizes: {error}; pad them, or make a "
+                f"plan for these sizes"
+            ) from error
+
+    def check(self, model: nn.Module) -> None:
+        """Check the mode of the model and, on some calls, its modules.
+
+        Raises:
+            PlanError: the model is in another mode than the exported one, and that matters.
+        """
+        self._checks.mode.check(model)
+        # The modules of a large model are many: the first call, and ever rarer ones later.
+        if not torch.compiler.is_compiling() and not self._steps.value & (self._steps.value - 1):
+            self._checks.modules.check(model)
+
+    def check_call(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Check that the program is for a call.
+
+        Raises:
+            PlanError: the model is in another mode, or the arguments do not fit.
+        """
+        self._checks.mode.check(model)
+        self.arguments.check(self.arguments.flatten(args, kwargs))
+
+    def attach(self, model: nn.Module) -> None:
+        """Find the parameters, buffers and constants of a model; it is not changed.
+
+        Raises:
+            PlanError: a buffer or a constant is missing.
+        """
+        for placed in self._stage.inputs:
+            if placed.kind in ("buffer", "constant"):
+                self._tensors[placed.name] = self._find(model, placed)
+        exported = self.program.graph.model
+        self._checks = _Checks(ModeCheck(self.program.graph, model), ModuleCheck(exported, model))
+        for placed in self._stage.parameters:
+            attribute = ModuleAttribute.of(model, placed.target)
+            self._tensors[placed.name] = LocalParameter(attribute).get
+        targets = {placed.name: placed.target for placed in self._stage.inputs}
+        updated = [o.updates for o in self._stage.outputs if o.updates is not None]
+        self._updated = tuple(
+            StoredBuffer(ModuleAttribute.of(model, targets[name]), updated=True) for name in updated
+        )
+        buffers = zip(updated, self._updated, strict=True)
+        self._tensors.update((name, buffer.get) for name, buffer in buffers)
+
+    def _find(self, model: nn.Module, placed: PlacedInput) -> Callable[[], torch.Tensor]:
+        device = self.program.place.device
+        if placed.target in self._constants:
+            value = self._constants[placed.target].to(device)
+            return lambda: value
+        try:
+            attribute = ModuleAttribute.of(model, placed.target)
+            value = attribute.get()
+        except AttributeError:
+            known = constant_value(self.program.graph, placed.name, device)
+            if known is not None:
+                return lambda: known
+            raise PlanError(
+                f"the model has no {placed.kind} {placed.target!r}; pass its value in "
+                f"`constants`, as in exported_program.constants"
+            ) from None
+        if not isinstance(value, torch.Tensor) or value.shape != placed.shape:
+            raise PlanError(
+                f"{placed.target!r} is not a tensor of shape {placed.shape} in the model"
+            )
+        if not value.is_meta:
+            setattr(attribute.module, attribute.name, value.to(device))
+        return StoredBuffer(attribute).get
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one step on this rank.
+
+        Raises:
+            PlanError: the arguments do not fit, or the program draws random numbers and is
+                compiled or recomputed in backward.
+        """
+        if self.program.is_random and torch.compiler.is_compiling():
+            raise PlanError(
+                "the planned model draws random numbers, which torch.compile cannot reproduce on "
+                "all ranks: export the model with dropout 0, or run it uncompiled"
+            )
+        # A graph task runs on this thread only during backward.
+        if self.program.is_random and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+            raise PlanError(
+                "the planned model draws random numbers, so it cannot be recomputed in the "
+                "backward pass: apply activation checkpointing inside the model, not around it"
+            )
+        with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
+            # Only the program may reference shards that were copied to the device: it frees them.
+            leaves = self.arguments.flatten(args, kwargs)
+            sizes = self.arguments.sizes(leaves)
+            call = self._resized(tuple(sizes.items())) if sizes else self._planned
+            given = call.arguments.localize(leaves)
+            self._compare_over_ranks(call, leaves)
+            inputs = (self._input(placed, given, call) for placed in self._stage.inputs)
+            outputs = call.program(inputs, step=self._steps.value)
+            # A compiled program draws no random numbers, and would be compiled for each number.
+            if not torch.compiler.is_compiling():
+                self._steps.value += 1
+            num_results = len(outputs) - len(self._updated)
+            for buffer, contents in zip(self._updated, outputs[num_results:], strict=True):
+                buffer.set(contents)
+            return call.results.nest(outputs[:num_results])
+
+    def _compare_over_ranks(self, call: "_Call", leaves: Sequence[Any]) -> None:
+        """Compare what ranks pass, once for each set of shapes."""
+        if torch.compiler.is_compiling():
+            return
+        regions = call.arguments.regions(leaves)
+        key = tuple((name, tuple(tensor.shape)) for name, tensor, _ in regions)
+        if regions and key not in self._compared:
+            self._compared.add(key)
+            compare_over_ranks(regions, self._mesh)
+
+    def _input(
+        self, placed: PlacedInput, given: dict[str, torch.Tensor], call: "_Call"
+    ) -> torch.Tensor:
+        match placed.kind:
+            case "user":
+                return given.pop(placed.name)
+            case "prepared":
+                return call.prepared[placed.name]
+        return self._tensors[placed.name]()
+
+
+class Programs:
+    """The programs of a model, of which each call runs one.
+
+    Args:
+        by_name: at least one.
+    """
+
+    def __init__(self, by_name: Mapping[str, PlannedForward]) -> None:
+        self._by_name = dict(by_name)
+
+    @property
+    def first(self) -> PlannedForward:
+        """The program that was given first."""
+        return next(iter(self._by_name.values()))
+
+    def choose(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> PlannedForward:
+        """The program for a call: its arguments fit, and its mode is that of the model.
+
+        Raises:
+            PlanError: none fits; the message says why, by name.
+        """
+        if len(self._by_name) == 1:
+            return self.first
+        fitting, reasons = [], []
+        for name, forward in self._by_name.items():
+            try:
+                forward.check_call(model, args, kwargs)
+                fitting.append(forward)
+            except PlanError as error:
+                reasons.append(f"{name}: {error}")
+        if not fitting:
+            raise PlanError(f"no plan is for this call: {'; '.join(reasons)}")
+        return next((f for f in fitting if f.is_training == model.training), fitting[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Checks:
+    """Checks of the model before a call."""
+
+    mode: ModeCheck
+    modules: ModuleCheck
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A program for tensors of certain sizes, with its arguments and results."""
+
+    program: LocalProgram
+    arguments: Arguments
+    results: Results
+    prepared: Mapping[str, torch.Tensor]
+
+
+def _resized_stage(
+    stage: Stage, graph: Graph, sizes: Mapping[str, int], axis_sizes: Sequence[int]
+) -> Stage:
+    """A copy of the stage with other dynamic sizes and the planned layouts.
+
+    Args:
+        stage: the planned stage.
+        graph: its program.
+        sizes: the new size of each symbol.
+        axis_sizes: size of each mesh axis.
+
+    Raises:
+        PlanError: the program does not support the sizes, or the layouts cannot shard them.
+    """
+    try:
+        program = resized(graph, sizes)
+        update = {
+            "program": graph_to_json(program),
+            "inputs": tuple(_resized(i, program, axis_sizes) for i in stage.inputs),
+            "outputs": tuple(_resized(o, program, axis_sizes) for o in stage.outputs),
+        }
+    except GraphError as error:
+        raise PlanError(f"the arguments do not fit the program: {error}") from error
+    except LayoutError as error:
+        raise PlanError(str(error)) from error
+    _check_divisible(stage, graph, program, axis_sizes)
+    return stage.model_copy(update=update)
+
+
+def _check_divisible(
+    stage: Stage, planned: Graph, resized: Graph, axis_sizes: Sequence[int]
+) -> None:
+    """Raise `PlanError` if a new size is sharded unevenly but the planned one is not.
+
+    Not every operator supports uneven shards, and rules were evaluated for the planned sizes.
+    """
+    for node in stage.nodes:
+        call = planned.nodes[planned.numbers[node.name]]
+        layouts = zip((*call.inputs, *call.outputs), (*node.inputs, *node.outputs), strict=True)
+        for value, text in layouts:
+            layout = Layout.parse(text)
+            before, now = planned.values[value].shape, resized.values[value].shape
+            parts = [layout.num_parts(dim, axis_sizes) for dim in range(len(now))]
+            if any(
+                size % n and not old % n for size, old, n in zip(now, before, parts, strict=True)
+            ):
+                raise PlanError(
+                    f"layout {text} of {value!r} does not divide shape {now} over axes of "
+                    f"{tuple(axis_sizes)}"
+                )
+
+
+def _resized(placed: PlacedT, graph: Graph, axis_sizes: Sequence[int]) -> PlacedT:
+    shape = graph.values[placed.name].shape
+    local = Layout.parse(placed.layout).local_shape(shape, axis_sizes)
+    return placed.model_copy(update={"shape": shape, "local_shape": local})

@@ -1,0 +1,277 @@
+"""Habits of training code that a planned model answers with an error or a warning."""
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime.cases.updated_buffers import MESHES
+from support.comparison import close, device_mesh, whole
+from support.meshes import slow_devices
+from support.models import graph_of
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from autoshard.errors import PlanError
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
+from autoshard.runtime import full_tensor, parallelize, shard_loader
+
+BATCH, FEATURES = 8, 32
+
+
+class Net(nn.Module):
+    """Linear layers, with dropout or batch norm if wanted."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, 64)
+        self.middle = middle or nn.ReLU()
+        self.down = nn.Linear(64, FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.middle(self.up(x))).square().mean()
+
+
+def batch(seed: int = 0, *, requires_grad: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, FEATURES, generator=generator).requires_grad_(requires_grad)
+
+
+@dataclass
+class Misuse:
+    """A planned model, and what is done with it.
+
+    Attributes:
+        axes: of the mesh.
+        check: takes the planned model and the same model on one device.
+        build: makes the model.
+        options: of the plan; by default the batch is sharded along the first axis.
+        requires_grad: whether the example argument requires a gradient.
+    """
+
+    axes: dict[str, int]
+    check: Callable[[nn.Module, nn.Module], None]
+    build: Callable[[], nn.Module] = Net
+    options: dict[str, Any] = field(default_factory=dict)
+    requires_grad: bool = False
+    plan: Plan = field(init=False)
+
+    def prepare(self) -> None:
+        torch.manual_seed(0)
+        graph = graph_of((self.build(), {"x": batch(requires_grad=self.requires_grad)}))
+        rest = ["I" if self.requires_grad else "R"] * (len(self.axes) - 1)
+        options = self.options or {"pins": {"inputs": {"x": ",".join(["S(0)", *rest])}}}
+        self.plan = make_plan(graph, slow_devices(**self.axes), PlanOptions(**options))
+        assert self.plan.found
+
+    def __call__(self) -> None:
+        torch.manual_seed(0)
+        reference = self.build()
+        planned = parallelize(deepcopy(reference), self.plan, device_mesh(self.plan))
+        self.check(planned, reference)
+
+
+def check_other_batches(planned: nn.Module, reference: nn.Module) -> None:
+    """A batch of its own on every rank is refused, on all ranks; then the right one runs."""
+    with pytest.raises(PlanError, match=r"'x' differs between ranks 0 and \d.*shard_loader"):
+        planned(batch(seed=dist.get_rank()))
+    assert_same(planned, reference)
+
+
+def check_distributed_sampler(planned: nn.Module, reference: nn.Module) -> None:
+    """Of a DistributedSampler as large as the global batch; `shard_loader` does it right."""
+    data = TensorDataset(
+        torch.randn(4 * BATCH, FEATURES, generator=torch.Generator().manual_seed(3))
+    )
+    sampler = DistributedSampler(data, shuffle=False)
+    (x,) = next(iter(DataLoader(data, batch_size=BATCH, sampler=sampler)))
+    with pytest.raises(PlanError, match="instead of a DistributedSampler"):
+        planned(x)
+    loader = shard_loader(DataLoader(data, batch_size=BATCH), planned)
+    for (x,), start in zip(loader, range(0, 4 * BATCH, BATCH), strict=True):
+        found = planned(x)
+        expected = reference(data.tensors[0][start : start + BATCH])
+        close(whole(found.detach()), expected.detach(), "loss")
+
+
+def check_replicas_of_rows(planned: nn.Module, _reference: nn.Module) -> None:
+    """Ranks that share the rows of a 2x2 mesh must pass the same ones."""
+    rows = batch(seed=dist.get_rank())[: BATCH // 2]
+    with pytest.raises(PlanError, match="'x' differs between ranks 0 and 1"):
+        planned(rows)
+    planned(batch(seed=dist.get_rank() // 2)[: BATCH // 2])
+
+
+def check_eval_of_training(planned: nn.Module, _reference: nn.Module) -> None:
+    planned(batch())
+    planned.eval()
+    with pytest.raises(PlanError, match=r"in evaluation mode.*export in training mode"):
+        planned(batch())
+    planned.train()
+    planned(batch())
+
+
+def check_training_of_eval(planned: nn.Module, reference: nn.Module) -> None:
+    with pytest.raises(PlanError, match=r"in training mode.*'middle' would have no effect"):
+        planned.train()(batch())
+    planned.eval()
+    assert_same(planned, reference.eval())
+
+
+def check_mode_that_does_not_matter(planned: nn.Module, reference: nn.Module) -> None:
+    planned.eval()
+    assert_same(planned, reference)
+
+
+def check_hooks(planned: nn.Module, _reference: nn.Module) -> None:
+    """Hooks of inner modules are warned of once; those of the model run."""
+    calls = []
+    planned.up.register_forward_hook(lambda *_: calls.append("inner"))
+    planned.register_forward_hook(lambda *_: calls.append("whole"))
+    with pytest.warns(UserWarning, match=r"hooks of 'up' do not run"):
+        planned(batch())
+    planned(batch())
+    assert calls == ["whole", "whole"]
+
+
+def check_replaced_modules(planned: nn.Module, _reference: nn.Module) -> None:
+    planned.middle = nn.GELU()
+    with pytest.warns(UserWarning, match=r"modules 'middle' were replaced"):
+        planned(batch())
+
+
+def check_copies_are_quiet(planned: nn.Module, reference: nn.Module) -> None:
+    assert_same(deepcopy(planned), reference)
+
+
+def check_input_gradient(planned: nn.Module, reference: nn.Module) -> None:
+    """A full input that the plan shards would get a part of its gradient; a DTensor gets all."""
+    x = batch(requires_grad=True)
+    with pytest.raises(PlanError, match=r"'x' requires a gradient.*distribute_tensor\(x, mesh"):
+        planned(x)
+    mesh = planned.up.weight.device_mesh
+    placements = [Shard(0)] + [Replicate()] * (mesh.ndim - 1)
+    sharded = distribute_tensor(batch(), mesh, placements).requires_grad_()
+    planned(sharded).backward()
+    reference(x).backward()
+    assert sharded.grad is not None
+    assert x.grad is not None
+    close(sharded.grad.full_tensor(), x.grad, "gradient of x")
+
+
+class Logits(nn.Module):
+    """A classifier whose loss is outside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, 64)
+        self.down = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def check_local_results(planned: nn.Module, reference: nn.Module) -> None:
+    """A local mean of a sharded result is refused; means of the DTensor and of all are right."""
+    for loss in (
+        lambda logits: logits.float().square().mean(),
+        lambda logits: full_tensor(logits).square().mean(),
+        lambda logits: logits.full_tensor().square().mean(),
+    ):
+        logits = planned(batch())
+        assert isinstance(logits, DTensor)
+        local = logits.to_local(grad_placements=logits.placements)
+        assert len(local) == BATCH // logits.device_mesh.size(0)
+        with pytest.raises(PlanError, match=r"Shard\(dim=0\).*full_tensor"):
+            (2.0 * logits).to_local()
+        with torch.no_grad():
+            assert logits.to_local().argmax(-1).ndim == 1
+        planned.zero_grad()
+        loss(logits).backward()
+        reference.zero_grad()
+        reference(batch()).square().mean().backward()
+        for one, other in zip(planned.parameters(), reference.parameters(), strict=True):
+            close(one.grad.full_tensor(), other.grad, "gradient")
+
+
+def assert_same(planned: nn.Module, reference: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = planned(batch())
+    close(whole(found.detach()), reference(batch()).detach(), "loss")
+
+
+@dataclass
+class Idle(Misuse):
+    """A plan in which no operator is sharded is warned of."""
+
+    def __call__(self) -> None:
+        with pytest.warns(UserWarning, match="every rank does all the work"):
+            super().__call__()
+
+
+@dataclass
+class Edited(Misuse):
+    """Code of forward that is not the exported one is warned of."""
+
+    def __call__(self) -> None:
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.middle(self.up(x))).square().sum()
+
+        original = Net.forward
+        try:
+            Net.forward = forward
+            with pytest.warns(UserWarning, match=r"code of forward of 'runtime.*Net' is not"):
+                super().__call__()
+        finally:
+            Net.forward = original
+
+
+def with_dropout() -> nn.Module:
+    return Net(nn.Dropout(0.5))
+
+
+def alone(axes: dict[str, int]) -> dict[str, Any]:
+    """Options of a plan that shards nothing."""
+    pins = {"nodes": "I", "parameters": "I", "inputs": "R"}
+    return {"pins": {kind: {"*": ",".join([one] * len(axes))} for kind, one in pins.items()}}
+
+
+CASES: dict[str, Callable[[], None]] = {
+    f"{name}, {mesh}": case
+    for mesh, axes in MESHES.items()
+    for name, case in {
+        "other batches": Misuse(axes, check_other_batches),
+        "a distributed sampler": Misuse(axes, check_distributed_sampler),
+        "eval of a training plan": Misuse(axes, check_eval_of_training, with_dropout),
+        "eval of batch norm": Misuse(axes, check_eval_of_training, lambda: Net(nn.BatchNorm1d(64))),
+        "training of an eval plan": Misuse(
+            axes, check_training_of_eval, lambda: with_dropout().eval()
+        ),
+        "a mode that does not matter": Misuse(axes, check_mode_that_does_not_matter),
+        "hooks": Misuse(axes, check_hooks),
+        "replaced modules": Misuse(axes, check_replaced_modules),
+        "copies": Misuse(axes, check_copies_are_quiet),
+        "edited code": Edited(axes, lambda *_: None),
+        "local results": Misuse(
+            axes,
+            check_local_results,
+            Logits,
+            options={
+                "pins": {
+                    kind: {"*": ",".join(["S(0)", *["*"] * (len(axes) - 1)])}
+                    for kind in ("inputs", "outputs")
+                }
+            },
+        ),
+        "gradient of an input": Misuse(axes, check_input_gradient, requires_grad=True),
+        "idle ranks": Idle(axes, assert_same, options=alone(axes)),
+    }.items()
+} | {"replicas of rows": Misuse(MESHES["2x2"], check_replicas_of_rows)}

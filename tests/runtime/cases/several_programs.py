@@ -1,0 +1,186 @@
+"""Several plans for one model: training, evaluation and decoding over the same parameters."""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from runtime.cases.updated_buffers import FEATURES, LENGTH, MESHES, Averaged, Decoder, tokens
+from support.comparison import close, device_mesh, whole
+from support.meshes import slow_devices
+from support.models import Case, gpt2, graph_of
+from torch import nn
+
+from autoshard.errors import PlanError
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
+from autoshard.runtime import parallelize, rng_step
+
+STEPS = 20
+
+
+@dataclass
+class Programs:
+    """Plans that store parameters alike, applied to one model.
+
+    Attributes:
+        axes: of the mesh.
+        build: makes the model.
+        calls: by name of the plan, its mode and what the model is called with.
+        check: takes the planned model, the same model on one device, and the calls.
+    """
+
+    axes: dict[str, int]
+    build: Callable[[], nn.Module]
+    calls: Callable[[], Mapping[str, tuple[str, dict[str, Any]]]]
+    check: Callable[[nn.Module, nn.Module, Mapping[str, dict[str, Any]]], None]
+    plans: dict[str, Plan] = field(init=False)
+
+    def prepare(self) -> None:
+        torch.manual_seed(0)
+        self.plans = {}
+        for name, (mode, arguments) in self.calls().items():
+            model = self.build().train(mode == "training")
+            pins = next(iter(self.plans.values())).state_pins() if self.plans else {}
+            options = PlanOptions(mode=mode, pins=pins)
+            self.plans[name] = make_plan(
+                graph_of((model, arguments)), slow_devices(**self.axes), options
+            )
+            assert self.plans[name].found
+            assert self.plans[name].collectives
+        layouts = {i.layout for i in next(iter(self.plans.values())).stages[0].parameters}
+        assert any("S" in layout for layout in layouts)
+
+    def __call__(self) -> None:
+        torch.manual_seed(0)
+        reference = self.build()
+        mesh = device_mesh(next(iter(self.plans.values())))
+        planned = parallelize(deepcopy(reference), self.plans, mesh)
+        self.check(planned, reference, {name: call for name, (_, call) in self.calls().items()})
+
+
+def without_dropout() -> nn.Module:
+    return gpt2(dropout=0.0)[0]
+
+
+def train_and_evaluate() -> Mapping[str, tuple[str, dict[str, Any]]]:
+    """A batch for training, and a smaller one for evaluation."""
+    torch.manual_seed(1)
+    batches: dict[str, Case] = {"train": gpt2(batch=8), "eval": gpt2(batch=4)}
+    modes = {"train": "training", "eval": "inference"}
+    return {name: (modes[name], kwargs) for name, (_, kwargs) in batches.items()}
+
+
+def check_training_with_evaluation(
+    planned: nn.Module, reference: nn.Module, calls: Mapping[str, dict[str, Any]]
+) -> None:
+    """A loop with an evaluation every 10 steps has the losses of the unsharded loop."""
+    losses: list[list[float]] = []
+    for model in (planned, reference):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for step in range(STEPS):
+            model.train()
+            loss = whole(model(**calls["train"])["loss"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            if step % 10 == 9:
+                model.eval()
+                with torch.no_grad():
+                    found.append(whole(model(**calls["eval"])["loss"]).item())
+        losses.append(found)
+    close(torch.tensor(losses[0]), torch.tensor(losses[1]), "losses", 1e-4)
+    assert losses[0][-2] < losses[0][0]
+
+
+def check_dropout(
+    planned: nn.Module, reference: nn.Module, calls: Mapping[str, dict[str, Any]]
+) -> None:
+    """Dropout acts in training only; evaluation is that of the unsharded model."""
+    for _ in range(2):
+        planned.train()
+        first, second = (planned(**calls["train"])["loss"].item() for _ in range(2))
+        assert first != second
+        planned.eval()
+        reference.eval()
+        with torch.no_grad():
+            found, expected = (model(**calls["eval"])["loss"] for model in (planned, reference))
+        close(whole(found), expected, "loss of evaluation")
+    assert rng_step(planned).value == 6
+    planned.eval()
+    with pytest.raises(PlanError, match=r"no plan is for this call: train: .*; eval: .*shape"):
+        planned(**calls["train"])
+
+
+def averaged() -> Mapping[str, tuple[str, dict[str, Any]]]:
+    x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1))
+    return {"train": ("training", {"x": x}), "eval": ("inference", {"x": x})}
+
+
+class Frozen(Averaged):
+    """Updates its buffers in training only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return super().forward(x)
+        hidden = self.up(x) * self.scale - self.mean
+        return (hidden @ self.codes.T).square().mean()
+
+
+def check_shared_buffers(
+    planned: nn.Module, reference: nn.Module, calls: Mapping[str, dict[str, Any]]
+) -> None:
+    """Evaluation reads the buffers that training updated, in the layout of training."""
+    for _ in range(3):
+        for name, training in (("train", True), ("eval", False)):
+            found, expected = (
+                model.train(training)(**calls[name]) for model in (planned, reference)
+            )
+            close(whole(found.detach()), expected.detach(), name)
+
+
+def prompts() -> Mapping[str, tuple[str, dict[str, Any]]]:
+    x = torch.randn(2, 8, FEATURES, generator=torch.Generator().manual_seed(2))
+    return {
+        "prefill": ("inference", {"x": x, "at": torch.arange(8)}),
+        "decode": ("inference", tokens(1)[0]),
+    }
+
+
+class Prompted(Decoder):
+    """Takes a prompt of several tokens, or one."""
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        mask = (torch.arange(LENGTH) <= at[:, None])[None, None]
+        for layer in self.layers:
+            x = x + layer(x, at, mask)
+        return self.head(x)
+
+
+def check_decoding(
+    planned: nn.Module, reference: nn.Module, calls: Mapping[str, dict[str, Any]]
+) -> None:
+    """A prompt at once, then token by token, over one sharded cache."""
+    planned.eval()
+    reference.eval()
+    with torch.no_grad():
+        for arguments in (calls["prefill"], *tokens()[8:]):
+            close(whole(planned(**arguments)), reference(**arguments), "logits")
+
+
+CASES: dict[str, Callable[[], None]] = {
+    f"{name}, {mesh}": case
+    for mesh, axes in MESHES.items()
+    for name, case in {
+        "training with evaluation": Programs(
+            axes, without_dropout, train_and_evaluate, check_training_with_evaluation
+        ),
+        "dropout": Programs(axes, lambda: gpt2(dropout=0.2)[0], train_and_evaluate, check_dropout),
+        "buffers": Programs(axes, Frozen, averaged, check_shared_buffers),
+        "decoding": Programs(axes, Prompted, prompts, check_decoding),
+    }.items()
+}
