@@ -15,10 +15,10 @@ from benchmarks.faults.postgres import Cluster, binaries, running_cluster
 
 LONG = (
     *("test_8_ranks", "test_readme", "test_memory_problem", "test_training_on_ranks", "test_zoo"),
-    *("test_memory_on_ranks", "test_ray", "test_programs_on_ranks", "test_benchmarks"),
+    *("test_memory_on_ranks", "test_ray_executor", "test_programs_on_ranks", "test_benchmarks"),
     *("test_measurements_on_ranks", "test_server_process", "test_kernels_on_ranks", "test_faults"),
     *("test_models_on_ranks", "test_workers", "test_zoo_on_4_ranks", "test_launch"),
-    *("test_zoo_on_8_ranks", "test_conformance", "test_weights_on_ranks", "test_troubles"),
+    *("test_zoo_on_8_ranks", "test_conformance", "test_weights_on_ranks", "test_retries"),
     *("test_regather_on_ranks", "test_block_cache", "test_large_problems", "test_service_page"),
 )
 """Files that take longest, without a suffix. They begin first, so that none is left alone at the

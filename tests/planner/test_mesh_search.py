@@ -164,12 +164,12 @@ def test_a_topology_must_hold_the_devices() -> None:
 
 
 def test_candidates_are_looked_for_only_as_far_as_needed() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     for num_devices, max_axes in ((5040, 6), (720720, 3), (1 << 20, 6)):
         found = shapes(num_devices, max_axes=max_axes, most=65)
         assert len(set(found)) == 65
         assert all(prod(shape) == num_devices for shape in found)
         assert [len(shape) for shape in found] == sorted(len(shape) for shape in found)
     # All of them take minutes.
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     assert shapes(16, most=4) == shapes(16)[:4]
