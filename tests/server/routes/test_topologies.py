@@ -97,7 +97,7 @@ def test_a_preset_has_a_tag_and_stays(service: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "document", "kind", "told"),
     [
-        ("mine", cluster("other"), "mesh", "'other', and the path says 'mine'"),
+        ("mine", cluster("other"), "mesh", "'other', but the path has 'mine'"),
         ("mine", b"{", "mesh", "JSON"),
         ("mine", b'{"name": "mine"}', "mesh", "topology.device"),
         (
