@@ -13,6 +13,7 @@ from support.comparison import close, device_mesh, whole
 from support.meshes import slow_devices
 from support.transformer_plans import OPTIONS
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 
 from autoshard.graph import graph_from_json
@@ -257,15 +258,20 @@ def _import_compiler() -> None:
 
 
 def compiled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
-    """The planned model is one graph to `torch.compile`, and computes the same."""
+    """The planned model is one graph to `torch.compile`, compiled once, and computes the same."""
     # The tracer makes an object of each function of autograd, which torch itself warns of.
     warnings.filterwarnings("ignore", ".*autograd.function.Function", DeprecationWarning)
-    run = torch.compile(planned, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(planned, fullgraph=True, backend=counter)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (planned, reference)]
+    for _ in range(20):
         losses = [_loss(model, inputs) for model in (run, reference)]
         close(whole(losses[0].detach()), losses[1].detach(), "loss")
-        for loss in losses:
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
             loss.backward()
+            optimizer.step()
+    assert counter.frame_count == 1
     _compare(reference, planned, 1e-4)
 
 
