@@ -4,7 +4,7 @@
 in mesh order, and `torch.amp.GradScaler` expects that all parameters are sharded on the same axes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
@@ -17,10 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import PlanError
 from autoshard.layouts import I, from_placements
 from autoshard.runtime.resharding import bind_step
 from autoshard.runtime.shards import DimSlices, sub_shards
@@ -36,59 +34,6 @@ def from_local(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
-
-
-class ShardedResult(DTensor):
-    """A result of forward that the plan leaves sharded, and that requires a gradient.
-
-    Computes as a DTensor does, and so does what is computed from it. Only `to_local` is guarded:
-    a mean over a rank's shard is not the mean over the global tensor, and its gradients are as
-    many times too large as there are shards.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, tensor: DTensor) -> "ShardedResult":
-        """The same tensor, guarded."""
-        # Subclasses of DTensor cannot be built around an existing autograd node.
-        tensor.__class__ = cls
-        assert isinstance(tensor, cls)
-        return tensor
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run a function of torch; DTensors that it returns are guarded too."""
-        result = super().__torch_function__(  # type: ignore[no-untyped-call]  # torch
-            func, types, args, kwargs or {}
-        )
-        return pytree.tree_map_only(lambda x: type(x) is DTensor, cls.of, result)
-
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's shard.
-
-        Raises:
-            PlanError: gradients would flow through it, and `grad_placements` does not state which
-                ones the caller computes.
-        """
-        whole = all(placement.is_replicate() for placement in self.placements)
-        unguarded = whole or not self.requires_grad or not torch.is_grad_enabled()
-        if grad_placements is None and not unguarded:
-            raise PlanError(
-                f"to_local() of a result that is placed {list(self.placements)}: the mean of a "
-                f"shard is not the global mean, and its gradients would be too large. Compute the "
-                f"loss from the DTensor or from autoshard.full_tensor(result), or make it a part "
-                f"of forward; to_local(grad_placements=...) takes the gradients of the shard as "
-                f"they are"
-            )
-        local: torch.Tensor = super().to_local(grad_placements=grad_placements)
-        return local
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

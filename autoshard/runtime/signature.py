@@ -14,8 +14,9 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, Input, InputKind
 from autoshard.layouts import Layout, R, to_placements
 from autoshard.plan import PlacedInput, Stage
-from autoshard.runtime.dtensors import ShardedResult, from_local, local_tensor
+from autoshard.runtime.dtensors import from_local, local_tensor
 from autoshard.runtime.local_node import Place
+from autoshard.runtime.sharded_results import ShardedResult
 from autoshard.runtime.shards import local_shard, shape_of
 
 _IMPORTING_TYPES = frozenset({"collections.defaultdict"})

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from runtime.cases import misuse, several_programs, updated_buffers
+from runtime.cases import losses_outside, misuse, several_programs, updated_buffers
 from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = joined(updated_buffers, misuse, several_programs)
+CASES = joined(updated_buffers, misuse, several_programs, losses_outside)
 
 
 @pytest.mark.ranks

@@ -1,0 +1,105 @@
+"""Criteria outside of the model, of results that stay sharded, with plain labels."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from runtime.cases.updated_buffers import FEATURES, MESHES
+from support.comparison import close, device_mesh, whole
+from support.meshes import slow_devices
+from support.models import graph_of
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from autoshard.errors import PlanError
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
+from autoshard.runtime import parallelize
+
+CLASSES = 16
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes logits, labels and a tensor like the logits."""
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, 64)
+        self.down = nn.Linear(64, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+WEIGHT = torch.linspace(0.5, 2.0, CLASSES)
+LOSSES: dict[str, Loss] = {
+    "cross entropy": lambda x, labels, _: functional.cross_entropy(x, labels),
+    "module": lambda x, labels, _: nn.CrossEntropyLoss()(x.float(), labels),
+    "smoothed": lambda x, labels, _: functional.cross_entropy(x, labels, label_smoothing=0.1),
+    "weighted": lambda x, labels, _: functional.cross_entropy(x, labels, weight=WEIGHT),
+    "sum": lambda x, labels, _: functional.cross_entropy(x, labels, reduction="sum"),
+    "nll": lambda x, labels, _: functional.nll_loss(x.log_softmax(-1), labels),
+    "probabilities": lambda x, _, like: functional.cross_entropy(x, like.softmax(-1)),
+    "mse": lambda x, _, like: functional.mse_loss(x, like),
+    "bce": lambda x, _, like: functional.binary_cross_entropy_with_logits(x, like.sigmoid()),
+    "huber": lambda x, _, like: functional.huber_loss(2.0 * x, like),
+    "masked": lambda x, _, like: (x * like).square().sum(),
+}
+
+
+@dataclass
+class Outside:
+    """Losses and gradients are those of the model on one device.
+
+    Attributes:
+        axes: of the mesh.
+        batch: number of rows; ranks get different numbers of them if it does not divide.
+        output: layout of the logits along the first axis.
+    """
+
+    axes: dict[str, int]
+    batch: int
+    output: str
+    plan: Plan = field(init=False)
+
+    def prepare(self) -> None:
+        layout = ",".join([self.output, *["*"] * (len(self.axes) - 1)])
+        graph = graph_of((Classifier(), {"x": torch.zeros(self.batch, FEATURES)}))
+        pins = {"outputs": {"0": layout}}
+        self.plan = make_plan(graph, slow_devices(**self.axes), PlanOptions(pins=pins))
+        assert self.plan.found
+
+    def __call__(self) -> None:
+        torch.manual_seed(0)
+        reference = Classifier()
+        x, like = torch.randn(self.batch, FEATURES), torch.randn(self.batch, CLASSES)
+        labels = torch.randint(0, CLASSES, (self.batch,))
+        labels[: self.batch // 3] = -100  # more in one shard than in another
+        planned = parallelize(deepcopy(reference), self.plan, device_mesh(self.plan))
+        for name, loss in LOSSES.items():
+            planned.zero_grad()
+            reference.zero_grad()
+            logits = planned(x)
+            assert isinstance(logits, DTensor)
+            found, expected = loss(logits, labels, like), loss(reference(x), labels, like)
+            close(whole(found.detach()), expected.detach(), name)
+            found.backward()
+            expected.backward()
+            for one, other in zip(planned.parameters(), reference.parameters(), strict=True):
+                close(whole(one.grad), other.grad, f"gradient of {name}")
+        with pytest.raises(PlanError, match=r"kl_div of a sharded result.*full_tensor"):
+            functional.kl_div(planned(x), like)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    f"{name}, {mesh}": Outside(axes, batch, output)
+    for mesh, axes in MESHES.items()
+    for name, batch, output in [
+        ("rows", 8, "S(0)"),
+        ("uneven rows", 10, "S(0)"),
+        ("classes", 8, "S(1)"),
+    ]
+}
