@@ -4,6 +4,7 @@ The only module of this package that needs torch; it is imported on first use.
 """
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -56,6 +57,8 @@ def export_model(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    targets: tuple[Any, ...] = (),
     dynamic_shapes: Any = None,
     strict: bool = False,
 ) -> bytes:
@@ -69,6 +72,10 @@ def export_model(
         model: the model; its weights may be on any device, the meta device included.
         args: example arguments of forward; the plan is made for their shapes.
         kwargs: example keyword arguments of forward.
+        loss: a criterion that becomes a part of the program, called with the result of forward
+            and the targets. The planned model then takes the targets after `args` and returns the
+            loss, so that logits need not leave the ranks that compute them.
+        targets: example targets of the loss.
         dynamic_shapes: dynamic sizes, as in `torch.export.export`. The plan is made for the
             example sizes, and runs with other sizes that its layouts can shard.
         strict: as in `torch.export.export`.
@@ -80,11 +87,16 @@ def export_model(
     Raises:
         GraphError: the model cannot be copied, traced or saved, or a gradient passes through a
             custom `autograd.Function`; the message has the cause.
+
+    Example:
+        >>> export_model(model, (images,), loss=nn.CrossEntropyLoss(), targets=(labels,))
     """
     what = type(model).__name__
     with _named(f"{what} cannot be copied to the meta device"):
         twin = _meta_copy(model)
-        meta_args, meta_kwargs = pytree.tree_map(_to_meta, (args, kwargs or {}))
+        if loss is not None:
+            twin.__class__ = _with_loss(type(twin), copy.deepcopy(loss), len(args), len(targets))
+        meta_args, meta_kwargs = pytree.tree_map(_to_meta, ((*args, *targets), kwargs or {}))
     tracing = _named(f"torch.export cannot trace {what}")
     # Dynamo (strict tracing) would trace into the mode instead of running it.
     numbers = nullcontext() if strict else _KeepNumbers()
@@ -105,6 +117,26 @@ def export_model(
     with _named(f"the exported {what} cannot be saved"):
         torch.export.save(program, buffer, extra_files={EXPORT_FILE: record})
     return buffer.getvalue()
+
+
+def _with_loss(
+    model: type[torch.nn.Module], loss: Callable[..., torch.Tensor], num_args: int, num_targets: int
+) -> type[torch.nn.Module]:
+    """A subclass whose forward takes targets after its arguments, and returns the loss."""
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = model.forward(self, *args[:num_args], **kwargs)
+        return loss(result, *args[num_args:])
+
+    # The export names inputs by the parameters of forward.
+    own = list(inspect.signature(model.forward).parameters.values())
+    names = ["target"] if num_targets == 1 else [f"target_{i}" for i in range(num_targets)]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    rest = [p.replace(kind=p.KEYWORD_ONLY) for p in own[num_args + 1 :] if p.kind is kind]
+    parameters = [p.replace(kind=kind, default=p.empty) for p in own[: num_args + 1]]
+    parameters += [inspect.Parameter(name, kind) for name in names]
+    vars(forward)["__signature__"] = inspect.Signature([*parameters, *rest])
+    return type(model.__name__, (model,), {"forward": forward, "__module__": model.__module__})
 
 
 def tied_names(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:

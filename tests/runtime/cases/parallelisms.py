@@ -166,8 +166,9 @@ def check_inputs(plan: Plan) -> None:
         planned(x.double())
     with pytest.raises(PlanError, match="requires a gradient"):
         planned(x.clone().requires_grad_())
-    with pytest.raises(PlanError, match=r"exported as forward\(\*\), and called as forward\(x="):
-        planned(x=x)
+    assert planned(x=x)[0].detach() == losses[0]
+    with pytest.raises(PlanError, match=r"exported as forward\(\*\), and called as forward\(z="):
+        planned(z=x)
     assert placed.local_shape == (2, 8, 8)
 
 

@@ -1,4 +1,4 @@
-"""Criteria outside of the model, of results that stay sharded, with plain labels."""
+"""Criteria of user code: of results that stay sharded, with plain labels, and in the program."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from autoshard.errors import PlanError
+from autoshard.graph import export_model, load_graph
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize
@@ -94,6 +95,41 @@ class Outside:
             functional.kl_div(planned(x), like)
 
 
+@dataclass
+class Inside:
+    """A criterion that the export made a part of the program.
+
+    Attributes:
+        axes: of the mesh.
+    """
+
+    axes: dict[str, int]
+    plan: Plan = field(init=False)
+
+    def prepare(self) -> None:
+        x, labels = torch.zeros(8, FEATURES), torch.zeros(8, dtype=torch.long)
+        archive = export_model(
+            Classifier(), (x,), loss=nn.CrossEntropyLoss(label_smoothing=0.1), targets=(labels,)
+        )
+        by_class = {"parameters": {"down.weight": ",".join(["S(0)"] * len(self.axes))}}
+        options = PlanOptions(pins=by_class)
+        self.plan = make_plan(load_graph(archive), slow_devices(**self.axes), options)
+        assert [i.target for i in self.plan.stages[0].inputs if i.kind == "user"] == ["x", "target"]
+
+    def __call__(self) -> None:
+        torch.manual_seed(0)
+        reference = Classifier()
+        x, labels = torch.randn(8, FEATURES), torch.randint(0, CLASSES, (8,))
+        planned = parallelize(deepcopy(reference), self.plan, device_mesh(self.plan))
+        found = planned(x, labels)
+        expected = functional.cross_entropy(reference(x), labels, label_smoothing=0.1)
+        close(whole(found.detach()), expected.detach(), "loss")
+        found.backward()
+        expected.backward()
+        for one, other in zip(planned.parameters(), reference.parameters(), strict=True):
+            close(whole(one.grad), other.grad, "gradient")
+
+
 CASES: dict[str, Callable[[], None]] = {
     f"{name}, {mesh}": Outside(axes, batch, output)
     for mesh, axes in MESHES.items()
@@ -102,4 +138,4 @@ CASES: dict[str, Callable[[], None]] = {
         ("uneven rows", 10, "S(0)"),
         ("classes", 8, "S(1)"),
     ]
-}
+} | {f"in the program, {mesh}": Inside(axes) for mesh, axes in MESHES.items()}
