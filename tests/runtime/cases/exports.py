@@ -219,7 +219,7 @@ class Transformers:
         loss = model(**inputs).loss
         loss.backward()
         check_loss(loss, expected)
-        line = r"^# - the cuts of ((?:.|\n#   )*), which stay whole"
+        line = r"^# - the sharding of ((?:.|\n#   )*), which stay replicated"
         missing = re.search(line, self._text, re.MULTILINE)
         left = re.split(r",\s+(?:#\s+)?", missing[1]) if missing else []
         layouts = {
