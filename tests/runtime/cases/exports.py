@@ -114,7 +114,7 @@ class Code:
     def _on_the_axis(self, name: str, layout: Layout) -> Layout:
         (text,) = self._texts
         for axis, axis_type in enumerate(layout.types):
-            line = rf"^# - how {self._plan.mesh.axis_names[axis]} cuts ((?:.|\n#   )*)"
+            line = rf"^# - the sharding over {self._plan.mesh.axis_names[axis]} of ((?:.|\n#   )*)"
             missing = re.search(line, text, re.MULTILINE)
             if axis_type.is_shard and missing:
                 assert re.sub(r"\.\d+\.", ".*.", name) in missing[1]
