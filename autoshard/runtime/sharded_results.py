@@ -169,6 +169,8 @@ class _Loss:
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         source, target = arguments.get("input"), arguments.get("target")
+        if isinstance(target, DTensor) and not isinstance(source, DTensor):
+            source = arguments["input"] = _sharded_like(source, target)
         if isinstance(source, DTensor) and isinstance(target, torch.Tensor):
             labels = function in _CLASS_LOSSES and target.ndim == source.ndim - 1
             if isinstance(target, DTensor):
@@ -182,18 +184,28 @@ class _Loss:
         """The loss of the global tensors.
 
         Raises:
-            PlanError: its mean over shards is not known to be that of the global tensor.
+            PlanError: its mean over shards is not known to be that of the global tensor, or the
+                target has another shape.
         """
-        if self.arguments.get("reduction", "mean") != "mean":
+        tensors = (self.arguments.get("input"), self.arguments.get("target"))
+        if not all(isinstance(tensor, DTensor) for tensor in tensors):
+            shapes = " and ".join(str(tuple(x.shape)) for x in tensors if x is not None)
+            raise self._refused(f"its tensors of shape {shapes} are not sharded alike")
+        legacy = (self.arguments.get(name) for name in ("size_average", "reduce"))
+        if any(value is not None for value in legacy):
+            raise self._refused("size_average and reduce are not supported, reduction is")
+        if self.arguments["reduction"] != "mean":
             return self._call(self.arguments)
         if self.function in _ELEMENT_LOSSES:
             return self._call({**self.arguments, "reduction": "sum"}) / self._source.numel()
         if self.function in _CLASS_LOSSES:
             return self._call({**self.arguments, "reduction": "sum"}) / self._count()
-        raise PlanError(
-            f"{self.function.__name__} of a sharded result: the mean over its shards need not be "
-            f"the global mean. Compute it from autoshard.full_tensor(result), make it a part of "
-            f"forward, or use reduction='sum'"
+        raise self._refused("the mean over its shards need not be the global mean")
+
+    def _refused(self, why: str) -> PlanError:
+        return PlanError(
+            f"{self.function.__name__} of a sharded result: {why}. Compute it from "
+            f"autoshard.full_tensor(result), make it a part of forward, or use reduction='sum'"
         )
 
     @property

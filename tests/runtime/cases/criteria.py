@@ -45,6 +45,7 @@ LOSSES: dict[str, Loss] = {
     "nll": lambda x, labels, _: functional.nll_loss(x.log_softmax(-1), labels),
     "probabilities": lambda x, _, like: functional.cross_entropy(x, like.softmax(-1)),
     "mse": lambda x, _, like: functional.mse_loss(x, like),
+    "mse of the target": lambda x, _, like: functional.mse_loss(like, x),
     "bce": lambda x, _, like: functional.binary_cross_entropy_with_logits(x, like.sigmoid()),
     "huber": lambda x, _, like: functional.huber_loss(2.0 * x, like),
     "masked": lambda x, _, like: (x * like).square().sum(),
@@ -91,6 +92,15 @@ class Outside:
             expected.backward()
             for one, other in zip(planned.parameters(), reference.parameters(), strict=True):
                 close(whole(one.grad), other.grad, f"gradient of {name}")
+        rows = self.plan.stages[0].outputs[0].local_shape[0]
+        if self.output == "S(0)" and self.batch % rows == 0:
+            row = planned.down.weight.device_mesh.get_coordinate()[0]
+            own = labels[row * rows : (row + 1) * rows]
+            found = functional.cross_entropy(planned(x), own)
+            expected = functional.cross_entropy(reference(x), labels)
+            close(whole(found.detach()), expected.detach(), "own labels")
+        with pytest.raises(PlanError, match=r"shape \(\d+, 16\) and \(3, 16\) are not sharded"):
+            functional.mse_loss(planned(x), like[:3])
         with pytest.raises(PlanError, match=r"kl_div of a sharded result.*full_tensor"):
             functional.kl_div(planned(x), like)
 
