@@ -245,15 +245,28 @@ def _seeded(local: LocalNode, plain: LocalKernel) -> LocalKernel:
     for axis, axis_type in enumerate(local.outputs[0].types):
         parts.append(str(place.coordinate[axis] if axis_type.is_shard else 0))
     identity = "/".join(parts)
-    cpu = place.device.type == "cpu"
-    devices = [] if cpu else [torch.get_device_module(place.device).current_device()]
+    generator = _default_generator(place.device)
 
     def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
-        with torch.random.fork_rng(devices, device_type="cuda" if cpu else place.device.type):
-            torch.manual_seed(_derived_seed(f"{place.seed}/{step}/{identity}"))
+        # torch.manual_seed would seed every device, which takes longer than to draw.
+        before = generator.get_state()
+        generator.manual_seed(_derived_seed(f"{place.seed}/{step}/{identity}"))
+        try:
             return plain(tensors, step)
+        finally:
+            generator.set_state(before)
 
     return run
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    """The generator that operators on a device draw from."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    current = module.current_device()  # creates the generators
+    found: torch.Generator = module.default_generators[current]
+    return found
 
 
 _DEFAULT_PROBABILITY = {"p": 0.5, "dropout_p": 0.0}
