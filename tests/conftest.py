@@ -1,6 +1,5 @@
 """Settings of the whole suite."""
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,12 +38,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the long files."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-
-
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collection: it stays, and to look at it takes time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
+from autoshard.runtime.accumulation import active_accumulation
 from autoshard.runtime.resharding import bind_steps
 from autoshard.runtime.shards import from_rank_major, to_rank_major
 
@@ -196,6 +197,8 @@ class BucketOp:
 
     def __init__(self, steps: BucketSteps) -> None:
         self._steps = steps
+        self._accumulation = active_accumulation()
+        self._waits = self._accumulation is not None and self._accumulation.waits
         self._forward: PendingCollective | None = None
         self._backward: PendingCollective | None = None
         self._token: torch.Tensor | None = None
@@ -238,6 +241,12 @@ class BucketOp:
                 depend on it. Zeros are sent in its place, so that the bytes are as planned.
             like: a tensor of the dtype and device of the gradients.
         """
+        if self._accumulation is not None:
+            key = id(self._steps)
+            if self._waits:
+                self._accumulation.keep(key, gradients)
+                return
+            gradients = self._accumulation.take(key, gradients)
         self._reached = [gradient is not None for gradient in gradients]
         self._backward = self._steps.backward(
             [
@@ -247,7 +256,12 @@ class BucketOp:
         )
 
     def wait_backward(self) -> list[torch.Tensor | None]:
-        """Wait for the collectives of backward; None for each gradient that was None."""
+        """Wait for the collectives of backward; None for each gradient that was None.
+
+        All are None if the gradients wait for those of a later micro-batch.
+        """
+        if self._waits:
+            return [None] * len(self._shapes)
         assert self._backward is not None
         pending, self._backward = self._backward, None
         return [

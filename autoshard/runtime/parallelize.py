@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, Stage
+from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.dtensors import support_grad_scaler
 from autoshard.runtime.parameters import check_parameters, check_stored_alike, distribute_state
 from autoshard.runtime.planned_forward import PlannedForward, Programs, RngStep
@@ -85,7 +87,7 @@ def parallelize(
         raise PlanError("no plan is given")
     stages = {name: _only_stage(one) for name, one in plans.items()}
     check_stored_alike(stages)
-    steps = RngStep()
+    steps, accumulation = RngStep(), GradientAccumulation()
     forwards = {
         name: PlannedForward(
             stages[name],
@@ -95,6 +97,7 @@ def parallelize(
             constants=dict(constants or {}),
             signature=signature(model.forward),
             steps=steps,
+            accumulation=accumulation,
         )
         for name, one in plans.items()
     }
@@ -137,6 +140,21 @@ class Planned:
         forward = self._programs.choose(self, args, kwargs)
         forward.check(self)
         return forward(args, kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context for all micro-batches of a step but the last, as of DistributedDataParallel.
+
+        Gradients are summed on each rank and reduced over ranks with those of the first backward
+        pass whose forward ran outside of the context. Until then, parameters have no gradients
+        from these micro-batches, and ranks keep unreduced gradients of full parameters.
+
+        Example:
+            >>> for micro_batch in micro_batches[:-1]:
+            ...     with model.no_sync():
+            ...         model(micro_batch).backward()
+            >>> model(micro_batches[-1]).backward()
+        """
+        return self._programs.first.accumulation.no_sync()
 
 
 def planned_forward(model: nn.Module) -> PlannedForward:

@@ -1,6 +1,6 @@
 """The programs of a planned model: what a call of forward runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +16,7 @@ from autoshard.errors import GraphError, LayoutError, PlanError
 from autoshard.graph import Graph, graph_to_json, resized
 from autoshard.layouts import Layout
 from autoshard.plan import PlacedInput, PlacedOutput, Stage
+from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.call_checks import ModeCheck, ModuleCheck, compare_over_ranks
 from autoshard.runtime.constants import constant_value, prepared_inputs
 from autoshard.runtime.parameters import LocalParameter, ModuleAttribute, StoredBuffer
@@ -79,6 +80,7 @@ class PlannedForward:
         constants: values of captured tensors that are not attributes of the model, by name.
         signature: signature of the model's forward.
         steps: index of the next step, shared by the programs of a model.
+        accumulation: gradients that are not reduced yet, shared likewise.
     """
 
     def __init__(
@@ -91,9 +93,11 @@ class PlannedForward:
         constants: dict[str, torch.Tensor],
         signature: Signature,
         steps: RngStep,
+        accumulation: GradientAccumulation,
     ) -> None:
         self._signature = signature
         self._steps = steps
+        self._accumulation = accumulation
         self._stage = stage
         self._compile = compile_stage
         self._mesh = mesh
@@ -117,12 +121,20 @@ class PlannedForward:
         vars(copied)["_updated"] = deepcopy(self._updated, memo)
         vars(copied)["_checks"] = deepcopy(self._checks, memo)
         vars(copied)["_steps"] = deepcopy(self._steps, memo)
+        vars(copied)["_accumulation"] = memo.setdefault(
+            id(self._accumulation), GradientAccumulation()
+        )
         return copied
 
     @property
     def steps(self) -> RngStep:
         """Index of the next step."""
         return self._steps
+
+    @property
+    def accumulation(self) -> GradientAccumulation:
+        """Gradients that are not reduced yet."""
+        return self._accumulation
 
     @property
     def stage(self) -> Stage:
@@ -270,7 +282,7 @@ class PlannedForward:
             given = call.arguments.localize(leaves)
             self._compare_over_ranks(call, leaves)
             inputs = (self._input(placed, given, call) for placed in self._stage.inputs)
-            outputs = call.program(inputs, step=self._steps.value)
+            outputs = self._run(call.program, inputs)
             # A compiled program draws no random numbers, and would be compiled for each number.
             if not torch.compiler.is_compiling():
                 self._steps.value += 1
@@ -278,6 +290,12 @@ class PlannedForward:
             for buffer, contents in zip(self._updated, outputs[num_results:], strict=True):
                 buffer.set(contents)
             return call.results.nest(outputs[:num_results])
+
+    def _run(self, program: LocalProgram, inputs: Iterator[torch.Tensor]) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            return program(inputs, step=self._steps.value)
+        with self._accumulation.forward():
+            return program(inputs, step=self._steps.value)
 
     def _compare_over_ranks(self, call: "_Call", leaves: Sequence[Any]) -> None:
         """Compare what ranks pass, once for each set of shapes."""

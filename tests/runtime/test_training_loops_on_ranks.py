@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from runtime.cases import criteria, misuse, several_programs, updated_buffers
+from runtime.cases import criteria, micro_batches, misuse, several_programs, updated_buffers
 from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = joined(updated_buffers, misuse, several_programs, criteria)
+CASES = joined(updated_buffers, misuse, several_programs, criteria, micro_batches)
 
 
 @pytest.mark.ranks
