@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.graph.archive import Archive, ArchiveLimits, operator_namespaces, read_archive
 from autoshard.graph.blocks import Block, find_blocks
 from autoshard.graph.checks import MAX_RULES, RULES_VERSION
-from autoshard.graph.forward_code import forward_code
+from autoshard.graph.forward_code import forward_code, hooked_modules
 from autoshard.graph.ir import (
     Argument,
     CallRule,
@@ -63,6 +63,7 @@ __all__ = [
     "graph_digest",
     "graph_from_json",
     "graph_to_json",
+    "hooked_modules",
     "load_graph",
     "operator_namespaces",
     "read_archive",

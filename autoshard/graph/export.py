@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import GraphError
 from autoshard.graph.archive import CONSTANT_BYTES, EXPORT_FILE, ExportRecord
-from autoshard.graph.forward_code import forward_code
+from autoshard.graph.forward_code import forward_code, hooked_modules
 from autoshard.graph.ir import ExportedModel
 
 _TORCH_MODULES = "torch."
@@ -112,8 +112,10 @@ def export_model(
             f"model.requires_grad_(False) to plan inference"
         )
     buffer = BytesIO()
+    hooked = hooked_modules(dict(model.named_modules()))
     code = forward_code(type(module) for module in model.modules())
-    record = ExportRecord(tied_names(model), ExportedModel(model.training, code)).to_json().decode()
+    exported = ExportedModel(model.training, code, hooked)
+    record = ExportRecord(tied_names(model), exported).to_json().decode()
     with _named(f"the exported {what} cannot be saved"):
         torch.export.save(program, buffer, extra_files={EXPORT_FILE: record})
     return buffer.getvalue()

@@ -1,10 +1,10 @@
-"""A digest of the Python code of a model's forward, to notice that it changed since the export."""
+"""The code that a model's forward runs, to notice that it changed since the export."""
 
 import ast
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -61,3 +61,19 @@ def _normalised(method: Callable[..., Any]) -> str:
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
     return ast.dump(tree)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooked_modules(modules: Mapping[str, object]) -> tuple[str, ...]:
+    """Names of the inner modules that have hooks of forward or backward.
+
+    Args:
+        modules: modules of a model by name; the model itself has an empty one.
+    """
+    return tuple(
+        name
+        for name, module in modules.items()
+        if name and any(getattr(module, hooks, None) for hooks in _HOOKS)
+    )

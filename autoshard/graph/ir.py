@@ -495,12 +495,14 @@ class ExportedModel:
     Attributes:
         training: True if it was in training mode.
         code: a digest of the code of forward by class (`autoshard.graph.forward_code`).
+        hooked: names of the modules that had hooks, which the export traced.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     training: bool
     code: Mapping[str, str] = field(default_factory=dict)
+    hooked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

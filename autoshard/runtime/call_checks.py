@@ -16,7 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from autoshard.errors import PlanError
-from autoshard.graph import ExportedModel, Graph, forward_code, training_operators
+from autoshard.graph import (
+    ExportedModel,
+    Graph,
+    forward_code,
+    hooked_modules,
+    training_operators,
+)
 from autoshard.runtime.recorder import not_recorded
 
 _MOST_NAMES = 5
@@ -82,6 +88,8 @@ class ModuleCheck:
 
     def __init__(self, exported: ExportedModel | None, model: nn.Module) -> None:
         self._known = dict(model.named_modules())
+        # The export has traced the hooks that were there.
+        self._hooked = hooked_modules(self._known) if exported is None else exported.hooked
         self._warned: set[str] = set()
         if exported is not None:
             self._compare_code(exported.code, model)
@@ -98,7 +106,7 @@ class ModuleCheck:
     def check(self, model: nn.Module) -> None:
         """Warn, once for each cause, of hooks and modules that the program does not run."""
         modules = dict(model.named_modules())
-        hooked = [name for name, module in modules.items() if name and _has_hooks(module)]
+        hooked = [name for name in hooked_modules(modules) if name not in self._hooked]
         if hooked:
             self._warn(
                 f"hooks of {_listed(hooked)} do not run: the planned program replaces the "
@@ -115,18 +123,6 @@ class ModuleCheck:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=2)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        getattr(module, name)
-        for name in (
-            "_forward_hooks",
-            "_forward_pre_hooks",
-            "_backward_hooks",
-            "_backward_pre_hooks",
-        )
-    )
 
 
 def _listed(names: Sequence[str]) -> str:

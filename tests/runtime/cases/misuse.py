@@ -141,6 +141,18 @@ def check_hooks(planned: nn.Module, _reference: nn.Module) -> None:
     assert calls == ["whole", "whole"]
 
 
+def check_traced_hooks(planned: nn.Module, reference: nn.Module) -> None:
+    """Hooks that the export traced are a part of the program, and nothing to warn of."""
+    assert_same(planned, reference)
+
+
+def hooked() -> nn.Module:
+    """A model in which a hook scales what a layer reads."""
+    model = Net()
+    model.up.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    return model
+
+
 def check_replaced_modules(planned: nn.Module, _reference: nn.Module) -> None:
     planned.middle = nn.GELU()
     with pytest.warns(UserWarning, match=r"modules 'middle' were replaced"):
@@ -257,6 +269,7 @@ CASES: dict[str, Callable[[], None]] = {
         ),
         "a mode that does not matter": Misuse(axes, check_mode_that_does_not_matter),
         "hooks": Misuse(axes, check_hooks),
+        "traced hooks": Misuse(axes, check_traced_hooks, hooked),
         "replaced modules": Misuse(axes, check_replaced_modules),
         "copies": Misuse(axes, check_copies_are_quiet),
         "edited code": Edited(axes, lambda *_: None),
