@@ -194,7 +194,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "node": ({"pins": {"nodes": {"conv*": "R,R"}}}, NO_NAME),
     "too few parts": ({"pins": {"inputs": {"x": "R"}}}, "has 1 parts"),
     "no type": ({"pins": {"inputs": {"x": "R,Q"}}}, "'Q'"),
-    "no nesting": ({"pins": {"inputs": {"x": "S(0),R;1>0"}}}, "reorder"),
+    "no nesting": ({"pins": {"inputs": {"x": "S(0),R;1>0"}}}, "non-ascending order"),
     "no dim": ({"pins": {"parameters": {"up.bias": "S(1),R"}}}, "no dim 1"),
     "no divisor": ({"pins": {"inputs": {"x": "S(0),S(0)"}}}, "does not divide into 4"),
     "partial at rest": ({"pins": {"parameters": {"up.weight": "P,R"}}}, "has no such strategy"),

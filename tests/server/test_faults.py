@@ -15,4 +15,4 @@ def test_every_accepted_job_ends_once_and_right(
     outcome = scenario(Place(tmp_path, postgres, 4))
     assert outcome.holds, outcome
     assert outcome.settled.right == len(outcome.submitted.jobs) == 4
-    assert outcome.settled.again >= 1
+    assert outcome.settled.restarts >= 1

@@ -75,6 +75,7 @@ def main() -> None:
         with run.step():
             dist.barrier()
     if sys.argv[1:] == ["fail"]:
+        torch.manual_seed(0)
         model, batch = mlp()
         parallelize(model, run.plan, run.device_mesh)
         with Failing():
