@@ -199,15 +199,43 @@ class StoredBuffer:
         """The shard before the step.
 
         A copy of what forward updates, while gradients are computed: autograd may save it, and
-        refuses saved tensors that `set` changes before the backward pass.
+        refuses saved tensors that `set` changes before the backward pass. Also while a compiler
+        traces, which removes copies that are not needed.
         """
         shard = local_tensor(self.attribute.get())
-        return shard.clone() if self.updated and torch.is_grad_enabled() else shard
+        copies = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        return shard.clone() if self.updated and copies else shard
 
     @torch.no_grad()
     def set(self, contents: torch.Tensor) -> None:
         """Store the shard after the step, in the same memory."""
         local_tensor(self.attribute.get()).copy_(contents)
+
+
+def store_updates(buffers: Sequence[StoredBuffer], outputs: Sequence[Any]) -> Sequence[Any]:
+    """Store the new contents of buffers, and return the results of forward.
+
+    Args:
+        buffers: that forward updates.
+        outputs: of a program: the results, then the new contents of the buffers.
+    """
+    num_results = len(outputs) - len(buffers)
+    if not buffers or torch.compiler.is_compiling():
+        present = outputs
+    else:
+        # A result may be what a buffer had before the step, and so may the contents of another.
+        memory = {_memory(local_tensor(buffer.attribute.get())) for buffer in buffers}
+        present = [
+            x.clone() if isinstance(x, torch.Tensor) and _memory(x) in memory else x
+            for x in outputs
+        ]
+    for buffer, contents in zip(buffers, present[num_results:], strict=True):
+        buffer.set(contents)
+    return present[:num_results]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,12 @@ from autoshard.plan import PlacedInput, PlacedOutput, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.call_checks import ModeCheck, ModuleCheck, compare_over_ranks
 from autoshard.runtime.constants import constant_value, prepared_inputs
-from autoshard.runtime.parameters import LocalParameter, ModuleAttribute, StoredBuffer
+from autoshard.runtime.parameters import (
+    LocalParameter,
+    ModuleAttribute,
+    StoredBuffer,
+    store_updates,
+)
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.signature import Arguments, Results
 
@@ -286,10 +291,7 @@ class PlannedForward:
             # A compiled program draws no random numbers, and would be compiled for each number.
             if not torch.compiler.is_compiling():
                 self._steps.value += 1
-            num_results = len(outputs) - len(self._updated)
-            for buffer, contents in zip(self._updated, outputs[num_results:], strict=True):
-                buffer.set(contents)
-            return call.results.nest(outputs[:num_results])
+            return call.results.nest(store_updates(self._updated, outputs))
 
     def _run(self, program: LocalProgram, inputs: Iterator[torch.Tensor]) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
