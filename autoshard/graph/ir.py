@@ -458,6 +458,8 @@ class Input:
         literal: the value of a literal.
         contents: elements of a small constant in row-major order, as little-endian bytes; None if
             unknown.
+        overwritten: True for an argument that the model's forward writes into, which the graph
+            does not.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -468,6 +470,7 @@ class Input:
     aliases: tuple[str, ...] = ()
     literal: Literal = None
     contents: bytes | None = None
+    overwritten: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,7 +285,7 @@ class PlannedForward:
             sizes = self.arguments.sizes(leaves)
             call = self._resized(tuple(sizes.items())) if sizes else self._planned
             given = call.arguments.localize(leaves)
-            self._compare_over_ranks(call, leaves)
+            self._check_arguments(call, leaves)
             inputs = (self._input(placed, given, call) for placed in self._stage.inputs)
             outputs = self._run(call.program, inputs)
             # A compiled program draws no random numbers, and would be compiled for each number.
@@ -299,10 +299,11 @@ class PlannedForward:
         with self._accumulation.forward():
             return program(inputs, step=self._steps.value)
 
-    def _compare_over_ranks(self, call: "_Call", leaves: Sequence[Any]) -> None:
-        """Compare what ranks pass, once for each set of shapes."""
+    def _check_arguments(self, call: "_Call", leaves: Sequence[Any]) -> None:
+        """Check what is passed again, and compare ranks, once for each set of shapes."""
         if torch.compiler.is_compiling():
             return
+        call.arguments.check_passed_again(leaves)
         regions = call.arguments.regions(leaves)
         key = tuple((name, tuple(tensor.shape)) for name, tensor, _ in regions)
         if regions and key not in self._compared:

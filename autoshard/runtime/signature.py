@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +53,7 @@ class Arguments:
             name: _TensorArgument(tensor, place, takes_gradient=graph.values[name].requires_grad)
             for name, tensor in placed.items()
         }
+        self._passed: dict[str, tuple[ReferenceType[torch.Tensor], int]] = {}
         self._symbols = {n: graph.dynamic.symbols_of(n) for n in placed} if graph.dynamic else {}
 
     def localize(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -122,6 +124,24 @@ class Arguments:
             for tensor, x in tensors
             if not isinstance(x, DTensor)
         ]
+
+    def check_passed_again(self, leaves: Sequence[Any]) -> None:
+        """Check that no tensor is passed again whose contents forward would have replaced.
+
+        Raises:
+            PlanError: one is.
+        """
+        for graph_input, leaf in zip(self._inputs, leaves, strict=True):
+            if not graph_input.overwritten or not isinstance(leaf, torch.Tensor):
+                continue
+            before, version = self._passed.get(graph_input.name, (None, -1))
+            if before is not None and before() is leaf and version == _num_writes(leaf):
+                raise PlanError(
+                    f"forward overwrites its argument {graph_input.target!r}, but the planned "
+                    f"program leaves the tensor that is passed as it is, and the same one is "
+                    f"passed again: make it a buffer of the model, or return its new contents"
+                )
+            self._passed[graph_input.name] = ref(leaf), _num_writes(leaf)
 
     def rows(self, size: int) -> slice:
         """The rows of a batch that this rank reads; all rows if tensors are sharded differently.
@@ -195,6 +215,11 @@ class Arguments:
         if self._spec is None:
             return f"forward({', '.join(i.target for i in self._inputs)})"
         return _call(self._spec)
+
+
+def _num_writes(tensor: torch.Tensor) -> int:
+    """Number of writes into a tensor; 0 if they are not counted."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  autograd's counter
 
 
 def _check_literal(graph_input: Input, leaf: Any) -> None:

@@ -7,7 +7,7 @@ other.
 
 A buffer that the program overwrites (a counter, a running mean, a key-value cache) gets an output
 with its new contents, which the runtime stores after the step. A user input that the program
-overwrites keeps its value for the caller.
+overwrites is marked: the caller's tensor keeps its contents.
 """
 
 from collections import defaultdict
@@ -339,7 +339,12 @@ def make_functional(graph: Graph) -> Graph:
         o if o.name is None else replace(o, name=state.now(o.name, _RETURN)) for o in graph.outputs
     )
     outputs += tuple(state.updates())
-    return replace(graph, nodes=tuple(state.nodes), outputs=outputs, values=state.values)
+    inputs = tuple(
+        replace(i, overwritten=True) if i.kind is InputKind.USER and i.name in state.written else i
+        for i in graph.inputs
+    )
+    nodes = tuple(state.nodes)
+    return replace(graph, inputs=inputs, nodes=nodes, outputs=outputs, values=state.values)
 
 
 _RETURN = Node("return", "return", (), ())
@@ -363,6 +368,7 @@ class _Memory:
         self._may_share: dict[str, set[str]] = defaultdict(set)
         self._stale: dict[str, str] = {}
         self._contents: dict[str, str] = {}
+        self.written: set[str] = set()
 
     def read(self, node: Node) -> None:
         """Add an operator without writes."""
@@ -413,6 +419,8 @@ class _Memory:
         old = self._contents.get(base, base)
         self._contents[base] = self._propagate_write(node, old, self._views[name], new)
         self._version[base] += 1
+        if node.operator != "aten.detach_.default":
+            self.written.add(base)
         for alias in (name, node.outputs[0]):
             self._base[alias] = base
             self._views[alias] = self._views[name]

@@ -153,6 +153,25 @@ def hooked() -> nn.Module:
     return model
 
 
+class Overwriting(Net):
+    """Writes into its argument, as a cache that is passed would be written into."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        return super().forward(x)
+
+
+def check_overwritten_arguments(planned: nn.Module, reference: nn.Module) -> None:
+    """A tensor whose new contents the caller would not see may not be passed again."""
+    assert_same(planned, reference)
+    x = batch()
+    planned(x)
+    with pytest.raises(PlanError, match=r"overwrites its argument 'x'.* passed again"):
+        planned(x)
+    x.add_(1.0)
+    planned(x)
+
+
 def check_replaced_modules(planned: nn.Module, _reference: nn.Module) -> None:
     planned.middle = nn.GELU()
     with pytest.warns(UserWarning, match=r"modules 'middle' were replaced"):
@@ -270,6 +289,7 @@ CASES: dict[str, Callable[[], None]] = {
         "a mode that does not matter": Misuse(axes, check_mode_that_does_not_matter),
         "hooks": Misuse(axes, check_hooks),
         "traced hooks": Misuse(axes, check_traced_hooks, hooked),
+        "overwritten arguments": Misuse(axes, check_overwritten_arguments, Overwriting),
         "replaced modules": Misuse(axes, check_replaced_modules),
         "copies": Misuse(axes, check_copies_are_quiet),
         "edited code": Edited(axes, lambda *_: None),
