@@ -1,8 +1,10 @@
 """Weights from files and into files, on one device."""
 
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from support.checkpoints import (
     sharded,
 )
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from autoshard.errors import CheckpointError
 from autoshard.runtime import init_empty_weights, load_checkpoint, save_checkpoint
@@ -214,3 +217,37 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
         writer.check()
     writer.discard()
     assert not list(tmp_path.iterdir())
+
+
+class _AttributePickler(pickle.Pickler):
+    """Pickles members of an enum as Python 3.11.0 to 3.11.3 do, or an attribute of something."""
+
+    attribute: tuple[object, str] | None = None
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Enum):
+            return getattr, self.attribute or (type(value), value.name)
+        return NotImplemented
+
+
+def repickled(path: Path, attribute: tuple[object, str] | None = None) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301  our own checkpoint
+    with (path / ".metadata").open("wb") as file:
+        pickler = _AttributePickler(file)
+        pickler.attribute = attribute
+        pickler.dump(metadata)
+
+
+def test_metadata_of_other_python_versions_is_read(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    path = as_dcp(tmp_path, model)
+    repickled(path)
+    load_checkpoint(other, path)
+    check_equal(other, model.state_dict())
+
+
+def test_metadata_reads_no_other_attributes(tmp_path: Path) -> None:
+    path = as_dcp(tmp_path, Tied())
+    repickled(path, (TensorProperties, "__init__"))
+    with pytest.raises(CheckpointError, match="'__init__' is not allowed in metadata"):
+        load_checkpoint(Tied(), path)

@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -284,6 +285,13 @@ _METADATA_TYPES = {
 """The types that metadata may contain, besides torch's dtypes."""
 
 
+def _enum_member(owner: object, name: str) -> Enum:
+    """A member of an enum, which Python 3.11.0 to 3.11.3 pickle as an attribute of it."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner.__members__[name]
+    raise pickle.UnpicklingError(f"the attribute {name!r} is not allowed in metadata")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that refuses types other than those of checkpoint metadata."""
 
@@ -291,6 +299,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Find a class, if metadata may contain it."""
         if name in _METADATA_TYPES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in metadata")
