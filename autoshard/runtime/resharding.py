@@ -1,12 +1,14 @@
 """The steps of a resharding on local tensors.
 
 For every pair of types in `autoshard.layouts.STEPS`, the `spmd_types` package has a function with
-exactly that forward and backward; eager code runs collectives only through it. It supports equal
+exactly that forward and backward, through which eager code runs collectives. It supports equal
 slices of one dim. Interleaved sub-shards are reordered before and after; slices of unequal length
 are padded with zeros before, and trimmed after.
 
-Under `torch.compile` the same actions run as functional collectives, since `spmd_types` inspects
-autograd nodes, which do not exist during tracing. The compiler decides about overlap.
+Two kinds of steps run the same actions as functional collectives instead: all steps under
+`torch.compile`, since `spmd_types` inspects autograd nodes, which do not exist during tracing, and
+all-to-alls, since `spmd_types` exchanges lists of tensors, which gloo supports only in newer torch.
+Under `torch.compile` the compiler decides about overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -165,12 +167,13 @@ class _Slice(torch.autograd.Function):
 def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> LocalFunction:
     before, after = _spmd_type(source), _spmd_type(target)
     num_ranks = group.size()
-    traced = _TracedStep(source, target, group.group_name, num_ranks, group.rank())
+    functional = _FunctionalStep(source, target, group.group_name, num_ranks, group.rank())
+    if source.is_shard and target.is_shard:
+        return functional
 
     def run(tensor: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            compiled: torch.Tensor = _Traced.apply(tensor, traced)  # type: ignore[no-untyped-call]  # torch
-            return compiled
+            return functional(tensor)
         if target.sub_shards:
             tensor = to_rank_major(tensor, target, num_ranks)
         # Gradients are reduced in the tensor's dtype, as the plan counts them; by default
@@ -201,8 +204,8 @@ def _spmd_type(axis_type: AxisType) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class _TracedStep:
-    """One step on an axis, as `torch.compile` traces it.
+class _FunctionalStep:
+    """One step on an axis, run with functional collectives.
 
     Attributes:
         source: type of the axis before the step.
@@ -217,6 +220,11 @@ class _TracedStep:
     group: str
     num_ranks: int
     rank: int
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Run the step differentiably."""
+        resharded: torch.Tensor = _Functional.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch
+        return resharded
 
     def run(self, tensor: torch.Tensor, *, backward: bool) -> torch.Tensor:
         """Run the forward or the backward action of the step."""
@@ -263,11 +271,11 @@ class _TracedStep:
         return from_rank_major(whole, shard, self.num_ranks) if shard.sub_shards else whole
 
 
-class _Traced(torch.autograd.Function):
-    """Runs a traced step, and its backward action in backward."""
+class _Functional(torch.autograd.Function):
+    """Runs a functional step, and its backward action in backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, step: _TracedStep) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, step: _FunctionalStep) -> torch.Tensor:
         ctx.step = step
         return step.run(tensor, backward=False)
 

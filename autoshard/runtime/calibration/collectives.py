@@ -1,7 +1,7 @@
 """Measures collectives, alone and between other work."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import gcd
 from statistics import median
@@ -9,22 +9,22 @@ from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
-from spmd_types import redistribute  # type: ignore[attr-defined]  # exported without __all__
-from spmd_types import types as spmd
 from torch.distributed import ProcessGroup
 
+from autoshard.layouts import P, R, S
 from autoshard.mesh.calibration import CollectiveSample
 from autoshard.mesh.topology import INNER, MEASURABLE
 from autoshard.runtime.launch import synchronize
 from autoshard.runtime.local_node import exchange_edges
+from autoshard.runtime.resharding import bind_step
 
 _TYPES = {
-    "all_gather": (spmd.S(0), spmd.R),
-    "all_reduce": (spmd.P, spmd.R),
-    "all_to_all": (spmd.S(0), spmd.S(1)),
-    "reduce_scatter": (spmd.P, spmd.S(0)),
-    f"all_gather{INNER}": (spmd.S(1), spmd.R),
-    f"reduce_scatter{INNER}": (spmd.P, spmd.S(1)),
+    "all_gather": (S(0), R),
+    "all_reduce": (P, R),
+    "all_to_all": (S(0), S(1)),
+    "reduce_scatter": (P, S(0)),
+    f"all_gather{INNER}": (S(1), R),
+    f"reduce_scatter{INNER}": (P, S(1)),
 }
 """The SPMD types before and after each collective; a halo exchange does not change the type."""
 
@@ -160,15 +160,16 @@ def measure_collectives(
             local = [n // num_ranks if dim == sharded else n for dim, n in enumerate(shape)]
             tensor = torch.ones(local, device=stopwatch.device)
             with torch.no_grad():
-                seconds = stopwatch.measure(_run(action, tensor, group))
+                seconds = stopwatch.measure(_run(action, tensor, group, shape))
             yield CollectiveSample(action, level, num_ranks, measured, seconds)
 
 
-def _run(action: str, tensor: torch.Tensor, group: ProcessGroup) -> Callable[[], object]:
+def _run(
+    action: str, tensor: torch.Tensor, group: ProcessGroup, shape: Sequence[int]
+) -> Callable[[], object]:
     """A function that runs a collective; a halo exchange sends half to each neighbour."""
     if action in _TYPES:
-        before, after = _TYPES[action]
-        return partial(redistribute, tensor, group, src=before, dst=after)
+        return partial(bind_step(*_TYPES[action], group, shape), tensor)
     if group.size() == 2:  # noqa: PLR2004  each rank has one neighbour
         return partial(exchange_edges, tensor, tensor, group)
     to_before, to_after = torch.tensor_split(tensor, 2)
