@@ -4,6 +4,7 @@
     ├── InputError                  invalid input; also a ValueError
     │   ├── GraphError              the exported graph
     │   │   ├── ArchiveError        not a readable .pt2 archive
+    │   │   ├── ExportError         torch.export cannot trace the model
     │   │   ├── SchemaError         model.json is not a supported program
     │   │   └── UnsupportedError    a program feature or operator without a rule
     │   ├── LayoutError             an invalid layout, or one that cannot be resharded to
@@ -39,6 +40,10 @@ class GraphError(InputError):
 
 class ArchiveError(GraphError):
     """The bytes are not a readable `.pt2` archive."""
+
+
+class ExportError(GraphError):
+    """The model cannot be exported; the message has the module, file and line, and a remedy."""
 
 
 class SchemaError(GraphError):

@@ -14,6 +14,7 @@ PUBLIC = [
     "Graph",
     "LaunchContext",
     "Mesh",
+    "OpaqueModule",
     "Pins",
     "Plan",
     "PlanOptions",

@@ -24,6 +24,7 @@ from autoshard.graph.ir import (
     references,
 )
 from autoshard.graph.load import load_graph
+from autoshard.graph.opaque_call import OPAQUE_MODULE, OpaqueCall, OpaqueModule
 from autoshard.graph.serialise import (
     graph_digest,
     graph_from_json,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_RULES",
+    "OPAQUE_MODULE",
     "RULES_VERSION",
     "Archive",
     "ArchiveLimits",
@@ -52,6 +54,8 @@ __all__ = [
     "InputKind",
     "Letters",
     "Node",
+    "OpaqueCall",
+    "OpaqueModule",
     "Output",
     "Ref",
     "Tensor",

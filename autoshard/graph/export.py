@@ -6,50 +6,22 @@ The only module of this package that needs torch; it is imported on first use.
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from typing import Any
 
 import torch
-from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import GraphError
-from autoshard.graph.archive import CONSTANT_BYTES, EXPORT_FILE, ExportRecord
+from autoshard.errors import ExportError, GraphError
+from autoshard.graph.archive import EXPORT_FILE, ExportRecord
+from autoshard.graph.buffers import follow_buffers
 from autoshard.graph.forward_code import forward_code, hooked_modules
 from autoshard.graph.ir import ExportedModel
-
-_TORCH_MODULES = "torch."
-"""Module prefix of torch's own functions, whose backward matches their forward."""
-
-
-@contextmanager
-def custom_functions() -> Iterator[set[str]]:
-    """Collect the names of custom `autograd.Function`s that are called inside the context.
-
-    An exported graph has the operators of their forward, but not their backward. Only calls with
-    an input that requires a gradient count.
-    """
-    plain = Function.__dict__["apply"]
-    found: set[str] = set()
-
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        passes = any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            for leaf in pytree.tree_leaves((args, kwargs))
-        )
-        if passes and torch.is_grad_enabled() and not cls.__module__.startswith(_TORCH_MODULES):
-            found.add(f"{cls.__module__}.{cls.__qualname__}")
-        return plain.__func__(cls, *args, **kwargs)
-
-    # Patched here and restored below.
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield found
-    finally:
-        Function.apply = plain  # type: ignore[method-assign]
+from autoshard.graph.opaque import OpaqueModules
+from autoshard.graph.opaque_call import OpaqueModule
+from autoshard.graph.tracing import OnMeta, check_sizes, custom_functions, traced
 
 
 def export_model(
@@ -59,6 +31,7 @@ def export_model(
     *,
     loss: Callable[..., torch.Tensor] | None = None,
     targets: tuple[Any, ...] = (),
+    opaque: Iterable[str | type | OpaqueModule] = (),
     dynamic_shapes: Any = None,
     strict: bool = False,
 ) -> bytes:
@@ -68,6 +41,9 @@ def export_model(
     copy whose tensors are on the meta device. Small tensors that forward creates from numbers, as
     in `torch.tensor(0.5)`, keep their values.
 
+    Models of transformers are exported without the key-value cache that they would return: as if
+    `use_cache` were False in their configs, unless the call passes `use_cache` itself.
+
     Args:
         model: the model; its weights may be on any device, the meta device included.
         args: example arguments of forward; the plan is made for their shapes.
@@ -76,6 +52,9 @@ def export_model(
             and the targets. The planned model then takes the targets after `args` and returns the
             loss, so that logits need not leave the ranks that compute them.
         targets: example targets of the loss.
+        opaque: modules that are kept whole instead of being traced, since their forward branches
+            on data or calls code that cannot be traced: dotted names, classes, or `OpaqueModule`s.
+            They run as Python code, replicated or along the batch.
         dynamic_shapes: dynamic sizes, as in `torch.export.export`. The plan is made for the
             example sizes, and runs with other sizes that its layouts can shard.
         strict: as in `torch.export.export`.
@@ -85,11 +64,14 @@ def export_model(
         parameters, the model's mode, and a digest of the code of forward.
 
     Raises:
-        GraphError: the model cannot be copied, traced or saved, or a gradient passes through a
-            custom `autograd.Function`; the message has the cause.
+        ExportError: the model cannot be traced; the message has module, file and line, the cause,
+            and what to do about it.
+        GraphError: the model cannot be copied or saved, or a gradient passes through a custom
+            `autograd.Function`.
 
     Example:
         >>> export_model(model, (images,), loss=nn.CrossEntropyLoss(), targets=(labels,))
+        >>> export_model(model, (ids,), opaque=["encoder.router"])
     """
     what = type(model).__name__
     with _named(f"{what} cannot be copied to the meta device"):
@@ -97,14 +79,22 @@ def export_model(
         if loss is not None:
             twin.__class__ = _with_loss(type(twin), copy.deepcopy(loss), len(args), len(targets))
         meta_args, meta_kwargs = pytree.tree_map(_to_meta, ((*args, *targets), kwargs or {}))
-    tracing = _named(f"torch.export cannot trace {what}")
+    whole = OpaqueModules(model, opaque)
+    if whole.inside and dynamic_shapes is not None:
+        raise ExportError("opaque modules have fixed sizes; export without dynamic_shapes")
+    _leave_out_caches(twin)
+    with torch.enable_grad(), torch.device("meta"), OnMeta():
+        whole.measure(twin, meta_args, meta_kwargs)
+    whole.replace_in(twin)
+    follow_buffers(twin)
     # Dynamo (strict tracing) would trace into the mode instead of running it.
-    numbers = nullcontext() if strict else _KeepNumbers()
-    meta = torch.device("meta")
-    with tracing, torch.enable_grad(), meta, numbers, custom_functions() as found:
+    on_meta = nullcontext() if strict else OnMeta()
+    tracing = traced(twin, what)
+    with tracing, torch.enable_grad(), torch.device("meta"), on_meta, custom_functions() as found:
         program = torch.export.export(
             twin, meta_args, meta_kwargs, dynamic_shapes=dynamic_shapes, strict=strict
         )
+    check_sizes(program, what)
     if found:
         raise GraphError(
             f"{what} has custom gradients ({', '.join(sorted(found))}), which an exported graph "
@@ -112,8 +102,11 @@ def export_model(
             f"model.requires_grad_(False) to plan inference"
         )
     buffer = BytesIO()
-    hooked = hooked_modules(dict(model.named_modules()))
-    code = forward_code(type(module) for module in model.modules())
+    modules = dict(model.named_modules())
+    hooked = (*hooked_modules(modules), *sorted(whole.inside))
+    code = forward_code(
+        type(module) for name, module in modules.items() if name not in whole.inside
+    )
     exported = ExportedModel(model.training, code, hooked)
     record = ExportRecord(tied_names(model), exported).to_json().decode()
     with _named(f"the exported {what} cannot be saved"):
@@ -149,33 +142,12 @@ def tied_names(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-class _KeepNumbers(TorchFunctionMode):
-    """Create tensors from numbers on the CPU, so that they have values, and move them to meta."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Intercept a torch function."""
-        given = kwargs or {}
-        if func in _OF_NUMBERS and _is_of_small_numbers(args, given):
-            return func(*args, **{**given, "device": "cpu"}).to("meta")
-        return func(*args, **given)
-
-
-_OF_NUMBERS = (torch.tensor, torch.as_tensor)
-
-
-def _is_of_small_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    data = args[0] if args else kwargs.get("data")
-    device = torch.device(kwargs.get("device") or "meta")
-    leaves = pytree.tree_leaves(data)
-    plain = all(isinstance(leaf, (bool, int, float)) for leaf in leaves)
-    small = 8 * len(leaves) <= CONSTANT_BYTES
-    return plain and small and device.type == "meta" and not kwargs.get("requires_grad")
+def _leave_out_caches(model: torch.nn.Module) -> None:
+    """Switch `use_cache` off in the configs of transformers: a cache is no tensor."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            vars(config)["use_cache"] = False
 
 
 @contextmanager

@@ -498,7 +498,8 @@ class ExportedModel:
     Attributes:
         training: True if it was in training mode.
         code: a digest of the code of forward by class (`autoshard.graph.forward_code`).
-        hooked: names of the modules that had hooks, which the export traced.
+        hooked: names of the modules whose hooks run: those that had some, which the export
+            traced, and those that are kept whole.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autoshard.errors import SchemaError
-from autoshard.graph import CallRule, Graph
+from autoshard.graph import OPAQUE_MODULE, CallRule, Graph
 from autoshard.ops import (
     attention,
     convolution,
@@ -14,6 +14,7 @@ from autoshard.ops import (
     loss,
     matmul,
     normalisation,
+    opaque,
     pointwise,
     reduction,
     views,
@@ -54,6 +55,8 @@ _UNKNOWN = OperatorSpec(operators="", rule=replicated, saves=saves_everything)
 
 def spec_for(operator: str) -> OperatorSpec:
     """Return the spec of an operator; unknown operators are replicated and save everything."""
+    if operator == OPAQUE_MODULE:
+        return opaque.SPEC
     return SPECS.get(operator) or SPECS.get(operator.rpartition(".")[0]) or _UNKNOWN
 
 

@@ -238,6 +238,8 @@ class Kernel(StrEnum):
     ROUTED = "routed"
     """An operator of `autoshard.graph.experts`. Local rows are one tensor [1, n, d], ordered by
     expert and then by token; n follows from the ids."""
+    MODULE = "module"
+    """A call of a module of the model (`autoshard.graph.opaque_call`)."""
     DIAGONAL = "diagonal"
     """The argument, a diagonal of the last two dims, becomes that of the local rows and
     columns."""

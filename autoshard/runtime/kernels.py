@@ -13,6 +13,7 @@ from autoshard.graph import Node
 from autoshard.layouts import Kind
 from autoshard.ops import Kernel, spec_for
 from autoshard.runtime.local_node import LocalKernel, LocalNode
+from autoshard.runtime.opaque import bind_module
 from autoshard.runtime.operators import OperatorCall
 from autoshard.runtime.sharded_kernels import bind_sharded_kernel
 from autoshard.runtime.sharded_kernels.experts import bind_experts
@@ -293,5 +294,6 @@ _BINDERS: Mapping[Kernel, Callable[[LocalNode, str], LocalKernel]] = {
     Kernel.EXPERTS: _experts,
     Kernel.DIAGONAL: _diagonal,
     Kernel.ATTENTION: _attention,
+    Kernel.MODULE: lambda local, _argument: bind_module(local),
     Kernel.ROUTED: lambda local, _argument: bind_experts(local),
 }

@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -162,6 +163,7 @@ class LocalNode:
         output_shapes: local shape of each output.
         place: position of the rank on the mesh.
         custom: names of operators outside ATen that may be called.
+        model: the model that runs as planned; None if only its program runs.
     """
 
     node: Node
@@ -172,6 +174,7 @@ class LocalNode:
     output_shapes: tuple[tuple[int, ...], ...]
     place: Place
     custom: frozenset[str] = frozenset()
+    model: nn.Module | None = None
 
     def names(self) -> list[str]:
         """The argument name of each tensor input."""

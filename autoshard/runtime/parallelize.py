@@ -91,7 +91,13 @@ def parallelize(
     forwards = {
         name: PlannedForward(
             stages[name],
-            partial(LocalProgram, mesh=device_mesh, seed=seed, custom_operators=custom_operators),
+            partial(
+                LocalProgram,
+                mesh=device_mesh,
+                seed=seed,
+                custom_operators=custom_operators,
+                model=model,
+            ),
             device_mesh,
             training=one.options.mode == "training",
             constants=dict(constants or {}),

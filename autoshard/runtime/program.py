@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import LayoutError, PlanError
@@ -40,6 +41,7 @@ class LocalProgram:
             or whole namespaces.
         bucketed: True if reshardings of parameters share collectives and overlap other work, as
             in the plan; otherwise each runs separately before its first read.
+        model: the model, whose opaque modules the program calls.
 
     Raises:
         PlanError: the mesh does not have the stage's axes, the stage is inconsistent, or it calls
@@ -60,6 +62,7 @@ class LocalProgram:
         seed: int = 0,
         custom_operators: Collection[str] = (),
         bucketed: bool = True,
+        model: nn.Module | None = None,
     ) -> None:
         self.graph = graph_from_json(stage.program)
         self.is_random = any(draws_random_numbers(node) for node in self.graph.nodes)
@@ -68,7 +71,7 @@ class LocalProgram:
             node.operator for node in self.graph.nodes if _may_call(node.operator, custom_operators)
         )
         lowered = lowering.lower(stage, self.graph, bucketed=bucketed)
-        self.instructions = tuple(_Binder(lowered, mesh, self.place, custom).bind())
+        self.instructions = tuple(_Binder(lowered, mesh, self.place, custom, model).bind())
         self._outputs = lowered.outputs
         outputs = {slot for slot in self._outputs if slot is not None}
         self._read_inputs = mark_last_reads(self.instructions, outputs)
@@ -101,6 +104,7 @@ class _Binder:
         mesh: the stage's devices.
         place: position of this rank on the mesh.
         custom: names of operators outside ATen that may be called.
+        model: the model, whose opaque modules the program calls.
     """
 
     def __init__(
@@ -109,12 +113,14 @@ class _Binder:
         mesh: DeviceMesh,
         place: Place,
         custom: frozenset[str],
+        model: nn.Module | None,
     ) -> None:
         self._lowered = lowered
         self._graph = lowered.graph
         self._mesh = mesh
         self._place = place
         self._custom = custom
+        self._model = model
         self._ragged = ragged_values(lowered.graph)
         self._buckets: dict[int, BucketSteps] = {}  # by the slot of the pending bucket
 
@@ -180,6 +186,7 @@ class _Binder:
             output_shapes=self._local_shapes(node.outputs, outputs),
             place=self._place,
             custom=self._custom,
+            model=self._model,
         )
         # The number of rows of an expert depends on data.
         known: list[tuple[int | None, ...]] = [

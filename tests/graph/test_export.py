@@ -135,18 +135,6 @@ def test_branches_are_refused() -> None:
         load_graph(archive)
 
 
-class DataDependent(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 0:
-            return x
-        return -x
-
-
-def test_a_model_that_cannot_be_traced_is_named_with_the_cause() -> None:
-    with pytest.raises(GraphError, match="cannot trace DataDependent: GuardOnDataDependent"):
-        export_model(DataDependent(), (torch.zeros(2),))
-
-
 class Steep(torch.autograd.Function):
     """Twice its input, with a gradient that says five times."""
 

@@ -3,11 +3,18 @@
 from collections.abc import Callable
 
 import pytest
-from runtime.cases import criteria, micro_batches, misuse, several_programs, updated_buffers
+from runtime.cases import (
+    criteria,
+    micro_batches,
+    misuse,
+    opaque_modules,
+    several_programs,
+    updated_buffers,
+)
 from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = joined(updated_buffers, misuse, several_programs, criteria, micro_batches)
+CASES = joined(updated_buffers, misuse, several_programs, criteria, micro_batches, opaque_modules)
 
 
 @pytest.mark.ranks

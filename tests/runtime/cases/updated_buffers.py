@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.comparison import close, device_mesh, whole
 from support.meshes import slow_devices
-from support.models import graph_of
 from support.shared_folder import shared_folder
 from torch import nn
 
+from autoshard.graph import export_model, load_graph
 from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
 from autoshard.runtime import dcp_state_dict, parallelize
@@ -132,6 +132,7 @@ class Stateful:
         axes: of the mesh.
         options: of the plan.
         sharded: buffers that the plan shards; None if that does not matter.
+        export: options of the export.
         check: further comparison of the planned model, the other one, and the calls.
     """
 
@@ -140,12 +141,13 @@ class Stateful:
     axes: dict[str, int]
     sharded: frozenset[str] | None
     options: dict[str, Any] = field(default_factory=dict)
+    export: dict[str, Any] = field(default_factory=dict)
     check: Callable[["Stateful"], None] | None = None
     plan: Plan = field(init=False)
 
     def prepare(self) -> None:
         torch.manual_seed(0)
-        graph = graph_of((self.build(), self.calls()[0]))
+        graph = load_graph(export_model(self.build(), (), self.calls()[0], **self.export))
         self.plan = make_plan(graph, slow_devices(**self.axes), PlanOptions(**self.options))
         assert check_plan(self.plan, graph) == ()
         stage = self.plan.stages[0]

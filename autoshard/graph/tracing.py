@@ -1,0 +1,245 @@
+"""Tracing of a copy of a model on the meta device, and errors that say where and why it fails."""
+
+import linecache
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.autograd import Function
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import AutoshardError, ExportError
+from autoshard.graph.archive import CONSTANT_BYTES
+
+_TORCH_MODULES = "torch."
+"""Module prefix of torch's own functions, whose backward matches their forward."""
+
+_OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+"""Folders whose code is not the user's."""
+
+
+@contextmanager
+def custom_functions() -> Iterator[set[str]]:
+    """Collect the names of custom `autograd.Function`s that are called inside the context.
+
+    An exported graph has the operators of their forward, but not their backward. Only calls with
+    an input that requires a gradient count.
+    """
+    plain = Function.__dict__["apply"]
+    found: set[str] = set()
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        passes = any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            for leaf in pytree.tree_leaves((args, kwargs))
+        )
+        if passes and torch.is_grad_enabled() and not cls.__module__.startswith(_TORCH_MODULES):
+            found.add(f"{cls.__module__}.{cls.__qualname__}")
+        return plain.__func__(cls, *args, **kwargs)
+
+    # Patched here and restored below.
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield found
+    finally:
+        Function.apply = plain  # type: ignore[method-assign]
+
+
+class OnMeta(TorchFunctionMode):
+    """Creates all tensors on the meta device, also where a model names another device.
+
+    Tensors of a few numbers are first created on the CPU, so that the export has their values.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Intercept a torch function."""
+        given = dict(kwargs or {})
+        if given.get("device") is not None:
+            given["device"] = _META
+        args = tuple(_META if isinstance(arg, torch.device) else arg for arg in args)
+        if func in _MOVES:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_device(args[1]):
+            args = (args[0], _META, *args[2:])
+        if func in _OF_NUMBERS and _is_of_small_numbers(args, given):
+            return func(*args, **{**given, "device": "cpu"}).to("meta")
+        return func(*args, **given)
+
+
+_META = torch.device("meta")
+_MOVES = (torch.Tensor.cpu, torch.Tensor.cuda)
+_OF_NUMBERS = (torch.tensor, torch.as_tensor)
+
+
+def _is_device(argument: object) -> bool:
+    """True for a text or a number that names a device, which `Tensor.to` takes as well."""
+    return isinstance(argument, str | int)
+
+
+def _is_of_small_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    data = args[0] if args else kwargs.get("data")
+    leaves = pytree.tree_leaves(data)
+    plain = all(isinstance(leaf, (bool, int, float)) for leaf in leaves)
+    small = 8 * len(leaves) <= CONSTANT_BYTES
+    return plain and small and not kwargs.get("requires_grad")
+
+
+@contextmanager
+def traced(model: nn.Module, what: str) -> Iterator[None]:
+    """A context for tracing: its errors become an `ExportError` of one paragraph.
+
+    torch prints the graph so far to stderr when tracing fails; that is left out.
+
+    Args:
+        model: the model that is traced.
+        what: its name in messages.
+
+    Raises:
+        ExportError: the model cannot be traced.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    printed, failure = StringIO(), None
+    try:
+        with redirect_stderr(printed), _quiet_logs():
+            yield
+    except AutoshardError:
+        raise
+    except Exception as error:  # noqa: BLE001  tracing may raise anything
+        failure = error
+    graph = f"{getattr(failure, 'partial_fx_graph', None)}\n"
+    sys.stderr.write(printed.getvalue().replace(graph, ""))
+    if failure is not None:
+        raise _explained(failure, names, what) from None
+
+
+@contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Hold back warnings of torch's loggers, which say the same at greater length."""
+    loggers = [log for name, log in logging.root.manager.loggerDict.items() if name[:5] == "torch"]
+    handlers = [x for log in loggers if isinstance(log, logging.Logger) for x in log.handlers]
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where tracing failed.
+
+    Attributes:
+        module: name of the innermost module; "" for the model itself.
+        line: file, line and code of the innermost frame of the user, as text.
+        is_flex: True if it is a call of FlexAttention.
+    """
+
+    module: str
+    line: str
+    is_flex: bool = False
+
+
+def _explained(error: Exception, names: Mapping[int, str], what: str) -> ExportError:
+    place = _place(error.__traceback__, names)
+    message = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+    kind = type(error).__name__
+    depends = isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException)
+    if place.is_flex:
+        cause = (
+            "FlexAttention runs a sub-graph, for which there is no sharding rule: use "
+            "torch.nn.functional.scaled_dot_product_attention with a mask, which plans shard by "
+            "heads"
+        )
+    elif "Cache" in message:
+        return ExportError(
+            f"torch.export cannot trace {what}{place.line}: a key-value cache is no tensor. Pass "
+            f"use_cache=False, or export a module whose static cache is in its buffers, such as "
+            f"transformers' TorchExportableModuleWithStaticCache ({kind}: {message[:200]})"
+        )
+    elif depends or "meta tensors" in message:
+        cause = "control flow or a size depends on the data of a tensor: use torch.where or masks"
+    else:
+        cause = f"{kind}: {message[:300]}"
+        kind = ""
+    detail = f" ({kind}: {message[:200]})" if kind and not place.is_flex else ""
+    return ExportError(
+        f"torch.export cannot trace {what}{place.line}: {cause}{_remedy(place.module)}{detail}"
+    )
+
+
+def _remedy(module: str) -> str:
+    custom = "make the function a torch.library.custom_op"
+    if not module:
+        return f". Otherwise {custom}, or move it to a module of its own and keep that whole"
+    keep = f"keep the module whole with export_model(..., opaque=[{module!r}])"
+    return f". Otherwise {keep}, or {custom}"
+
+
+def _place(traceback: TracebackType | None, names: Mapping[int, str]) -> _Place:
+    module, kind, line, is_flex = "", "", "", False
+    while traceback is not None:
+        frame = traceback.tb_frame
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            module, kind = names[id(owner)], type(owner).__name__
+        if not frame.f_code.co_filename.startswith((*_OWN_FOLDERS, "<")) and line != "stop":
+            line = _line(frame, traceback.tb_lineno)
+        is_flex = is_flex or frame.f_code.co_name in _FLEX
+        traceback = traceback.tb_next
+    inside = f" in module {module!r} ({kind})" if module else ""
+    return _Place(module, f"{inside}{line}", is_flex)
+
+
+_FLEX = frozenset({"flex_attention", "create_block_mask"})
+
+
+def _line(frame: FrameType, number: int) -> str:
+    file = frame.f_code.co_filename
+    text = linecache.getline(file, number).strip()
+    return f", {file}:{number}" + (f", `{text[:100]}`" if text else "")
+
+
+def check_sizes(program: ExportedProgram, what: str) -> None:
+    """Check that no size depends on data.
+
+    Raises:
+        ExportError: one does; the message has the module, the file and the line.
+    """
+    for node in program.graph.nodes:
+        values = pytree.tree_leaves(node.meta.get("val"))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if any(free_unbacked_symbols(tensor) for tensor in tensors):
+            modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+            module = modules[-1] if modules else ""
+            lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+            code = lines[-2:] if len(lines) > 1 else lines
+            at = " ".join(line.strip() for line in code)
+            inside = f" in module {module!r}" if module else ""
+            raise ExportError(
+                f"a size in {what}{inside} depends on data ({node.target}{', ' * bool(at)}{at}): "
+                f"use masks of a fixed size{_remedy(module)}"
+            )
