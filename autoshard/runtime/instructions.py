@@ -1,4 +1,8 @@
-"""The instructions that a rank executes: lowered instructions bound to kernels and collectives."""
+"""The instructions that a rank executes: lowered instructions bound to kernels and collectives.
+
+Everything that is known before a run is in an instruction: the slots that it reads and writes, the
+kernel with its constant arguments, the process groups. A run only moves tensors between slots.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +15,27 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.plan.document import Use
 from autoshard.runtime.buckets import BucketOp, BucketSteps
-from autoshard.runtime.local_node import LocalKernel
+from autoshard.runtime.local_node import LocalKernel, Step
 from autoshard.runtime.regather import Regathers
 from autoshard.runtime.resharding import LocalFunction, run_steps
 
-Registers = dict[int, Any]
-"""Live tensors and pending buckets, by slot."""
+Registers = list[Any]
+"""Tensors and pending buckets by slot; None before a slot is written and after its last read."""
+
+
+@dataclass(slots=True)
+class Execution:
+    """One run of instructions.
+
+    Attributes:
+        step: the training step.
+        regathers: the reshardings that backward runs again.
+        checks_shapes: True if the shapes of outputs are compared with the planned ones.
+    """
+
+    step: Step
+    regathers: Regathers
+    checks_shapes: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,14 +57,27 @@ class Instruction(ABC):
     writes: tuple[int, ...] = ()
 
     @abstractmethod
-    def run(self, tensors: list[Any], step: int, regathers: Regathers) -> Sequence[Any]:
-        """Run the instruction and return its outputs.
+    def run(self, registers: Registers, execution: Execution) -> None:
+        """Run the instruction: read its inputs, free those that are read last, write its outputs.
 
         Args:
-            tensors: the inputs; the instruction may empty the list to free them early.
-            step: index of the training step.
-            regathers: collects the reshardings that backward runs again.
+            registers: of the run.
+            execution: the run.
         """
+
+    def _take(self, registers: Registers) -> list[Any]:
+        """The inputs; the caller has the only reference to those that are read last."""
+        tensors = [registers[slot] for slot in self.reads]
+        for slot in self.last_reads:
+            registers[slot] = None
+        return tensors
+
+    def _put(self, registers: Registers, outputs: Iterable[Any]) -> None:
+        """Write the outputs that are read later."""
+        for slot, output in zip(self.targets, outputs, strict=True):
+            registers[slot] = output
+        for slot in self.unread:
+            registers[slot] = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,28 +88,25 @@ class Reshard(Instruction):
         use: the use of a value for which it is resharded.
         steps: the steps of the resharding; at least one.
         regather: True if backward runs the resharding again instead of saving its result.
+        reduces: True if the last step of backward is a collective.
     """
 
     use: Use
     steps: tuple[LocalFunction, ...]
     regather: bool
+    reduces: bool
 
-    def run(
-        self,
-        tensors: list[torch.Tensor],
-        step: int,  # noqa: ARG002  the base's signature
-        regathers: Regathers,
-    ) -> Sequence[torch.Tensor]:
+    def run(self, registers: Registers, execution: Execution) -> None:
         """Run the steps."""
-        tensor = tensors.pop()
+        tensor: torch.Tensor = self._take(registers).pop()
         sources = (tensor,) if self.regather else ()
         for reshard in self.steps:
             tensor = reshard(tensor)
         if sources and not torch.compiler.is_compiling():
-            regathers.add(
+            execution.regathers.add(
                 sources, (tensor,), lambda tensors: [run_steps(self.steps, t) for t in tensors]
             )
-        return (tensor,)
+        self._put(registers, (tensor,))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,18 +119,15 @@ class Begin(Instruction):
 
     steps: BucketSteps
 
-    def run(
-        self,
-        tensors: list[Any],
-        step: int,  # noqa: ARG002  the base's signature
-        regathers: Regathers,  # noqa: ARG002  the base's signature
-    ) -> Sequence[Any]:
+    def run(self, registers: Registers, execution: Execution) -> None:  # noqa: ARG002  the base's
         """Start the first collective."""
+        tensors = self._take(registers)
         if torch.compiler.is_compiling():
-            return (tuple(tensors),)
+            self._put(registers, (tuple(tensors),))
+            return
         bucket = BucketOp(self.steps)
         bucket.begin(tensors)
-        return (bucket,)
+        self._put(registers, (bucket,))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,23 +142,19 @@ class End(Instruction):
     steps: BucketSteps
     regather: bool
 
-    def run(
-        self,
-        tensors: list[Any],
-        step: int,  # noqa: ARG002  the base's signature
-        regathers: Regathers,
-    ) -> Sequence[Any]:
-        """Wait for the first collective, run the others, and return the full tensors."""
-        (bucket,) = tensors
+    def run(self, registers: Registers, execution: Execution) -> None:
+        """Wait for the first collective, run the others, and split the result."""
+        (bucket,) = self._take(registers)
         if torch.compiler.is_compiling():
             # Not fused here: the compiler decides which collectives it fuses.
             pairs = zip(bucket, self.steps.separate, strict=True)
-            return [run_steps(steps, source) for source, steps in pairs]
+            self._put(registers, [run_steps(steps, source) for source, steps in pairs])
+            return
         assert isinstance(bucket, BucketOp)
         resharded = bucket.end()
         if self.regather:
-            regathers.add(bucket.sources, resharded, bucket.reshard)
-        return resharded
+            execution.regathers.add(bucket.sources, resharded, bucket.reshard)
+        self._put(registers, resharded)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,28 +165,39 @@ class Call(Instruction):
         node: name of the node.
         shapes: local shape of each output; a size that depends on data is None.
         kernel: the local kernel.
+        reads_regathered: True if an input may share memory with a result that is re-gathered.
     """
 
     node: str
     shapes: tuple[tuple[int | None, ...], ...]
     kernel: LocalKernel
+    reads_regathered: bool = False
 
-    def run(
-        self, tensors: list[torch.Tensor], step: int, regathers: Regathers
-    ) -> Sequence[torch.Tensor]:
+    def run(self, registers: Registers, execution: Execution) -> None:
         """Run the kernel."""
-        with regathers.saving(tensors):
-            outputs = self.kernel(tensors, step)
-        for output, shape in zip(outputs, self.shapes, strict=True):
-            if output.shape != shape:
-                self._check(output.shape, shape)
-        return outputs
+        tensors = [registers[slot] for slot in self.reads]
+        for slot in self.last_reads:
+            registers[slot] = None
+        if self.reads_regathered:
+            with execution.regathers.saving(tensors):
+                outputs = self.kernel(tensors, execution.step)
+        else:
+            outputs = self.kernel(tensors, execution.step)
+        if execution.checks_shapes:
+            self._check(outputs)
+        for slot, output in zip(self.targets, outputs):  # noqa: B905  checked in the first run
+            registers[slot] = output
+        for slot in self.unread:
+            registers[slot] = None
 
-    def _check(self, shape: torch.Size, planned: tuple[int | None, ...]) -> None:
-        """Check an output's shape, except for sizes that depend on data."""
-        known = (s if p is not None else None for s, p in zip(shape, planned, strict=False))
-        message = f"{self.node} returned shape {tuple(shape)}, not {planned}"
-        assert tuple(known) == planned, message
+    def _check(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Check the outputs' shapes, except for sizes that depend on data."""
+        for output, planned in zip(outputs, self.shapes, strict=True):
+            shape = tuple(output.shape)
+            known = (s if p is not None else None for s, p in zip(shape, planned, strict=False))
+            message = f"{self.node} returned shape {shape}, not {planned}"
+            assert len(shape) == len(planned), message
+            assert tuple(known) == planned, message
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,9 +210,11 @@ class Recompute(Instruction):
 
     Attributes:
         instructions: the checkpointed instructions, in order; none has `regather` set.
+        num_slots: number of registers that they need.
     """
 
     instructions: tuple[Instruction, ...]
+    num_slots: int
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> Self:
@@ -193,40 +228,44 @@ class Recompute(Instruction):
             reads=tuple(sorted(inputs)),
             targets=tuple(sorted(written)),
             instructions=tuple(instructions),
+            num_slots=max(inputs | written) + 1,
         )
 
-    def run(
-        self, tensors: list[torch.Tensor], step: int, regathers: Regathers
-    ) -> Sequence[torch.Tensor]:
+    def run(self, registers: Registers, execution: Execution) -> None:
         """Run the instructions."""
+        tensors = self._take(registers)
         if torch.compiler.is_compiling():
-            return self._run(count(), step, *tensors)
+            self._put(registers, self._run(count(), execution, *tensors))
+            return
         # Inputs are saved like those of an operator, so they may be re-gathered in backward.
-        with regathers.saving(tensors):
+        with execution.regathers.saving(tensors):
             # Random numbers are seeded by the step, so no generator state has to be restored.
             outputs: Sequence[torch.Tensor] = checkpoint(
                 self._run,
                 count(),
-                step,
+                execution,
                 *tensors,
                 use_reentrant=False,
                 preserve_rng_state=False,
                 determinism_check="none",
             )
-        return outputs
+        self._put(registers, outputs)
 
     def _run(
-        self, runs: Iterator[int], step: int, *tensors: torch.Tensor
+        self, runs: Iterator[int], execution: Execution, *tensors: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        registers = dict(zip(self.reads, tensors, strict=True))
-        execute(self.instructions, registers, step, recomputing=next(runs) > 0)
+        registers: Registers = [None] * self.num_slots
+        for slot, tensor in zip(self.reads, tensors, strict=True):
+            registers[slot] = tensor
+        inner = Execution(execution.step, Regathers(), execution.checks_shapes)
+        execute(self.instructions, registers, inner, recomputing=next(runs) > 0)
         return tuple(registers[slot] for slot in self.targets)
 
 
 def execute(
     instructions: Iterable[Instruction],
     registers: Registers,
-    step: int,
+    execution: Execution,
     *,
     recomputing: bool = False,
 ) -> None:
@@ -234,31 +273,17 @@ def execute(
 
     Args:
         instructions: instructions in order, after `mark_last_reads`.
-        registers: the inputs by slot; afterwards only the slots that `mark_last_reads` keeps.
-        step: index of the training step.
+        registers: has the inputs; afterwards only the slots that `mark_last_reads` keeps.
+        execution: the run.
         recomputing: True if the step has run them before; in-place changes then go to copies.
     """
-    regathers = Regathers()
     for instruction in instructions:
         if recomputing:
             for position in instruction.writes:
                 slot = instruction.reads[position]
                 registers[slot] = registers[slot].clone()
-        _run_one(instruction, registers, step, regathers)
-    regathers.clear()
-
-
-def _run_one(
-    instruction: Instruction, registers: Registers, step: int, regathers: Regathers
-) -> None:
-    """Run one instruction; a separate function, so that no local variable keeps tensors alive."""
-    tensors = [registers[slot] for slot in instruction.reads]
-    for slot in instruction.last_reads:
-        del registers[slot]
-    made = instruction.run(tensors, step, regathers)
-    registers.update(zip(instruction.targets, made, strict=True))
-    for slot in instruction.unread:
-        del registers[slot]
+        instruction.run(registers, execution)
+    execution.regathers.clear()
 
 
 def mark_last_reads(instructions: Sequence[Instruction], kept: Iterable[int]) -> frozenset[int]:

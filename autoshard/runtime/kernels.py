@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from autoshard.graph import Node
 from autoshard.layouts import Kind
 from autoshard.ops import Kernel, spec_for
-from autoshard.runtime.local_node import LocalKernel, LocalNode
+from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.opaque import bind_module
 from autoshard.runtime.operators import OperatorCall
 from autoshard.runtime.sharded_kernels import bind_sharded_kernel
@@ -66,7 +66,7 @@ def _vocabulary(local: LocalNode, _argument: str) -> LocalKernel:
     replaced = {"padding_idx": padding - first if inside else -1}
     call = OperatorCall(local.node, place.device, replaced=replaced)
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         table, ids = tensors
         elsewhere = (ids < first) | (ids >= first + rows)
         (found,) = call((table, (ids - first).masked_fill(elsewhere, 0)))
@@ -95,7 +95,7 @@ def _scaling(local: LocalNode, argument: str, plain: LocalKernel) -> LocalKernel
         return plain
     num_shards = size / local_size
 
-    def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], step: Step) -> tuple[torch.Tensor, ...]:
         (mean,) = plain(tensors, step)
         return (mean / num_shards,)
 
@@ -155,7 +155,7 @@ def _diagonal(local: LocalNode, argument: str) -> LocalKernel:
 def _bags(local: LocalNode, _argument: str) -> LocalKernel:
     plain = _plain(local)
 
-    def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], step: Step) -> tuple[torch.Tensor, ...]:
         made = plain(tensors, step)
         return tuple(
             table if table.shape == shape else table.new_zeros(shape)
@@ -170,7 +170,7 @@ def _counts(local: LocalNode, _argument: str) -> LocalKernel:
     if local.place.device.type != "cpu":
         return plain
 
-    def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], step: Step) -> tuple[torch.Tensor, ...]:
         (values,) = tensors
         if values.is_floating_point():
             return plain(tensors, step)
@@ -191,7 +191,7 @@ def _experts(local: LocalNode, argument: str) -> LocalKernel:
     before, first = local.start(0), local.start(0, 1)
     call = OperatorCall(local.node, place.device)
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         rows, matrices, *rest = tensors
         ends = (tensors[at] - before).clamp(0, num_rows)
         start = ends[first - 1] if first else torch.zeros_like(ends[0])
@@ -226,7 +226,7 @@ def _causal(local: LocalNode, argument: str) -> LocalKernel:
     options: dict[str, Any] = {name: given[name] for name in names if name in given}
     bias = causal_lower_right(num_queries, end)
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         # Only this function, not the ATen operators, accepts masks that are not materialised.
         query, key, value = _until(tensors, end)
         return (scaled_dot_product_attention(query, key, value, attn_mask=bias, **options),)
@@ -248,7 +248,7 @@ def _seeded(local: LocalNode, plain: LocalKernel) -> LocalKernel:
     identity = "/".join(parts)
     generator = _default_generator(place.device)
 
-    def run(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], step: Step) -> tuple[torch.Tensor, ...]:
         # torch.manual_seed would seed every device, which takes longer than to draw.
         before = generator.get_state()
         generator.manual_seed(_derived_seed(f"{place.seed}/{step}/{identity}"))

@@ -14,8 +14,11 @@ from autoshard.graph import Node, references
 from autoshard.layouts import Layout
 from autoshard.ops import Operation
 
-LocalKernel = Callable[[Sequence[torch.Tensor], int], tuple[torch.Tensor, ...]]
-"""Function of the local inputs and the index of the step that returns the local outputs."""
+Step = int | torch.Tensor
+"""Index of the training step; while a compiler traces, a tensor with it."""
+
+LocalKernel = Callable[[Sequence[torch.Tensor], Step], tuple[torch.Tensor, ...]]
+"""Function of the local inputs and the step that returns the local outputs."""
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None]
 """Tensors from the previous and the next rank; None if there is no such rank."""

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import ExportError, PlanError
 from autoshard.graph import OpaqueCall
 from autoshard.graph.opaque import call_module, tensors_of
-from autoshard.runtime.local_node import LocalKernel, LocalNode
+from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.signature import read_spec
 
 
@@ -34,7 +34,7 @@ def bind_module(local: LocalNode) -> LocalKernel:
     dtypes = [str(dtype) for _, dtype in call.results]
     shapes = list(zip(local.output_shapes[: len(dtypes)], dtypes, strict=True))
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         rest = iter(tensors[:num_tensors])
         leaves = [literals[i] if i in literals else next(rest) for i in range(spec.num_leaves)]
         arguments: Any = pytree.tree_unflatten(leaves, spec)
@@ -42,7 +42,7 @@ def bind_module(local: LocalNode) -> LocalKernel:
         state |= {name: state[name].clone() for name in call.updated}
         return _run(module, arguments, state, call, shapes)
 
-    def named(tensors: Sequence[torch.Tensor], step: int) -> tuple[torch.Tensor, ...]:
+    def named(tensors: Sequence[torch.Tensor], step: Step) -> tuple[torch.Tensor, ...]:
         try:
             return run(tensors, step)
         except ExportError as error:

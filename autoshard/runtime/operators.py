@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from autoshard.errors import PlanError
 from autoshard.graph import Argument, DType, Node, Ref, Token, TokenKind, references
 from autoshard.ops import has_rule
+from autoshard.runtime.local_node import Step
 
 _REFUSED = frozenset({"aten.from_file"})
 """ATen operators that access files: a plan may come from a server, and must not choose files."""
@@ -83,31 +84,39 @@ class OperatorCall:
         replaced: Mapping[str, Argument] | None = None,
         custom: Collection[str] = (),
     ) -> None:
-        self._name = node.name
         self._operator = resolve_operator(node.operator, custom=custom)
-        self._num_outputs = len(node.outputs)
         templates = _templates({**dict(node.arguments), **(replaced or {})}, device, node)
-        self._args: list[Any] = []
+        args: list[Any] = []
         schema = self._operator._schema  # noqa: SLF001  as above
         for argument in schema.arguments:
             if argument.name not in templates or argument.kwarg_only:
                 break
-            self._args.append(templates.pop(argument.name))
-        self._kwargs = templates
+            args.append(templates.pop(argument.name))
         unknown = templates.keys() - {argument.name for argument in schema.arguments}
         if unknown:
             raise PlanError(f"node {node.name!r}: {node.operator} has no argument {min(unknown)!r}")
+        self._args, self._kwargs = args, templates
+        # Arguments that contain tensors; most are a tensor by itself.
+        self._positions = [(i, x.position) for i, x in enumerate(args) if isinstance(x, _Input)]
+        self._lists = [(i, x) for i, x in enumerate(args) if isinstance(x, tuple)]
+        self._named = [(n, x) for n, x in templates.items() if isinstance(x, (_Input, tuple))]
 
-    def __call__(self, tensors: Sequence[torch.Tensor], _step: int = 0) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], _step: Step = 0
+    ) -> tuple[torch.Tensor, ...]:
         """Run on tensor inputs in the order of `Node.inputs`; lists of results are flattened.
 
-        The index of the step is ignored; it makes this class a `LocalKernel`.
+        The step is ignored; it makes this class a `LocalKernel`.
         """
-        args = [_fill(template, tensors) for template in self._args]
-        kwargs = {name: _fill(template, tensors) for name, template in self._kwargs.items()}
-        outputs = tuple(_flat(self._operator(*args, **kwargs)))
-        assert len(outputs) == self._num_outputs, self._name
-        return outputs
+        args, kwargs = self._args.copy(), self._kwargs
+        for index, position in self._positions:
+            args[index] = tensors[position]
+        for index, template in self._lists:
+            args[index] = _fill(template, tensors)
+        if self._named:
+            kwargs = {**kwargs, **{name: _fill(x, tensors) for name, x in self._named}}
+        made = self._operator(*args, **kwargs)
+        return (made,) if isinstance(made, torch.Tensor) else tuple(_flat(made))
 
 
 def _templates(

@@ -1,13 +1,11 @@
 """Parameters of a model, and buffers that forward updates: comparison with the plan, sharding."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -236,60 +234,3 @@ def store_updates(buffers: Sequence[StoredBuffer], outputs: Sequence[Any]) -> Se
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-@dataclass(frozen=True, slots=True)
-class LocalParameter:
-    """Access to this rank's shard of a parameter.
-
-    Faster than `DTensor.to_local`, which derives the placements of the gradient in every step: a
-    gradient is placed like its parameter, so the parameter's specification is reused.
-
-    Attributes:
-        attribute: the parameter.
-    """
-
-    attribute: ModuleAttribute
-
-    def get(self) -> torch.Tensor:
-        """The current shard; its gradient is accumulated in the parameter.
-
-        Raises:
-            PlanError: the parameter was replaced by a plain tensor.
-        """
-        parameter = self.attribute.get()
-        if not isinstance(parameter, DTensor):
-            raise PlanError(
-                f"parameter {self.attribute.name!r} of {type(self.attribute.module).__name__} was "
-                f"replaced by a plain tensor after the plan was applied; load weights into the "
-                f"DTensor instead"
-            )
-        if torch.compiler.is_compiling():
-            whole: torch.Tensor = parameter.to_local()
-            return whole
-        if not (parameter.requires_grad and torch.is_grad_enabled()):
-            return parameter._local_tensor  # noqa: SLF001  to_local would make a view
-        local: torch.Tensor = _ToLocal.apply(parameter)  # type: ignore[no-untyped-call]  # torch
-        return local
-
-
-class _ToLocal(torch.autograd.Function):
-    """A parameter's shard; its gradient is a DTensor placed like the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
-        ctx.parameter_spec = parameter._spec  # noqa: SLF001  torch has no public access to it
-        # A parameter that the loss does not depend on has no gradient.
-        ctx.set_materialize_grads(False)
-        # The stored shard itself must not become part of the graph.
-        return parameter._local_tensor.detach()  # noqa: SLF001  as above
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
-        if gradient is None:
-            return None
-        # A DTensor reports contiguous strides whatever the local ones are, and fused optimizers
-        # rely on that.
-        spec = copy(ctx.parameter_spec)
-        return DTensor(gradient.contiguous(), spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch

@@ -19,12 +19,12 @@ from autoshard.plan import PlacedInput, PlacedOutput, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.call_checks import ModeCheck, ModuleCheck, compare_over_ranks
 from autoshard.runtime.constants import constant_value, prepared_inputs
-from autoshard.runtime.parameters import (
-    LocalParameter,
-    ModuleAttribute,
-    StoredBuffer,
-    store_updates,
+from autoshard.runtime.local_parameters import (
+    LocalParameters,
+    gradients_to_copy,
+    parameter_groups,
 )
+from autoshard.runtime.parameters import ModuleAttribute, StoredBuffer, store_updates
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.signature import Arguments, Results
 
@@ -110,7 +110,8 @@ class PlannedForward:
         self._constants = constants
         self._planned = self._call_of(stage)
         self._resized = lru_cache(_CACHED_PROGRAMS)(self._call_at)
-        self._tensors: dict[str, Callable[[], torch.Tensor]] = {}
+        self._parameters: LocalParameters
+        self._tensors: dict[int, Callable[[], torch.Tensor]] = {}  # buffers and constants, by slot
         self._updated: tuple[StoredBuffer, ...] = ()
         self._compared: set[tuple[Any, ...]] = set()  # shapes of arguments that ranks compared
         self._checks: _Checks
@@ -122,6 +123,7 @@ class PlannedForward:
         vars(copied)["_resized"] = lru_cache(_CACHED_PROGRAMS)(
             MethodType(PlannedForward._call_at, copied)
         )
+        vars(copied)["_parameters"] = deepcopy(self._parameters, memo)
         vars(copied)["_tensors"] = deepcopy(self._tensors, memo)
         vars(copied)["_updated"] = deepcopy(self._updated, memo)
         vars(copied)["_checks"] = deepcopy(self._checks, memo)
@@ -172,11 +174,13 @@ class PlannedForward:
 
     def _call_of(self, stage: Stage) -> "_Call":
         program = self._compile(stage)
+        prepared = prepared_inputs(program.graph, stage, program.place)
         return _Call(
             program,
             Arguments(stage, program.graph, program.place, self._signature),
             Results(stage, program.graph, self._mesh),
-            prepared_inputs(program.graph, stage, program.place),
+            tuple(prepared.get(placed.name) for placed in stage.inputs),
+            gradients_to_copy(program, stage.inputs),
         )
 
     def _call_at(self, sizes: tuple[tuple[str, int], ...]) -> "_Call":
@@ -221,21 +225,23 @@ class PlannedForward:
         Raises:
             PlanError: a buffer or a constant is missing.
         """
+        slots = {placed.name: slot for slot, placed in enumerate(self._stage.inputs)}
         for placed in self._stage.inputs:
             if placed.kind in ("buffer", "constant"):
-                self._tensors[placed.name] = self._find(model, placed)
+                self._tensors[slots[placed.name]] = self._find(model, placed)
         exported = self.program.graph.model
         self._checks = _Checks(ModeCheck(self.program.graph, model), ModuleCheck(exported, model))
-        for placed in self._stage.parameters:
-            attribute = ModuleAttribute.of(model, placed.target)
-            self._tensors[placed.name] = LocalParameter(attribute).get
-        targets = {placed.name: placed.target for placed in self._stage.inputs}
-        updated = [o.updates for o in self._stage.outputs if o.updates is not None]
+        self._parameters = LocalParameters(
+            {slots[p.name]: ModuleAttribute.of(model, p.target) for p in self._stage.parameters},
+            list(parameter_groups(self.program, self._stage.inputs)),
+        )
+        updated = [slots[o.updates] for o in self._stage.outputs if o.updates is not None]
+        targets = [self._stage.inputs[slot].target for slot in updated]
         self._updated = tuple(
-            StoredBuffer(ModuleAttribute.of(model, targets[name]), updated=True) for name in updated
+            StoredBuffer(ModuleAttribute.of(model, target), updated=True) for target in targets
         )
         buffers = zip(updated, self._updated, strict=True)
-        self._tensors.update((name, buffer.get) for name, buffer in buffers)
+        self._tensors.update((slot, buffer.get) for slot, buffer in buffers)
 
     def _find(self, model: nn.Module, placed: PlacedInput) -> Callable[[], torch.Tensor]:
         device = self.program.place.device
@@ -280,18 +286,29 @@ class PlannedForward:
                 "backward pass: apply activation checkpointing inside the model, not around it"
             )
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
-            # Only the program may reference shards that were copied to the device: it frees them.
             leaves = self.arguments.flatten(args, kwargs)
             sizes = self.arguments.sizes(leaves)
             call = self._resized(tuple(sizes.items())) if sizes else self._planned
             given = call.arguments.localize(leaves)
             self._check_arguments(call, leaves)
-            inputs = (self._input(placed, given, call) for placed in self._stage.inputs)
-            outputs = self._run(call.program, inputs)
+            outputs = self._run(call.program, self._inputs(call, given))
             # A compiled program draws no random numbers, and would be compiled for each number.
             if not torch.compiler.is_compiling():
                 self._steps.value += 1
             return call.results.nest(store_updates(self._updated, outputs))
+
+    def _inputs(self, call: "_Call", given: dict[int, torch.Tensor]) -> Iterator[Any]:
+        """This rank's shards of the stage's inputs, in order.
+
+        Only the program may reference shards that were copied to the device: it frees them.
+        """
+        inputs: list[Any] = list(call.prepared)
+        for slot in tuple(given):
+            inputs[slot] = given.pop(slot)
+        for slot, get in self._tensors.items():
+            inputs[slot] = get()
+        self._parameters.fill(inputs, call.copied_gradients)
+        return iter(inputs)
 
     def _run(self, program: LocalProgram, inputs: Iterator[torch.Tensor]) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
@@ -304,21 +321,13 @@ class PlannedForward:
         if torch.compiler.is_compiling():
             return
         call.arguments.check_passed_again(leaves)
+        shapes = tuple([(type(x), x.shape) for x in leaves if isinstance(x, torch.Tensor)])
+        if shapes in self._compared:
+            return
+        self._compared.add(shapes)
         regions = call.arguments.regions(leaves)
-        key = tuple((name, tuple(tensor.shape)) for name, tensor, _ in regions)
-        if regions and key not in self._compared:
-            self._compared.add(key)
+        if regions:
             compare_over_ranks(regions, self._mesh)
-
-    def _input(
-        self, placed: PlacedInput, given: dict[str, torch.Tensor], call: "_Call"
-    ) -> torch.Tensor:
-        match placed.kind:
-            case "user":
-                return given.pop(placed.name)
-            case "prepared":
-                return call.prepared[placed.name]
-        return self._tensors[placed.name]()
 
 
 class Programs:
@@ -368,12 +377,21 @@ class _Checks:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A program for tensors of certain sizes, with its arguments and results."""
+    """A program for tensors of certain sizes, with its arguments and results.
+
+    Attributes:
+        program: the program.
+        arguments: of forward.
+        results: of forward.
+        prepared: for each input of the stage, the tensor if it was computed in advance.
+        copied_gradients: slots of parameters, from `gradients_to_copy`.
+    """
 
     program: LocalProgram
     arguments: Arguments
     results: Results
-    prepared: Mapping[str, torch.Tensor]
+    prepared: tuple[torch.Tensor | None, ...]
+    copied_gradients: frozenset[int]
 
 
 def _resized_stage(

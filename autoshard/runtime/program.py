@@ -11,21 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import LayoutError, PlanError
 from autoshard.graph import graph_from_json
 from autoshard.graph.experts import ragged_values
-from autoshard.layouts import Layout
+from autoshard.layouts import Action, Layout
+from autoshard.ops import Kernel, spec_for
 from autoshard.plan import Stage, lowering
 from autoshard.runtime.buckets import BucketSteps
 from autoshard.runtime.instructions import (
     Begin,
     Call,
     End,
+    Execution,
     Instruction,
     Recompute,
+    Registers,
     Reshard,
     execute,
     mark_last_reads,
 )
 from autoshard.runtime.kernels import bind_kernel, draws_random_numbers
-from autoshard.runtime.local_node import LocalNode, MeshRanks, Place
+from autoshard.runtime.local_node import LocalNode, MeshRanks, Place, Step
+from autoshard.runtime.regather import Regathers
 from autoshard.runtime.resharding import bind_steps
 from autoshard.runtime.shards import local_shape
 
@@ -52,6 +56,8 @@ class LocalProgram:
         instructions: the rank's instructions, in order.
         is_random: True if the program draws random numbers.
         place: position of this rank on the mesh.
+        read_inputs: slots of the inputs that are read.
+        kept: slots of the outputs.
     """
 
     def __init__(
@@ -72,11 +78,27 @@ class LocalProgram:
         )
         lowered = lowering.lower(stage, self.graph, bucketed=bucketed)
         self.instructions = tuple(_Binder(lowered, mesh, self.place, custom, model).bind())
-        self._outputs = lowered.outputs
-        outputs = {slot for slot in self._outputs if slot is not None}
-        self._read_inputs = mark_last_reads(self.instructions, outputs)
+        self._outputs = tuple(zip(lowered.outputs, self.graph.outputs, strict=True))
+        self.kept = frozenset(slot for slot in lowered.outputs if slot is not None)
+        self.read_inputs = mark_last_reads(self.instructions, self.kept)
+        self._num_inputs = len(stage.inputs)
+        self._unread = tuple(set(range(self._num_inputs)) - self.read_inputs)
+        written = [slot for instruction in self.instructions for slot in instruction.targets]
+        self._unwritten = (None,) * (max([self._num_inputs - 1, *written]) + 1 - self._num_inputs)
+        self._has_run = False
 
-    def __call__(self, inputs: Iterable[torch.Tensor], *, step: int = 0) -> tuple[Any, ...]:
+    def registers(self, inputs: Iterable[torch.Tensor]) -> Registers:
+        """The registers of a run before its first instruction.
+
+        Args:
+            inputs: this rank's shards of `stage.inputs`, in order.
+        """
+        registers: Registers = [*inputs, *self._unwritten]
+        for slot in self._unread:
+            registers[slot] = None
+        return registers
+
+    def __call__(self, inputs: Iterable[torch.Tensor], *, step: Step = 0) -> tuple[Any, ...]:
         """Run on this rank's tensors.
 
         Args:
@@ -88,11 +110,14 @@ class LocalProgram:
         Returns:
             One entry per output of the graph: this rank's shard, or the literal.
         """
-        registers = {slot: x for slot, x in enumerate(inputs) if slot in self._read_inputs}
-        execute(self.instructions, registers, step)
+        registers = self.registers(inputs)
+        # Shapes follow from those of the inputs, so they are compared in the first run only.
+        checks = not torch.compiler.is_compiling() and not self._has_run
+        execute(self.instructions, registers, Execution(step, Regathers(), checks))
+        if checks:
+            self._has_run = True
         return tuple(
-            registers[slot] if slot is not None else output.literal
-            for slot, output in zip(self._outputs, self.graph.outputs, strict=True)
+            [output.literal if slot is None else registers[slot] for slot, output in self._outputs]
         )
 
 
@@ -123,6 +148,7 @@ class _Binder:
         self._model = model
         self._ragged = ragged_values(lowered.graph)
         self._buckets: dict[int, BucketSteps] = {}  # by the slot of the pending bucket
+        self._regathered: set[int] = set()  # slots that may share memory with re-gathered results
 
     def bind(self) -> Iterator[Instruction]:
         """The executable instructions; those of a checkpoint become one `Recompute`.
@@ -160,8 +186,15 @@ class _Binder:
                 shape = self._graph.values[use[0]].shape
                 steps = bind_steps(lowered.steps, self._mesh, shape)
                 regather = lowered.resharding.regather
+                if regather or not self._regathered.isdisjoint(reads):
+                    self._regathered.update(targets)
                 return Reshard(
-                    reads=reads, targets=targets, use=use, steps=steps, regather=regather
+                    reads=reads,
+                    targets=targets,
+                    use=use,
+                    steps=steps,
+                    regather=regather,
+                    reduces=Action(lowered.steps[0].backward).is_collective,
                 )
             case lowering.BeginBucket():
                 shapes = [self._graph.values[value].shape for value, _, _ in lowered.bucket.uses]
@@ -171,6 +204,8 @@ class _Binder:
             case lowering.EndBucket():
                 regather = lowered.bucket.regather
                 collectives = self._buckets[reads[0]]
+                if regather:
+                    self._regathered.update(targets)
                 return End(reads=reads, targets=targets, steps=collectives, regather=regather)
 
     def _call(self, lowered: lowering.Call) -> Call:
@@ -188,6 +223,11 @@ class _Binder:
             custom=self._custom,
             model=self._model,
         )
+        spec = spec_for(node.operator)
+        reads_regathered = not self._regathered.isdisjoint(lowered.reads)
+        returns_views = spec.is_view or spec.strides is not None or spec.kernel is Kernel.MODULE
+        if reads_regathered and returns_views:
+            self._regathered.update(lowered.targets)
         # The number of rows of an expert depends on data.
         known: list[tuple[int | None, ...]] = [
             (None, None, *shape[2:]) if value in self._ragged else shape
@@ -200,6 +240,7 @@ class _Binder:
             writes=local.running_statistics(),
             shapes=tuple(known),
             kernel=bind_kernel(local),
+            reads_regathered=reads_regathered,
         )
 
     def _local_shapes(

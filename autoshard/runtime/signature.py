@@ -48,7 +48,15 @@ class Arguments:
         kinds = (InputKind.USER, InputKind.LITERAL)
         self._inputs = tuple(i for i in graph.inputs if i.kind in kinds)
         self._spec = read_spec(graph.in_spec) if graph.in_spec else None
+        self._num_positional, self._names, self._is_flat = 0, list[str](), False
+        if self._spec is not None:
+            positional, named = self._spec.children()
+            self._num_positional, self._names = positional.num_children, list(named.context)
+            passed = (*positional.children(), *named.children())
+            self._is_flat = all(child.is_leaf() for child in passed)
         placed = {i.name: i for i in stage.inputs if i.kind == "user"}
+        self._slots = {i.name: slot for slot, i in enumerate(stage.inputs)}
+        self._overwritten = [n for n, i in enumerate(self._inputs) if i.overwritten]
         self._tensors = {
             name: _TensorArgument(tensor, place, takes_gradient=graph.values[name].requires_grad)
             for name, tensor in placed.items()
@@ -56,8 +64,8 @@ class Arguments:
         self._passed: dict[str, tuple[ReferenceType[torch.Tensor], int]] = {}
         self._symbols = {n: graph.dynamic.symbols_of(n) for n in placed} if graph.dynamic else {}
 
-    def localize(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """This rank's shards of the tensor arguments, by the names of their values.
+    def localize(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """This rank's shards of the tensor arguments, by their positions in the stage's inputs.
 
         Args:
             leaves: the arguments, from `flatten`.
@@ -69,7 +77,8 @@ class Arguments:
         tensors = {}
         for graph_input, leaf in zip(self._inputs, leaves, strict=True):
             if graph_input.kind is InputKind.USER:
-                tensors[graph_input.name] = self._tensors[graph_input.name].localize(leaf)
+                name = graph_input.name
+                tensors[self._slots[name]] = self._tensors[name].localize(leaf)
             else:
                 _check_literal(graph_input, leaf)
         return tensors
@@ -131,8 +140,9 @@ class Arguments:
         Raises:
             PlanError: one is.
         """
-        for graph_input, leaf in zip(self._inputs, leaves, strict=True):
-            if not graph_input.overwritten or not isinstance(leaf, torch.Tensor):
+        for number in self._overwritten:
+            graph_input, leaf = self._inputs[number], leaves[number]
+            if not isinstance(leaf, torch.Tensor):
                 continue
             before, version = self._passed.get(graph_input.name, (None, -1))
             if before is not None and before() is leaf and version == _num_writes(leaf):
@@ -172,9 +182,13 @@ class Arguments:
         """
         given = tuple(args), dict(kwargs)
         if self._spec is not None:
-            num_positional, names = len(self._spec.child(0).children()), self._spec.child(1).context
-            if len(args) != num_positional or list(kwargs) != names:
-                given = self._as_exported(given, num_positional, names) or given
+            if len(args) != self._num_positional or list(kwargs) != self._names:
+                given = self._as_exported(given, self._num_positional, self._names) or given
+            leaves = [*given[0], *given[1].values()]
+            if self._is_flat and len(leaves) == len(self._inputs) and _are_leaves(leaves):
+                same = len(given[0]) == self._num_positional and list(given[1]) == self._names
+                if same:
+                    return leaves
         leaves, spec = pytree.tree_flatten(given)
         if self._spec is None and not kwargs and len(leaves) == len(self._inputs):
             return leaves
@@ -215,6 +229,14 @@ class Arguments:
         if self._spec is None:
             return f"forward({', '.join(i.target for i in self._inputs)})"
         return _call(self._spec)
+
+
+_LEAVES = (torch.Tensor, int, float, str, type(None))
+"""Types of arguments that are leaves of a pytree, whatever is registered."""
+
+
+def _are_leaves(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, _LEAVES) for value in values)
 
 
 def _num_writes(tensor: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.local_node import LocalKernel, LocalNode
+from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel, Statistics, widened
 
 SCORES_AT_ONCE = 1 << 24
@@ -37,7 +37,7 @@ def bind_attention(local: LocalNode) -> LocalKernel | None:
     )
     num_inner = 3 if local.node.argument("enable_gqa") else 2
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         heads, mask = tensors[:3], tensors[3] if len(tensors) > 3 else None  # noqa: PLR2004  a mask
         outer = torch.broadcast_shapes(*(tensor.shape[:-num_inner] for tensor in heads))  # type: ignore[no-untyped-call]  # torch
         heads = [tensor.expand(*outer, *tensor.shape[-num_inner:]) for tensor in heads]

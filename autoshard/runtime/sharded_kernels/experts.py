@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from autoshard.graph.experts import COMBINE, DISPATCH, EXPERT_BIAS, GROUPED_MM
-from autoshard.runtime.local_node import LocalKernel, LocalNode, Ranks
+from autoshard.runtime.local_node import LocalKernel, LocalNode, Ranks, Step
 from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel
 
 _ALIGNMENT = 16
@@ -31,7 +31,7 @@ def _dispatch(local: LocalNode) -> LocalKernel:
     router = _Router.of(local, rows=2, tokens=0, num_experts=local.integer("num_experts", 0))
     ranks = local.place.ranks
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         tokens, ids = tensors
         return (_Dispatch(router.routes(ids), ids.shape[1], ranks)(tokens),)
 
@@ -42,7 +42,7 @@ def _combine(local: LocalNode) -> LocalKernel:
     router = _Router.of(local, rows=0, tokens=3, num_experts=local.integer("num_experts", 0))
     ranks = local.place.ranks
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         rows, ids, weights = tensors
         return (_Combine(router.routes(ids, back=True), ranks)(rows, weights),)
 
@@ -52,7 +52,7 @@ def _combine(local: LocalNode) -> LocalKernel:
 def _grouped_mm(local: LocalNode) -> LocalKernel:
     router = _by_matrices(local, tensor=1, rows=0)
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         rows, matrices, ids = tensors
         product = _products(rows.squeeze(0), matrices, router.counts(ids))
         return (product.unsqueeze(0),)
@@ -72,7 +72,7 @@ def _products(rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor) 
 def _expert_bias(local: LocalNode) -> LocalKernel:
     router = _by_matrices(local, tensor=0, rows=2)
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         bias, ids = tensors
         experts = torch.repeat_interleave(router.counts(ids))
         return (bias.index_select(0, experts).unsqueeze(0),)

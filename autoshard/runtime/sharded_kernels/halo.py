@@ -20,7 +20,7 @@ from autoshard.ops.windows import (
     per_dim,
     pooling_windows,
 )
-from autoshard.runtime.local_node import LocalKernel, LocalNode, Ranks, Received
+from autoshard.runtime.local_node import LocalKernel, LocalNode, Ranks, Received, Step
 from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel
 
 
@@ -196,7 +196,7 @@ def bind_convolution(local: LocalNode) -> LocalKernel | None:
         return None
     batched = len(local.input_shapes[0]) == len(local.input_shapes[1])
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         given = local.named(tensors)
         image = given["input"] if batched else given["input"].unsqueeze(0)
         result = convolution(image, given["weight"], given.get("bias"))
@@ -403,7 +403,7 @@ def bind_pool(local: LocalNode) -> LocalKernel | None:
     pool = _pool(local, halo, windows, is_mean=is_mean)
     flat = rank == 1
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         (image,) = tensors
         # ATen's pooling operators take two or three dims.
         result = pool(image.unsqueeze(-2) if flat else image)
@@ -466,7 +466,7 @@ def bind_interpolation(local: LocalNode) -> LocalKernel | None:
         return None
     interpolation = _Interpolation(halo, packet, tuple(scales), reach)
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         (image,) = tensors
         return (interpolation(image),)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoshard.graph import Argument
-from autoshard.runtime.local_node import LocalKernel, LocalNode
+from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.operators import OperatorCall
 from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel, Statistics, widened
 from autoshard.runtime.sharded_kernels.reductions import sums_of_exponentials
@@ -45,7 +45,7 @@ def bind_cross_entropy(local: LocalNode) -> LocalKernel | None:
         statistics=statistics,
     )
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         given = local.named(tensors)
         return (loss(given["self"], given["target"], given.get("weight")),)
 
@@ -207,7 +207,7 @@ def bind_nll_loss(local: LocalNode) -> LocalKernel | None:
         replaced["reduction"] = _SUM
     call = OperatorCall(local.node, local.place.device, replaced=replaced)
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         values, target, *weights = tensors
         counts = target != ignored
         inside = counts & (target >= first) & (target < first + num_classes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.local_node import LocalKernel, LocalNode
+from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel, Statistics, widened
 
 _EPS = 1e-5
@@ -38,7 +38,7 @@ def bind_last_dims(local: LocalNode) -> LocalKernel | None:
     eps = None if is_default else local.number("eps", _EPS)
     norm = _Norm(dims=dims, count=count, eps=eps, centred=not is_rms, statistics=statistics)
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         given = local.named(tensors)
         result, _, _ = norm(given["input"], given.get("weight"), given.get("bias"))
         return (result,)
@@ -60,7 +60,7 @@ def bind_group_norm(local: LocalNode) -> LocalKernel | None:
     norm = _Norm(dims=(2, 3), count=count, eps=local.number("eps", _EPS), statistics=statistics)
     grouped = (samples, local_groups, channels // local_groups, prod(sizes))
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         given = local.named(tensors)
         values = given["input"]
         scales = _viewed(given, (1, *grouped[1:3], 1))
@@ -80,7 +80,7 @@ def bind_batch_norm(local: LocalNode) -> LocalKernel | None:
     norm = _Norm(dims=(0, 2), count=count, eps=local.number("eps", _EPS), statistics=statistics)
     momentum = local.number("momentum", _MOMENTUM)
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         given = local.named(tensors)
         values = given["input"]
         flat = values.reshape(samples, channels, prod(sizes))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.graph import Token
-from autoshard.runtime.local_node import LocalKernel, LocalNode
+from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.sharded_kernels.base import Gradients, ShardedKernel, Statistics, widened
 
 
@@ -33,7 +33,7 @@ def bind_arg_extreme(local: LocalNode) -> LocalKernel | None:
     squeezed = () if local.node.argument("keepdim") else dims
     first_output = 1 if _packet(local).startswith("arg") else 0
 
-    def run(tensors: Sequence[torch.Tensor], _step: int) -> tuple[torch.Tensor, ...]:
+    def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         outputs = extreme(tensors[0])[first_output:]
         return tuple(output.squeeze(squeezed) for output in outputs)
 

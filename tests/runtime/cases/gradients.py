@@ -95,9 +95,16 @@ def accumulated(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]
 
 
 def asked_for(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
-    """`torch.autograd.grad` gives what backward adds up, and leaves `grad` alone."""
+    """`torch.autograd.grad` gives what backward adds up, and leaves `grad` alone.
+
+    So does a backward pass for some parameters with the others.
+    """
     given = torch.autograd.grad(_loss(planned, inputs), list(planned.parameters()))
     assert all(parameter.grad is None for parameter in planned.parameters())
+    first, *others = planned.parameters()
+    _loss(planned, inputs).backward(inputs=[first])
+    assert torch.equal(first.grad.to_local(), given[0].to_local())
+    assert all(parameter.grad is None for parameter in others)
     _loss(reference, inputs).backward()
     for gradient, (name, parameter) in zip(given, reference.named_parameters(), strict=True):
         close(whole(gradient), parameter.grad, name)

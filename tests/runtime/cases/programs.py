@@ -1,10 +1,11 @@
 """What surrounds the operators: buffers, constants, frozen and tied parameters, randomness."""
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
-from support.comparison import check_inference, check_training, device_mesh, whole
+from support.comparison import check_inference, check_training, close, device_mesh, whole
 from support.hand_plans import Checked, HandPlan, cpu_mesh
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -12,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import LocalProgram, parallelize
-from autoshard.runtime.instructions import execute
+from autoshard.runtime.instructions import Execution, execute
+from autoshard.runtime.regather import Regathers
 
 
 class Scaled(nn.Module):
@@ -47,6 +49,17 @@ class Tied(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(ids)).logsumexp(-1).mean()
+
+
+class Summands(nn.Module):
+    """Autograd gives both parameters the same gradient tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ (self.first + self.second)).square().mean()
 
 
 class Noisy(nn.Module):
@@ -91,6 +104,11 @@ def tied() -> HandPlan:
     )
 
 
+def summands() -> HandPlan:
+    torch.manual_seed(1)
+    return HandPlan(Summands(), (torch.randn(4, 8),), cpu_mesh(a=4))
+
+
 def noisy() -> HandPlan:
     torch.manual_seed(1)
     return HandPlan(
@@ -107,6 +125,7 @@ PLANS: dict[str, Callable[[], HandPlan]] = {
     "scaled training": lambda: scaled("training"),
     "scaled inference": lambda: scaled("inference"),
     "tied": tied,
+    "summands": summands,
     "noisy": noisy,
 }
 
@@ -166,6 +185,18 @@ def check_untied(_hand: HandPlan, plan: Plan) -> None:
         parallelize(model, plan, device_mesh(plan))
 
 
+def check_summands(hand: HandPlan, plan: Plan) -> None:
+    """Gradients of two parameters do not share memory, so that clipping scales each once."""
+    torch.manual_seed(0)
+    model = Summands()
+    planned = parallelize(deepcopy(model), plan, device_mesh(plan))
+    for either in (model, planned):
+        either(*hand.args).backward()
+        torch.nn.utils.clip_grad_norm_(either.parameters(), 0.1)
+    for name, parameter in model.named_parameters():
+        close(whole(planned.get_parameter(name).grad), parameter.grad, name)
+
+
 def check_noise(hand: HandPlan, plan: Plan) -> None:
     """Copies agree, steps differ, and the same seed gives the same run."""
     mesh = device_mesh(plan)
@@ -198,15 +229,15 @@ def check_registers_are_freed(_hand: HandPlan, plan: Plan) -> None:
     """At any time there are only the values that something reads later."""
     stage = plan.stages[0]
     program = LocalProgram(stage, device_mesh(plan))
-    outputs = {slot for slot in program._outputs if slot is not None}
-    inputs = {i: torch.ones(placed.local_shape) for i, placed in enumerate(stage.inputs)}
+    inputs = [torch.ones(placed.local_shape) for placed in stage.inputs]
     for number in range(len(program.instructions) + 1):
-        registers = {slot: inputs[slot] for slot in program._read_inputs}
-        execute(program.instructions[:number], registers, 0)
+        registers = program.registers(inputs)
+        execute(program.instructions[:number], registers, Execution(0, Regathers()))
         later = program.instructions[number:]
         made = {slot for instruction in later for slot in instruction.targets}
         read = {slot for instruction in later for slot in instruction.reads}
-        assert registers.keys() == (read | outputs) - made
+        filled = {slot for slot, value in enumerate(registers) if value is not None}
+        assert filled == (read | program.kept) - made
 
 
 def check_contradictions_are_found(_hand: HandPlan, plan: Plan) -> None:
@@ -243,6 +274,7 @@ CASES: dict[str, Checked] = {
     "applied once": Checked(PLANS["scaled training"], check_a_plan_is_applied_once),
     "tied parameters": Checked(PLANS["tied"], check_tied),
     "untied parameters": Checked(PLANS["tied"], check_untied),
+    "gradients of summands": Checked(PLANS["summands"], check_summands),
     "noise": Checked(PLANS["noisy"], check_noise),
     "noise is not recomputed": Checked(PLANS["noisy"], check_noise_is_not_recomputed),
     "registers are freed": Checked(PLANS["scaled training"], check_registers_are_freed),

@@ -1,0 +1,242 @@
+"""This rank's shards of the parameters that a program reads, with one autograd node per group.
+
+A parameter at rest is a DTensor, and operators take its local tensor. `DTensor.to_local` is an
+autograd node for each parameter and derives placements of the gradient in every step. Here
+parameters that are read one after the other share a node, and a gradient is placed like its
+parameter. Like a bucket of DistributedDataParallel, a node runs in backward when the gradients of
+all its parameters are complete, so the bytes of a group are limited.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node, increment_version
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import PlanError
+from autoshard.layouts import Layout
+from autoshard.plan import PlacedInput
+from autoshard.plan.buckets import LARGEST
+from autoshard.runtime.instructions import Call, Instruction, Recompute, Reshard
+from autoshard.runtime.parameters import ModuleAttribute
+from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.shards import local_shape
+
+
+class LocalParameters:
+    """Access to this rank's shards of the parameters of a program.
+
+    Args:
+        attributes: the parameters, by slot.
+        groups: slots of the parameters that share an autograd node.
+    """
+
+    def __init__(
+        self, attributes: Mapping[int, ModuleAttribute], groups: Sequence[Sequence[int]]
+    ) -> None:
+        self._groups = [(slots, [attributes[slot] for slot in slots]) for slots in groups]
+
+    def fill(self, registers: list[Any], copied: frozenset[int]) -> None:
+        """Put the current shards into their slots; gradients are accumulated in the parameters.
+
+        Args:
+            registers: of a run.
+            copied: slots whose gradients are copied, from `gradients_to_copy`.
+
+        Raises:
+            PlanError: a parameter was replaced by a plain tensor.
+        """
+        for slots, attributes in self._groups:
+            parameters = [_current(attribute) for attribute in attributes]
+            for slot, local in zip(slots, _local(parameters, slots, copied), strict=True):
+                registers[slot] = local
+
+
+def _current(attribute: ModuleAttribute) -> DTensor:
+    # Faster than getattr, which is for what has replaced the parameter.
+    found = attribute.module._parameters.get(attribute.name)  # noqa: SLF001  as torch.func reads it
+    parameter = attribute.get() if found is None else found
+    if not isinstance(parameter, DTensor):
+        raise PlanError(
+            f"parameter {attribute.name!r} of {type(attribute.module).__name__} was replaced by a "
+            f"plain tensor after the plan was applied; load weights into the DTensor instead"
+        )
+    return parameter
+
+
+def _local(
+    parameters: Sequence[DTensor], slots: Sequence[int], copied: frozenset[int]
+) -> Sequence[torch.Tensor]:
+    if torch.compiler.is_compiling():
+        return [parameter.to_local() for parameter in parameters]
+    # Frozen ones are not inputs of the node; to_local would make a view.
+    local = [parameter._local_tensor for parameter in parameters]  # noqa: SLF001
+    if not torch.is_grad_enabled():
+        return local
+    trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
+    if trained:
+        copies = [slots[i] in copied for i in trained]
+        shards = _Shards.apply(copies, *[parameters[i] for i in trained])  # type: ignore[no-untyped-call]  # torch
+        for i, shard in zip(trained, shards, strict=True):
+            local[i] = shard
+    return local
+
+
+class _Shards(torch.autograd.Function):
+    """Shards of parameters; their gradients are DTensors placed like the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Sequence[bool], *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.copies, ctx.parameters = copies, parameters
+        # A parameter that the loss does not depend on has no gradient.
+        ctx.set_materialize_grads(False)
+        # The stored shard itself must not become part of the graph.
+        return tuple([parameter._local_tensor.detach() for parameter in parameters])  # noqa: SLF001
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        accumulators = (node for node, _ in ctx.next_functions)
+        found: list[DTensor | None] = [None]
+        for parameter, gradient, copies, accumulator in zip(
+            ctx.parameters, gradients, ctx.copies, accumulators, strict=True
+        ):
+            if gradient is None:
+                found.append(None)
+                continue
+            # A DTensor reports contiguous strides whatever the local ones are, and fused
+            # optimizers rely on that.
+            own = gradient.contiguous()
+            if copies and own is gradient:
+                own = gradient.clone()
+            found.append(_accumulated(parameter, own, accumulator))
+        return tuple(found)
+
+
+def _accumulated(parameter: DTensor, gradient: torch.Tensor, accumulator: Node) -> DTensor | None:
+    """Add a gradient to `parameter.grad`; where only autograd can do that, return it instead.
+
+    Autograd's own accumulation would call DTensor's dispatcher. It is needed for hooks of the
+    parameter, for `torch.autograd.grad`, and for second derivatives.
+    """
+    if (
+        gradient.requires_grad
+        or not parameter.is_leaf
+        or parameter._backward_hooks  # noqa: SLF001  as torch's optimizers read them
+        or parameter._post_accumulate_grad_hooks  # noqa: SLF001  as above
+        or not _runs(accumulator)
+    ):
+        return _placed_like(parameter, gradient)
+    before = parameter.grad
+    if before is None:
+        parameter.grad = _placed_like(parameter, gradient)
+    elif isinstance(before, DTensor) and before.placements == parameter.placements:
+        before._local_tensor.add_(gradient)  # noqa: SLF001  torch has no public access to it
+        increment_version(before)
+    else:
+        return _placed_like(parameter, gradient)
+    return None
+
+
+def _placed_like(parameter: DTensor, gradient: torch.Tensor) -> DTensor:
+    spec = parameter._spec  # noqa: SLF001  torch has no public access to it
+    # As DTensor's dispatcher makes them: the constructor does nothing, slowly.
+    made: DTensor = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
+    return made
+
+
+def _runs(accumulator: Node) -> bool:
+    """True if this backward pass accumulates gradients of a leaf, instead of returning them."""
+    try:
+        return torch._C._will_engine_execute_node(accumulator)  # noqa: SLF001  as torch.autograd.graph
+    except RuntimeError:  # in torch.autograd.grad
+        return False
+
+
+def parameter_groups(
+    program: LocalProgram, inputs: Sequence[PlacedInput]
+) -> Iterator[tuple[int, ...]]:
+    """Slots of the parameters that share an autograd node: neighbours in the order of reading.
+
+    Args:
+        program: reads the parameters.
+        inputs: of its stage.
+    """
+    order = dict.fromkeys(slot for one in _flat(program.instructions) for slot in one.reads)
+    group: list[int] = []
+    total = 0
+    for slot in dict.fromkeys((*order, *range(len(inputs)))):
+        if slot >= len(inputs) or inputs[slot].kind != "parameter":
+            continue
+        placed = inputs[slot]
+        dtype: torch.dtype = getattr(torch, placed.dtype)
+        nbytes = prod(placed.local_shape) * dtype.itemsize
+        if group and total + nbytes > LARGEST:
+            yield tuple(group)
+            group, total = [], 0
+        group.append(slot)
+        total += nbytes
+    if group:
+        yield tuple(group)
+
+
+def gradients_to_copy(program: LocalProgram, inputs: Sequence[PlacedInput]) -> frozenset[int]:
+    """Slots of the parameters whose gradients may be the gradients of other tensors as well.
+
+    The gradient of both summands of `a + b` is one tensor, which must not become the `grad` of
+    two parameters. An operator passes a gradient on, or a view of it, only if its output has as
+    many elements as its input.
+
+    Args:
+        program: reads the parameters.
+        inputs: of its stage.
+    """
+    place = program.place
+    own = {
+        slot: local_shape(x.shape, Layout.parse(x.layout), place.axis_sizes, place.coordinate)
+        for slot, x in enumerate(inputs)
+        if x.kind == "parameter"
+    }
+    found = set(program.kept)
+    for instruction in _flat(program.instructions):
+        # What a collective returns is new.
+        if isinstance(instruction, Reshard) and not instruction.reduces:
+            found.update(instruction.reads)
+        elif isinstance(instruction, Call):
+            node = program.graph.nodes[program.graph.numbers[instruction.node]]
+            factors = _FACTORS.get(node.operator, ())
+            made = {_num_elements(shape) for shape in instruction.shapes}
+            found.update(
+                slot
+                for position, slot in enumerate(instruction.reads)
+                if slot in own and position not in factors and made & {None, prod(own[slot])}
+            )
+    return frozenset(found & own.keys())
+
+
+_FACTORS: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        ("aten.linear.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default"),
+        (0, 1),
+    ),
+    **dict.fromkeys(("aten.addmm.default", "aten.baddbmm.default"), (1, 2)),
+    "aten.mul.Tensor": (0, 1),
+}
+"""Positions of the factors of a product, whose gradients are products too and therefore new."""
+
+
+def _num_elements(shape: Sequence[int | None]) -> int | None:
+    """The product of the sizes; None if one depends on data."""
+    sizes = [size for size in shape if size is not None]
+    return prod(sizes) if len(sizes) == len(shape) else None
+
+
+def _flat(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    for instruction in instructions:
+        if isinstance(instruction, Recompute):
+            yield from _flat(instruction.instructions)
+        else:
+            yield instruction
