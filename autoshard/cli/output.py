@@ -1,18 +1,29 @@
 """Terminal output of all commands: consoles, error reports, notes, the progress bar."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from autoshard.cli.render import milliseconds
 from autoshard.client import JobProgress
 from autoshard.client.core import ProgressListener
 from autoshard.errors import AutoshardError, LaunchError
+
+if TYPE_CHECKING:
+    from autoshard.runtime.calibration import Progress as CalibrationProgress
 
 console = Console()
 errors = Console(stderr=True)
@@ -75,6 +86,29 @@ def progress_bar() -> Iterator[ProgressListener]:
                 completed=0.0 if job.gap is None else max(0.0, 1.0 - job.gap),
                 figures=_figures(job),
             )
+
+        yield report
+
+
+@contextmanager
+def calibration_progress() -> Iterator[Callable[["CalibrationProgress"], None]]:
+    """Show how far a calibration is: a progress bar on terminals, otherwise a line per stage.
+
+    Yields:
+        the listener for its progress.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+    is_shown = console.is_terminal
+    stages: set[str] = set()
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(found: "CalibrationProgress") -> None:
+            bar.update(task, description=found.stage, completed=found.done, total=found.total)
+            if not is_shown and found.stage not in stages:
+                stages.add(found.stage)
+                text = f"{found.stage} ({found.done} of {found.total} measurements are made)"
+                console.print(text, soft_wrap=True)
 
         yield report
 

@@ -241,12 +241,21 @@ def render_calibration(calibration: "Calibration") -> RenderableType:
             f"{format_bytes(device.memory_bandwidth)}/s, {milliseconds(device.launch_overhead)} "
             f"launch overhead per operator"
         ),
-        Text(
+        *(Text(text) for text in _remarks_of(calibration)),
+        *([table] if calibration.comparisons else []),
+    )
+
+
+def _remarks_of(calibration: "Calibration") -> Iterator[str]:
+    if calibration.num_kept:
+        yield f"{calibration.num_kept} measurements are of an interrupted calibration"
+    if calibration.comparisons:
+        yield (
             f"next to compute, a collective takes {milliseconds(calibration.skew)} more, because "
             f"ranks wait for the slowest one"
-        ),
-        table,
-    )
+        )
+    if calibration.remarks:
+        yield "other work has disturbed the measurements: calibrate again, or use --busy"
 
 
 def render_profile(profile: "Profile", *, limit: int) -> RenderableType:

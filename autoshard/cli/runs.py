@@ -15,11 +15,12 @@ from autoshard.cli.options import (
     environment_connection,
     import_modules,
     read_sizes,
+    read_topology,
 )
-from autoshard.cli.output import console, reported
+from autoshard.cli.output import calibration_progress, console, reported
 from autoshard.cli.render import render_calibration, render_profile, render_simulation
 from autoshard.errors import OptionError
-from autoshard.mesh import topology_to_json
+from autoshard.mesh import get_topology, topology_to_json
 from autoshard.plan import chrome_trace
 from autoshard.plan import simulate as simulate_plan
 
@@ -82,11 +83,21 @@ def calibrate(
         str | None,
         typer.Option(help="Axes to measure: 2,4; default: nodes by ranks per node."),
     ] = None,
+    links: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure the device only, and take the links of this topology (name or .json "
+            "file); for a single device."
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="Name of the topology.")] = "calibrated",
     nproc: Annotated[
         int | None,
         typer.Option(help="Number of ranks to start here; without it, use torchrun."),
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure fewer sizes, and each less often.")
+    ] = False,
     busy: Annotated[
         bool,
         typer.Option(
@@ -95,14 +106,20 @@ def calibrate(
         ),
     ] = False,
 ) -> None:
-    """Measure links and devices on the ranks, and write a topology for --topology."""
+    """Measure links and devices on the ranks, and write a topology for --topology.
+
+    Measurements are kept in a file beside the output (FILE.partial) until the topology is
+    written: after an interruption, the same command continues.
+    """
     from autoshard.runtime import calibration  # noqa: PLC0415  it needs torch
     from autoshard.runtime.launch.command import run_module  # noqa: PLC0415  as above
 
     with reported():
         if nproc is not None:
-            shape = ["--mesh", mesh] if mesh else []
-            arguments = ["--output", str(output), "--name", name, *shape, *["--busy"] * busy]
+            arguments = ["--output", str(output), "--name", name]
+            arguments += ["--mesh", mesh] if mesh else []
+            arguments += ["--links", links] if links else []
+            arguments += ["--quick"] * quick + ["--busy"] * busy
             run_module("autoshard.cli", ["calibrate", *arguments], num_ranks=nproc)
             return
         if "WORLD_SIZE" not in os.environ:
@@ -112,11 +129,21 @@ def calibrate(
                 "calibrate -o topology.json`"
             )
         sizes = None if mesh is None else read_sizes(mesh)
-        with calibration.process_groups() as is_first:
-            report = console.print if is_first else (lambda _: None)
-            found = calibration.calibrate(sizes, name=name, busy=busy, report=report)
+        known = read_topology(links)
+        partial = output.with_name(f"{output.name}.partial")
+        with calibration.process_groups() as is_first, calibration_progress() as report:
+            found = calibration.calibrate(
+                sizes,
+                links=get_topology(known) if isinstance(known, str) else known,
+                name=name,
+                effort=calibration.QUICK if quick else calibration.FULL,
+                busy=busy,
+                partial_file=partial,
+                report=report,
+            )
         if is_first:
             output.write_text(topology_to_json(found.topology), encoding="utf-8")
+            partial.unlink(missing_ok=True)
             console.print(render_calibration(found))
 
 

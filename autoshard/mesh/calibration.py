@@ -5,7 +5,8 @@ seconds, where k and v follow from the collective and its ranks (`autoshard.mesh
 and e_i is the additional time per byte beyond b_i. The overhead o is shared; each collective has
 its own lat, bw and e_i per level. The fit minimises the squared relative errors with non-negative
 least squares (Lawson and Hanson, "Solving Least Squares Problems", 1974), so that short messages
-count as much as long ones.
+count as much as long ones. Measurements that other work has disturbed count less: errors are
+weighted as by Huber ("Robust Estimation of a Location Parameter", 1964).
 
 A matrix product takes `o + flops / (peak * efficiency)`, where the efficiency decreases for small
 extents (`autoshard.costs.compute`); several tile sizes are tried. An operator takes
@@ -84,11 +85,8 @@ def fit_links(
         first = 1 + _NUM_COEFFICIENTS * kinds.index((sample.level, sample.action))
         row[0] = 1.0
         row[first : first + _NUM_COEFFICIENTS] = _terms(sample)
-    rows /= np.array([sample.seconds for sample in samples])[:, None]
-    # Columns differ by many orders of magnitude, so they are normalised.
-    scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
-    solution, _ = nnls(rows / scale, np.ones(len(samples)))
-    overhead, *figures = (solution / scale).tolist()
+    solution, _ = _solution(rows, [sample.seconds for sample in samples])
+    overhead, *figures = solution.tolist()
     found: list[dict[str, Rate]] = [{} for _ in levels]
     for i, (level, action) in enumerate(kinds):
         where = f"{action} over link {levels[level][0]!r}"
@@ -97,6 +95,36 @@ def fit_links(
         )
     links = (_link(name, size, rates) for (name, size), rates in zip(levels, found, strict=True))
     return tuple(links), overhead
+
+
+def _solution(
+    rows: NDArray[np.float64], seconds: Sequence[float]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Non-negative coefficients that give the seconds of each row, and the relative errors.
+
+    Errors of more than three standard deviations, as the median error estimates them, count
+    linearly instead of quadratically, by iteratively reweighted least squares.
+    """
+    rows = rows / np.array(seconds)[:, None]
+    # Columns differ by many orders of magnitude, so they are normalised.
+    scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
+    rows = rows / scale
+    roots = np.ones(len(rows))
+    for _ in range(_NUM_REWEIGHTINGS):
+        solution, _ = nnls(rows * roots[:, None], roots)
+        errors = np.abs(rows @ solution - 1)
+        limit = 3 * max(_DEVIATIONS_PER_MEDIAN * float(np.median(errors)), _PRECISION)
+        roots = np.sqrt(np.minimum(1.0, limit / np.maximum(errors, limit)))
+        if not (errors > limit).any():
+            break
+    return solution / scale, errors
+
+
+_NUM_REWEIGHTINGS = 20
+_DEVIATIONS_PER_MEDIAN = 1.4826
+"""Standard deviations of a normal distribution per median of the absolute error."""
+_PRECISION = 0.02
+"""Minimum standard deviation of a measurement's relative error."""
 
 
 def _terms(sample: CollectiveSample) -> list[float]:
@@ -230,7 +258,7 @@ def fit_device(
 
 
 def _peak(products: Sequence[ProductSample], tile: float) -> tuple[float, float]:
-    """Fitted peak in FLOP/s (0 if there is none), and the sum of squared relative errors."""
+    """Fitted peak in FLOP/s (0 if there is none), and the sum of relative errors."""
     amounts = [_amount(product.extents, tile) for product in products]
     fit, error = _line(amounts, [product.seconds for product in products])
     return (1 / fit.times if fit.times > 0 else 0.0), error
@@ -279,13 +307,9 @@ def _middle(fits: Iterable[RooflineFit]) -> RooflineFit:
 
 
 def _line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[RooflineFit, float]:
-    """Fit of `overhead + times * amount`, and the sum of squared relative errors."""
+    """Fit of `overhead + times * amount`, and the sum of relative errors."""
     if not any(amounts):
         return RooflineFit(0.0, 0.0), 0.0
-    rows: NDArray[np.float64] = np.column_stack([np.ones(len(amounts)), amounts])
-    rows /= np.array(seconds)[:, None]
-    # Columns differ by many orders of magnitude, so they are normalised.
-    scale = np.linalg.norm(rows, axis=0)
-    solution, residual = nnls(rows / scale, np.ones(len(amounts)))
-    overhead, times = (solution / scale).tolist()
-    return RooflineFit(overhead, times), float(residual) ** 2
+    solution, errors = _solution(np.column_stack([np.ones(len(amounts)), amounts]), seconds)
+    overhead, times = solution.tolist()
+    return RooflineFit(overhead, times), float(errors.sum())

@@ -1,13 +1,16 @@
 """Commands that run plans, as far as they need no ranks."""
 
 import json
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.command_line import autoshard
 
-from autoshard.mesh import get_topology, topology_to_json
+from autoshard.mesh import get_topology, topology_from_json, topology_to_json
 from autoshard.plan import Plan
+from autoshard.runtime import calibration
 
 
 def test_simulate_shows_a_step_and_writes_its_trace(archive: Path, tmp_path: Path) -> None:
@@ -46,6 +49,31 @@ def test_calibrate_says_how_it_is_started(tmp_path: Path, monkeypatch: pytest.Mo
     result = autoshard("calibrate", "-o", tmp_path / "topology.json")
     assert result.exit_code == 1
     assert "--nproc" in result.output
+
+
+def test_calibrate_measures_one_device_on_known_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    few = replace(calibration.QUICK, elements=(1 << 14,), num_runs=3, num_repeats=1, seconds=0.0)
+    monkeypatch.setattr(calibration, "QUICK", few)
+    path = tmp_path / "topology.json"
+    result = autoshard("calibrate", "--quick", "--links", "h100-sxm", "-o", path)
+    assert result.exit_code == 0, result.output
+    found, known = topology_from_json(path.read_bytes()), get_topology("h100-sxm")
+    assert found.name == "calibrated"
+    assert found.levels == known.levels
+    assert found.device.operators
+    assert not found.source.startswith(known.source)
+    assert "matrix products (" in result.output
+    assert list(tmp_path.iterdir()) == [path]
+    result = autoshard("calibrate", "-o", path)
+    assert result.exit_code == 1
+    assert "--links" in result.output
 
 
 @pytest.mark.parametrize("command", ["profile", "simulate"])

@@ -155,3 +155,16 @@ def test_gathers_of_inner_dims_have_figures_of_their_own() -> None:
     )
     with pytest.raises(MeshError, match="'all_reduce of inner dims' is not a collective"):
         Link("link", None, 1.0, collectives={f"all_reduce{INNER}": own})
+
+
+def test_measurements_that_other_work_disturbed_count_little() -> None:
+    known = make_mesh((4,), topology=topology(NODE))
+    disturbed = [
+        replace(sample, seconds=sample.seconds * (6.0 if i % 9 == 4 else 1.0 + i % 3 * 0.02))
+        for i, sample in enumerate(samples(known, 0))
+    ]
+    links, overhead = fit_links(disturbed, LEVELS[:1])
+    found = make_mesh((4,), topology=replace(topology(*links), collective_overhead=overhead))
+    for sample in samples(known, 0):
+        predicted = found.collective_time(sample.action, 0, sample.nbytes)
+        assert predicted == pytest.approx(sample.seconds, rel=0.2)

@@ -6,5 +6,15 @@ from autoshard.runtime.calibration.calibrate import (
     calibrate,
     process_groups,
 )
+from autoshard.runtime.calibration.measurements import FULL, QUICK, Effort, Progress
 
-__all__ = ["Calibration", "Comparison", "calibrate", "process_groups"]
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Calibration",
+    "Comparison",
+    "Effort",
+    "Progress",
+    "calibrate",
+    "process_groups",
+]

@@ -14,6 +14,12 @@ from torch.distributed import ProcessGroup
 from autoshard.layouts import P, R, S
 from autoshard.mesh.calibration import CollectiveSample
 from autoshard.mesh.topology import INNER, MEASURABLE
+from autoshard.runtime.calibration.measurements import (
+    LARGE_SPREAD,
+    Effort,
+    Timing,
+    spread_of,
+)
 from autoshard.runtime.launch import synchronize
 from autoshard.runtime.local_node import exchange_edges
 from autoshard.runtime.resharding import bind_step
@@ -30,12 +36,6 @@ _TYPES = {
 
 _WIDTH = 64
 """Maximum number of elements in a row on one rank."""
-
-_MAX_RUNS = 20
-"""Maximum number of runs after the warm-up."""
-
-_MAX_SECONDS = 0.5
-"""Total duration after which a function is not run again."""
 
 _WORK_ELEMENTS = 1 << 18
 """Elements processed between two runs, so that caches are in a state as in a program; otherwise
@@ -56,25 +56,34 @@ class Stopwatch:
 
     Args:
         device: the device of this rank.
+        effort: number and duration of the runs.
         busy: True to measure CPU time, if the machine has other load: the CPU time of all ranks,
             divided by the number of CPUs, without idle waiting.
     """
 
-    def __init__(self, device: torch.device, *, busy: bool = False) -> None:
+    def __init__(self, device: torch.device, effort: Effort, *, busy: bool = False) -> None:
         self.device = device
+        self._effort = effort
         self._busy = busy and device.type == "cpu"
         self._other = torch.ones(_WORK_ELEMENTS, device=device)
         self._unit = 0.0
 
-    def measure(self, run: Callable[[], object]) -> float:
-        """The median of several runs, each the time of the slowest rank, in seconds."""
+    def measure(self, run: Callable[[], object]) -> Timing:
+        """The median of several runs, each the time of the slowest rank, in seconds.
+
+        If the runs differ much, there are more.
+        """
         self._seconds(run)
         slowest = self._slowest([self._seconds(run)])
-        count = min(int(_MAX_SECONDS / max(slowest[0], 1e-9)), _MAX_RUNS)
+        effort = self._effort
+        count = min(int(effort.seconds / max(slowest[0], 1e-9)), effort.num_runs)
         if self._busy:
-            return self._shared(run, count + 1)
-        slowest += self._slowest([self._seconds(run) for _ in range(count)])
-        return median(slowest)
+            return Timing((self._shared(run, count + 1),))
+        for _ in range(effort.num_repeats):
+            slowest += self._slowest([self._seconds(run) for _ in range(count)])
+            if spread_of(slowest) <= LARGE_SPREAD:
+                break
+        return Timing((median(slowest),), spread_of(slowest))
 
     def _work(self) -> torch.Tensor:
         return self._other.neg()
@@ -103,7 +112,8 @@ class Stopwatch:
         times too, and waking a waiting rank takes CPU time.
         """
         if not self._unit:
-            self._unit = self._together(lambda: None, _MAX_RUNS) / _units(_MAX_RUNS)
+            count = self._effort.num_runs
+            self._unit = self._together(lambda: None, count) / _units(count)
         total = self._together(run, count)
         return max(total - self._unit * _units(count), 1e-9) / count
 
@@ -138,6 +148,7 @@ def measure_collectives(
     level: int,
     sizes: Iterable[int],
     stopwatch: Stopwatch,
+    take: Callable[[str, Callable[[], Timing]], Timing],
 ) -> Iterator[CollectiveSample]:
     """Measure each collective over the groups of one axis, all groups at the same time.
 
@@ -147,6 +158,7 @@ def measure_collectives(
         sizes: bytes of a rank's input or output, whichever is larger; rounded up so that
             the ranks divide them.
         stopwatch: measures the functions.
+        take: makes a measurement with a name.
     """
     num_ranks = group.size()
     for nbytes in sizes:
@@ -156,12 +168,18 @@ def measure_collectives(
         width = gcd(units, _WIDTH)
         shape = num_ranks * units // width, num_ranks * width
         for action in MEASURABLE:
-            sharded = _sharded_dim(action)
-            local = [n // num_ranks if dim == sharded else n for dim, n in enumerate(shape)]
-            tensor = torch.ones(local, device=stopwatch.device)
-            with torch.no_grad():
-                seconds = stopwatch.measure(_run(action, tensor, group, shape))
-            yield CollectiveSample(action, level, num_ranks, measured, seconds)
+            timing = take(
+                f"{action} of {nbytes} bytes", partial(_timing, action, group, shape, stopwatch)
+            )
+            yield CollectiveSample(action, level, num_ranks, measured, timing.seconds[0])
+
+
+def _timing(action: str, group: ProcessGroup, shape: Sequence[int], stopwatch: Stopwatch) -> Timing:
+    sharded = _sharded_dim(action)
+    local = [n // group.size() if dim == sharded else n for dim, n in enumerate(shape)]
+    tensor = torch.ones(local, device=stopwatch.device)
+    with torch.no_grad():
+        return stopwatch.measure(_run(action, tensor, group, shape))
 
 
 def _run(
@@ -189,7 +207,7 @@ def shared_size(nbytes: int, num_ranks: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def measure_skew(stopwatch: Stopwatch, num_passes: int) -> float:
+def measure_skew(stopwatch: Stopwatch) -> Timing:
     """Seconds that ranks wait at a collective for the last rank, without the collective itself.
 
     After other work, ranks arrive at a collective at different times, in particular if they share
@@ -197,11 +215,10 @@ def measure_skew(stopwatch: Stopwatch, num_passes: int) -> float:
 
     Args:
         stopwatch: measures the functions.
-        num_passes: number of measurements, of which the median is taken.
     """
     matrix = torch.ones(_SKEW_SIDE, _SKEW_SIDE, device=stopwatch.device)
     tensor = torch.ones(_SKEW_SIDE, device=stopwatch.device)
-    seconds = stopwatch.measure(lambda: matrix @ matrix)
+    (seconds,) = stopwatch.measure(lambda: matrix @ matrix).seconds
     count = max(round(_SKEW_WORK / max(seconds, 1e-9)), 1)
 
     def work() -> None:
@@ -215,13 +232,9 @@ def measure_skew(stopwatch: Stopwatch, num_passes: int) -> float:
         work()
         reduce()
 
-    found = [
-        stopwatch.measure(_repeated(both)) / _SKEW_RUNS
-        - stopwatch.measure(_repeated(work)) / _SKEW_RUNS
-        - stopwatch.measure(reduce)
-        for _ in range(num_passes)
-    ]
-    return max(median(found), 0.0)
+    together, alone, single = map(stopwatch.measure, (_repeated(both), _repeated(work), reduce))
+    seconds = (together.seconds[0] - alone.seconds[0]) / _SKEW_RUNS - single.seconds[0]
+    return Timing((seconds,), max(together.spread, alone.spread))
 
 
 def _repeated(run: Callable[[], None]) -> Callable[[], None]:

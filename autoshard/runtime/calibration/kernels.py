@@ -23,14 +23,22 @@ from autoshard.layouts import Layout
 from autoshard.mesh import Device, OperatorFit, RooflineFit
 from autoshard.mesh.calibration import CopySample, OperatorSample, ProductSample
 from autoshard.ops import Call, Strategy, is_view, rule_for
+from autoshard.runtime.calibration.measurements import (
+    LARGE_SPREAD,
+    Effort,
+    Timing,
+    spread_of,
+)
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.launch import synchronize
 from autoshard.runtime.local_node import LocalKernel, LocalNode, Place
 
 T = TypeVar("T")
+Take = Callable[[str, Callable[[], Timing]], Timing]
+"""Makes a measurement with a name."""
 
-_RUNS = 20
-"""Number of runs, besides one to warm up."""
+_MIN_RUNS = 3
+"""Minimum number of runs, besides one to warm up."""
 
 _PRODUCT_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "float16", "bfloat16")}
 _PRODUCT_SHAPES = {
@@ -77,10 +85,12 @@ class KernelClock:
     Args:
         device: of this rank.
         per_node: number of ranks that share the CPUs.
+        effort: number and duration of the runs.
     """
 
-    def __init__(self, device: torch.device, per_node: int) -> None:
+    def __init__(self, device: torch.device, per_node: int, effort: Effort) -> None:
         self._device = device
+        self._effort = effort
         self._on_cpu = device.type == "cpu"
         # Seconds that pass while each rank of a node takes one second of CPU time.
         shared = max(per_node / (os.cpu_count() or 1), 1 / torch.get_num_threads())
@@ -95,11 +105,24 @@ class KernelClock:
         synchronize(self._device)
         return (now() - start) * self._scale, result
 
-    def measure(self, run: Callable[[], object], *, count: int = _RUNS) -> float:
-        """The median of several runs, averaged over ranks, in seconds."""
+    def measure(self, run: Callable[[], object]) -> Timing:
+        """The median of several runs, averaged over ranks, in seconds.
+
+        If the runs of a rank differ much, it makes more.
+        """
         run()
-        found = [median(self.seconds(run)[0] for _ in range(count))]
-        return float(self.over_ranks(np.array(found))[0])
+        effort, found = self._effort, list[float]()
+        for _ in range(effort.num_repeats):
+            start, runs = perf_counter(), 0
+            while runs < effort.num_runs and (
+                runs < _MIN_RUNS or perf_counter() - start < effort.seconds
+            ):
+                found.append(self.seconds(run)[0])
+                runs += 1
+            if spread_of(found) <= LARGE_SPREAD:
+                break
+        seconds, spread = self.over_ranks(np.array([median(found), spread_of(found)])).tolist()
+        return Timing((seconds,), spread)
 
     def over_ranks(self, seconds: FloatArray) -> FloatArray:
         """The mean over ranks."""
@@ -109,7 +132,7 @@ class KernelClock:
         return mean
 
 
-def measure_launch(device: torch.device, clock: KernelClock) -> float:
+def measure_launch(device: torch.device, clock: KernelClock) -> Timing:
     """Seconds to launch a kernel: the duration of the smallest operator."""
     one = torch.ones(1, device=device)
     num_launches = 100
@@ -118,34 +141,56 @@ def measure_launch(device: torch.device, clock: KernelClock) -> float:
         for _ in range(num_launches):
             torch.neg(one)
 
-    return clock.measure(run) / num_launches
+    timing = clock.measure(run)
+    return replace(timing, seconds=(timing.seconds[0] / num_launches,))
 
 
-def measure_products(device: torch.device, clock: KernelClock) -> Iterator[ProductSample]:
+def measure_products(
+    device: torch.device, clock: KernelClock, take: Take
+) -> Iterator[ProductSample]:
     """Measure matrix products: square ones, and shapes of a sharded model."""
     for name in _PRODUCT_DTYPES.get(device.type, ("float32",)):
         for extents in _PRODUCT_SHAPES.get(device.type, _PRODUCT_SHAPES["cpu"]):
-            rows, terms, columns = extents
-            kind = {"dtype": getattr(torch, name), "device": device}
-            multiply = partial(torch.mm, torch.ones(rows, terms, **kind))
-            seconds = clock.measure(partial(multiply, torch.ones(terms, columns, **kind)))
-            yield ProductSample(name, extents, seconds)
+            timing = take(
+                f"product {name} {extents}", partial(_product, name, extents, device, clock)
+            )
+            yield ProductSample(name, extents, timing.seconds[0])
 
 
-def measure_copies(device: torch.device, clock: KernelClock) -> Iterator[CopySample]:
+def _product(
+    dtype: str, extents: tuple[int, int, int], device: torch.device, clock: KernelClock
+) -> Timing:
+    rows, terms, columns = extents
+    kind = {"dtype": getattr(torch, dtype), "device": device}
+    multiply = partial(torch.mm, torch.ones(rows, terms, **kind))
+    return clock.measure(partial(multiply, torch.ones(terms, columns, **kind)))
+
+
+def measure_copies(device: torch.device, clock: KernelClock, take: Take) -> Iterator[CopySample]:
     """Measure copies, which read as many bytes as they write."""
     for nbytes in _COPY_BYTES.get(device.type, _COPY_BYTES["cpu"]):
-        tensor = torch.ones(nbytes // torch.float32.itemsize, device=device)
-        yield CopySample(2 * nbytes, clock.measure(tensor.neg))
+        timing = take(f"copy of {nbytes} bytes", partial(_copy, nbytes, device, clock))
+        yield CopySample(2 * nbytes, timing.seconds[0])
+
+
+def _copy(nbytes: int, device: torch.device, clock: KernelClock) -> Timing:
+    tensor = torch.ones(nbytes // torch.float32.itemsize, device=device)
+    return clock.measure(tensor.neg)
+
+
+def num_kernels(device: torch.device) -> int:
+    """Number of measurements of products, copies and launches."""
+    dtypes = _PRODUCT_DTYPES.get(device.type, ("float32",))
+    shapes = _PRODUCT_SHAPES.get(device.type, _PRODUCT_SHAPES["cpu"])
+    return len(dtypes) * len(shapes) + len(_COPY_BYTES.get(device.type, _COPY_BYTES["cpu"])) + 1
 
 
 def measure_operators(
     device: torch.device,
     roofline: Device,
     clock: KernelClock,
-    *,
-    elements: Sequence[int] | None = None,
-    num_rounds: int = 7,
+    effort: Effort,
+    take: Take,
 ) -> Iterator[OperatorSample]:
     """Measure each operator at each size, in rounds over all of them.
 
@@ -155,13 +200,19 @@ def measure_operators(
         device: of this rank.
         roofline: the device as fitted so far.
         clock: for the measurements.
-        elements: sizes of an activation; by default typical ones of the device.
-        num_rounds: measured rounds, after one to warm up.
+        effort: sizes of activations, and number of rounds after one to warm up.
+        take: makes a measurement with a name.
     """
-    sizes = elements or _ELEMENTS.get(device.type, _ELEMENTS["cpu"])
+    sizes = effort.elements or _ELEMENTS.get(device.type, _ELEMENTS["cpu"])
     cases = [_case(*call, device) for size in sizes for call in _calls(size)]
-    rounds = [[_seconds(case, clock) for case in cases] for _ in range(num_rounds + 1)]
-    found = clock.over_ranks(np.median(np.array(rounds[1:]), axis=0)) / _COPIES
+
+    def once() -> Timing:
+        seconds = clock.over_ranks(np.array([_seconds(case, clock) for case in cases]))
+        return Timing(tuple(seconds.flatten().tolist()))
+
+    rounds = [take(f"round {i} of operators", once) for i in range(effort.num_rounds + 1)]
+    found = np.median(np.array([timing.seconds for timing in rounds[1:]]), axis=0) / _COPIES
+    found = found.reshape(-1, 2)
     for case, (forward, backward) in zip(cases, found.tolist(), strict=True):
         work, back = _roofline(case.call, roofline)
         views = is_view(case.call.operator)
