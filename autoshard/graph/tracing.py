@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard.errors import AutoshardError, ExportError
 from autoshard.graph.archive import CONSTANT_BYTES
@@ -38,12 +39,16 @@ def custom_functions() -> Iterator[set[str]]:
     """Collect the names of custom `autograd.Function`s that are called inside the context.
 
     An exported graph has the operators of their forward, but not their backward. Only calls with
-    an input that requires a gradient count.
+    an input that requires a gradient count. A reentrant `torch.utils.checkpoint` runs its function
+    directly, which has the same gradients: what is recomputed in backward is a choice of the plan.
     """
     plain = Function.__dict__["apply"]
     found: set[str] = set()
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            function, _preserves_rng_state, *rest = args
+            return function(*rest)
         passes = any(
             isinstance(leaf, torch.Tensor) and leaf.requires_grad
             for leaf in pytree.tree_leaves((args, kwargs))

@@ -7,11 +7,14 @@ on all ranks. The unsharded model follows `train()` and `eval()`, hooks and chan
 import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy, deepcopy
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -23,6 +26,9 @@ from autoshard.graph import (
     hooked_modules,
     training_operators,
 )
+from autoshard.layouts import Layout, to_placements
+from autoshard.plan import PlacedInput, Stage
+from autoshard.runtime.parameters import ModuleAttribute
 from autoshard.runtime.recorder import not_recorded
 
 _MOST_NAMES = 5
@@ -76,6 +82,70 @@ def _follows_mode(module: nn.Module) -> bool:
         "drop" in name and isinstance(value, float) and value > 0
         for name, value in vars(module).items()
     )
+
+
+class ParameterCheck:
+    """Compares parameters with those that the plan was applied to.
+
+    Args:
+        model: to which the plan is applied.
+        stage: of the plan.
+        frozen: names of the stage's parameters for which the plan computes no gradient.
+    """
+
+    def __init__(self, model: nn.Module, stage: Stage, frozen: frozenset[str]) -> None:
+        self._parameters = [
+            (ModuleAttribute.of(model, p.target), p, p.name in frozen) for p in stage.parameters
+        ]
+        self._known: dict[str, object] = {}  # the specification of each one that was checked
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterCheck":
+        """Copy the parameters; what is known of them has the mesh, which cannot be copied."""
+        copied = memo[id(self)] = copy(self)
+        vars(copied)["_parameters"] = [
+            (deepcopy(attribute, memo), placed, frozen)
+            for attribute, placed, frozen in self._parameters
+        ]
+        vars(copied)["_known"] = {}
+        return copied
+
+    def check(self) -> None:
+        """Check the parameters before a call.
+
+        Raises:
+            PlanError: one has another dtype or other placements than the plan, or requires a
+                gradient that the plan does not compute.
+        """
+        for attribute, placed, frozen in self._parameters:
+            parameter = attribute.get()
+            if frozen and parameter.requires_grad and torch.is_grad_enabled():
+                raise PlanError(
+                    f"parameter {placed.target!r} requires a gradient now; the plan was made from "
+                    f"an export in which it was frozen, and does not compute it: export and plan "
+                    f"with all parameters that are ever trained, and freeze some afterwards"
+                )
+            if not isinstance(parameter, DTensor):
+                continue
+            spec = parameter._spec  # noqa: SLF001  torch has no public access to it
+            if self._known.get(placed.name) is not spec:
+                _check_stored(parameter, placed)
+                self._known[placed.name] = spec
+
+
+def _check_stored(parameter: DTensor, placed: PlacedInput) -> None:
+    name = placed.target
+    if parameter.dtype != getattr(torch, placed.dtype):
+        raise PlanError(
+            f"parameter {name!r} is {parameter.dtype} now, and the plan is for {placed.dtype}: "
+            f"convert the model first, then export and plan"
+        )
+    sizes = tuple(parameter.device_mesh.shape)
+    wanted = to_placements(Layout.parse(placed.layout), sizes)
+    if parameter.placements != wanted:
+        raise PlanError(
+            f"parameter {name!r} is placed {parameter.placements} now, and the plan stores it as "
+            f"{wanted}: assign a DTensor with these placements, or copy into the parameter"
+        )
 
 
 class ModuleCheck:
@@ -135,6 +205,19 @@ Region = tuple[str, torch.Tensor, str]
 """An argument: its name, the tensor, and which part of the global tensor it is, as text."""
 
 
+def check_no_transform() -> None:
+    """Check that no transform of `torch.func` is active.
+
+    Raises:
+        PlanError: one is; its tensors have no memory that a collective could send.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  no public way
+        raise PlanError(
+            "a planned model does not run under transforms of torch.func (vmap, grad, vjp, jvp): "
+            "use loss.backward() or torch.autograd.grad, and a batch dim of forward"
+        )
+
+
 def compare_over_ranks(regions: Sequence[Region], mesh: DeviceMesh) -> None:
     """Check that tensors which should be equal on several ranks are equal.
 
@@ -165,6 +248,7 @@ def compare_over_ranks(regions: Sequence[Region], mesh: DeviceMesh) -> None:
     by_rank = found.reshape(mesh.size(), len(regions), 2).tolist()
     for number, (name, _, _) in enumerate(regions):
         _compare(name, [ranks[number] for ranks in by_rank], mesh.mesh.flatten().tolist())
+    _check_own_rows(regions, by_rank)
 
 
 def _compare(name: str, found: Iterable[Sequence[int]], ranks: Sequence[int]) -> None:
@@ -178,6 +262,26 @@ def _compare(name: str, found: Iterable[Sequence[int]], ranks: Sequence[int]) ->
                 f"shard_loader(loader, model) pick the rows of each rank instead of a "
                 f"DistributedSampler"
             )
+
+
+def _check_own_rows(regions: Sequence[Region], by_rank: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Refuse a global batch that is as small as the rows of one rank."""
+    parts = [{ranks[number][0] for ranks in by_rank} for number in range(len(regions))]
+    own = [number for number, found in enumerate(parts) if len(found) > 1]
+    same = all(len({ranks[number][1] for ranks in by_rank}) == 1 for number in own)
+    # Of a constant tensor, as for a first call that warms up, ranks have the same rows anyway.
+    if own and same and not all(_is_constant(regions[number][1]) for number in own):
+        name, tensor, _ = regions[own[0]]
+        raise PlanError(
+            f"every rank passes the same {name!r} of shape {tuple(tensor.shape)}, which is the "
+            f"shape of one rank's rows of a batch: where it is a smaller global batch, leave it "
+            f"out (drop_last=True), or plan for it; where each rank has rows of its own, they "
+            f"must differ"
+        )
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    return bool((tensor == tensor.flatten()[:1]).all())
 
 
 def _contents(tensor: torch.Tensor) -> bytes:

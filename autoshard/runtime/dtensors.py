@@ -1,14 +1,13 @@
 """DTensor support for the layouts of a plan that PyTorch does not handle.
 
 `DTensor.full_tensor` and `torch.distributed.checkpoint` expect one slice per rank and axes nested
-in mesh order, and `torch.amp.GradScaler` expects that all parameters are sharded on the same axes.
+in mesh order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -155,32 +154,3 @@ class _CheckpointTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
         return self._sub_shards[index.offset]
-
-
-def support_grad_scaler() -> None:
-    """Make `torch.amp.GradScaler` skip a step on all ranks if any rank has infinite gradients.
-
-    DTensor reduces the flag over the axes that shard the first gradient only. The handler that is
-    installed here reduces it over the axes that shard any gradient.
-    """
-    # As torch's own `loss_parallel` does; torch has no public way.
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
-    handlers[_UNSCALE] = _unscale
-
-
-_UNSCALE: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
-
-def _unscale(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
-    gradients, found, scale = args
-    _UNSCALE([local_tensor(gradient) for gradient in gradients], *map(local_tensor, (found, scale)))
-    # All ranks have the gradients in the same order.
-    groups = dict.fromkeys(
-        gradient.device_mesh.get_group(axis)
-        for gradient in gradients
-        if isinstance(gradient, DTensor)
-        for axis, placement in enumerate(gradient.placements)
-        if not placement.is_replicate()
-    )
-    for group in groups:
-        dist.all_reduce(local_tensor(found), dist.ReduceOp.MAX, group)

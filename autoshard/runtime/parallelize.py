@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
-from autoshard.runtime.dtensors import support_grad_scaler
+from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.parameters import check_parameters, check_stored_alike, distribute_state
 from autoshard.runtime.planned_forward import PlannedForward, Programs, RngStep
 from autoshard.runtime.program import LocalProgram
@@ -108,7 +108,7 @@ def parallelize(
         for name, one in plans.items()
     }
     for forward in forwards.values():
-        check_parameters(model, forward.stage, frozen=_frozen(forward))
+        check_parameters(model, forward.stage, frozen=forward.frozen)
     for forward in forwards.values():
         forward.attach(model)
     programs = Programs(forwards)
@@ -119,16 +119,8 @@ def parallelize(
     members = {"__module__": original.__module__, "__doc__": original.__doc__}
     model.__class__ = type(f"Planned{original.__name__}", (Planned, original), members)
     vars(model)["_programs"] = programs
-    support_grad_scaler()
+    install_dtensor_handlers()
     return model
-
-
-def _frozen(forward: PlannedForward) -> frozenset[str]:
-    """Names of the parameters for which a training plan computes no gradient."""
-    if not forward.is_training:
-        return frozenset()
-    values = forward.program.graph.values
-    return frozenset(p.name for p in forward.stage.parameters if not values[p.name].requires_grad)
 
 
 class Planned:

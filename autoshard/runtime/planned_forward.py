@@ -17,7 +17,13 @@ from autoshard.graph import Graph, graph_to_json, resized
 from autoshard.layouts import Layout
 from autoshard.plan import PlacedInput, PlacedOutput, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
-from autoshard.runtime.call_checks import ModeCheck, ModuleCheck, compare_over_ranks
+from autoshard.runtime.call_checks import (
+    ModeCheck,
+    ModuleCheck,
+    ParameterCheck,
+    check_no_transform,
+    compare_over_ranks,
+)
 from autoshard.runtime.constants import constant_value, prepared_inputs
 from autoshard.runtime.local_parameters import (
     LocalParameters,
@@ -154,6 +160,14 @@ class PlannedForward:
         return self._training
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters for which a training plan computes no gradient."""
+        if not self._training:
+            return frozenset()
+        values = self.program.graph.values
+        return frozenset(p.name for p in self._stage.parameters if not values[p.name].requires_grad)
+
+    @property
     def buffers(self) -> frozenset[str]:
         """Names of the buffers that the program reads from the model."""
         graph = self.program.graph
@@ -198,12 +212,16 @@ class PlannedForward:
             ) from error
 
     def check(self, model: nn.Module) -> None:
-        """Check the mode of the model and, on some calls, its modules.
+        """Check the mode of the model, its parameters and, on some calls, its modules.
 
         Raises:
-            PlanError: the model is in another mode than the exported one, and that matters.
+            PlanError: the model is in another mode than the exported one, and that matters, or a
+                parameter is not as planned.
         """
         self._checks.mode.check(model)
+        if not torch.compiler.is_compiling():
+            check_no_transform()
+            self._checks.parameters.check()
         # The modules of a large model are many: the first call, and ever rarer ones later.
         if not torch.compiler.is_compiling() and not self._steps.value & (self._steps.value - 1):
             self._checks.modules.check(model)
@@ -230,7 +248,11 @@ class PlannedForward:
             if placed.kind in ("buffer", "constant"):
                 self._tensors[slots[placed.name]] = self._find(model, placed)
         exported = self.program.graph.model
-        self._checks = _Checks(ModeCheck(self.program.graph, model), ModuleCheck(exported, model))
+        self._checks = _Checks(
+            ModeCheck(self.program.graph, model),
+            ModuleCheck(exported, model),
+            ParameterCheck(model, self._stage, self.frozen),
+        )
         self._parameters = LocalParameters(
             {slots[p.name]: ModuleAttribute.of(model, p.target) for p in self._stage.parameters},
             list(parameter_groups(self.program, self._stage.inputs)),
@@ -373,6 +395,7 @@ class _Checks:
 
     mode: ModeCheck
     modules: ModuleCheck
+    parameters: ParameterCheck
 
 
 @dataclass(frozen=True, slots=True)

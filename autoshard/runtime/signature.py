@@ -15,7 +15,7 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, Input, InputKind
 from autoshard.layouts import Layout, R, to_placements
 from autoshard.plan import PlacedInput, Stage
-from autoshard.runtime.dtensors import from_local, local_tensor
+from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
 from autoshard.runtime.local_node import Place
 from autoshard.runtime.sharded_results import ShardedResult
 from autoshard.runtime.shards import local_shard, shape_of
@@ -376,8 +376,16 @@ class Results:
         }
 
     def nest(self, outputs: Sequence[Any]) -> Any:
-        """The result of forward: replicated tensors are plain, sharded ones are DTensors."""
+        """The result of forward: replicated tensors are plain, sharded ones are DTensors.
+
+        The gradient of a plain one is a DTensor if a DTensor was added to it, such as a penalty of
+        parameters, and is made plain.
+        """
         values = list(outputs)
+        if not torch.compiler.is_compiling():
+            for position, value in enumerate(values):
+                if position not in self._sharded and _has_gradient(value):
+                    value.register_hook(full_tensor)
         for position, (placements, shape) in self._sharded.items():
             local = values[position]
             # A compiled backward does not support a DTensor without a gradient.
@@ -389,6 +397,10 @@ class Results:
         if self._spec is not None:
             return pytree.tree_unflatten(values, self._spec)
         return values[0] if len(values) == 1 else tuple(values)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _call(spec: pytree.TreeSpec) -> str:

@@ -91,6 +91,41 @@ def test_a_failing_rank_ends_the_job_and_shows_its_traceback_once(
     assert "is done" not in done.stdout
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 2}], ids=["4", "2x2"])
+def test_torchrun_trains_and_a_killed_rank_ends_the_others(
+    axes: dict[str, int], tmp_path: Path
+) -> None:
+    pins = {"parameters": {"up.weight": ",".join(["S(0)"] * len(axes))}}
+    path = tmp_path / "plan.json"
+    path.write_text(
+        make_plan(graph_of(meta(mlp)), slow_devices(**axes), PlanOptions(pins=pins)).to_json()
+    )
+    folders = os.pathsep.join(str(PROGRAM.parents[up]) for up in (1, 2))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
+    done = subprocess.run(  # noqa: S603  our own program
+        [*command, "--monitor-interval=0.1", PROGRAM, "kill"],
+        env={
+            **os.environ,
+            "AUTOSHARD_PLAN": str(path),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": folders,
+        },
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    for rank in range(4):
+        assert f"rank {rank} has trained" in done.stdout
+    for rank in range(3):
+        assert f"rank {rank} ends: " in done.stdout
+    assert "is done" not in done.stdout
+    assert "SIGKILL" in done.stderr or "-9" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

@@ -1,23 +1,75 @@
 """Training and decoding loops with a planned model on 4 ranks."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from runtime.cases import (
     criteria,
+    gradient_habits,
     micro_batches,
     misuse,
+    model_habits,
     opaque_modules,
+    optimizer_habits,
     several_programs,
     updated_buffers,
 )
+from runtime.cases.updated_buffers import MESHES
 from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = joined(updated_buffers, misuse, several_programs, criteria, micro_batches, opaque_modules)
+MODULES = (
+    updated_buffers,
+    misuse,
+    several_programs,
+    criteria,
+    micro_batches,
+    optimizer_habits,
+    gradient_habits,
+    model_habits,
+    opaque_modules,
+)
+CASES = joined(*MODULES)
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
+
+
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """The habits of the page's table, each with the names of what tests it."""
+    table = re.search(r"^\| habit \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
+    assert table is not None
+    for line in table[1].splitlines():
+        habit, _, tested = line.strip("| ").split(" | ")
+        yield habit, re.findall("`([^`]+)`", tested)
+
+
+def test_each_row_of_the_table_has_cases() -> None:
+    for habit, names in rows():
+        assert names, habit
+        for name in names:
+            assert is_tested(name), name
+
+
+def is_tested(name: str) -> bool:
+    """Whether a case of this launch, on both meshes, another one or a test has the name."""
+    module, _, case = name.partition(": ")
+    if module.startswith("test_"):
+        return hasattr(import_module(f"runtime.{module}"), case)
+    if module in {one.__name__.rpartition(".")[2] for one in MODULES}:
+        return name in CASES or all(f"{name}, {mesh}" in CASES for mesh in MESHES)
+    known = import_module(f"runtime.cases.{module}").CASES
+    return any(other.startswith(case) for other in known)
+
+
+def test_each_habit_is_in_the_table() -> None:
+    named = {name for _, names in rows() for name in names}
+    habits = joined(optimizer_habits, gradient_habits, model_habits, misuse)
+    assert not {name for name in habits if not {name, name.rpartition(", ")[0]} & named}

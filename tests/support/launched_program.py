@@ -1,9 +1,11 @@
 """A program for launched ranks; run by itself, or `train` called on every rank.
 
 As a program it fails on rank 1 if its argument is `fail`: in backward, while collectives are
-under way.
+under way. If it is `kill`, the last rank is killed after a step, and the others go on.
 """
 
+import os
+import signal
 import sys
 import time
 import warnings
@@ -67,6 +69,22 @@ class Failing(TorchDispatchMode):
         return sum(found.values()) - 2 * found.get("_c10d_functional::wait_tensor", 0)
 
 
+def train_until_killed(run: LaunchContext) -> None:
+    """A step on all ranks, then steps on all but the last one, which is killed."""
+    _, _, loss, gradient = train(run, 0.1)
+    assert abs(loss) + abs(gradient) < 1e-5
+    print(f"rank {run.rank} has trained", flush=True)  # noqa: T201
+    if run.rank == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    # The launcher would end this process; what counts is that the program ends by itself.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        train(run, 0.1)
+    except RuntimeError as error:
+        print(f"rank {run.rank} ends: {str(error).splitlines()[0]}", flush=True)  # noqa: T201
+        raise
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     run = get_context()
@@ -74,6 +92,8 @@ def main() -> None:
     for _ in range(STEPS):
         with run.step():
             dist.barrier()
+    if sys.argv[1:] == ["kill"]:
+        train_until_killed(run)
     if sys.argv[1:] == ["fail"]:
         torch.manual_seed(0)
         model, batch = mlp()

@@ -109,6 +109,15 @@ def check_replicas_of_rows(planned: nn.Module, _reference: nn.Module) -> None:
     planned(batch(seed=dist.get_rank() // 2)[: BATCH // 2])
 
 
+def check_the_same_rows(planned: nn.Module, reference: nn.Module) -> None:
+    """A small global batch is not taken for rows of the rank's own; constant ones may be."""
+    rows = BATCH // planned.up.weight.device_mesh.size(0)
+    with pytest.raises(PlanError, match=r"every rank passes the same 'x' of shape.*drop_last"):
+        planned(batch()[:rows])
+    found = planned(torch.ones(rows, FEATURES))
+    close(whole(found.detach()), reference(torch.ones(BATCH, FEATURES)).detach(), "loss")
+
+
 def check_eval_of_training(planned: nn.Module, _reference: nn.Module) -> None:
     planned(batch())
     planned.eval()
@@ -281,6 +290,7 @@ CASES: dict[str, Callable[[], None]] = {
     for name, case in {
         "other batches": Misuse(axes, check_other_batches),
         "a distributed sampler": Misuse(axes, check_distributed_sampler),
+        "the same rows": Misuse(axes, check_the_same_rows),
         "eval of a training plan": Misuse(axes, check_eval_of_training, with_dropout),
         "eval of batch norm": Misuse(axes, check_eval_of_training, lambda: Net(nn.BatchNorm1d(64))),
         "training of an eval plan": Misuse(

@@ -1,0 +1,255 @@
+"""Handlers for operators on DTensors that PyTorch computes wrongly or refuses.
+
+Training loops call these operators on parameters and gradients. PyTorch 2.13 returns the number
+of one shard for `p.grad.norm().item()`, loses what is written into a slice of a sharded dim and
+what is assigned to `p.data`, has no fused SGD, cannot copy gradients that share memory, and makes
+`GradScaler` skip a step on some ranks only.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import PlanError
+from autoshard.layouts import from_placements
+from autoshard.runtime.dtensors import full_tensor, local_tensor
+from autoshard.runtime.shards import local_shard
+
+_ATEN: Any = torch.ops.aten
+_VIEWS = (
+    _ATEN.select.int,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+    _ATEN.unbind.int,
+    _ATEN.diagonal.default,
+    _ATEN.view.default,
+)
+"""Operators whose result is a view of a tensor, but a copy where they gather a sharded dim."""
+
+_FUSED = (_ATEN._fused_sgd_.default, _ATEN._fused_adagrad_.default)
+_INDEXED = (_ATEN.index_put_.default, _ATEN.index_fill_.int_Scalar, _ATEN.index_fill_.int_Tensor)
+"""Operators that write at indices or where a mask is true, of any dim."""
+
+_UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
+_NUMBER = _ATEN._local_scalar_dense.default  # noqa: SLF001  an operator
+
+
+def install_dtensor_handlers() -> None:
+    """Register the handlers, once per process, for all DTensors."""
+    # As torch's own `loss_parallel` does; torch has no public way.
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
+    handlers[_UNSCALE] = _unscale
+    handlers[_NUMBER] = _number
+    handlers.update(dict.fromkeys(_FUSED, _elementwise))
+    handlers.update(dict.fromkeys(_VIEWS, _view))
+    handlers.update(dict.fromkeys(_INDEXED, _indexed))
+    handlers[_ATEN.fill_.Tensor] = _fill
+    handlers[_ATEN.copy_.default] = _copy
+    patched: Any = DTensor
+    patched.__deepcopy__ = _deepcopy
+    patched.data = property(_DATA.__get__, _set_data)
+
+
+def _unhandled(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator as if it had no handler."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001  see above
+    handler = handlers.pop(operator)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        handlers[operator] = handler
+
+
+def _unscale(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
+    """Skip a step of `torch.amp.GradScaler` on all ranks if any has infinite gradients.
+
+    DTensor reduces the flag over the axes that shard the first gradient only; here over the axes
+    that shard any gradient.
+    """
+    gradients, found, scale = args
+    _UNSCALE([local_tensor(gradient) for gradient in gradients], *map(local_tensor, (found, scale)))
+    # All ranks have the gradients in the same order.
+    groups = dict.fromkeys(
+        gradient.device_mesh.get_group(axis)
+        for gradient in gradients
+        if isinstance(gradient, DTensor)
+        for axis, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    )
+    for group in groups:
+        dist.all_reduce(local_tensor(found), dist.ReduceOp.MAX, group)
+
+
+def _number(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> Any:
+    """The number of `item()`, `float()` or `bool()`, the same on all ranks."""
+    (tensor,) = args
+    with torch.no_grad():
+        # Of one element, so that the order of axes does not matter.
+        return tensor.full_tensor().item()
+
+
+def _elementwise(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run a fused optimizer on local tensors: gradients are placed like their parameters."""
+    lists = [one for one in args if isinstance(one, list | tuple) and one]
+    for tensors in zip(*lists, strict=True):
+        placements = {x.placements for x in tensors if isinstance(x, DTensor)}
+        if len(placements) > 1:
+            raise PlanError(
+                f"{operator}: a parameter and its gradient are placed {placements}; "
+                f"redistribute the gradient, or use foreach=True"
+            )
+    operator(*pytree.tree_map(local_tensor, args), **pytree.tree_map(local_tensor, dict(kwargs)))
+
+
+class GatheredView(DTensor):
+    """What an operator returns instead of a view if it had to gather a sharded dim.
+
+    Writing into it writes into the tensor that it would be a view of, as `w[0].zero_()` does.
+
+    Attributes:
+        origin: that tensor, the operator, its other arguments, and the place in its results.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, view: DTensor, origin: "_Origin") -> None:
+        """Make a DTensor a gathered view."""
+        # A subclass of DTensor cannot be built around an existing tensor.
+        view.__class__ = cls
+        vars(view)["origin"] = origin
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch, and write what it wrote."""
+        result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]  # torch
+        if _writes(func) and args:
+            for view in pytree.tree_leaves(args[0]):
+                if isinstance(view, GatheredView):
+                    _write_back(view)
+        return result
+
+
+_Origin = tuple[DTensor, Callable[[torch.Tensor], torch.Tensor]]
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """True for functions of torch that write into their first argument, by name."""
+    name = getattr(func, "__name__", "")
+    special = name.startswith("__")
+    return name.startswith("__i") and name not in _READS if special else name.endswith("_")
+
+
+_READS = ("__index__", "__int__", "__invert__")
+
+
+def _view(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Remember what a gathered view is a view of."""
+    result = _unhandled(operator, args, kwargs)
+    source = args[0]
+    if type(source) not in (DTensor, GatheredView) or torch.compiler.is_compiling():
+        return result
+    single = isinstance(result, torch.Tensor)
+    for number, view in enumerate((result,) if single else result):
+        if isinstance(source, GatheredView) or not _shares_memory(view, source):
+
+            def again(full: torch.Tensor, number: int = number) -> torch.Tensor:
+                found = operator(full, *args[1:], **kwargs)
+                chosen: torch.Tensor = found if single else found[number]
+                return chosen
+
+            GatheredView.of(view, (source, again))
+    return result
+
+
+def _shares_memory(one: DTensor, other: DTensor) -> bool:
+    first, second = (local_tensor(x).untyped_storage() for x in (one, other))
+    return bool(first._cdata == second._cdata)  # noqa: SLF001  as torch compares storages
+
+
+@torch.no_grad()
+def _write_back(view: GatheredView) -> None:
+    """Store the contents of a view in the tensor that it was gathered from."""
+    source, again = vars(view)["origin"]
+    full = full_tensor(source.detach()).clone()
+    again(full).copy_(full_tensor(view.detach()))
+    _store(full, source)
+    if isinstance(source, GatheredView):
+        _write_back(source)
+
+
+def _store(full: torch.Tensor, target: DTensor) -> None:
+    """Copy this rank's shard of a full tensor into a DTensor."""
+    mesh = target.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is not None:
+        sizes = tuple(mesh.shape)
+        shard = local_shard(full, from_placements(target.placements, sizes), sizes, coordinate)
+        local_tensor(target.detach()).copy_(shard)
+
+
+@torch.no_grad()
+def _indexed(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Write into the full tensor, and keep this rank's shard of it."""
+    target = args[0]
+    full = full_tensor(target).clone()
+    operator(full, *full_tensor(args[1:]), **kwargs)
+    _store(full, target)
+    if isinstance(target, GatheredView):
+        _write_back(target)
+    return target
+
+
+def _fill(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> Any:
+    """Fill with a scalar tensor, as `w[0] = 3.0` does."""
+    target, value = args
+    local_tensor(target).fill_(value.item())
+    if isinstance(target, GatheredView):
+        _write_back(target)
+    return target
+
+
+def _copy(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Copy, also into a gathered view, as `w[0] = w[1]` does."""
+    result = _unhandled(operator, args, kwargs)
+    if isinstance(args[0], GatheredView):
+        _write_back(args[0])
+    return result
+
+
+_DATA: Any = torch.Tensor.data
+
+
+def _set_data(self: DTensor, value: torch.Tensor) -> None:
+    """Assign `tensor.data`: torch replaces the shape and dtype of a DTensor, but not the shard."""
+    _DATA.__set__(self, value)
+    if isinstance(value, DTensor):
+        self._local_tensor, self._spec = value._local_tensor, value._spec  # noqa: SLF001  no public way
+
+
+_DEEPCOPY: Any = torch.Tensor.__deepcopy__
+
+
+def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
+    """Deep copy, also of gradients that share memory, as in a bucket.
+
+    PyTorch takes the offset of the shard for the address of memory of the DTensor's own.
+    """
+    if id(self) in memo or not self.is_leaf or not self.storage_offset():
+        return _DEEPCOPY(self, memo)
+    copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+    copied.grad = deepcopy(self.grad, memo)
+    vars(copied).update(deepcopy(vars(self), memo))
+    return copied
