@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.parameters import check_parameters, check_stored_alike, distribute_state
 from autoshard.runtime.planned_forward import PlannedForward, Programs, RngStep
 from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.state_dicts import support_state_dicts
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -115,12 +116,23 @@ def parallelize(
     distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
     for text in filter(None, (stage.idle_text for stage in stages.values())):
         warnings.warn(text, stacklevel=2)
-    original = type(model)
-    members = {"__module__": original.__module__, "__doc__": original.__doc__}
-    model.__class__ = type(f"Planned{original.__name__}", (Planned, original), members)
+    model.__class__ = _planned_class(type(model))
     vars(model)["_programs"] = programs
     install_dtensor_handlers()
+    support_state_dicts(model)
     return model
+
+
+def _planned_class(original: type[ModelT]) -> type[ModelT]:
+    """A subclass whose forward runs the plan, with the signature of the original one."""
+
+    @wraps(original.forward)
+    def forward(self: Planned, *args: Any, **kwargs: Any) -> Any:
+        return Planned.forward(self, *args, **kwargs)
+
+    members = {"__module__": original.__module__, "__doc__": original.__doc__, "forward": forward}
+    planned: type[ModelT] = type(f"Planned{original.__name__}", (Planned, original), members)
+    return planned
 
 
 class Planned:
@@ -166,6 +178,23 @@ def planned_forward(model: nn.Module) -> PlannedForward:
             f"{type(model).__name__} does not run as planned; apply a plan with parallelize first"
         )
     return model._programs.first  # noqa: SLF001  ours
+
+
+def planned_programs(model: nn.Module) -> tuple[PlannedForward, ...]:
+    """All programs of a planned model.
+
+    Raises:
+        PlanError: the model does not run as planned.
+    """
+    planned_forward(model)
+    assert isinstance(model, Planned)
+    return model._programs.all  # noqa: SLF001  ours
+
+
+def original_class(model: nn.Module) -> type[nn.Module]:
+    """The class of a model before it was planned."""
+    kind = type(model)
+    return kind.__bases__[1] if isinstance(model, Planned) else kind
 
 
 def rng_step(model: nn.Module) -> RngStep:

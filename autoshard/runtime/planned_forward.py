@@ -150,6 +150,11 @@ class PlannedForward:
         return self._accumulation
 
     @property
+    def mesh(self) -> DeviceMesh:
+        """The devices."""
+        return self._mesh
+
+    @property
     def stage(self) -> Stage:
         """The stage of the plan."""
         return self._stage
@@ -366,6 +371,11 @@ class Programs:
     def first(self) -> PlannedForward:
         """The program that was given first."""
         return next(iter(self._by_name.values()))
+
+    @property
+    def all(self) -> tuple[PlannedForward, ...]:
+        """The programs in the order in which they were given."""
+        return tuple(self._by_name.values())
 
     def choose(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

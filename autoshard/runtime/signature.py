@@ -64,6 +64,11 @@ class Arguments:
         self._passed: dict[str, tuple[ReferenceType[torch.Tensor], int]] = {}
         self._symbols = {n: graph.dynamic.symbols_of(n) for n in placed} if graph.dynamic else {}
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors and literals that forward takes."""
+        return frozenset(i.target for i in self._inputs)
+
     def localize(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
         """This rank's shards of the tensor arguments, by their positions in the stage's inputs.
 

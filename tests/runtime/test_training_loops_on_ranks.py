@@ -15,6 +15,7 @@ from runtime.cases import (
     opaque_modules,
     optimizer_habits,
     several_programs,
+    state_dicts,
     updated_buffers,
 )
 from runtime.cases.updated_buffers import MESHES
@@ -31,6 +32,7 @@ MODULES = (
     gradient_habits,
     model_habits,
     opaque_modules,
+    state_dicts,
 )
 CASES = joined(*MODULES)
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -65,7 +67,8 @@ def is_tested(name: str) -> bool:
         return hasattr(import_module(f"runtime.{module}"), case)
     if module in {one.__name__.rpartition(".")[2] for one in MODULES}:
         return name in CASES or all(f"{name}, {mesh}" in CASES for mesh in MESHES)
-    known = import_module(f"runtime.cases.{module}").CASES
+    area = "integrations" if module in {"accelerated", "adapters", "trained"} else "runtime"
+    known = import_module(f"{area}.cases.{module}").CASES
     return any(other.startswith(case) for other in known)
 
 

@@ -1,0 +1,1 @@
+"""Planned models in other training libraries: accelerate, and the Trainer of transformers."""

@@ -1,0 +1,231 @@
+"""`PlannedAccelerator`: planned models with accelerate.
+
+    accelerator = PlannedAccelerator(gradient_accumulation_steps=4)
+    model = parallelize(model, plan, device_mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+A plan is for the global batch: the ranks of its mesh together run one copy of the model, as one
+device would. So every rank gets the whole batch, of which forward takes its shard, and what
+accelerate does per data-parallel process is done as for one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from autoshard.errors import PlanError
+from autoshard.integrations.checkpoints import load_optimizers, replace_weights, save_optimizers
+from autoshard.integrations.extras import from_extra
+from autoshard.runtime import full_tensor, load_checkpoint
+from autoshard.runtime.parallelize import Planned, planned_forward
+
+with from_extra("transformers"):
+    from accelerate import Accelerator, DistributedType
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.utils import convert_file_size_to_int
+
+_PLAIN = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+)
+"""Kinds of launches in which accelerate leaves models and optimizers to the program."""
+
+
+class PlannedAccelerator(Accelerator):
+    """An `Accelerator` for planned models.
+
+    It differs in the following:
+
+    * planned models are not wrapped, and keep their shards;
+    * loaders yield the same global batches on all ranks, shuffled as on rank 0;
+    * prepared learning-rate schedulers step once per step of the optimizer;
+    * `gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` return full tensors of
+      what is sharded, and all else unchanged: every rank has the results of the whole batch;
+    * `save_state` and `load_state` write and read shards, which another plan may load;
+      `save_model` and `get_state_dict` give full tensors.
+
+    Gradient accumulation (`accumulate`, `no_sync`), clipping and gradient scaling work as ever.
+    """
+
+    _dataloaders: list[Any]
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Prepare a model; a planned one is not wrapped in `DistributedDataParallel`.
+
+        Raises:
+            PlanError: the processes are not those of the plan's mesh.
+        """
+        if isinstance(model, Planned):
+            self._check_launch(model)
+            device_placement, evaluation_mode = False, True
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def _check_launch(self, model: Any) -> None:
+        mesh = planned_forward(model).mesh
+        if self.distributed_type not in _PLAIN or self.parallelism_config is not None:
+            raise PlanError(
+                f"accelerate was started for {self.distributed_type}, which would shard the model "
+                f"again: launch without plugins, as with torchrun or `autoshard launch`"
+            )
+        if self.num_processes != mesh.size():
+            raise PlanError(
+                f"accelerate runs on {self.num_processes} processes and the plan is for "
+                f"{mesh.size()}: launch as many with torchrun or `autoshard launch`, before the "
+                f"Accelerator is created"
+            )
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> DataLoader[Any]:
+        """Prepare a loader of global batches; every rank gets all rows, in the order of rank 0."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            if data_loader not in self._dataloaders:
+                self._dataloaders.append(data_loader)
+            return data_loader
+        prepared: DataLoader[Any] = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=["torch"],
+            dispatch_batches=False,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a learning-rate scheduler; it steps once per step of the optimizer."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True  # or it would step once per process
+        return prepared
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip gradients by their norm over all ranks; returns the norm as a plain tensor."""
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def gather(self, tensor: Any) -> Any:
+        """Full tensors of what is sharded; all else is the same on every rank already."""
+        return full_tensor(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`: a global batch has no rows twice."""
+        del use_gather_object
+        return full_tensor(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As `gather`: every rank has the result of the whole batch."""
+        del reduction, scale
+        return full_tensor(tensor)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """As `gather`: full tensors have one size on all ranks."""
+        del dim, pad_index, pad_first
+        return full_tensor(tensor)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Full tensors of a planned model on the CPU of rank 0; empty on the other ranks."""
+        if not isinstance(model, Planned):
+            return super().get_state_dict(model, unwrap)
+        assert isinstance(model, nn.Module)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(model, options=options)
+
+    def save_model(
+        self,
+        model: Any,
+        save_directory: str | PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save full weights as safetensors; each rank writes from its own shards."""
+        if not isinstance(model, Planned):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        assert isinstance(model, nn.Module)
+        size = convert_file_size_to_int(max_shard_size)
+        replace_weights(model, save_directory, max_file_bytes=size)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """Save the state of all that was prepared; that of planned models as shards."""
+        with self._without_planned() as planned:
+            folder = super().save_state(output_dir, safe_serialization, **options)
+        for number, (model, optimizers) in enumerate(planned):
+            place = _folder(folder, number)
+            replace_weights(model, place)
+            save_optimizers(model, optimizers, place / "optimizers")
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any
+    ) -> None:
+        """Load what `save_state` saved, under the same plan or another one."""
+        folders: list[str] = []
+        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
+        try:
+            with self._without_planned() as planned:
+                super().load_state(input_dir, load_kwargs, **options)
+        finally:
+            hook.remove()
+        for number, (model, optimizers) in enumerate(planned):
+            place = _folder(folders[0], number)
+            load_checkpoint(model, place)
+            load_optimizers(model, optimizers, place / "optimizers")
+
+    @contextmanager
+    def _without_planned(self) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:
+        """A context in which accelerate knows no planned model and none of their optimizers.
+
+        Yields:
+            the planned models, each with its optimizers.
+        """
+        models, optimizers = self._models, self._optimizers
+        planned: list[Any] = [model for model in models if isinstance(model, Planned)]
+        owned = [[o for o in optimizers if _is_of(o, model)] for model in planned]
+        taken = [id(optimizer) for group in owned for optimizer in group]
+        self._models = [model for model in models if not isinstance(model, Planned)]
+        self._optimizers = [o for o in optimizers if id(o) not in taken]
+        try:
+            yield [
+                (model, [o.optimizer for o in group])
+                for model, group in zip(planned, owned, strict=True)
+            ]
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def _folder(folder: str | PathLike[str], number: int) -> Path:
+    return Path(folder) / f"planned_{number}"
+
+
+def _is_of(optimizer: Any, model: nn.Module) -> bool:
+    """True if an optimizer has parameters of a model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])

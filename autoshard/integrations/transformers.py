@@ -1,0 +1,180 @@
+"""`PlannedTrainer`: planned models with the Trainer of transformers.
+
+    model = parallelize(model, {"train": train, "eval": evaluate}, device_mesh)
+    trainer = PlannedTrainer(model, args, train_dataset=..., eval_dataset=...)
+    trainer.train(resume_from_checkpoint=True)
+
+A plan is for the global batch: the ranks of its mesh together run one copy of the model, as one
+device would. `per_device_train_batch_size` and `per_device_eval_batch_size` are the batch sizes of
+the plans, and every rank gets the whole batch.
+
+A subclass of Trainer comes after it: `class Mine(PlannedTrainer, Seq2SeqTrainer)`.
+"""
+
+from copy import copy
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from autoshard.errors import PlanError
+from autoshard.integrations.accelerate import PlannedAccelerator
+from autoshard.integrations.checkpoints import load_optimizers, replace_weights, save_optimizers
+from autoshard.integrations.extras import from_extra
+from autoshard.runtime import load_checkpoint
+from autoshard.runtime.parallelize import Planned, original_class, planned_programs
+
+with from_extra("transformers"):
+    from transformers import PreTrainedModel, Trainer
+    from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+    from transformers.utils import is_peft_available
+
+_OPTIMIZERS = "optimizers"
+"""Folder of the state of the optimizer in a checkpoint."""
+
+_NUM_ITEMS = "num_items_in_batch"
+"""The argument with which Trainer divides the loss of a micro-batch by the labels of the step."""
+
+
+class PlannedTrainer(Trainer):
+    """A `Trainer` for models that `parallelize` returned.
+
+    Its arguments are those of `Trainer`. Models, loaders and metrics are treated as
+    `PlannedAccelerator` does. Checkpoints have full weights as safetensors files, which
+    `from_pretrained` reads, and the state of the optimizer in the format of
+    `torch.distributed.checkpoint`; another plan may resume from them.
+
+    Raises:
+        PlanError: the model was not returned by `parallelize`, or its loss would be divided by
+            another number than with `Trainer`.
+    """
+
+    label_names: list[str]
+    model_accepts_loss_kwargs: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        programs = planned_programs(self.model)
+        taken = [program.arguments.names for program in programs]
+        lacking = [n for n in taken if _NUM_ITEMS not in n and not n.isdisjoint(self.label_names)]
+        if self.model_accepts_loss_kwargs and lacking:
+            raise PlanError(
+                f"Trainer divides the loss by the number of labels in all micro-batches of a step, "
+                f"for which the plan has no argument: export the model with "
+                f"{_NUM_ITEMS}=torch.tensor(1.0) among the arguments, and plan again; or set "
+                f"model.accepts_loss_kwargs = False for the mean of the micro-batches' losses"
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, as one for planned models."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = PlannedAccelerator
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Leave a planned model on the devices of its mesh."""
+        if not isinstance(model, Planned):
+            super()._move_model_to_device(model, device)
+
+    def get_train_dataloader(self) -> Any:
+        """A loader of global batches; its workers draw the same random numbers on all ranks."""
+        loader = super().get_train_dataloader()
+        if isinstance(loader.worker_init_fn, partial):
+            loader.worker_init_fn = partial(loader.worker_init_fn, rank=0)
+        return loader
+
+    def get_tp_size(self) -> int:
+        """The number of ranks with the same batch: all."""
+        return int(self.args.world_size)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The number of labels in global batches, which no other rank has others of."""
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        return (items * self.get_tp_size()).round() if isinstance(items, torch.Tensor) else items
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save full weights and what `from_pretrained` needs; called on all ranks."""
+        del state_dict
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        if self._is_peft:
+            save_adapters(self.model, folder)
+        else:
+            replace_weights(self.model, folder)
+            if self.args.should_save:
+                _save_config(self.model, folder)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    @property
+    def _is_peft(self) -> bool:
+        if not is_peft_available():
+            return False
+        from peft import PeftModel  # noqa: PLC0415  optional
+
+        return isinstance(self.model, PeftModel)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save shards of the optimizer's state, and the scheduler."""
+        save_optimizers(self.model, [self.optimizer.optimizer], Path(output_dir) / _OPTIMIZERS)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what was saved, also by a Trainer of an unsharded model."""
+        if checkpoint is None or not (Path(checkpoint) / _OPTIMIZERS).exists():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_optimizers(self.model, [self.optimizer.optimizer], Path(checkpoint) / _OPTIMIZERS)
+        scheduler = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load weights; each rank reads its shards."""
+        if self._is_peft:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_checkpoint(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self._is_peft:
+            super()._load_best_model()
+        else:
+            load_checkpoint(self.model, self.state.best_model_checkpoint)
+
+
+def save_adapters(model: Any, folder: str | PathLike[str]) -> None:
+    """Save the trainable adapters of a planned PEFT model as `PeftModel.save_pretrained` does.
+
+    The files have full tensors. All ranks must call it; rank 0 writes.
+
+    Args:
+        model: a `PeftModel` that `parallelize` returned.
+        folder: where to save.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+
+
+def _save_config(model: nn.Module, folder: Path) -> None:
+    """Save the configurations that `from_pretrained` reads."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    config = copy(model.config)
+    config.architectures = [original_class(model).__name__]
+    config.dtype = model.dtype
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
