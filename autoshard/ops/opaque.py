@@ -1,5 +1,8 @@
 """Modules that are kept whole (`autoshard.graph.opaque_call`): replicated, or along the batch."""
 
+from math import inf
+
+from autoshard.errors import SchemaError
 from autoshard.graph.opaque_call import OPAQUE_MODULE
 from autoshard.ops.index_space import IndexSpace
 from autoshard.ops.rule import Dims, OperatorRule
@@ -32,18 +35,20 @@ def _opaque(call: Call) -> OperatorRule:
         for i, tensor in enumerate(call.inputs)
     ]
     outputs = [dims(tensor.shape) for tensor in call.outputs]
-    return space.rule(inputs, outputs, flops=call.number("flops", 0.0))
+    flops = call.number("flops", 0.0)
+    if not 0.0 <= flops < inf:
+        raise SchemaError(f"{call.operator}: flops is {flops}, not a number of operations")
+    return space.rule(inputs, outputs, flops=flops)
 
 
 def _saves(call: Call, gradients: Gradients) -> SavedByAutograd:
     """The inputs, and the bytes that were measured, of which a rank has the share of its rows."""
-    nbytes, tensors = call.integer("saved_bytes", 0), call.positions("tensors")
-    if not tensors or not call.flag("along_batch"):
+    nbytes, tensors = max(call.integer("saved_bytes", 0), 0), call.positions("tensors")
+    rows = call.inputs[tensors[0]].shape[:1] if tensors and call.flag("along_batch") else ()
+    if not any(rows):
         return saved_by_name("tensors state", call, gradients, ExtraTensor((), nbytes))
-    rows = call.inputs[tensors[0]].shape[0]
-    return saved_by_name(
-        "tensors state", call, gradients, ExtraTensor(((tensors[0], 0),), -(-nbytes // rows))
-    )
+    per_row = ExtraTensor(((tensors[0], 0),), -(-nbytes // rows[0]))
+    return saved_by_name("tensors state", call, gradients, per_row)
 
 
 SPEC = OperatorSpec(

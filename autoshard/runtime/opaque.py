@@ -30,6 +30,8 @@ def bind_module(local: LocalNode) -> LocalKernel:
     call = OpaqueCall.from_json(local.node.argument("call"))
     spec = read_spec(call.arguments)
     literals = dict(call.literals)
+    device = local.place.device
+    is_random = bool(local.node.argument("random"))
     num_tensors = local.names().count("tensors")
     dtypes = [str(dtype) for _, dtype in call.results]
     shapes = list(zip(local.output_shapes[: len(dtypes)], dtypes, strict=True))
@@ -40,7 +42,15 @@ def bind_module(local: LocalNode) -> LocalKernel:
         arguments: Any = pytree.tree_unflatten(leaves, spec)
         state = dict(zip(call.state, tensors[num_tensors:], strict=True))
         state |= {name: state[name].clone() for name in call.updated}
-        return _run(module, arguments, state, call, shapes)
+        before = None if is_random else _generator_state(device)
+        made = _run(module, arguments, state, call, shapes)
+        after = None if is_random else _generator_state(device)
+        if before is not None and after is not None and not torch.equal(before, after):
+            raise ExportError(
+                "it draws random numbers, which it did not when exported, so ranks would draw "
+                "different ones; export it in the mode in which it runs"
+            )
+        return made
 
     def named(tensors: Sequence[torch.Tensor], step: Step) -> tuple[torch.Tensor, ...]:
         try:
@@ -49,6 +59,16 @@ def bind_module(local: LocalNode) -> LocalKernel:
             raise PlanError(f"the opaque module {name!r}: {error}") from None
 
     return named
+
+
+def _generator_state(device: torch.device) -> torch.Tensor | None:
+    """The state of the generator of a device; None while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        return None
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+    return state
 
 
 def _run(
