@@ -46,6 +46,19 @@ class GradientAccumulation:
             for old, new in zip(before, gradients, strict=True)
         ]
 
+    def check_reduced(self) -> None:
+        """Check that gradients do not wait for this call, whose backward pass has no reductions.
+
+        Raises:
+            PlanError: they do.
+        """
+        if self._unreduced and not self.waits and torch.is_grad_enabled():
+            raise PlanError(
+                "gradients of micro-batches under no_sync() wait for a backward pass of the plan, "
+                "and this call runs unsharded: make it under no_sync(), and a call with the "
+                "planned shapes the last of the step"
+            )
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """A context in which the buckets of a call of forward accumulate here.

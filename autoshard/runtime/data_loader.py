@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from autoshard.errors import PlanError
-from autoshard.runtime.parallelize import planned_forward
+from autoshard.runtime.parallelize import planned_forward, takes_other_shapes
 from autoshard.runtime.signature import Arguments
 
 T = TypeVar("T")
@@ -20,7 +20,8 @@ def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: int = 0) -> D
     A rank reads and collates only its own rows; ranks among which the plan does not shard the
     batch read the same rows. Pass the batches to forward as they are; it shards other dims, such
     as the sequence. If inputs are sharded differently along dim 0 (one sharded, another one
-    replicated), every rank reads all rows, and forward shards them.
+    replicated), every rank reads all rows, and forward shards them. So it is for a last smaller
+    batch, unless the model refuses other shapes.
 
     All ranks shuffle in the same order: if the given loader has no generator, one is seeded with
     `seed`, and each epoch has another order. A custom sampler must yield the same indices on all
@@ -46,7 +47,8 @@ def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: int = 0) -> D
         )
     if loader.batch_sampler is None:
         raise PlanError("the loader yields single rows; set its batch_size or batch_sampler")
-    batches = _Rows(_shuffled_alike(loader.batch_sampler, loader.sampler, seed), forward.arguments)
+    shuffled = _shuffled_alike(loader.batch_sampler, loader.sampler, seed)
+    batches = _Rows(shuffled, forward.arguments, takes_others=takes_other_shapes(model))
     return DataLoader(loader.dataset, batch_sampler=batches, **_settings(loader))
 
 
@@ -92,9 +94,13 @@ class _Rows(Sampler[list[int]]):
     Args:
         batches: row indices of each global batch.
         arguments: the arguments of the planned forward.
+        takes_others: True if the model takes batches of other sizes than planned.
     """
 
-    def __init__(self, batches: Iterable[list[int]], arguments: Arguments) -> None:
+    def __init__(
+        self, batches: Iterable[list[int]], arguments: Arguments, *, takes_others: bool
+    ) -> None:
+        self._takes_others = takes_others
         self._batches = batches
         self._arguments = arguments
 
@@ -103,4 +109,15 @@ class _Rows(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._batches:
-            yield batch[self._arguments.rows(len(batch))]
+            yield batch[self._rows(len(batch))]
+
+    def _rows(self, size: int) -> slice:
+        rows = self._arguments.rows(size)
+        planned, own = self._arguments.row_numbers
+        # As many rows as a rank has of a planned batch would be taken for these.
+        if rows is None and (not self._takes_others or size in own):
+            raise PlanError(
+                f"a batch has {size} rows; the plan is for {' or '.join(map(str, planned))}: set "
+                f"the loader's batch_size to that, and drop_last=True"
+            )
+        return slice(0, size) if rows is None else rows

@@ -16,9 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
-from autoshard.layouts import from_placements
-from autoshard.runtime.dtensors import full_tensor, local_tensor
-from autoshard.runtime.shards import local_shard
+from autoshard.runtime.dtensors import full_tensor, local_tensor, store_full
 
 _ATEN: Any = torch.ops.aten
 _VIEWS = (
@@ -185,19 +183,9 @@ def _write_back(view: GatheredView) -> None:
     source, again = vars(view)["origin"]
     full = full_tensor(source.detach()).clone()
     again(full).copy_(full_tensor(view.detach()))
-    _store(full, source)
+    store_full(full, source)
     if isinstance(source, GatheredView):
         _write_back(source)
-
-
-def _store(full: torch.Tensor, target: DTensor) -> None:
-    """Copy this rank's shard of a full tensor into a DTensor."""
-    mesh = target.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is not None:
-        sizes = tuple(mesh.shape)
-        shard = local_shard(full, from_placements(target.placements, sizes), sizes, coordinate)
-        local_tensor(target.detach()).copy_(shard)
 
 
 @torch.no_grad()
@@ -206,7 +194,7 @@ def _indexed(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     target = args[0]
     full = full_tensor(target).clone()
     operator(full, *full_tensor(args[1:]), **kwargs)
-    _store(full, target)
+    store_full(full, target)
     if isinstance(target, GatheredView):
         _write_back(target)
     return target

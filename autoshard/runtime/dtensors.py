@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.layouts import I, from_placements
 from autoshard.runtime.resharding import bind_step
-from autoshard.runtime.shards import DimSlices, sub_shards
+from autoshard.runtime.shards import DimSlices, local_shard, sub_shards
 
 T = TypeVar("T")
 
@@ -64,6 +64,17 @@ def _full(tensor: DTensor) -> torch.Tensor:
     for axis in (*partial, *(axis for axes in sharded for axis in axes)):
         local = bind_step(layout.types[axis], I, mesh.get_group(axis), tensor.shape)(local)
     return local
+
+
+@torch.no_grad()
+def store_full(full: torch.Tensor, target: DTensor) -> None:
+    """Copy this rank's shard of a full tensor into a DTensor."""
+    mesh = target.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is not None:
+        sizes = tuple(mesh.shape)
+        shard = local_shard(full, from_placements(target.placements, sizes), sizes, coordinate)
+        local_tensor(target.detach()).copy_(shard)
 
 
 def dcp_state_dict(state: T) -> T:

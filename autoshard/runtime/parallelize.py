@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +18,9 @@ from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.parameters import check_parameters, check_stored_alike, distribute_state
 from autoshard.runtime.planned_forward import PlannedForward, Programs, RngStep
 from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.signature import ShapeError
 from autoshard.runtime.state_dicts import support_state_dicts
+from autoshard.runtime.unsharded_forward import UnshardedForward
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -31,6 +33,7 @@ def parallelize(
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
     seed: int = 0,
+    other_shapes: Literal["replicate", "error"] = "replicate",
 ) -> ModelT:
     """Make a model run as planned, on every rank of a mesh.
 
@@ -50,6 +53,8 @@ def parallelize(
     `torch.compile(model, fullgraph=True)` supports the planned model, unless it draws random
     numbers. The compiler then decides what is saved for backward, and only the loss may have a
     gradient.
+
+    Tensors of other shapes, such as the last smaller batch, run unsharded (`other_shapes`).
 
     A plan for inference computes no gradients, and runs under `torch.no_grad()`.
 
@@ -73,6 +78,10 @@ def parallelize(
             so it may call only what is allowed here.
         seed: seed of random operators such as dropout; the same on all ranks. Random numbers
             depend on it and on the step, which `rng_step` adds to a checkpoint.
+        other_shapes: what a call does whose tensors have shapes that no plan is for, such as the
+            last smaller batch of an epoch. With "replicate" every rank runs the unsharded model on
+            the whole batch, with all parameters gathered, and a warning says so once; with "error"
+            it raises `PlanError`.
 
     Returns:
         The same object; its class is now a subclass of its former class.
@@ -116,6 +125,10 @@ def parallelize(
     distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
     for text in filter(None, (stage.idle_text for stage in stages.values())):
         warnings.warn(text, stacklevel=2)
+    replicated = other_shapes == "replicate"
+    vars(model)["_unsharded"] = (
+        UnshardedForward(type(model), device_mesh, seed) if replicated else None
+    )
     model.__class__ = _planned_class(type(model))
     vars(model)["_programs"] = programs
     install_dtensor_handlers()
@@ -139,6 +152,7 @@ class Planned:
     """Mixin class of models that run as planned."""
 
     _programs: Programs
+    _unsharded: UnshardedForward | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plan with the arguments and results of the exported forward.
@@ -147,9 +161,20 @@ class Planned:
             PlanError: the model is in another mode than it was exported in.
         """
         assert isinstance(self, nn.Module)
-        forward = self._programs.choose(self, args, kwargs)
-        forward.check(self)
-        return forward(args, kwargs)
+        try:
+            forward = self._programs.choose(self, args, kwargs)
+            forward.check(self)
+            return forward(args, kwargs)
+        except ShapeError as error:
+            if self._unsharded is None:
+                raise
+            why = error
+        first = self._programs.first
+        with torch.set_grad_enabled(self._programs.train and torch.is_grad_enabled()):
+            first.accumulation.check_reduced()
+            result = self._unsharded(self, args, kwargs, step=first.steps.value, why=why)
+        first.steps.value += 1
+        return result
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context for all micro-batches of a step but the last, as of DistributedDataParallel.
@@ -165,6 +190,11 @@ class Planned:
             >>> model(micro_batches[-1]).backward()
         """
         return self._programs.first.accumulation.no_sync()
+
+
+def takes_other_shapes(model: nn.Module) -> bool:
+    """True if a planned model takes tensors of other shapes than planned."""
+    return isinstance(model, Planned) and model._unsharded is not None  # noqa: SLF001  ours
 
 
 def planned_forward(model: nn.Module) -> PlannedForward:

@@ -32,7 +32,7 @@ from autoshard.runtime.local_parameters import (
 )
 from autoshard.runtime.parameters import ModuleAttribute, StoredBuffer, store_updates
 from autoshard.runtime.program import LocalProgram
-from autoshard.runtime.signature import Arguments, Results
+from autoshard.runtime.signature import Arguments, Results, ShapeError
 
 PlacedT = TypeVar("PlacedT", PlacedInput, PlacedOutput)
 
@@ -202,8 +202,8 @@ class PlannedForward:
             gradients_to_copy(program, stage.inputs),
         )
 
-    def _call_at(self, sizes: tuple[tuple[str, int], ...]) -> "_Call":
-        """Compile the program for other dynamic sizes."""
+    def _call_at(self, sizes: tuple[tuple[str, int], ...]) -> "_Call | ShapeError":
+        """Compile the program for other dynamic sizes, or say why it does not run with them."""
         program = self.program
         try:
             stage = _resized_stage(
@@ -211,10 +211,7 @@ class PlannedForward:
             )
             return self._call_of(stage)
         except PlanError as error:
-            raise PlanError(
-                f"the plan does not run with tensors of these sizes: {error}; pad them, or make a "
-                f"plan for these sizes"
-            ) from error
+            return ShapeError(f"the plan does not run with tensors of these sizes: {error}")
 
     def check(self, model: nn.Module) -> None:
         """Check the mode of the model, its parameters and, on some calls, its modules.
@@ -300,6 +297,7 @@ class PlannedForward:
         Raises:
             PlanError: the arguments do not fit, or the program draws random numbers and is
                 compiled or recomputed in backward.
+            ShapeError: the plan has no program for the shapes of the arguments.
         """
         if self.program.is_random and torch.compiler.is_compiling():
             raise PlanError(
@@ -316,6 +314,8 @@ class PlannedForward:
             leaves = self.arguments.flatten(args, kwargs)
             sizes = self.arguments.sizes(leaves)
             call = self._resized(tuple(sizes.items())) if sizes else self._planned
+            if isinstance(call, ShapeError):
+                raise call
             given = call.arguments.localize(leaves)
             self._check_arguments(call, leaves)
             outputs = self._run(call.program, self._inputs(call, given))
@@ -368,6 +368,11 @@ class Programs:
         self._by_name = dict(by_name)
 
     @property
+    def train(self) -> bool:
+        """True if a program computes gradients."""
+        return any(forward.is_training for forward in self._by_name.values())
+
+    @property
     def first(self) -> PlannedForward:
         """The program that was given first."""
         return next(iter(self._by_name.values()))
@@ -384,18 +389,21 @@ class Programs:
 
         Raises:
             PlanError: none fits; the message says why, by name.
+            ShapeError: one would fit if it were not for the shapes of tensors.
         """
         if len(self._by_name) == 1:
             return self.first
-        fitting, reasons = [], []
+        fitting, reasons, only_shapes = [], [], False
         for name, forward in self._by_name.items():
             try:
                 forward.check_call(model, args, kwargs)
                 fitting.append(forward)
             except PlanError as error:
                 reasons.append(f"{name}: {error}")
+                only_shapes |= isinstance(error, ShapeError)
         if not fitting:
-            raise PlanError(f"no plan is for this call: {'; '.join(reasons)}")
+            reason = f"no plan is for this call: {'; '.join(reasons)}"
+            raise ShapeError(reason) if only_shapes else PlanError(reason)
         return next((f for f in fitting if f.is_training == model.training), fitting[0])
 
 

@@ -31,6 +31,24 @@ _Given = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments, and those by name."""
 
 
+class ShapeError(PlanError):
+    """Tensors of a call have other shapes than the plan.
+
+    Args:
+        reason: says which.
+
+    Attributes:
+        reason: as given; the message adds the ways out.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"{reason}: leave the last smaller batch out (drop_last=True), pad it, export with "
+            f"dynamic_shapes, or make a plan for these shapes too"
+        )
+
+
 class Arguments:
     """Checks and shards the arguments of forward.
 
@@ -77,7 +95,8 @@ class Arguments:
 
         Raises:
             PlanError: a literal has another value than at export, or a tensor does not have the
-                planned shape, dtype or placements.
+                planned dtype or placements.
+            ShapeError: a tensor does not have a planned shape.
         """
         tensors = {}
         for graph_input, leaf in zip(self._inputs, leaves, strict=True):
@@ -158,23 +177,25 @@ class Arguments:
                 )
             self._passed[graph_input.name] = ref(leaf), _num_writes(leaf)
 
-    def rows(self, size: int) -> slice:
+    def rows(self, size: int) -> slice | None:
         """The rows of a batch that this rank reads; all rows if tensors are sharded differently.
 
         Args:
             size: number of rows of the batch.
 
-        Raises:
-            PlanError: no argument of forward has that number of rows.
+        Returns:
+            None if no argument of forward has that number of rows.
         """
         taken = [t.rows for t in self._tensors.values() if t.rows and t.shape[0] == size]
         if not taken:
-            planned = sorted({t.shape[0] for t in self._tensors.values() if t.rows})
-            raise PlanError(
-                f"a batch has {size} rows; the plan is for {' or '.join(map(str, planned))}: set "
-                f"the loader's batch_size to that, and drop_last=True"
-            )
+            return None
         return taken[0] if all(rows == taken[0] for rows in taken) else slice(0, size)
+
+    @property
+    def row_numbers(self) -> tuple[list[int], list[int]]:
+        """The numbers of rows of a batch, and of this rank's part of one."""
+        rows = [(t.shape[0], t.rows.stop - t.rows.start) for t in self._tensors.values() if t.rows]
+        return sorted({whole for whole, _ in rows}), sorted({own for _, own in rows})
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments as a flat list in the order of the program's inputs.
@@ -310,10 +331,9 @@ class _TensorArgument:
             raise PlanError(f"argument {name!r} is {value.dtype}; the plan is for {self._dtype}")
         shape = tuple(value.shape)
         if not any_shape and shape not in self._layouts:
-            raise PlanError(
+            raise ShapeError(
                 f"argument {name!r} has shape {shape}; the plan is for the global shape "
-                f"{self.shape}, or {self._local_shape} where a rank passes its own shard: pad the "
-                f"batch, or plan again for the new shape"
+                f"{self.shape}, or {self._local_shape} where a rank passes its own shard"
             )
 
     def localize(self, value: Any) -> torch.Tensor:

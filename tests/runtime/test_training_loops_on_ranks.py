@@ -14,6 +14,7 @@ from runtime.cases import (
     model_habits,
     opaque_modules,
     optimizer_habits,
+    other_shapes,
     several_programs,
     state_dicts,
     updated_buffers,
@@ -33,6 +34,7 @@ MODULES = (
     model_habits,
     opaque_modules,
     state_dicts,
+    other_shapes,
 )
 CASES = joined(*MODULES)
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -74,5 +76,5 @@ def is_tested(name: str) -> bool:
 
 def test_each_habit_is_in_the_table() -> None:
     named = {name for _, names in rows() for name in names}
-    habits = joined(optimizer_habits, gradient_habits, model_habits, misuse)
+    habits = joined(optimizer_habits, gradient_habits, model_habits, other_shapes, misuse)
     assert not {name for name in habits if not {name, name.rpartition(", ")[0]} & named}

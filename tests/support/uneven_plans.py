@@ -111,7 +111,7 @@ def check_arguments(_hand: HandPlan, plan: Plan) -> None:
     """The whole batch, a rank's own rows and a DTensor are the same input."""
     model, x = net()
     mesh = device_mesh(plan)
-    planned = parallelize(model, plan, mesh)
+    planned = parallelize(model, plan, mesh, other_shapes="error")
     rank = mesh.get_local_rank()
     mine = x.chunk(NUM_RANKS)[rank]
     distributed = distribute_tensor(x, mesh, planned(x)[1].placements)

@@ -151,7 +151,7 @@ def check_inputs(plan: Plan) -> None:
     """The whole batch, a rank's own slice and a DTensor are the same input."""
     model, x = net()
     mesh = device_mesh(plan)
-    planned = parallelize(model, plan, mesh)
+    planned = parallelize(model, plan, mesh, other_shapes="error")
     (placed,) = (i for i in plan.stages[0].inputs if i.kind == "user")
     row, _ = mesh.get_coordinate()
     mine = x[2 * row : 2 * row + 2]

@@ -100,7 +100,7 @@ def check_training_with_evaluation(
 def check_dropout(
     planned: nn.Module, reference: nn.Module, calls: Mapping[str, dict[str, Any]]
 ) -> None:
-    """Dropout acts in training only; evaluation is that of the unsharded model."""
+    """Dropout acts in training only; evaluation is that of the unsharded model, of any batch."""
     for _ in range(2):
         planned.train()
         first, second = (planned(**calls["train"])["loss"].item() for _ in range(2))
@@ -111,9 +111,15 @@ def check_dropout(
             found, expected = (model(**calls["eval"])["loss"] for model in (planned, reference))
         close(whole(found), expected, "loss of evaluation")
     assert rng_step(planned).value == 6
-    planned.eval()
-    with pytest.raises(PlanError, match=r"no plan is for this call: train: .*; eval: .*shape"):
-        planned(**calls["train"])
+    with (
+        torch.no_grad(),
+        pytest.warns(UserWarning, match=r"no plan is for this call: train: .*; eval: .*shape"),
+    ):
+        found, expected = (model(**calls["train"])["loss"] for model in (planned, reference))
+    close(whole(found), expected, "loss of a larger batch")
+    wrong = calls["eval"] | {"use_cache": True}
+    with pytest.raises(PlanError, match=r"no plan is for this call: train: .*; eval: .*True now"):
+        planned(**wrong)
 
 
 def averaged() -> Mapping[str, tuple[str, dict[str, Any]]]:
