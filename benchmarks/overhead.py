@@ -4,7 +4,8 @@
 
 Writes the table into docs/performance.md. Tensors have 4 elements, so a step (forward and backward)
 takes as long as the host needs to start its operators. The same module runs as written and as
-planned for a mesh of one device, in turn in one process. The time per operator is the slope between
+planned for a mesh of one device, in turn in one process; times are those of the processor, so that
+other load of the machine counts little. The time per operator is the slope between
 chains of few and of many operators; that per parameter is the slope between chains of additions of
 few and of many parameters, less that of the operators.
 """
@@ -14,7 +15,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -178,9 +179,9 @@ def measured(
 def _seconds(step: Step) -> float:
     """Seconds of the second of two steps: the first brings its code and data into caches."""
     step()
-    start = perf_counter()
+    start = thread_time()
     step()
-    return perf_counter() - start
+    return thread_time() - start
 
 
 def table(rounds: Sequence[Sequence[float]], counts: Mapping[str, tuple[int, int]]) -> list[str]:

@@ -1,6 +1,5 @@
 """Local kernels: for each kind of `autoshard.ops.Kernel`, a function that binds it to a rank."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -15,6 +14,7 @@ from autoshard.ops import Kernel, spec_for
 from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.opaque import bind_module
 from autoshard.runtime.operators import OperatorCall
+from autoshard.runtime.random_numbers import seeded
 from autoshard.runtime.sharded_kernels import bind_sharded_kernel
 from autoshard.runtime.sharded_kernels.experts import bind_experts
 
@@ -30,7 +30,7 @@ def bind_kernel(local: LocalNode) -> LocalKernel:
     """
     spec = spec_for(local.node.operator)
     run = _BINDERS[spec.kernel](local, spec.kernel_argument)
-    return _seeded(local, run) if draws_random_numbers(local.node) else run
+    return seeded(local, run) if draws_random_numbers(local.node) else run
 
 
 def draws_random_numbers(node: Node) -> bool:
@@ -240,41 +240,7 @@ def _until(tensors: Sequence[torch.Tensor], end: int) -> tuple[torch.Tensor, ...
     return query, key[..., :end, :], value[..., :end, :]
 
 
-def _seeded(local: LocalNode, plain: LocalKernel) -> LocalKernel:
-    place = local.place
-    parts = [local.node.name]
-    for axis, axis_type in enumerate(local.outputs[0].types):
-        parts.append(str(place.coordinate[axis] if axis_type.is_shard else 0))
-    identity = "/".join(parts)
-    generator = _default_generator(place.device)
-
-    def run(tensors: Sequence[torch.Tensor], step: Step) -> tuple[torch.Tensor, ...]:
-        # torch.manual_seed would seed every device, which takes longer than to draw.
-        before = generator.get_state()
-        generator.manual_seed(_derived_seed(f"{place.seed}/{step}/{identity}"))
-        try:
-            return plain(tensors, step)
-        finally:
-            generator.set_state(before)
-
-    return run
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operators on a device draw from."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    current = module.current_device()  # creates the generators
-    found: torch.Generator = module.default_generators[current]
-    return found
-
-
 _DEFAULT_PROBABILITY = {"p": 0.5, "dropout_p": 0.0}
-
-
-def _derived_seed(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 _BINDERS: Mapping[Kernel, Callable[[LocalNode, str], LocalKernel]] = {

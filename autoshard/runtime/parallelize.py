@@ -50,8 +50,8 @@ def parallelize(
     DTensors and the planned layouts can shard the sizes. The plan's time and memory are for the
     planned sizes.
 
-    `torch.compile(model, fullgraph=True)` supports the planned model, unless it draws random
-    numbers. The compiler then decides what is saved for backward, and only the loss may have a
+    `torch.compile(model, fullgraph=True)` supports the planned model, of random operators dropout
+    only. The compiler then decides what is saved for backward, and only the loss may have a
     gradient.
 
     Tensors of other shapes, such as the last smaller batch, run unsharded (`other_shapes`).

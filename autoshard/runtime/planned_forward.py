@@ -32,6 +32,7 @@ from autoshard.runtime.local_parameters import (
 )
 from autoshard.runtime.parameters import ModuleAttribute, StoredBuffer, store_updates
 from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.random_numbers import RECOMPUTED, runs_backward
 from autoshard.runtime.signature import Arguments, Results, ShapeError
 
 PlacedT = TypeVar("PlacedT", PlacedInput, PlacedOutput)
@@ -41,28 +42,35 @@ _CACHED_PROGRAMS = 8
 
 
 class RngStep:
-    """Index of the next step of a planned model, stateful for `torch.distributed.checkpoint`."""
+    """Index of the next step of a planned model, stateful for `torch.distributed.checkpoint`.
+
+    Attributes:
+        index: the index as a tensor without dims, changed in place.
+    """
 
     def __init__(self) -> None:
-        self._value = 0
+        # A tensor, since a compiler would compile again for each value of an int.
+        self.index = torch.zeros((), dtype=torch.int64)
 
     @property
     def value(self) -> int:
         """The index of the next step: the number of calls of forward, also in evaluation.
+
+        Compiled, only calls that draw random numbers are counted.
 
         It can be set; the value must be the same on all ranks.
 
         Raises:
             PlanError: it is set to anything but a non-negative int.
         """
-        return self._value
+        return int(self.index)
 
     @value.setter
     def value(self, step: int) -> None:
         # The seed is a hash of the number's text, so 1.0 would be another seed than 1.
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise PlanError(f"the step cannot be {step!r}; it must be a non-negative int")
-        self._value = step
+        self.index.fill_(step)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The index as a tensor, which checkpoints store without pickle."""
@@ -296,20 +304,11 @@ class PlannedForward:
 
         Raises:
             PlanError: the arguments do not fit, or the program draws random numbers and is
-                compiled or recomputed in backward.
+                recomputed in backward.
             ShapeError: the plan has no program for the shapes of the arguments.
         """
-        if self.program.is_random and torch.compiler.is_compiling():
-            raise PlanError(
-                "the planned model draws random numbers, which torch.compile cannot reproduce on "
-                "all ranks: export the model with dropout 0, or run it uncompiled"
-            )
-        # A graph task runs on this thread only during backward.
-        if self.program.is_random and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
-            raise PlanError(
-                "the planned model draws random numbers, so it cannot be recomputed in the "
-                "backward pass: apply activation checkpointing inside the model, not around it"
-            )
+        if self.program.is_random and not torch.compiler.is_compiling() and runs_backward():
+            raise PlanError(RECOMPUTED)
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
             leaves = self.arguments.flatten(args, kwargs)
             sizes = self.arguments.sizes(leaves)
@@ -319,9 +318,6 @@ class PlannedForward:
             given = call.arguments.localize(leaves)
             self._check_arguments(call, leaves)
             outputs = self._run(call.program, self._inputs(call, given))
-            # A compiled program draws no random numbers, and would be compiled for each number.
-            if not torch.compiler.is_compiling():
-                self._steps.value += 1
             return call.results.nest(store_updates(self._updated, outputs))
 
     def _inputs(self, call: "_Call", given: dict[int, torch.Tensor]) -> Iterator[Any]:
@@ -338,10 +334,16 @@ class PlannedForward:
         return iter(inputs)
 
     def _run(self, program: LocalProgram, inputs: Iterator[torch.Tensor]) -> tuple[Any, ...]:
+        index = self._steps.index
         if torch.compiler.is_compiling():
-            return program(inputs, step=self._steps.value)
+            outputs = program(inputs, step=index)
+            if program.is_random:
+                index.add_(1)
+            return outputs
         with self._accumulation.forward():
-            return program(inputs, step=self._steps.value)
+            outputs = program(inputs, step=int(index))
+        index.add_(1)
+        return outputs
 
     def _check_arguments(self, call: "_Call", leaves: Sequence[Any]) -> None:
         """Check what is passed again, and compare ranks, once for each set of shapes."""

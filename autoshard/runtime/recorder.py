@@ -80,6 +80,11 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
             mesh.get_group(i).group_name: name for i, name in enumerate(names)
         }
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: a compiled model is recorded when it runs, not when it is compiled."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Any,

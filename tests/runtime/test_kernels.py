@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from autoshard.errors import PlanError
 from autoshard.graph import Argument, Node, Ref
 from autoshard.layouts import Layout
 from autoshard.runtime.kernels import bind_kernel, draws_random_numbers
@@ -169,6 +170,45 @@ def test_attention_without_dropout_draws_nothing() -> None:
     name = "aten.scaled_dot_product_attention.default"
     assert not draws_random_numbers(Node("n", name, qkv, ("o",)))
     assert draws_random_numbers(Node("n", name, (*qkv, ("dropout_p", 0.1)), ("o",)))
+
+
+def attention(
+    rank: tuple[int, int], step: int | torch.Tensor, masks: int, **options: Argument
+) -> torch.Tensor:
+    """Attention with dropout of this rank's queries, of the second mesh axis."""
+    torch.manual_seed(0)
+    shapes = [(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), (6, 6)][: 3 + masks]
+    layouts = ["S(0),S(2)", "S(0),R", "S(0),R", "R,S(0)"]
+    wholes = [torch.randn(shape) for shape in shapes]
+    names = ("query", "key", "value", "attn_mask")[: len(shapes)]
+    given = tuple((name, Ref(name)) for name in names)
+    arguments = (*given, ("dropout_p", 0.3), ("enable_gqa", True), *options.items())
+    node = Node("node", "aten.scaled_dot_product_attention.default", arguments, ("out",))
+    takes = {f"{layout}:{i}": s for i, (layout, s) in enumerate(zip(layouts, shapes, strict=False))}
+    local = local_node(node, rank, takes, {"S(0),S(2)": shapes[0]})
+    shards = [local_shard(x, y, SIZES, rank) for x, y in zip(wholes, local.inputs, strict=True)]
+    (result,) = bind_kernel(local)(shards, step)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("masks", "options"), [(0, {}), (1, {}), (0, {"is_causal": True}), (0, {"scale": 0.1})]
+)
+def test_attention_drops_the_same_weights_while_a_compiler_traces(
+    masks: int, options: dict[str, Argument]
+) -> None:
+    for rank in RANKS:
+        expected = attention(rank, 3, masks, **options)
+        torch.testing.assert_close(attention(rank, torch.tensor(3), masks, **options), expected)
+    other = attention(rank, torch.tensor(4), masks, **options)
+    assert not torch.allclose(other, expected)
+
+
+def test_a_compiler_gets_no_other_random_numbers() -> None:
+    node = Node("node", "aten.rand_like.default", (("self", Ref("a")),), ("out",))
+    run = bind_kernel(local_node(node, (0, 0), {"R,R": (4,)}, {"R,R": (4,)}))
+    with pytest.raises(PlanError, match=r"'node' calls aten.rand_like.default, .* dropout only"):
+        run([torch.ones(4)], torch.tensor(0))
 
 
 def test_sizes_are_the_ranks() -> None:

@@ -1,11 +1,13 @@
 """What users do with gradients, where collectives of parameters run beside other work."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support import models
@@ -20,7 +22,7 @@ from autoshard.graph import graph_from_json
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.buckets import buckets_of
 from autoshard.planner import make_plan
-from autoshard.runtime import parallelize
+from autoshard.runtime import CollectiveRecord, parallelize, record_collectives, rng_step, summarize
 
 ROWS = dict.fromkeys(("*.attn", "*.mlp", "*.c_*", "*.ln_*", "lm_head"), "S(0)")
 MLP = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}, "nodes": {"*": "S(0)"}}}
@@ -52,7 +54,7 @@ class Case:
     plan: Plan = field(init=False)
 
     def prepare(self) -> None:
-        if self.check is compiled:
+        if self.check in (compiled, compiled_with_dropout):
             _import_compiler()
         torch.manual_seed(0)
         graph = models.graph_of(self.build())
@@ -282,6 +284,41 @@ def compiled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -
     _compare(reference, planned, 1e-4)
 
 
+def compiled_with_dropout(
+    _reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]
+) -> None:
+    """Compiled once, the planned model draws the numbers that it draws uncompiled."""
+    warnings.filterwarnings("ignore", ".*autograd.function.Function", DeprecationWarning)
+    counter = CompileCounterWithBackend("aot_eager")
+    twin = deepcopy(planned)
+    models = (torch.compile(planned, fullgraph=True, backend=counter), twin)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (planned, twin)]
+    mesh = next(planned.parameters()).device_mesh
+    seen = []
+    for _ in range(20):
+        moved = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            with record_collectives(mesh) as recorder:
+                loss = _loss(model, inputs)
+                loss.backward()
+            optimizer.step()
+            seen.append(float(loss.detach()))
+            moved.append(_bytes_of(recorder.records))
+        assert moved[0] == moved[1]
+    assert counter.frame_count == 1
+    assert rng_step(planned).value == rng_step(twin).value == 20
+    assert seen[::2] == pytest.approx(seen[1::2], rel=1e-5)
+    assert max(seen) - min(seen) > 1e-3
+    for name, parameter in twin.named_parameters():
+        close(whole(planned.get_parameter(name).grad), whole(parameter.grad), name, 1e-4)
+
+
+def _bytes_of(records: Sequence[CollectiveRecord]) -> dict[tuple[str, str, str], int]:
+    """Bytes by kind, axis and direction; a compiled model runs those of a bucket one by one."""
+    return {(c.kind, c.axis, c.direction): c.nbytes for c in summarize(records)}
+
+
 def _narrowed(parameters: str) -> dict[str, Any]:
     """Options that make parameters whole before they are float16."""
     nodes = {"linear*": "S(0)", **dict.fromkeys(("to_1", "to_2", "to_4", "to_5"), "R")}
@@ -315,4 +352,5 @@ CASES: dict[str, Callable[[], None]] = {
         compiled,
         models.residuals,
     ),
+    "compiled with dropout": Case(MIXED, compiled_with_dropout, partial(models.gpt2, dropout=0.2)),
 }
