@@ -91,8 +91,11 @@ def progress_bar() -> Iterator[ProgressListener]:
 
 
 @contextmanager
-def calibration_progress() -> Iterator[Callable[["CalibrationProgress"], None]]:
+def calibration_progress(*, is_first: bool) -> Iterator[Callable[["CalibrationProgress"], None]]:
     """Show how far a calibration is: a progress bar on terminals, otherwise a line per stage.
+
+    Args:
+        is_first: False on other ranks, which show nothing.
 
     Yields:
         the listener for its progress.
@@ -100,7 +103,9 @@ def calibration_progress() -> Iterator[Callable[["CalibrationProgress"], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
     is_shown = console.is_terminal
     stages: set[str] = set()
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not (is_shown and is_first)
+    ) as bar:
         task = bar.add_task("", total=None)
 
         def report(found: "CalibrationProgress") -> None:

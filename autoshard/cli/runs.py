@@ -131,7 +131,10 @@ def calibrate(
         sizes = None if mesh is None else read_sizes(mesh)
         known = read_topology(links)
         partial = output.with_name(f"{output.name}.partial")
-        with calibration.process_groups() as is_first, calibration_progress() as report:
+        with (
+            calibration.process_groups() as is_first,
+            calibration_progress(is_first=is_first) as report,
+        ):
             found = calibration.calibrate(
                 sizes,
                 links=get_topology(known) if isinstance(known, str) else known,

@@ -8,6 +8,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from traceback import StackSummary
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -169,7 +170,7 @@ class _Place:
 
 
 def _explained(error: Exception, names: Mapping[int, str], what: str) -> ExportError:
-    place = _place(error.__traceback__, names)
+    place = _place(error.__traceback__, names, getattr(error, "real_stack", None))
     message = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     kind = type(error).__name__
     depends = isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException)
@@ -204,17 +205,21 @@ def _remedy(module: str) -> str:
     return f". Otherwise {keep}, or {custom}"
 
 
-def _place(traceback: TracebackType | None, names: Mapping[int, str]) -> _Place:
+def _place(
+    traceback: TracebackType | None, names: Mapping[int, str], stack: StackSummary | None
+) -> _Place:
     module, kind, line, is_flex = "", "", "", False
     while traceback is not None:
         frame = traceback.tb_frame
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, kind = names[id(owner)], type(owner).__name__
-        if not frame.f_code.co_filename.startswith((*_OWN_FOLDERS, "<")) and line != "stop":
+        if not frame.f_code.co_filename.startswith((*_OWN_FOLDERS, "<")):
             line = _line(frame, traceback.tb_lineno)
         is_flex = is_flex or frame.f_code.co_name in _FLEX
         traceback = traceback.tb_next
+    if not line and stack:  # dynamo has run the code without Python frames
+        line = f", {stack[-1].filename}:{stack[-1].lineno}, `{(stack[-1].line or '')[:100]}`"
     inside = f" in module {module!r} ({kind})" if module else ""
     return _Place(module, f"{inside}{line}", is_flex)
 

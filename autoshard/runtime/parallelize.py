@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
+from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
@@ -122,7 +123,9 @@ def parallelize(
     for forward in forwards.values():
         forward.attach(model)
     programs = Programs(forwards)
+    held = HeldBuffers(model)
     distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
+    held.follow()
     for text in filter(None, (stage.idle_text for stage in stages.values())):
         warnings.warn(text, stacklevel=2)
     replicated = other_shapes == "replicate"

@@ -136,6 +136,11 @@ def test_the_module_the_line_and_the_way_out_are_named(
     assert not on_stderr
 
 
+def test_the_line_is_named_in_strict_mode() -> None:
+    with pytest.raises(ExportError, match=r"test_untraceable\.py:\d+, `return x if x\.sum"):
+        export_model(Outer(Branch()), (torch.zeros(4, 8),), strict=True)
+
+
 def test_the_whole_model_cannot_be_opaque() -> None:
     with pytest.raises(ExportError, match="move it to a module of its own and keep that whole"):
         export_model(Branch(), (torch.zeros(2),))

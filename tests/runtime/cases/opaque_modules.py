@@ -195,6 +195,14 @@ class Decoding(Stateful):
         layouts = {i.target: i.layout for i in self.plan.stages[0].inputs}
         assert all("S(1)" in layouts[name] for name in CACHES)
 
+    def __call__(self) -> None:
+        super().__call__()
+        # The cache object holds the shards too, so that no rank keeps the whole cache.
+        _, planned = self.models()
+        for i, layer in enumerate(planned.static_cache.layers):
+            assert layer.keys is planned.get_buffer(f"key_cache_{i}")
+            assert layer.keys.to_local().numel() < layer.keys.numel()
+
 
 CACHES = frozenset(f"{name}_cache_{i}" for i in range(2) for name in ("key", "value"))
 
