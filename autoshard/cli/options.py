@@ -98,6 +98,8 @@ class Planning:
     activation_checkpointing: Annotated[Recomputing, _described("activation_checkpointing")] = (
         "auto"
     )
+    micro_batches: Annotated[int, _described("micro_batches")] = 1
+    accumulation_dtype: Annotated[StateDType | None, _described("accumulation_dtype")] = None
     overlap: Annotated[bool, _described("overlap")] = False
     time_limit: Annotated[float, _described("time_limit")] = 60.0
     algo: Annotated[Algorithm, _described("algo")] = "optimal"

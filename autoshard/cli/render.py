@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.client import MeshSearch, SearchedMesh
+from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.plan import (
     Certificate,
     Change,
@@ -75,6 +76,7 @@ def render_plan(plan: Plan) -> RenderableType:
         _costs(plan.costs),
         _memory(plan.memory),
         *_recomputation(plan, plan.costs),
+        *_micro_batches(plan),
         *(Text(text, style="bold yellow") for text in _idle_axes(plan)),
         _certificate(plan.certificate),
     )
@@ -201,6 +203,7 @@ def render_simulation(simulation: Simulation, *, limit: int) -> RenderableType:
     """
     moment = simulation.memory.peak_moment
     phase, name = simulation.memory.moments[moment]
+    start = simulation.moments[simulation.numbers == moment][-1]
     return Group(
         _bold(f"One step takes {milliseconds(simulation.seconds)}"),
         _lanes(simulation),
@@ -208,7 +211,7 @@ def render_simulation(simulation: Simulation, *, limit: int) -> RenderableType:
         _longest(simulation, limit),
         _bold(
             f"Memory peaks at {format_bytes(simulation.memory.peak)}, "
-            f"{milliseconds(float(simulation.moments[moment]))} into the step "
+            f"{milliseconds(float(start))} into the step "
             f"({f'{phase} of {name}' if name else phase.value})"
         ),
     )
@@ -341,6 +344,22 @@ def _recomputation(plan: Plan, costs: Costs) -> Iterator[Text]:
             f"re-gathers {num_parameters} parameters and {len(regathers) - num_parameters} "
             f"activations: {milliseconds(costs.recompute)}"
         )
+
+
+def _micro_batches(plan: Plan) -> Iterator[Text]:
+    """Say which communication of parameters runs once per step, if there are micro-batches."""
+    (stage,) = plan.stages
+    if stage.micro_batches == 1:
+        return
+    parameters = {parameter.name for parameter in stage.parameters}
+    moved = [c for c in stage.reshardings if c.value in parameters]
+    gathered = {c.value for c in moved if c.frequency in GATHERED_ONCE}
+    reduced = {c.value for c in moved if c.frequency is Frequency.STEP}
+    yield _bold(
+        f"{stage.micro_batches} micro-batches per step: {len(gathered)} of {len(parameters)} "
+        f"parameters are gathered once per step, and the gradients of {len(reduced)} of them are "
+        f"reduced once"
+    )
 
 
 def _idle_axes(plan: Plan) -> Iterator[str]:

@@ -10,25 +10,37 @@ from autoshard.costs.memory import (
     parse_bytes,
     saved_bytes,
 )
+from autoshard.costs.micro_batches import (
+    GATHERED_ONCE,
+    Frequency,
+    StepCommunication,
+    num_waiting,
+    runs_per_step,
+)
 from autoshard.costs.optimizer import Optimizer, OptimizerSpec, optimizer_time
 from autoshard.costs.overlap import ForwardBackward, Overlap, overlapped_seconds
 
 __all__ = [
+    "GATHERED_ONCE",
     "Category",
     "ForwardBackward",
+    "Frequency",
     "Optimizer",
     "OptimizerSpec",
     "Overlap",
     "ParameterBytes",
     "SavedBytes",
+    "StepCommunication",
     "activation_bytes",
     "categorise",
     "efficiency_key",
     "halo_bytes",
+    "num_waiting",
     "operator_times",
     "optimizer_time",
     "overlapped_seconds",
     "parameter_bytes",
     "parse_bytes",
+    "runs_per_step",
     "saved_bytes",
 ]

@@ -422,6 +422,19 @@ class ReshardingTable:
         """True where the forward actions of a chain do nothing to the tensor. Shape [N, N]."""
         return self._forward[1]
 
+    @property
+    def waiting_cost(self) -> FloatArray:
+        """Seconds of backward of the first steps of each chain whose forward does nothing.
+
+        If the tensor is a parameter, these steps only reduce its gradient. Shape [N, N].
+        """
+        return self._forward[2]
+
+    @property
+    def is_bucketable(self) -> BoolArray:
+        """True where all steps of a chain can share collectives in a bucket. Shape [N, N]."""
+        return self._forward[3]
+
     @cached_property
     def steps(self) -> tuple[IntArray, IntArray, FloatArray]:
         """Layout indices before and after each step, and its seconds; each of shape [M]."""
@@ -511,18 +524,25 @@ class ReshardingTable:
         return csr_array((prices, (sources, targets)), shape=(n, n))
 
     @cached_property
-    def _forward(self) -> tuple[FloatArray, BoolArray]:
+    def _forward(self) -> tuple[FloatArray, BoolArray, FloatArray, BoolArray]:
+        """Properties of the cheapest chains that concern forward and gradient accumulation."""
         n = len(self.layouts)
-        seconds, nothing = np.zeros((n, n)), np.zeros((n, n), dtype=np.bool_)
+        seconds, both = np.zeros((n, n)), np.zeros((n, n))
+        nothing, shareable = np.zeros((2, n, n), dtype=np.bool_)
         table, examples = self._step_table, self._examples
         pairs = table.sources, table.targets
         regather = [regather_price(step, self._pricer, self._fill_factor) for step in examples]
         idle = [step.forward is Action.NOTHING for step in examples]
+        alike = [step.is_bucketable for step in examples]
         seconds[pairs] = np.array(regather)[table.classes]
+        both[pairs] = self.steps[2]
         nothing[pairs] = np.array(idle, dtype=np.bool_)[table.classes]
+        shareable[pairs] = np.array(alike, dtype=np.bool_)[table.classes]
         cost, predecessors = self._shortest
         noop = np.eye(n, dtype=np.bool_)
+        bucketable = noop.copy()
         total = np.where(noop, 0.0, np.inf)
+        waiting = np.zeros((n, n))
         known = noop.copy()
         # Extend known chains by one step until all are known.
         while True:
@@ -530,8 +550,11 @@ class ReshardingTable:
             before = predecessors[rows, cols]
             ready = known[rows, before]
             if not ready.any():
-                return total, noop
+                return total, noop, waiting, bucketable
             rows, cols, before = rows[ready], cols[ready], before[ready]
             total[rows, cols] = total[rows, before] + seconds[before, cols]
             noop[rows, cols] = noop[rows, before] & nothing[before, cols]
+            last = np.where(noop[rows, cols], both[before, cols], 0.0)
+            waiting[rows, cols] = waiting[rows, before] + last
+            bucketable[rows, cols] = bucketable[rows, before] & shareable[before, cols]
             known[rows, cols] = True

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autoshard.costs import Frequency, runs_per_step
 from autoshard.graph import Graph, find_blocks
 from autoshard.layouts import Action, is_bucketable, is_padded, parse_type
 from autoshard.mesh import Mesh
@@ -52,6 +53,16 @@ class Bucket:
         return self.reshardings[0].regather
 
     @property
+    def frequency(self) -> Frequency:
+        """How often its reshardings run in a training step of several micro-batches."""
+        return self.reshardings[0].frequency
+
+    def runs(self, micro_batches: int) -> list[tuple[int, int]]:
+        """How often each step runs in a training step, in forward and in backward."""
+        actions = [step.forward for step in self.reshardings[0].steps]
+        return runs_per_step(actions, self.frequency, micro_batches)
+
+    @property
     def steps(self) -> Iterator[tuple[PlannedStep, int]]:
         """Each step of the first resharding, and the bytes of this step in all reshardings."""
         for steps in zip(*(resharding.steps for resharding in self.reshardings), strict=True):
@@ -76,7 +87,8 @@ def buckets_of(stage: Stage, graph: Graph, again: Recomputed | None = None) -> t
 
     A resharding is in a bucket if it makes a parameter whole and no other resharding of the
     parameter precedes it. Reshardings with `regather` share a bucket only within one instance of a
-    repeated block, and reshardings that a checkpoint runs again only within that checkpoint.
+    repeated block, reshardings that a checkpoint runs again only within that checkpoint, and
+    reshardings that run equally often in a training step only with each other.
 
     A bucket with an all-gather begins when the preceding bucket is first read, so that one bucket
     is prefetched; the first one inside a checkpoint begins with the checkpoint. A bucket that only
@@ -147,7 +159,8 @@ def _shared_steps(resharding: Resharding, stage: Stage, graph: Graph) -> Hashabl
         if not (is_bucketable(source, target) and is_even and size > 1):
             return None
         chain.append((step.axis, source.kind, step.forward, step.backward))
-    return (*chain, resharding.regather, tensor.dtype, tensor.requires_grad) if chain else None
+    alike = resharding.regather, resharding.frequency, tensor.dtype, tensor.requires_grad
+    return (*chain, *alike) if chain else None
 
 
 def _blocks(graph: Graph) -> dict[int, int]:

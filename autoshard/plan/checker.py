@@ -12,9 +12,23 @@ from math import isclose, prod
 from types import MappingProxyType
 
 from autoshard.collection import collection_paused
-from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
+from autoshard.costs import (
+    GATHERED_ONCE,
+    ForwardBackward,
+    Frequency,
+    Overlap,
+    StepCommunication,
+)
 from autoshard.errors import InputError
-from autoshard.graph import Graph, Node, Tensor, find_blocks, graph_digest, graph_from_json
+from autoshard.graph import (
+    Graph,
+    InputKind,
+    Node,
+    Tensor,
+    find_blocks,
+    graph_digest,
+    graph_from_json,
+)
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import (
     STEPS,
@@ -26,8 +40,6 @@ from autoshard.layouts import (
     is_padded,
     parse_type,
     placement_texts,
-    regather_price,
-    step_price,
 )
 from autoshard.mesh import Mesh
 from autoshard.ops import (
@@ -57,7 +69,7 @@ from autoshard.plan.gradients import Gradient
 from autoshard.plan.legality import share_of, without_invariant
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.nontrivial_axes import NontrivialAxes
-from autoshard.plan.pricing import Prices, inner_time
+from autoshard.plan.pricing import Prices, communication_of, inner_time
 from autoshard.plan.recompute import checkpoint_spans, recomputed
 from autoshard.plan.timeline import timeline
 
@@ -136,7 +148,7 @@ class _LocalWork:
         uses: gradient of the use of each input.
         fault: reason why the layouts are invalid; empty if they are valid.
         sizes: size of each index letter on the rank.
-        compute: seconds without the collectives inside the operator.
+        compute: seconds in a micro-batch, without the collectives inside the operator.
         inside: the collectives inside the operator.
     """
 
@@ -147,12 +159,6 @@ class _LocalWork:
     sizes: Mapping[str, int] = field(default_factory=dict)
     compute: ForwardBackward[float] = _NO_COMPUTE
     inside: tuple[InnerStep, ...] = ()
-
-    @property
-    def recompute(self) -> float:
-        """Seconds of running forward again."""
-        inside = sum(step.time for step in self.inside if step.direction == "forward")
-        return self.compute.forward + inside
 
 
 class _StageCheck:
@@ -175,12 +181,13 @@ class _StageCheck:
         self._sizes = plan.mesh.axis_sizes
         self._prices = Prices(graph, plan.mesh, plan.options)
         self._gradients = self._prices.gradients
+        self._num = self._prices.micro_batches
         self._axes = NontrivialAxes.of(plan.mesh)
         self._constraints = plan_constraints(graph, plan.mesh, plan.options)
         self._inputs = {i.name: i for i in graph.inputs if i.name in graph.values}
         self._nodes = {node.name: node for node in graph.nodes}
         self._work: dict[Hashable, _LocalWork] = {}
-        self._reshardings = _ReshardingCheck(plan.mesh, self._constraints)
+        self._reshardings = _ReshardingCheck(plan.mesh, self._constraints, self._num)
         self._ragged = ragged_values(graph)
         self._fill_factors = bucket_fill_factors(graph, plan.mesh)
         self._made: dict[str, Layout] = {}
@@ -197,6 +204,11 @@ class _StageCheck:
         if tuple(stage.axes) != tuple(zip(self._mesh.axis_names, self._sizes, strict=True)):
             yield f"{stage.name}: its axes are not the mesh's"
             return
+        if stage.micro_batches != self._num:
+            yield f"{stage.name}: it runs {stage.micro_batches} micro-batches, not {self._num}"
+            return
+        if stage.accumulation_dtype != self._plan.options.accumulation_dtype:
+            yield f"{stage.name}: it sums gradients in {stage.accumulation_dtype}"
         if {i.name for i in stage.inputs} != self._inputs.keys():
             yield f"{stage.name}: its inputs are not the program's"
             return
@@ -224,6 +236,9 @@ class _StageCheck:
             yield f"{stage.name}: it has checkpoints, which the options rule out"
         if options.reshard_after_forward == "never" and any(c.regather for c in stage.reshardings):
             yield f"{stage.name}: it re-gathers in backward, which the options rule out"
+        kept = any(c.frequency in GATHERED_ONCE for c in stage.reshardings)
+        if options.reshard_after_forward == "always" and kept:
+            yield f"{stage.name}: parameters stay gathered, which the options rule out"
         if options.activation_checkpointing == "always" and self._prices.training:
             spans = checkpoint_spans(self._graph, stage)
             blocks = find_blocks(self._graph)
@@ -285,14 +300,16 @@ class _StageCheck:
             "operator", node.name, work.inputs, work.outputs, work.sizes
         )
         if node.name in self._again.nodes:
-            self._recompute_time += work.recompute
+            self._recompute_time += self._num * work.compute.forward + sum(
+                step.time for step in work.inside if step.direction == "forward"
+            )
         if placed.inside != work.inside:
             yield f"node {node.name} runs {work.inside} inside, not {placed.inside}"
         for step in work.inside:
             axis = self._mesh.axis_names.index(step.axis)
             for label in self._constraints.forbidding(step.action, self._axes, axis):
                 yield f"node {node.name} runs {step.action} on {step.axis} against the {label}"
-        seconds = work.compute.forward + work.compute.backward
+        seconds = self._num * (work.compute.forward + work.compute.backward)
         if not isclose(seconds, placed.time, rel_tol=_TOLERANCE):
             yield f"node {node.name} takes {seconds} s, not {placed.time}"
         for value, layout in zip(node.outputs, work.outputs, strict=True):
@@ -347,7 +364,7 @@ class _StageCheck:
             operation=collective.operation.value,
             direction="backward" if collective.backward else "forward",
             nbytes=collective.nbytes,
-            time=inner_time(collective, self._mesh),
+            time=self._num * inner_time(collective, self._mesh),
         )
 
     def _check_use(
@@ -383,6 +400,7 @@ class _StageCheck:
             gradient,
             fixed_dims=RAGGED_DIMS if resharding.value in self._ragged else frozenset(),
             fill_factor=self._fill_factors.get(resharding.value, 1.0),
+            of_parameter=self._reads_parameter(resharding),
         )
         if _as_seen(found.source, gradient) != _as_seen(source, gradient):
             yield f"{where} starts from {found.source}, but the value is made as {source}"
@@ -390,10 +408,16 @@ class _StageCheck:
         self._is_sound &= found.is_sound
         again = resharding.use in self._again.reshardings
         if again:
-            self._recompute_time += found.passes.forward
-        overlapped = float(overlapped_seconds(found.passes, compute, again=again))
+            self._recompute_time += found.communication.again()
+        overlapped = float(found.communication.overlapped(compute, again=again))
         if not isclose(overlapped, resharding.overlapped, rel_tol=_TOLERANCE, abs_tol=_NOTHING):
             yield f"{where} overlaps {overlapped} s with compute, not {resharding.overlapped}"
+
+    def _reads_parameter(self, resharding: Resharding) -> bool:
+        """True if a resharding reads a parameter in the layout in which it is stored."""
+        entering = self._inputs.get(resharding.value)
+        first = resharding.consumer is None or (resharding.value, None, 0) not in self._by_use
+        return entering is not None and entering.kind is InputKind.PARAMETER and first
 
     def _check_outputs(self) -> Iterator[str]:
         stored = {placed.name: placed.layout for placed in self._stage.inputs}
@@ -433,10 +457,11 @@ class _StageCheck:
     def _check_costs(self, stated: Costs) -> Iterator[str]:
         nodes, reshardings = self._stage.nodes, self._stage.reshardings
         inside = sum(node.communication for node in nodes)
+        full_gradients = self._prices.full_accumulation(reshardings)
         sums = {
             "compute": self._loading_time + sum(node.time for node in nodes),
             "communication": sum(resharding.time for resharding in reshardings) + inside,
-            "optimizer": self._optimizer_time,
+            "optimizer": self._optimizer_time + full_gradients,
             "recompute": self._recompute_time,
             "overlapped": sum(resharding.overlapped for resharding in reshardings),
         }
@@ -485,13 +510,13 @@ class _CheckedResharding:
         source: layout before its first step.
         findings: errors in its steps.
         is_sound: True if its memory can be computed.
-        passes: its seconds in forward and in backward.
+        communication: its seconds.
     """
 
     source: Layout
     findings: tuple[str, ...]
     is_sound: bool
-    passes: ForwardBackward[float]
+    communication: StepCommunication[float]
 
 
 class _ReshardingCheck:
@@ -500,10 +525,12 @@ class _ReshardingCheck:
     Args:
         mesh: the devices.
         constraints: the constraints of the plan, which may forbid collectives.
+        micro_batches: number of micro-batches of a training step.
     """
 
-    def __init__(self, mesh: Mesh, constraints: PlanConstraints) -> None:
+    def __init__(self, mesh: Mesh, constraints: PlanConstraints, micro_batches: int) -> None:
         self._mesh = mesh
+        self._num = micro_batches
         self._axes = NontrivialAxes.of(mesh)
         self._constraints = constraints
         self._checked: dict[Hashable, _CheckedResharding] = {}
@@ -516,6 +543,7 @@ class _ReshardingCheck:
         *,
         fixed_dims: AbstractSet[int],
         fill_factor: float,
+        of_parameter: bool,
     ) -> _CheckedResharding:
         """Check one resharding of a tensor.
 
@@ -525,11 +553,20 @@ class _ReshardingCheck:
             gradient: its gradient.
             fixed_dims: dims that must not be resharded.
             fill_factor: bytes of a full bucket relative to the tensor's; 1 without a bucket.
+            of_parameter: True if it reshards a parameter as it is stored.
         """
-        what = tensor, gradient, fixed_dims, fill_factor
-        key = (*what, resharding.source, resharding.target, resharding.steps)
+        what = tensor, gradient, fixed_dims, fill_factor, of_parameter
+        chain = resharding.source, resharding.target, resharding.steps
+        key = (*what, *chain, resharding.frequency)
         if key not in self._checked:
-            self._checked[key] = self._check(resharding, *what)
+            self._checked[key] = self._check(
+                resharding,
+                tensor,
+                gradient,
+                fixed_dims=fixed_dims,
+                fill_factor=fill_factor,
+                of_parameter=of_parameter,
+            )
         return self._checked[key]
 
     def _check(
@@ -537,30 +574,58 @@ class _ReshardingCheck:
         resharding: Resharding,
         tensor: Tensor,
         gradient: Gradient,
+        *,
         fixed_dims: AbstractSet[int],
         fill_factor: float,
+        of_parameter: bool,
     ) -> _CheckedResharding:
         source = Layout.parse(resharding.source)
-        findings, end, forward, both = [], source, 0.0, 0.0
+        findings: list[str] = []
+        path: list[Step] = []
+        end = source
+        is_sound = True
         for stated in resharding.steps:
             try:
                 step, after = self._follow(stated, end, tensor)
             except ValueError as error:
                 findings.append(str(error))
-                return _CheckedResharding(source, tuple(findings), False, _NO_COMPUTE)
+                is_sound = False
+                break
             findings += self._step_findings(stated, step, end, gradient)
-            seconds = step_price(step, self._mesh, fill_factor)
-            if not isclose(seconds, stated.time, rel_tol=_TOLERANCE):
-                findings.append(f"a step takes {seconds} s, not {stated.time}")
             if {step.source.dim, step.target.dim} & fixed_dims:
                 findings.append(f"{stated.source} -> {stated.target} moves rows of experts")
-            forward += regather_price(step, self._mesh, fill_factor)
-            both += seconds
+            path.append(step)
             end = after
+        communication, times = communication_of(
+            path,
+            self._mesh,
+            fill_factor=fill_factor,
+            of_parameter=of_parameter,
+            micro_batches=self._num,
+            frequency=resharding.frequency,
+        )
+        if not is_sound:
+            return _CheckedResharding(source, tuple(findings), False, communication)
+        for stated, seconds in zip(resharding.steps, times, strict=True):
+            if not isclose(seconds, stated.time, rel_tol=_TOLERANCE):
+                findings.append(f"a step takes {seconds} s, not {stated.time}")
+        findings += self._frequency_findings(resharding, path, of_parameter=of_parameter)
         if str(end) != resharding.target:
             findings.append(f"it ends in {end}, not {resharding.target}")
-        passes = ForwardBackward(forward, max(both - forward, 0.0))
-        return _CheckedResharding(source, tuple(findings), True, passes)
+        return _CheckedResharding(source, tuple(findings), True, communication)
+
+    def _frequency_findings(
+        self, resharding: Resharding, path: Sequence[Step], *, of_parameter: bool
+    ) -> Iterator[str]:
+        """Only reshardings of parameters that are in a bucket can run once per training step."""
+        if resharding.frequency is Frequency.MICRO_BATCH:
+            return
+        gathered = resharding.frequency in GATHERED_ONCE
+        gathers = any(step.forward is not Action.NOTHING for step in path)
+        in_bucket = of_parameter and all(step.is_bucketable for step in path)
+        fits = in_bucket and (not gathered or (gathers and not resharding.regather))
+        if self._num == 1 or not fits:
+            yield f"it runs {resharding.frequency.value!r}, which is for gathers of parameters"
 
     def _follow(self, stated: PlannedStep, layout: Layout, tensor: Tensor) -> tuple[Step, Layout]:
         """A stated step with the bytes computed from the layout before it, and the layout after it.

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from autoshard.collection import collection_paused
+from autoshard.costs import Frequency
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
@@ -92,7 +93,9 @@ class InnerStep(Document):
         description="bytes of a rank; the mean if the number of rows depends on data; for a halo, "
         "the larger of sent and received bytes on the rank with the most"
     )
-    time: Seconds = Field(description="seconds, including the copies that a halo needs")
+    time: Seconds = Field(
+        description="seconds per training step, including the copies that a halo needs"
+    )
 
 
 class PlacedNode(Document):
@@ -101,7 +104,9 @@ class PlacedNode(Document):
     name: str
     inputs: tuple[LayoutText, ...]
     outputs: tuple[LayoutText, ...]
-    time: Seconds = Field(description="compute, forward plus backward")
+    time: Seconds = Field(
+        description="compute, forward plus backward, of all micro-batches of a step"
+    )
     inside: tuple[InnerStep, ...] = Field(
         default=(), description="collectives inside the operator, in the order in which they run"
     )
@@ -123,7 +128,7 @@ class PlannedStep(Document):
     nbytes: Bytes = Field(
         description="bytes of a rank's tensor before or after the step, whichever is larger"
     )
-    time: Seconds
+    time: Seconds = Field(description="seconds of all its runs in a training step")
 
 
 class Resharding(Document):
@@ -150,10 +155,22 @@ class Resharding(Document):
             "tensor in memory (FSDP's reshard_after_forward)"
         ),
     )
+    frequency: Frequency = Field(
+        default=Frequency.MICRO_BATCH,
+        description=(
+            "how often its steps run in a training step of several micro-batches. micro_batch: in "
+            "each. reduce_step: the first steps, which only reduce the gradient of a parameter, "
+            "run once, with the sum over micro-batches; the others in each. gather_step: in "
+            "addition, forward runs once, and the gathered parameter stays in memory (FSDP's "
+            "reshard_after_backward=False). step: all steps run once, and full gradients are "
+            "summed before they are reduced (FSDP's requires_gradient_sync=False)"
+        ),
+    )
     overlapped: Seconds = Field(
         default=0.0,
         description=(
-            "seconds of its communication that overlap with compute, including its re-gather"
+            "seconds of its communication in a training step that overlap with compute, including "
+            "its re-gather"
         ),
     )
 
@@ -198,6 +215,14 @@ class Stage(Document):
 
     name: str
     axes: tuple[tuple[str, int], ...] = Field(description="name and size of each axis")
+    micro_batches: int = Field(
+        default=1, ge=1, description="how often the program runs in a training step"
+    )
+    accumulation_dtype: str | None = Field(
+        default=None,
+        description="element type of sums of gradients over micro-batches; that of the gradients "
+        "if null",
+    )
     program: dict[str, Any] = Field(description="the normalised graph, as graph_to_json writes it")
     inputs: tuple[PlacedInput, ...]
     nodes: tuple[PlacedNode, ...]
@@ -261,7 +286,9 @@ class Costs(Document):
             "resharding is charged a latency even if several share a collective"
         )
     )
-    optimizer: Seconds = Field(description="the local optimizer update")
+    optimizer: Seconds = Field(
+        description="the local optimizer update, and sums of gradients over micro-batches"
+    )
     recompute: Seconds = Field(
         default=0.0, description="operators and reshardings that backward runs again"
     )

@@ -44,12 +44,14 @@ class Collective(NamedTuple):
         axis: name of the mesh axis.
         direction: forward or backward.
         nbytes: bytes of a rank's tensor before or after it, whichever is larger.
+        runs: how often it runs in a training step, once or once per micro-batch.
     """
 
     kind: str
     axis: str
     direction: Direction
     nbytes: int
+    runs: int
 
 
 class Call(NamedTuple):
@@ -73,12 +75,13 @@ class Call(NamedTuple):
     checkpoint: int
     recomputed: bool
 
-    def collectives(self) -> Iterator[Collective]:
+    def collectives(self, micro_batches: int) -> Iterator[Collective]:
         """The collectives inside the operator."""
         for inner in self.placed.inside:
-            yield Collective(inner.action, inner.axis, inner.direction, inner.nbytes)
+            what = inner.action, inner.axis
+            yield Collective(*what, inner.direction, inner.nbytes, micro_batches)
             if inner.direction == "forward" and self.recomputed:
-                yield Collective(inner.action, inner.axis, "backward", inner.nbytes)
+                yield Collective(*what, "backward", inner.nbytes, micro_batches)
 
 
 class Reshard(NamedTuple):
@@ -100,10 +103,11 @@ class Reshard(NamedTuple):
     checkpoint: int
     recomputed: bool
 
-    def collectives(self) -> Iterator[Collective]:
+    def collectives(self, micro_batches: int) -> Iterator[Collective]:
         """The collectives of the steps."""
+        runs = micro_batches, micro_batches
         for step in self.steps:
-            yield from _step_collectives(step, step.nbytes, recomputed=self.recomputed)
+            yield from _step_collectives(step, step.nbytes, runs, recomputed=self.recomputed)
 
 
 class BeginBucket(NamedTuple):
@@ -123,10 +127,11 @@ class BeginBucket(NamedTuple):
     checkpoint: int
     recomputed: bool
 
-    def collectives(self) -> Iterator[Collective]:
+    def collectives(self, micro_batches: int) -> Iterator[Collective]:
         """All collectives of the bucket, including those that run when it ends."""
-        for step, nbytes in self.bucket.steps:
-            yield from _step_collectives(step, nbytes, recomputed=self.recomputed)
+        every_run = self.bucket.runs(micro_batches)
+        for (step, nbytes), runs in zip(self.bucket.steps, every_run, strict=True):
+            yield from _step_collectives(step, nbytes, runs, recomputed=self.recomputed)
 
 
 class EndBucket(NamedTuple):
@@ -144,7 +149,7 @@ class EndBucket(NamedTuple):
     bucket: Bucket
     checkpoint: int
 
-    def collectives(self) -> Iterator[Collective]:
+    def collectives(self, _: int) -> Iterator[Collective]:
         """No collectives: they are counted where the bucket begins."""
         return iter(())
 
@@ -169,9 +174,9 @@ class Lowering:
     outputs: tuple[int | None, ...]
 
     def collectives(self) -> Iterator[Collective]:
-        """Every collective of one step, forward and backward."""
+        """Every collective of a training step, forward and backward."""
         for instruction in self.instructions:
-            yield from instruction.collectives()
+            yield from instruction.collectives(self.stage.micro_batches)
 
 
 def lower(stage: Stage, graph: Graph, *, bucketed: bool = True) -> Lowering:
@@ -204,9 +209,9 @@ def count_collectives(
     count: Counter[tuple[str, str, Direction]] = Counter()
     nbytes: Counter[tuple[str, str, Direction]] = Counter()
     for stage, graph in zip(stages, graphs, strict=True):
-        for kind, axis, direction, size in lower(stage, graph).collectives():
-            count[kind, axis, direction] += 1
-            nbytes[kind, axis, direction] += size
+        for kind, axis, direction, size, runs in lower(stage, graph).collectives():
+            count[kind, axis, direction] += runs
+            nbytes[kind, axis, direction] += runs * size
     return tuple(
         CollectiveCount(
             kind=kind, axis=axis, direction=direction, count=n, nbytes=nbytes[kind, axis, direction]
@@ -218,13 +223,16 @@ def count_collectives(
 _COLLECTIVES = frozenset(action.value for action in Action if action.is_collective)
 
 
-def _step_collectives(step: PlannedStep, nbytes: int, *, recomputed: bool) -> Iterator[Collective]:
+def _step_collectives(
+    step: PlannedStep, nbytes: int, runs: tuple[int, int], *, recomputed: bool
+) -> Iterator[Collective]:
+    gathers, reductions = runs
     if step.forward in _COLLECTIVES:
-        yield Collective(step.forward, step.axis, "forward", nbytes)
+        yield Collective(step.forward, step.axis, "forward", nbytes, gathers)
         if recomputed:
-            yield Collective(step.forward, step.axis, "backward", nbytes)
+            yield Collective(step.forward, step.axis, "backward", nbytes, gathers)
     if step.backward in _COLLECTIVES:
-        yield Collective(step.backward, step.axis, "backward", nbytes)
+        yield Collective(step.backward, step.axis, "backward", nbytes, reductions)
 
 
 class _Lowerer:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from autoshard.costs import Frequency
 from autoshard.graph import Graph, Tensor
 from autoshard.layouts import Action, S, parse_type
 from autoshard.ops import (
@@ -59,6 +60,7 @@ class MemoryOp(NamedTuple):
         uses: the uses for which its first outputs are resharded; empty for an operator.
         regather: True if backward reshards the outputs again instead of keeping them.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
+        frequency: how often it runs in a training step of several micro-batches.
     """
 
     name: str
@@ -73,6 +75,7 @@ class MemoryOp(NamedTuple):
     uses: tuple[Use, ...]
     regather: bool
     checkpoint: int
+    frequency: Frequency = Frequency.MICRO_BATCH
 
     @property
     def keeps(self) -> Keeps:
@@ -421,6 +424,7 @@ class StageMemory:
                 bucket.uses,
                 regather=bucket.regather and not members[0].is_view and bool(moved),
                 checkpoint=instruction.checkpoint,
+                frequency=bucket.frequency,
             )
         )
 

@@ -116,6 +116,23 @@ class PlanOptions(BaseModel):
             "auto: where it is needed to fit memory, at the least cost. never. always: every block."
         ),
     )
+    micro_batches: int = Field(
+        default=1,
+        ge=1,
+        le=65_536,
+        description=(
+            "number of micro-batches of a training step (gradient accumulation): the program runs "
+            "forward and backward this many times before the optimizer's step. Which parameters "
+            "are gathered, and which gradients reduced, only once per step is part of the plan."
+        ),
+    )
+    accumulation_dtype: StateDType | None = Field(
+        default=None,
+        description=(
+            "element type in which the gradients of micro-batches are summed; the type of the "
+            "gradients if null. Gradients are computed and reduced in their own type."
+        ),
+    )
     overlap: bool = Field(
         default=False,
         description=(

@@ -1,25 +1,30 @@
 """Cost model: seconds and bytes of graph inputs by layout, and of operators by strategy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from autoshard.arrays import FloatArray
 from autoshard.costs import (
     ForwardBackward,
+    Frequency,
     OptimizerSpec,
+    StepCommunication,
     activation_bytes,
     efficiency_key,
     halo_bytes,
+    num_waiting,
     operator_times,
     optimizer_time,
     parameter_bytes,
+    runs_per_step,
     saved_bytes,
 )
 from autoshard.graph import DType, Graph, Input, InputKind, Node
-from autoshard.layouts import AxisType, Pricer
+from autoshard.layouts import AxisType, Layout, Pricer, Step, regather_price, step_price
 from autoshard.mesh import Mesh
 from autoshard.ops import (
     InnerCollective,
@@ -31,6 +36,7 @@ from autoshard.ops import (
     saved_tensors,
     strategies,
 )
+from autoshard.plan.document import Resharding
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
@@ -60,13 +66,54 @@ def inner_time(collective: InnerCollective, pricer: Pricer) -> float:
     return seconds + (pricer.copy_time(collective.copied) if collective.copied else 0.0)
 
 
+def communication_of(
+    path: Sequence[Step],
+    pricer: Pricer,
+    *,
+    fill_factor: float,
+    of_parameter: bool,
+    micro_batches: int,
+    frequency: Frequency,
+) -> tuple[StepCommunication[float], list[float]]:
+    """Seconds of a resharding in a training step, in total and of each of its steps.
+
+    Args:
+        path: its steps.
+        pricer: prices of collectives and copies.
+        fill_factor: as for `step_price`.
+        of_parameter: True if it reshards a parameter from the layout in which it is stored.
+        micro_batches: number of micro-batches of the training step.
+        frequency: how often it runs.
+    """
+    both = [step_price(step, pricer, fill_factor) for step in path]
+    forward = [regather_price(step, pricer, fill_factor) for step in path]
+    in_bucket = of_parameter and all(step.is_bucketable for step in path)
+    actions = [step.forward for step in path]
+    waiting = num_waiting(actions) if in_bucket else 0
+    runs = [(micro_batches, micro_batches)] * len(path)
+    if in_bucket:
+        runs = runs_per_step(actions, frequency, micro_batches)
+    communication = StepCommunication(
+        sum(both),
+        ForwardBackward(sum(forward), max(sum(both) - sum(forward), 0.0)),
+        sum(both[:waiting]),
+        micro_batches,
+        frequency,
+    )
+    return communication, [
+        reductions * total + (gathers - reductions) * moved
+        for (gathers, reductions), total, moved in zip(runs, both, forward, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class OperatorPrices:
     """An operator's strategies with their costs.
 
     Attributes:
         strategies: S strategies.
-        time: seconds, forward plus backward, with the collectives inside, shape [S].
+        time: seconds per training step, forward plus backward, with the collectives inside,
+            shape [S].
         usage: bytes per device by kind, each of shape [S]: in training its outputs and internal
             tensors that are saved for backward, in inference its outputs.
         partial: True if each output can be a partial sum.
@@ -94,6 +141,8 @@ class Prices:
         self.graph = graph
         self.mesh = mesh
         self.training = options.mode == "training"
+        self.micro_batches = options.micro_batches
+        self.accumulation_dtype = options.accumulation_dtype
         self.overlaps = options.overlap
         self.memory_budget = options.memory_budget or mesh.topology.device.memory
         self.optimizer = replace(
@@ -103,6 +152,7 @@ class Prices:
         )
         self.gradients = Gradients(graph, training=self.training)
         self._device = mesh.topology.device
+        self._sizes = mesh.axis_sizes
         self._axes = NontrivialAxes.of(mesh)
         self._operators: dict[tuple[object, ...], OperatorPrices] = {}
 
@@ -114,9 +164,10 @@ class Prices:
     def input(
         self, graph_input: Input, local_shapes: Sequence[tuple[int, ...]]
     ) -> tuple[FloatArray, Usage]:
-        """Seconds per step and bytes by kind of an input, for each of its local shapes.
+        """Seconds per training step and bytes by kind of an input, for each of its local shapes.
 
-        A trained parameter costs its optimizer update, a user input the time to write it.
+        A trained parameter costs its optimizer update and the sum of its gradients over
+        micro-batches, a user input the time to write it for each micro-batch.
         """
         tensor = self.graph.values[graph_input.name]
         trained = self.training and tensor.requires_grad and graph_input.kind is InputKind.PARAMETER
@@ -125,7 +176,7 @@ class Prices:
         own = np.array([x.parameter for x in nbytes], dtype=float)
         usage = {_MEMORY_KINDS[graph_input.kind]: own}
         if graph_input.kind is InputKind.USER:
-            return own / self._device.input_bandwidth, usage
+            return self.micro_batches * own / self._device.input_bandwidth, usage
         if not trained:
             return _TIE_BREAK * own / self._device.memory_bandwidth, usage
         usage["gradients"] = np.array([x.gradient for x in nbytes], dtype=float)
@@ -134,7 +185,33 @@ class Prices:
             optimizer_time(self.optimizer, shape, tensor.dtype, self._device)
             for shape in local_shapes
         ]
-        return np.array(time), usage
+        return np.array(time) + self.accumulation_time(tensor.dtype) * usage["gradients"], usage
+
+    def accumulation_factor(self, dtype: DType) -> float:
+        """Bytes of a sum of gradients over micro-batches, relative to one of the gradients."""
+        if self.accumulation_dtype is None:
+            return 1.0
+        return DType(self.accumulation_dtype).itemsize / dtype.itemsize
+
+    def accumulation_time(self, dtype: DType) -> float:
+        """Seconds to sum one byte of gradients over the micro-batches of a step.
+
+        Every micro-batch after the first reads the sum and its own gradient, and writes the sum.
+        """
+        moved = (self.micro_batches - 1) * (2 * self.accumulation_factor(dtype) + 1)
+        return moved / self._device.memory_bandwidth
+
+    def full_accumulation(self, reshardings: Iterable[Resharding]) -> float:
+        """Seconds to sum full gradients, where they are reduced once, instead of their shards."""
+        seconds = 0.0
+        for resharding in reshardings:
+            tensor = self.graph.values[resharding.value]
+            if resharding.frequency is Frequency.STEP and self.gradients.exists(resharding.value):
+                layouts = map(Layout.parse, (resharding.source, resharding.target))
+                shard, full = (prod(x.local_shape(tensor.shape, self._sizes)) for x in layouts)
+                growth = (full - shard) * tensor.dtype.itemsize
+                seconds += self.accumulation_time(tensor.dtype) * growth
+        return seconds
 
     def operator(self, number: int, partial: frozenset[int]) -> OperatorPrices:
         """The distinct strategies of a node with their costs; equal nodes share the result.
@@ -168,8 +245,9 @@ class Prices:
         return ForwardBackward(float(found.forward[0]), float(found.backward[0]))
 
     def forward(self, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
-        """Seconds of an operator in forward, with the collectives inside, shape [S]."""
-        return self._times(node, chosen, backward=False) + self._inside(chosen, backward=False)
+        """Seconds of an operator in forward per step, with the collectives inside, shape [S]."""
+        once = self._times(node, chosen, backward=False) + self._inside(chosen, backward=False)
+        return self.micro_batches * once
 
     def _price(self, node: Node, partial: frozenset[int]) -> OperatorPrices:
         backward = self.gradients.flows(node)
@@ -180,9 +258,9 @@ class Prices:
         interleaved = types if any(types) else ()
         found = strategies(rule, self._axes.sizes, partial=partial, interleaved=interleaved)
         seen = [_without_gradient(s, flags, backward=backward) for s in found]
-        times = self._times(node, found, backward=backward)
+        times = self.micro_batches * self._times(node, found, backward=backward)
         if rule.communicates:
-            times = times + self._inside(seen, backward=backward)
+            times = times + self.micro_batches * self._inside(seen, backward=backward)
         cheapest: dict[Strategy, int] = {}
         for i, strategy in enumerate(seen):
             if strategy not in cheapest or times[i] < times[cheapest[strategy]]:

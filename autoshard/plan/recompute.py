@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from autoshard.costs import GATHERED_ONCE
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node
 from autoshard.ops import SavedByAutograd, call_of, saved_tensors
@@ -38,7 +39,7 @@ class Recomputed:
     Attributes:
         spans: indices of the nodes of each checkpoint, in program order.
         readers: for each resharding inside a checkpoint, the first node that reads its result;
-            None for a resharding outside.
+            None for a resharding outside, and for a parameter that is gathered once per step.
         nodes: names of the nodes that run again.
         reshardings: uses of the reshardings that run again.
     """
@@ -134,6 +135,9 @@ def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Itera
         return
     span_of = {i: span for span in spans for i in span}
     for resharding in stage.reshardings:
+        if resharding.frequency in GATHERED_ONCE:
+            yield None
+            continue
         if resharding.consumer is not None:
             reader = graph.numbers.get(resharding.consumer, -1)
             yield reader if reader in span_of else None

@@ -8,6 +8,10 @@ events is that of the memory timeline.
 Communication that overlaps with compute (option `overlap`) is drawn in parallel to the operator
 that reads the weight. A runtime that prefetches runs an all-gather one layer earlier.
 
+Every micro-batch of a step is drawn: what runs once per step is in the first one (gathers of
+parameters) or in the last one (reductions of gradients). The memory is that of a micro-batch in the
+middle.
+
 A bucket is drawn as one collective with all its bytes. Its duration is the sum of the costs of its
 members, each of which includes a latency: an upper estimate. Overlapped parts are drawn in
 parallel to the readers of the members, each with the name and the bytes of the whole bucket.
@@ -59,6 +63,7 @@ class Event:
             members of a bucket; 0 for compute.
         overlapped: True if it overlaps with compute.
         inside: the operator that runs the collective; empty for a resharding.
+        micro_batch: number of the micro-batch.
     """
 
     name: str
@@ -71,6 +76,7 @@ class Event:
     nbytes: int = 0
     overlapped: bool = False
     inside: str = ""
+    micro_batch: int = 0
 
     @property
     def lane(self) -> str:
@@ -87,8 +93,9 @@ class Simulation:
         lanes: names of all lanes: compute, then one per axis.
         events: the events, in order of their start.
         seconds: duration of the step.
-        moments: start of each moment of `memory`, in seconds since the step began, shape [M].
-        memory: live bytes at each moment.
+        moments: start of each moment of the step, in seconds since it began, shape [M].
+        numbers: number of each moment in `memory`, which has one micro-batch, shape [M].
+        memory: live bytes at the moments of a micro-batch.
     """
 
     plan: str
@@ -96,6 +103,7 @@ class Simulation:
     events: tuple[Event, ...]
     seconds: float
     moments: NDArray[np.float64]
+    numbers: NDArray[np.intp]
     memory: Timeline
 
     def by_category(self) -> Mapping[Category, float]:
@@ -213,10 +221,12 @@ class _StageTiming:
         self._again = recomputed(graph, stage)
         self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
         self._fill_factors = bucket_fill_factors(graph, plan.mesh)
+        self._buckets = buckets_of(stage, graph, self._again)
+        self._bucketed = {use: bucket for bucket in self._buckets for use in bucket.uses}
         self._known: dict[Hashable, ForwardBackward[float]] = {}
 
     def inputs(self) -> tuple[float, float]:
-        """Seconds of writing and storing inputs, and of the optimizer's update."""
+        """Seconds of writing and storing inputs, and of the optimizer's update, per step."""
         loading = update = 0.0
         inputs = {i.name: i for i in self._graph.inputs}
         for placed in self._stage.inputs:
@@ -225,10 +235,10 @@ class _StageTiming:
                 update += float(time[0])
             else:
                 loading += float(time[0])
-        return loading, update
+        return loading, update + self.prices.full_accumulation(self._stage.reshardings)
 
     def node(self, node: Node) -> ForwardBackward[float]:
-        """Seconds of an operator's compute; equal operators are priced once.
+        """Seconds of an operator's compute in a micro-batch; equal operators are priced once.
 
         Raises:
             PlanError: no rule of the operator allows the layouts of the plan.
@@ -238,7 +248,8 @@ class _StageTiming:
         key = (kind, placed.inputs, placed.outputs, self.gradients.flows(node), placed.time)
         if key not in self._known:
             forward = self._forward(node, placed)
-            self._known[key] = ForwardBackward(forward, max(placed.time - forward, 0.0))
+            both = placed.time / self._stage.micro_batches
+            self._known[key] = ForwardBackward(forward, max(both - forward, 0.0))
         return self._known[key]
 
     def _forward(self, node: Node, placed: PlacedNode) -> float:
@@ -257,18 +268,37 @@ class _StageTiming:
             )
         return self.prices.rank_compute(node, share.sizes).forward
 
-    def reshardings(self, *, bucketed: bool) -> dict[Use, _ReshardingTiming]:
-        """Pieces of every resharding; those of a bucket are merged."""
-        found = {c.use: self._resharding(c) for c in self._stage.reshardings}
+    def reshardings(
+        self, *, bucketed: bool, first: bool, last: bool
+    ) -> dict[Use, _ReshardingTiming]:
+        """Pieces of every resharding in a micro-batch; those of a bucket are merged.
+
+        Args:
+            bucketed: True to merge.
+            first: True for the first micro-batch of a step.
+            last: True for the last one.
+        """
+        found = {
+            c.use: self._resharding(c, first=first, last=last) for c in self._stage.reshardings
+        }
         if bucketed:
-            for bucket in buckets_of(self._stage, self._graph, self._again):
+            for bucket in self._buckets:
                 found.update(_bucket_timing(bucket, [found[use] for use in bucket.uses]))
         return found
 
-    def _resharding(self, resharding: Resharding) -> _ReshardingTiming:
-        pairs = [self._pieces(step, resharding.value) for step in resharding.steps]
-        forward = [piece for piece, _ in pairs if piece.seconds]
-        backward = [piece for _, piece in reversed(pairs) if piece.seconds]
+    def _resharding(self, resharding: Resharding, *, first: bool, last: bool) -> _ReshardingTiming:
+        micro_batches, bucket = self._stage.micro_batches, self._bucketed.get(resharding.use)
+        runs = [(micro_batches, micro_batches)] * len(resharding.steps)
+        if bucket is not None:
+            runs = bucket.runs(micro_batches)
+        forward: list[_Piece] = []
+        backward: list[_Piece] = []
+        for step, (gathers, reductions) in zip(resharding.steps, runs, strict=True):
+            moved, reduced = self._pieces(step, resharding.value, gathers, reductions)
+            if moved.seconds and (first or gathers > 1):
+                forward.append(moved)
+            if reduced.seconds and (last or reductions > 1):
+                backward.insert(0, reduced)
         again = forward if resharding.use in self._again.reshardings else []
         early, late = self._overlapped(resharding, forward, [*again, *backward])
         trailing = min(late, _seconds(backward))
@@ -278,8 +308,10 @@ class _StageTiming:
             _Split.of(backward, trailing),
         )
 
-    def _pieces(self, step: PlannedStep, value: str) -> tuple[_Piece, _Piece]:
-        """The forward and the backward action of a step."""
+    def _pieces(
+        self, step: PlannedStep, value: str, gathers: int, reductions: int
+    ) -> tuple[_Piece, _Piece]:
+        """The forward and the backward action of a step, each in one of its runs."""
         axis = self._mesh.axis_names.index(step.axis)
         source, target = parse_type(step.source), parse_type(step.target)
         shape = self._graph.values[value].shape
@@ -293,10 +325,11 @@ class _StageTiming:
             padded=is_padded(source, target, shape, self._mesh.axis_sizes[axis]),
         )
         factor = self._fill_factors.get(value, 1.0)
-        forward = min(regather_price(priced, self._mesh, factor), step.time)
+        forward = min(regather_price(priced, self._mesh, factor), step.time / gathers)
+        backward = (step.time - gathers * forward) / reductions
         return (
             _Piece(step.forward, step.axis, forward, step.nbytes),
-            _Piece(step.backward, step.axis, step.time - forward, step.nbytes),
+            _Piece(step.backward, step.axis, backward, step.nbytes),
         )
 
     def _overlapped(
@@ -367,7 +400,8 @@ class _Simulator:
         self._stage = stage
         self._graph = graph
         self._timing = _StageTiming(plan, stage, graph)
-        self._timings = self._timing.reshardings(bucketed=bucketed)
+        self._bucketed = bucketed
+        self._timings: dict[Use, _ReshardingTiming] = {}
         self._memory = timeline(
             stage,
             graph,
@@ -388,6 +422,7 @@ class _Simulator:
             self._into.setdefault(resharding.consumer, []).append(resharding.use)
         self._events: list[Event] = []
         self._now = 0.0
+        self._micro_batch = 0
 
     def run(self) -> Simulation:
         """Add the events of all moments."""
@@ -397,17 +432,26 @@ class _Simulator:
             regathered.setdefault(moment, []).append(use)
         loading, update = self._timing.inputs()
         self._compute("inputs", "inputs", Phase.FORWARD, "compute", loading)
-        starts = []
-        previous: tuple[Phase, int] | None = None
-        pairs = zip(memory.moments, memory.instructions, strict=True)
-        for moment, ((phase, _), number) in enumerate(pairs):
+        starts: list[float] = []
+        numbers: list[int] = []
+        for micro_batch, timings in enumerate(self._micro_batches()):
+            self._micro_batch, self._timings = micro_batch, timings
+            previous: tuple[Phase, int] | None = None
+            pairs = zip(memory.moments, memory.instructions, strict=True)
+            for moment, ((phase, _), number) in enumerate(pairs):
+                if phase is Phase.OPTIMIZER:
+                    continue
+                starts.append(self._now)
+                numbers.append(moment)
+                for use in regathered.get(moment, ()):
+                    self._reshard(use, Phase.RECOMPUTE)
+                # A bucket has one moment per member, but is drawn once.
+                if number >= 0 and (phase, number) != previous:
+                    self._advance(number, phase)
+                previous = phase, number
+        if self._timing.prices.training:
             starts.append(self._now)
-            for use in regathered.get(moment, ()):
-                self._reshard(use, Phase.RECOMPUTE)
-            # A bucket has one moment per member, but is drawn once.
-            if number >= 0 and (phase, number) != previous:
-                self._advance(number, phase)
-            previous = phase, number
+            numbers.append(len(memory.moments) - 1)
         self._compute("optimizer", "parameters", Phase.OPTIMIZER, "optimizer", update)
         return Simulation(
             plan=self._plan.id,
@@ -415,8 +459,21 @@ class _Simulator:
             events=tuple(sorted(self._events, key=lambda event: event.start)),
             seconds=self._now,
             moments=np.array(starts),
+            numbers=np.array(numbers, dtype=np.intp),
             memory=memory,
         )
+
+    def _micro_batches(self) -> Iterator[dict[Use, _ReshardingTiming]]:
+        """The pieces of all reshardings in each micro-batch of the step."""
+        known: dict[tuple[bool, bool], dict[Use, _ReshardingTiming]] = {}
+        number = self._stage.micro_batches
+        for i in range(number):
+            first, last = i == 0, i == number - 1
+            if (first, last) not in known:
+                known[first, last] = self._timing.reshardings(
+                    bucketed=self._bucketed, first=first, last=last
+                )
+            yield known[first, last]
 
     def _advance(self, number: int, phase: Phase) -> None:
         match self._memory.lowering.instructions[number]:
@@ -438,6 +495,7 @@ class _Simulator:
         seconds = passes.backward if backward else passes.forward
         category: Category = "recompute" if again else "compute"
         self._compute(node.operator, node.name, phase, category, seconds)
+        micro_batches = self._stage.micro_batches
         end, self._now = self._now, start
         for use in () if again else self._into.get(node.name, ()):
             timing, label = self._timings[use], self._labels[use]
@@ -449,7 +507,7 @@ class _Simulator:
         self._now = end
         direction = "backward" if backward else "forward"
         pieces = [
-            _Piece(step.action, step.axis, step.time, step.nbytes)
+            _Piece(step.action, step.axis, step.time / micro_batches, step.nbytes)
             for step in self._placed[node.name].inside
             if step.direction == direction
         ]
@@ -469,7 +527,10 @@ class _Simulator:
         self, name: str, subject: str, phase: Phase, category: Category, seconds: float
     ) -> None:
         if seconds:
-            self._events.append(Event(name, subject, None, phase, category, self._now, seconds))
+            now, number = self._now, self._micro_batch
+            self._events.append(
+                Event(name, subject, None, phase, category, now, seconds, micro_batch=number)
+            )
             self._now += seconds
 
     def _run(
@@ -495,6 +556,7 @@ class _Simulator:
                     piece.nbytes,
                     overlapped,
                     inside,
+                    self._micro_batch,
                 )
             )
             self._now += piece.seconds
@@ -540,6 +602,8 @@ def _process(
             args["overlapped"] = True
         if event.inside:
             args["inside"] = event.inside
+        if event.micro_batch:
+            args["micro_batch"] = event.micro_batch
         yield _record(
             "X",
             event.name,
@@ -553,7 +617,8 @@ def _process(
 
 
 def _counters(simulation: Simulation) -> Iterator[dict[str, Any]]:
-    kinds, nbytes = zip(*simulation.memory.nbytes.items(), strict=True)
+    kinds = tuple(simulation.memory.nbytes)
+    nbytes = [alive[simulation.numbers] for alive in simulation.memory.nbytes.values()]
     for start, *alive in zip(simulation.moments, *nbytes, strict=True):
         args = {kind: int(count) for kind, count in zip(kinds, alive, strict=True)}
         yield _record("C", "memory, bytes", 0, ts=float(start) * _MICROSECONDS, args=args)

@@ -18,6 +18,10 @@ before its backward.
 A storage counts once, however many views it has. Working memory of reshardings is counted; of
 operators, only the tensors of `autoshard.ops.backward_workspace`. The optimizer is assumed to be
 fused, without working memory.
+
+A step of several micro-batches is represented by one in the middle, followed by the optimizer: all
+sums of gradients, and all parameters that are gathered once per step, are in memory throughout. In
+the first and in the last micro-batch, some of them are not; the collectives of both are counted.
 """
 
 from array import array
@@ -29,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.collection import collection_paused
-from autoshard.costs import OptimizerSpec, parameter_bytes
+from autoshard.costs import GATHERED_ONCE, Frequency, OptimizerSpec, parameter_bytes
 from autoshard.graph import DType, Graph
 from autoshard.plan.document import Stage, Use
 from autoshard.plan.gradients import Gradient, Gradients
@@ -139,7 +143,7 @@ def timeline(
     lifetimes = _Lifetimes(memory, _Schedule(memory, training=training))
     lifetimes.add_inputs(stage, (optimizer or OptimizerSpec()) if training else None)
     if training:
-        lifetimes.add_gradients(_entries(memory, graph, gradients))
+        lifetimes.add_gradients(_entries(memory, graph, gradients), stage)
         lifetimes.add_saved()
     lifetimes.add_forward()
     return lifetimes.timeline()
@@ -273,8 +277,14 @@ class _Lifetimes:
             self._add("temporaries", i, i, op.working)
         returned = {storages[tensor] for tensor in self._memory.outputs}
         inference = not self._schedule.backward
+        kept = {
+            storages[tensor] for op in ops if op.frequency in GATHERED_ONCE for tensor in op.targets
+        }
         for storage, maker in enumerate(made_by):
             if maker < 0:
+                continue
+            if storage in kept:
+                self._add("temporaries", 0, self._end - 1, self._nbytes[storage])
                 continue
             saved = self._saved.get(storage)
             if storage in returned:
@@ -351,14 +361,41 @@ class _Lifetimes:
                 ends = (start, last_reads.get(storage, 0), self._copies.get(storage, 0))
                 self._add("temporaries", start, max(ends), self._nbytes[storage])
 
-    def add_gradients(self, entries: Iterable[int]) -> None:
-        """Add gradients of activations, and of parameters from when they are complete."""
+    def add_gradients(self, entries: Iterable[int], stage: Stage) -> None:
+        """Add gradients of activations, and of parameters from when they are complete.
+
+        With several micro-batches, the sums of gradients of parameters are in memory throughout.
+        """
         gradients = _GradientLiveness(self._memory, self._schedule.backward)
         gradients.run(entries)
         for first, last, nbytes in gradients.lives:
             self._add("temporaries", first, last, nbytes)
-        for tensor, complete in gradients.complete.items():
-            self._add("gradients", complete + 1, self._end, self._memory.tensors[tensor].nbytes)
+        if stage.micro_batches == 1:
+            for tensor, complete in gradients.complete.items():
+                self._add("gradients", complete + 1, self._end, self._memory.tensors[tensor].nbytes)
+            return
+        full = self._full_gradients()
+        for tensor in gradients.complete:
+            reduced = self._memory.tensors[tensor].nbytes
+            summed, itemsize = full.get(tensor, reduced), DType(stage.inputs[tensor].dtype).itemsize
+            if stage.accumulation_dtype is not None:
+                summed = summed // itemsize * DType(stage.accumulation_dtype).itemsize
+            self._add("gradients", 0, self._end - 1, summed)
+            self._add("gradients", self._end, self._end, reduced)
+
+    def _full_gradients(self) -> dict[int, int]:
+        """Bytes of the gradients that are summed before they are reduced, by parameter."""
+        bucketed: dict[Use, int] = {}  # the parameter of each use in a bucket
+        for op in self._memory.ops:
+            # A bucket begins with one operation per member, before the one that ends it.
+            if len(op.uses) == 1:
+                bucketed.setdefault(op.uses[0], op.reads[0])
+        return {
+            bucketed[use]: self._memory.tensors[tensor].nbytes
+            for op in self._memory.ops
+            if op.frequency is Frequency.STEP
+            for use, tensor in zip(op.uses, op.targets, strict=True)
+        }
 
 
 class _GradientLiveness:

@@ -17,7 +17,13 @@ from math import prod
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
+from autoshard.costs import (
+    GATHERED_ONCE,
+    ForwardBackward,
+    Frequency,
+    Overlap,
+    StepCommunication,
+)
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Output, Tensor, find_blocks
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import I, Layout, R, ReshardingTable, has_placements, legal_layouts
@@ -103,7 +109,13 @@ class EdgeCosts:
         targets: index of each target layout in the table, shape [C]; a layout occurs several
             times if the compute that overlaps with the resharding differs.
         cols: for each strategy of the target, the index of its layout in `targets`.
-        compute: seconds of compute that can overlap, shape [C] each; None without overlap.
+        compute: seconds of compute in a micro-batch that can overlap, shape [C] each; None without
+            overlap.
+        micro_batches: number of micro-batches of a training step.
+        of_parameter: True if the source is a parameter as it is stored, so that some reshardings
+            can run once per training step.
+        accumulation_time: seconds to sum a byte of gradients over micro-batches.
+        accumulation_factor: bytes of the sum relative to those of a gradient; 0 if there is none.
     """
 
     table: ReshardingTable
@@ -114,26 +126,82 @@ class EdgeCosts:
     targets: IntArray
     cols: IntArray
     compute: ForwardBackward[FloatArray] | None
+    micro_batches: int = 1
+    of_parameter: bool = False
+    accumulation_time: float = 0.0
+    accumulation_factor: float = 0.0
+    _seconds: dict[Frequency, FloatArray] = field(default_factory=dict)
 
     @cached_property
+    def fastest(self) -> FloatArray:
+        """Exposed seconds per training step at the fastest frequency, shape [R, C]."""
+        if not self.can_run_once.any():
+            return self.seconds
+        least = self.seconds
+        for frequency in (Frequency.GATHER_STEP, Frequency.STEP):
+            least = np.minimum(least, self.seconds_of(frequency))
+        return least
+
+    def frequencies(self, source: int, target: int) -> tuple[Frequency, ...]:
+        """The possible frequencies for a strategy of the source and one of the target.
+
+        The first one needs no memory between micro-batches.
+        """
+        pair = self.rows[source], self.cols[target]
+        waits = self.micro_batches > 1 and self._waiting[pair] > 0
+        least = Frequency.REDUCE_STEP if waits else Frequency.MICRO_BATCH
+        more = (Frequency.GATHER_STEP, Frequency.STEP) if self.can_run_once[pair] else ()
+        return (least, *more)
+
+    def fastest_frequency(self, source: int, target: int) -> Frequency:
+        """The fastest frequency for a strategy of the source and one of the target."""
+        pair, found = (self.rows[source], self.cols[target]), self.frequencies(source, target)
+        return min(found, key=lambda frequency: self.seconds_of(frequency)[pair])
+
+    @property
     def seconds(self) -> FloatArray:
-        """Exposed seconds of each resharding, inf if impossible, shape [R, C]."""
-        cost = self.table.cost[self._pairs]
-        if self.compute is None:
-            return cost
-        return cost - overlapped_seconds(self._communication, self.compute)
+        """Exposed seconds per training step of each resharding, shape [R, C].
+
+        It runs in every micro-batch, as far as that saves memory; inf if it is impossible.
+        """
+        return self.seconds_of(Frequency.REDUCE_STEP)
+
+    def seconds_of(self, frequency: Frequency) -> FloatArray:
+        """Exposed seconds per training step of each resharding, inf if impossible, shape [R, C]."""
+        if frequency in self._seconds:
+            return self._seconds[frequency]
+        communication = self._communication(frequency)
+        seconds = communication.seconds()
+        if self.compute is not None:
+            seconds = seconds - communication.overlapped(self.compute)
+        if frequency is Frequency.STEP and self.accumulation_time:
+            growth = self.target_bytes[None, :] - self.source_bytes[:, None]
+            seconds = seconds + self.accumulation_time * growth
+        if frequency in GATHERED_ONCE:
+            seconds = np.where(self.can_run_once, seconds, np.inf)
+        self._seconds[frequency] = seconds
+        return seconds
 
     @cached_property
     def regather_seconds(self) -> FloatArray:
         """Additional exposed seconds if the resharding is re-gathered in backward, shape [R, C]."""
-        forward = self.table.regather_cost[self._pairs]
+        communication = self._communication(Frequency.REDUCE_STEP)
         if self.compute is None:
-            return forward
+            return communication.again()
         once, twice = (
-            overlapped_seconds(self._communication, self.compute, again=again)
-            for again in (False, True)
+            communication.overlapped(self.compute, again=again) for again in (False, True)
         )
-        return forward - (twice - once)
+        return communication.again() - (twice - once)
+
+    @cached_property
+    def can_run_once(self) -> BoolArray:
+        """For each resharding, True if it may run once for all micro-batches, shape [R, C].
+
+        Only reshardings that gather a parameter, in a bucket, are offered.
+        """
+        if self.micro_batches == 1 or not self.of_parameter:
+            return np.zeros((len(self.sources), len(self.targets)), dtype=np.bool_)
+        return self.table.is_bucketable[self._pairs] & ~self.is_noop
 
     @cached_property
     def is_noop(self) -> BoolArray:
@@ -171,11 +239,20 @@ class EdgeCosts:
     def _pairs(self) -> tuple[IntArray, IntArray]:
         return self.sources[:, None], self.targets[None, :]
 
-    @property
-    def _communication(self) -> ForwardBackward[FloatArray]:
+    def _communication(self, frequency: Frequency) -> StepCommunication[FloatArray]:
         both, forward = self.table.cost[self._pairs], self.table.regather_cost[self._pairs]
+        forward = np.where(np.isfinite(both), forward, 0.0)
         backward = np.subtract(both, forward, out=np.zeros_like(both), where=np.isfinite(both))
-        return ForwardBackward(forward, np.maximum(backward, 0.0))
+        run = ForwardBackward(forward, np.maximum(backward, 0.0))
+        return StepCommunication(both, run, self._waiting, self.micro_batches, frequency)
+
+    @cached_property
+    def _waiting(self) -> FloatArray:
+        """Seconds of the reductions of gradients that may wait without memory, shape [R, C]."""
+        if not self.of_parameter:
+            return np.zeros((len(self.sources), len(self.targets)))
+        in_bucket = self.table.is_bucketable[self._pairs]
+        return np.where(in_bucket, self.table.waiting_cost[self._pairs], 0.0)
 
 
 class Formulation:
@@ -207,6 +284,7 @@ class Formulation:
         self._ragged = ragged_values(graph)
         self._several = self._values_with_several_uses()
         self._input_names = {graph_input.name for graph_input in graph.inputs}
+        self._parameters = {parameter.name for parameter in graph.parameters}
         # The variable that produces each value, and the position among its outputs.
         self._made_by: dict[str, tuple[int, int]] = {}
         self._variable_by_node: list[int] = []
@@ -349,10 +427,30 @@ class Formulation:
                 compute = ForwardBackward(distinct[1], distinct[2])
             sources, rows = np.unique(np.array(makes, dtype=np.intp), return_inverse=True)
             tensor = self.graph.values[use.value]
+            has_gradient = self.gradients.exists(use.value)
+            prices = self.prices
             self._edge_costs[kind] = EdgeCosts(
-                table, tensor, self.axes.sizes, sources, rows, targets, cols, compute
+                table,
+                tensor,
+                self.axes.sizes,
+                sources,
+                rows,
+                targets,
+                cols,
+                compute,
+                micro_batches=self.prices.micro_batches,
+                of_parameter=self.reads_parameter(use),
+                accumulation_time=prices.accumulation_time(tensor.dtype) if has_gradient else 0.0,
+                accumulation_factor=(
+                    prices.accumulation_factor(tensor.dtype) if has_gradient else 0.0
+                ),
             )
         return self._edge_costs[kind]
+
+    def reads_parameter(self, use: Use) -> bool:
+        """True if a use reads a parameter in the layout in which it is stored."""
+        source = self.variables[use.source]
+        return source.role is Role.INPUT and source.name in self._parameters
 
     def table(self, value: str, gradient: Gradient) -> ReshardingTable:
         """The reshardings of a value; shared between values of equal shape and dtype."""
@@ -400,10 +498,14 @@ class Formulation:
     def _edge(self, costs: EdgeCosts) -> tuple[FloatArray | ShortestPathCost, IntArray, IntArray]:
         """Cost matrix of an edge, the row of each source strategy, the column of each target's."""
         table = costs.table
-        if len(table.layouts) <= _MAX_PAIRED_LAYOUTS or costs.compute is not None:
-            return costs.seconds, costs.rows, costs.cols
+        is_path = costs.compute is None and not (costs.of_parameter and costs.micro_batches > 1)
+        if len(table.layouts) <= _MAX_PAIRED_LAYOUTS or not is_path:
+            return costs.fastest, costs.rows, costs.cols
         if id(table) not in self._path_costs:
-            self._path_costs[id(table)] = ShortestPathCost(len(table.layouts), *table.steps)
+            sources, targets, seconds = table.steps
+            self._path_costs[id(table)] = ShortestPathCost(
+                len(table.layouts), sources, targets, costs.micro_batches * seconds
+            )
         return self._path_costs[id(table)], costs.sources[costs.rows], costs.targets[costs.cols]
 
     def _build(self) -> None:

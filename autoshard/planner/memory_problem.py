@@ -12,10 +12,12 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.costs import Frequency
 from autoshard.plan.options import Recomputing
 from autoshard.planner.formulation import Formulation, Role, Use, Variable, same_label
 from autoshard.planner.residency import (
     EdgeEnd,
+    RareGathers,
     Residency,
     Rule,
     Transition,
@@ -71,6 +73,7 @@ class MemoryProblem:
         self._edges: list[Edge] = []
         self._ends: list[EdgeEnd] = []  # by variable
         self._copies: dict[int, EdgeEnd] = {}  # by use
+        self._rare: dict[int, RareGathers] = {}  # of parameters, by use
         self._groups: list[list[int]] = []  # nodes of the problem by variable
         self._switches: dict[int, int] = {}  # node that checkpoints a span, by its first node
         # Equal nodes and edges share their arrays, since the solver compares them by identity.
@@ -115,8 +118,17 @@ class MemoryProblem:
             number, strategies[i] = divmod(int(choice[end.node]), len(variable.strategies))
             states.append(end.states[number])
         regathered = set()
+        frequencies: dict[int, Frequency] = {}
         for number, use in enumerate(self._formulation.uses):
             state = states[use.target]
+            if self._formulation.reads_parameter(use):
+                chosen = (int(strategies[i]) for i in (use.source, use.target))
+                frequencies[number] = self._formulation.edge_costs(use).frequencies(*chosen)[0]
+            if number in self._rare:
+                rare = self._rare[number].frequency(int(choice[self._copies[number].node]))
+                if rare is not None:
+                    frequencies[number] = rare
+                    continue
             if number in self._copies and state is not Residency.RECOMPUTED:
                 state = self._copy_state(self._copies[number], use, choice)
             if state in (Residency.REGATHERED, Residency.SOURCE_KEPT):
@@ -126,7 +138,7 @@ class MemoryProblem:
             for span in self._spans
             if self._checkpointing == "always" or choice[self._switches[span.nodes.start]]
         )
-        return Decisions(strategies, frozenset(regathered), tuple(checkpoints))
+        return Decisions(strategies, frozenset(regathered), tuple(checkpoints), frequencies)
 
     def _copy_state(self, copy: EdgeEnd, use: Use, choice: IntArray) -> Residency:
         stops = np.cumsum(copy.sizes(self._formulation.edge_costs(use)))
@@ -179,9 +191,23 @@ class MemoryProblem:
         """Add a node for the gradient of a parameter, in the layout of the parameter."""
         size = len(nbytes)
         readers = (j for j, _ in self._graph.consumers[self._formulation.variables[i].name])
-        gradient = self._add(np.zeros(size), nbytes, self._time.after(min(readers, default=0)))
-        self._groups[i].append(gradient)
-        self._equate(node, gradient, np.arange(size), np.arange(size))
+        counted = [(nbytes, self._time.after(min(readers, default=0)))]
+        prices = self._formulation.prices
+        if prices.micro_batches > 1:
+            dtype = self._graph.values[self._formulation.variables[i].name].dtype
+            sums = self._sums(nbytes, prices.accumulation_factor(dtype))
+            counted = [(sums, self._time.before_optimizer), (nbytes, self._time.optimizer)]
+        for counted_bytes, interval in counted:
+            gradient = self._add(np.zeros(size), counted_bytes, interval)
+            self._groups[i].append(gradient)
+            self._equate(node, gradient, np.arange(size), np.arange(size))
+
+    def _sums(self, nbytes: FloatArray, factor: float) -> FloatArray:
+        """Bytes of the sums of gradients over micro-batches."""
+        key = (id(nbytes), "sums")
+        if key not in self._arrays:
+            self._arrays[key] = nbytes, factor * nbytes
+        return self._arrays[key][1]
 
     def _add_backward(self, point: BackwardPoint, interval: Interval) -> None:
         """Add a node for the memory of the backward of an operator or a resharding."""
@@ -265,7 +291,11 @@ class MemoryProblem:
         residency = self._use_residency(use, target)
         start, end = self._source_end(use, source), self._ends[use.target]
         is_made = source.role is Role.OPERATOR and Residency.SAVED not in start.states
-        if target.role is Role.SHARED:
+        if self._may_run_once(use):
+            is_shared = target.role is Role.SHARED
+            rule = UseResidency.to_shared if is_shared else UseResidency.from_copy
+            self._add_copy(number, residency, start, end, rule)
+        elif target.role is Role.SHARED:
             if Residency.FREED in end.states and Residency.KEPT in end.states:
                 self._add_copy(number, residency, start, end, UseResidency.to_shared)
             else:
@@ -274,6 +304,11 @@ class MemoryProblem:
             self._add_copy(number, residency, start, end, UseResidency.from_copy)
         else:
             self._add_edge(use, start, end, residency, UseResidency.direct)
+
+    def _may_run_once(self, use: Use) -> bool:
+        """True if a parameter may stay gathered from one micro-batch to the next."""
+        reshards = self._reshard_after_forward == "always"
+        return not reshards and bool(self._formulation.edge_costs(use).can_run_once.any())
 
     def _source_end(self, use: Use, source: Variable) -> EdgeEnd:
         """The producer of a value, with the residencies of the output that the use reads."""
@@ -326,11 +361,30 @@ class MemoryProblem:
             and any(rule(residency, state, t) is not impossible for t in end.states)
         )
         at_source = tuple(state is Residency.SOURCE_KEPT for state in states)
-        node = self._add(*self._copy_costs(use, states), self._copy_interval(use))
-        copy = self._copies[number] = EdgeEnd(node, states, at_source, by_layout=True)
+        rare = None
+        if self._may_run_once(use):
+            costs = self._formulation.edge_costs(use)
+            rare = RareGathers.of(costs, len(states) * len(costs.targets))
+        node = self._add(*self._copy_costs(use, states, rare), self._copy_interval(use))
+        copy = self._copies[number] = EdgeEnd(node, states, at_source, by_layout=True, rare=rare)
         self._groups[use.target].append(node)
         self._add_edge(use, start, copy, residency, UseResidency.to_copy)
         self._add_edge(use, copy, end, residency, rule)
+        if rare is not None:
+            self._rare[number] = rare
+            self._add_kept(use, node, rare)
+
+    def _add_kept(self, use: Use, copy: int, rare: RareGathers) -> None:
+        """Add a node for what stays in memory from one micro-batch to the next."""
+        key = (id(rare.costs), "kept")
+        kept, labels = np.unique(rare.kept_bytes, return_inverse=True)
+        if key not in self._arrays:
+            self._arrays[key] = np.zeros(len(kept) + 1), np.concatenate([[0.0], kept])
+        time, nbytes = self._arrays[key]
+        node = self._add(time, nbytes, self._time.before_optimizer)
+        self._groups[use.target].append(node)
+        of_copy = np.concatenate([np.zeros(rare.offset, dtype=np.intp), labels + 1])
+        self._equate(copy, node, of_copy, np.arange(len(nbytes)))
 
     def _copy_interval(self, use: Use) -> Interval:
         """The time points at which a copy that is kept for a use is in memory in any case."""
@@ -342,8 +396,10 @@ class MemoryProblem:
         reader = self._graph.numbers[target.name]
         return self._time.until(self._saved.needed_until(reader, use.position))
 
-    def _copy_costs(self, use: Use, states: _States) -> tuple[FloatArray, FloatArray]:
-        """Seconds and bytes of a copy in each residency and layout."""
+    def _copy_costs(
+        self, use: Use, states: _States, rare: RareGathers | None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Seconds and bytes of a copy in each residency and layout, without `rare` ones."""
         costs = self._formulation.edge_costs(use)
         key = (id(costs), states)
         if key not in self._arrays:
@@ -352,7 +408,8 @@ class MemoryProblem:
                 Residency.SOURCE_KEPT: costs.source_bytes,
             }
             nothing = np.zeros(len(costs.targets))
-            usage = np.concatenate([nbytes.get(state, nothing) for state in states])
+            counted = [nbytes.get(state, nothing) for state in states]
+            usage = np.concatenate([*counted, np.zeros(len(rare or ()))])
             self._arrays[key] = np.zeros(len(usage)), usage
         return self._arrays[key]
 

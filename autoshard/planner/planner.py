@@ -168,6 +168,11 @@ def _formulated(
 ) -> Formulation:
     if options.mode == "training":
         _check_trainable(graph)
+    elif options.micro_batches > 1:
+        raise OptionError(
+            "micro_batches is for training, where their gradients are summed; leave it out with "
+            "mode 'inference'"
+        )
     formulation = Formulation.of(graph, mesh, options)
     number = sum(len(variable.strategies) for variable in formulation.variables)
     if max_strategies is not None and number > max_strategies:

@@ -8,11 +8,13 @@ infinity.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
+from autoshard.costs import Frequency
 from autoshard.plan.options import Recomputing
 from autoshard.planner.formulation import EdgeCosts
 
@@ -155,6 +157,62 @@ Rule = Callable[[UseResidency, Residency, Residency], Transition]
 """One of the methods of `UseResidency`."""
 
 
+@dataclass(frozen=True, eq=False)
+class RareGathers:
+    """Strategies of a copy for parameters that are not gathered in every micro-batch.
+
+    Each is a source and a target layout with a frequency. The gathered parameter is available
+    throughout the step, so it has no residency.
+
+    Attributes:
+        costs: costs of the use.
+        offset: number of the copy's other strategies, which precede these.
+        rows: label of the source layout of each of K strategies, shape [K].
+        cols: label of the target layout, shape [K].
+        frequencies: how often it is gathered and its gradient reduced.
+    """
+
+    costs: EdgeCosts
+    offset: int
+    rows: IntArray
+    cols: IntArray
+    frequencies: tuple[Frequency, ...]
+
+    @classmethod
+    def of(cls, costs: EdgeCosts, offset: int) -> "RareGathers":
+        """The strategies of a use."""
+        rows, cols = np.nonzero(costs.can_run_once)
+        kinds = (Frequency.GATHER_STEP, Frequency.STEP)
+        frequencies = tuple(kind for kind in kinds for _ in rows)
+        return cls(costs, offset, np.tile(rows, 2), np.tile(cols, 2), frequencies)
+
+    def __len__(self) -> int:
+        """Number of strategies."""
+        return len(self.rows)
+
+    def frequency(self, strategy: int) -> Frequency | None:
+        """The frequency of a strategy of the copy; None if it is not one of these."""
+        index = strategy - self.offset
+        return None if index < 0 else self.frequencies[index]
+
+    @cached_property
+    def seconds(self) -> FloatArray:
+        """Seconds per training step of each strategy, shape [K]."""
+        pairs = zip(self.rows, self.cols, self.frequencies, strict=True)
+        return np.array([self.costs.seconds_of(kind)[row, col] for row, col, kind in pairs])
+
+    @cached_property
+    def kept_bytes(self) -> FloatArray:
+        """Bytes that stay in memory from one micro-batch to the next, shape [K].
+
+        The gathered parameter, and the full gradient in place of its shard.
+        """
+        gathered = self.costs.target_bytes[self.cols]
+        growth = gathered - self.costs.source_bytes[self.rows]
+        is_full = np.array([kind is Frequency.STEP for kind in self.frequencies])
+        return gathered + np.where(is_full, self.costs.accumulation_factor * growth, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class EdgeEnd:
     """One end of an edge: a node of the problem that is the source or target of a use.
@@ -166,12 +224,14 @@ class EdgeEnd:
             False if they are its target layouts.
         by_layout: True if there is one strategy per layout, as for a copy; otherwise the
             strategies are those of the variable that produces or reads the value.
+        rare: further strategies of a copy, after those by residency and layout.
     """
 
     node: int
     states: tuple[Residency, ...]
     at_source: tuple[bool, ...]
     by_layout: bool = False
+    rare: RareGathers | None = None
 
     def sizes(self, costs: EdgeCosts) -> list[int]:
         """Number of layouts in each residency."""
@@ -181,7 +241,7 @@ class EdgeEnd:
         """For each strategy, the combined index of its residency and layout."""
         sizes = self.sizes(costs)
         if self.by_layout:
-            return np.arange(sum(sizes))
+            return np.arange(sum(sizes) + len(self.rare or ()))
         layouts = [costs.rows if source else costs.cols for source in self.at_source]
         starts = np.cumsum([0, *sizes[:-1]])
         return np.concatenate([start + x for start, x in zip(starts, layouts, strict=True)])
@@ -196,7 +256,8 @@ def transition_costs(
         Seconds, one row per label of the start and one column per label of the end.
     """
     heights, widths = start.sizes(costs), end.sizes(costs)
-    seconds = np.full((sum(heights), sum(widths)), np.inf)
+    num_rare = len(start.rare or ()), len(end.rare or ())
+    seconds = np.full((sum(heights) + num_rare[0], sum(widths) + num_rare[1]), np.inf)
     rows, cols = (list(pairwise(np.cumsum([0, *x]).tolist())) for x in (heights, widths))
     for source, (top, bottom) in zip(start.states, rows, strict=True):
         for target, (left, right) in zip(end.states, cols, strict=True):
@@ -210,4 +271,11 @@ def transition_costs(
                 part[:] = costs.seconds + costs.regather_seconds
             elif transition is Transition.NOOP:
                 part[:] = np.where(costs.is_noop, costs.seconds, np.inf)
+    if end.rare:
+        gathers = end.rare
+        seconds[gathers.rows, sum(widths) + np.arange(len(gathers))] = gathers.seconds
+    if start.rare:
+        for left, _ in cols:
+            gathered = sum(heights) + np.arange(len(start.rare)), left + start.rare.cols
+            seconds[gathered] = 0.0
     return seconds

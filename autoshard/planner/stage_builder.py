@@ -1,15 +1,15 @@
 """Builds a stage of the plan from a solution, and reads the decisions of a stage."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoshard.arrays import IntArray
-from autoshard.costs import ForwardBackward, overlapped_seconds
+from autoshard.costs import Frequency, StepCommunication
 from autoshard.errors import PlanError
 from autoshard.graph import Input, InputKind, graph_to_json
-from autoshard.layouts import Action, Layout, Step, placement_texts, regather_price, step_price
+from autoshard.layouts import Action, Layout, Step, placement_texts
 from autoshard.ops import InnerCollective, Strategy
 from autoshard.plan.document import (
     Checkpoint,
@@ -24,13 +24,13 @@ from autoshard.plan.document import (
     Stage,
 )
 from autoshard.plan.gradients import Gradient
-from autoshard.plan.pricing import inner_time
+from autoshard.plan.pricing import communication_of, inner_time
 from autoshard.plan.recompute import checkpoint_spans, recomputed
 from autoshard.plan.timeline import Timeline
 from autoshard.planner.formulation import Formulation, Role, Use, Variable
 
-_Path = tuple[str, str, tuple[PlannedStep, ...], ForwardBackward[float]]
-"""Source and target layout of a resharding, its steps, and its seconds forward and backward."""
+_Path = tuple[str, str, tuple[PlannedStep, ...], StepCommunication[float]]
+"""Source and target layout of a resharding, its steps, and its seconds."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,14 @@ class Decisions:
         choice: strategy index of each variable of a formulation.
         regathered: indices of the uses whose resharding runs again in backward.
         checkpoints: nodes of each activation checkpoint, in program order.
+        frequencies: how often reshardings of parameters run, by index of the use; those that are
+            not listed run as often as is fastest.
     """
 
     choice: IntArray
     regathered: frozenset[int] = frozenset()
     checkpoints: tuple[range, ...] = ()
+    frequencies: Mapping[int, Frequency] = field(default_factory=dict)
 
 
 class StageBuilder:
@@ -61,6 +64,7 @@ class StageBuilder:
         self._decisions = decisions
         self._graph = formulation.graph
         self._axes = formulation.axes
+        self._num = formulation.prices.micro_batches
         self._chosen: list[tuple[Variable, Strategy, int]] = [
             (variable, variable.strategies[s], s)
             for variable, s in zip(formulation.variables, map(int, decisions.choice), strict=True)
@@ -75,6 +79,8 @@ class StageBuilder:
         stage = Stage(
             name=name,
             axes=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
+            micro_batches=self._num,
+            accumulation_dtype=self._formulation.prices.accumulation_dtype,
             program=graph_to_json(self._graph),
             inputs=tuple(self._inputs()),
             nodes=tuple(self._nodes()),
@@ -98,6 +104,7 @@ class StageBuilder:
                 optimizer += float(variable.time[s])
             elif variable.role is Role.INPUT:
                 loading += float(variable.time[s])
+        optimizer += formulation.prices.full_accumulation(stage.reshardings)
         compute = loading + sum(node.time for node in stage.nodes)
         communication = sum(resharding.time for resharding in stage.reshardings)
         communication += sum(node.communication for node in stage.nodes)
@@ -129,7 +136,7 @@ class StageBuilder:
         """The stage with the seconds of each resharding that overlap with compute."""
         again = recomputed(self._graph, stage).reshardings
         seconds = {}
-        for use in self._formulation.uses:
+        for number, use in enumerate(self._formulation.uses):
             key = self._formulation.use_key(use)
             if self._source(use) != self._target(use):
                 compute = self._formulation.edge_costs(use).compute_of(
@@ -137,8 +144,8 @@ class StageBuilder:
                 )
                 seconds[key] = 0.0
                 if compute is not None:
-                    passes = self._path(use)[3]
-                    seconds[key] = float(overlapped_seconds(passes, compute, again=key in again))
+                    communication = self._path(number, use)[3]
+                    seconds[key] = float(communication.overlapped(compute, again=key in again))
         reshardings = (
             c.model_copy(update={"overlapped": seconds[c.use]}) for c in stage.reshardings
         )
@@ -158,9 +165,9 @@ class StageBuilder:
                     node = formulation.node_of(variable)
                     known[key] = float(formulation.prices.forward(node, [strategy])[0])
                 seconds += known[key]
-        for use in formulation.uses:
+        for number, use in enumerate(formulation.uses):
             if formulation.use_key(use) in again.reshardings:
-                seconds += self._path(use)[3].forward
+                seconds += self._path(number, use)[3].again()
         return seconds
 
     def _inputs(self) -> Iterator[PlacedInput]:
@@ -199,7 +206,7 @@ class StageBuilder:
         node = self._formulation.node_of(variable)
         if strategy.collectives:
             compute = self._formulation.prices.rank_compute(node, strategy.sizes)
-            time = compute.forward + compute.backward
+            time = self._num * (compute.forward + compute.backward)
         return PlacedNode(
             name=node.name,
             inputs=self._texts(node.inputs, strategy.inputs),
@@ -215,7 +222,7 @@ class StageBuilder:
             operation=collective.operation.value,
             direction="backward" if collective.backward else "forward",
             nbytes=collective.nbytes,
-            time=inner_time(collective, self._axes),
+            time=self._num * inner_time(collective, self._axes),
         )
 
     def _outputs(self) -> Iterator[PlacedOutput]:
@@ -242,7 +249,7 @@ class StageBuilder:
             if self._source(use) == self._target(use):
                 continue
             value, consumer, position = self._formulation.use_key(use)
-            source, target, steps, _ = self._path(use)
+            source, target, steps, communication = self._path(number, use)
             moves = any(step.forward != Action.NOTHING for step in steps)
             yield Resharding(
                 value=value,
@@ -252,6 +259,7 @@ class StageBuilder:
                 target=target,
                 steps=steps,
                 regather=moves and number in self._decisions.regathered,
+                frequency=communication.frequency,
             )
 
     def _source(self, use: Use) -> Layout:
@@ -260,25 +268,45 @@ class StageBuilder:
     def _target(self, use: Use) -> Layout:
         return self._chosen[use.target][1].inputs[use.position]
 
-    def _path(self, use: Use) -> _Path:
+    def _frequency(self, number: int, use: Use) -> Frequency:
+        """How often the resharding for a use runs in a training step."""
+        if not self._formulation.reads_parameter(use):
+            return Frequency.MICRO_BATCH
+        if number in self._decisions.frequencies:
+            return self._decisions.frequencies[number]
+        source, target = (int(self._decisions.choice[i]) for i in (use.source, use.target))
+        return self._formulation.edge_costs(use).fastest_frequency(source, target)
+
+    def _path(self, number: int, use: Use) -> _Path:
         source, target = self._source(use), self._target(use)
         table = self._formulation.table(use.value, use.gradient)
-        key = (id(table), source, target)
+        of_parameter = self._formulation.reads_parameter(use)
+        key = (id(table), source, target, self._frequency(number, use), of_parameter)
         if key not in self._paths:
-            differentiable = use.gradient is not Gradient.NONE
-            path = table.path(source, target)
-            fill_factor = self._formulation.fill_factors.get(use.value, 1.0)
-            forward = sum(regather_price(step, self._axes, fill_factor) for step in path)
-            both = sum(step_price(step, self._axes, fill_factor) for step in path)
-            self._paths[key] = (
-                str(self._axes.widen(source, differentiable=differentiable)),
-                str(self._axes.widen(target, differentiable=differentiable)),
-                tuple(self._step(step, fill_factor) for step in path),
-                ForwardBackward(forward, max(both - forward, 0.0)),
-            )
+            self._paths[key] = self._new_path(number, use)
         return self._paths[key]
 
-    def _step(self, step: Step, fill_factor: float) -> PlannedStep:
+    def _new_path(self, number: int, use: Use) -> _Path:
+        source, target = self._source(use), self._target(use)
+        differentiable = use.gradient is not Gradient.NONE
+        path = self._formulation.table(use.value, use.gradient).path(source, target)
+        communication, times = communication_of(
+            path,
+            self._axes,
+            fill_factor=self._formulation.fill_factors.get(use.value, 1.0),
+            of_parameter=self._formulation.reads_parameter(use),
+            micro_batches=self._num,
+            frequency=self._frequency(number, use),
+        )
+        steps = zip(path, times, strict=True)
+        return (
+            str(self._axes.widen(source, differentiable=differentiable)),
+            str(self._axes.widen(target, differentiable=differentiable)),
+            tuple(self._step(step, time) for step, time in steps),
+            communication,
+        )
+
+    def _step(self, step: Step, time: float) -> PlannedStep:
         return PlannedStep(
             axis=self._axes.name(step.axis),
             source=str(step.source),
@@ -286,7 +314,7 @@ class StageBuilder:
             forward=step.forward.value,
             backward=step.backward.value,
             nbytes=step.nbytes,
-            time=step_price(step, self._axes, fill_factor),
+            time=time,
         )
 
     def _texts(self, values: tuple[str, ...], layouts: tuple[Layout, ...]) -> tuple[str, ...]:
@@ -304,12 +332,17 @@ def decisions_of(formulation: Formulation, stage: Stage) -> Decisions:
     Raises:
         PlanError: the layouts of a node are not among the strategies of the formulation.
     """
-    again = {c.use for c in stage.reshardings if c.regather}
-    uses = enumerate(formulation.uses) if again else ()
+    reshardings = {c.use: c for c in stage.reshardings}
+    placed = {
+        number: reshardings[formulation.use_key(use)]
+        for number, use in enumerate(formulation.uses)
+        if formulation.use_key(use) in reshardings
+    }
     return Decisions(
         _choice(formulation, stage),
-        frozenset(number for number, use in uses if formulation.use_key(use) in again),
+        frozenset(number for number, resharding in placed.items() if resharding.regather),
         checkpoint_spans(formulation.graph, stage),
+        {number: resharding.frequency for number, resharding in placed.items()},
     )
 
 

@@ -62,6 +62,16 @@ class TimePoints:
         """The interval from the turn to the end."""
         return (0, len(self.backward) + 2)
 
+    @property
+    def before_optimizer(self) -> Interval:
+        """The interval from the turn to the end of backward."""
+        return (0, len(self.backward) + 1)
+
+    @property
+    def optimizer(self) -> Interval:
+        """The interval of the optimizer's step."""
+        return (len(self.backward) + 1, len(self.backward) + 2)
+
     def at(self, number: int) -> Interval:
         """The interval of a single time point of backward."""
         return (number + 1, number + 2)

@@ -1,9 +1,10 @@
-"""Gradients of several micro-batches that are reduced over ranks once, after the last of them."""
+"""What a step of several micro-batches keeps between them: gradients and gathered parameters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Self, TypeAlias
 
 import torch
 
@@ -12,37 +13,74 @@ from autoshard.errors import PlanError
 Gradients: TypeAlias = list[torch.Tensor | None]
 
 
-class GradientAccumulation:
-    """The gradients of one planned model that are not reduced yet.
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A sum of gradients.
 
     Attributes:
-        waits: True within `no_sync`: backward adds to the gradients instead of reducing them.
+        tensor: the sum.
+        dtype: element type of the gradients.
     """
 
-    def __init__(self) -> None:
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor, dtype: torch.dtype | None) -> Self:
+        return cls(gradient.to(dtype or gradient.dtype, copy=True), gradient.dtype)
+
+    def add(self, gradient: torch.Tensor) -> Self:
+        self.tensor.add_(gradient)
+        return self
+
+    def result(self) -> torch.Tensor:
+        return self.tensor.to(self.dtype)
+
+
+class GradientAccumulation:
+    """Gradients of one planned model that are not reduced yet, and its gathered parameters.
+
+    Args:
+        dtype: element type of the sums; that of the gradients if None.
+
+    Attributes:
+        waits: True within `no_sync`: backward adds to gradients that can wait.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
         self.waits = False
-        self._unreduced: dict[int, Gradients] = {}  # by bucket
+        self._unreduced: dict[Hashable, Sequence[_Sum | None]] = {}  # by bucket
+        self._gathered: dict[int, list[torch.Tensor]] = {}  # by bucket
         self._reduces = False  # the last forward was outside of no_sync
 
-    def keep(self, bucket: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add gradients of a bucket, to be reduced with those of a later micro-batch.
+    def summed(
+        self, bucket: Hashable, gradients: Sequence[torch.Tensor | None], *, waits: bool
+    ) -> Gradients | None:
+        """Gradients with those of earlier micro-batches; None if they wait for a later one.
 
         Args:
-            bucket: key of the bucket.
+            bucket: key of the gradients.
             gradients: of this micro-batch; None for each tensor that it has none for.
+            waits: True if the micro-batch is not the last one.
         """
+        if waits:
+            self._keep(bucket, gradients)
+            return None
+        return self._take(bucket, gradients)
+
+    def _keep(self, bucket: Hashable, gradients: Sequence[torch.Tensor | None]) -> None:
         before = self._unreduced.get(bucket, [None] * len(gradients))
         # Other nodes may read the tensors that autograd passes, so the first ones are copied.
         self._unreduced[bucket] = [
-            old if new is None else new.clone() if old is None else old.add_(new)
+            old if new is None else _Sum.of(new, self.dtype) if old is None else old.add(new)
             for old, new in zip(before, gradients, strict=True)
         ]
 
-    def take(self, bucket: int, gradients: Sequence[torch.Tensor | None]) -> Gradients:
-        """The gradients of a bucket with those that wait for them, which are reduced now."""
+    def _take(self, bucket: Hashable, gradients: Sequence[torch.Tensor | None]) -> Gradients:
         before = self._unreduced.pop(bucket, [None] * len(gradients))
         return [
-            new if old is None else old if new is None else old.add_(new)
+            new if old is None else old.result() if new is None else old.add(new).result()
             for old, new in zip(before, gradients, strict=True)
         ]
 
@@ -58,6 +96,17 @@ class GradientAccumulation:
                 "and this call runs unsharded: make it under no_sync(), and a call with the "
                 "planned shapes the last of the step"
             )
+
+    def gathered(self, bucket: int) -> list[torch.Tensor] | None:
+        """The full parameters of a bucket if an earlier micro-batch of the step gathered them."""
+        return self._gathered.get(bucket)
+
+    def keep_gathered(self, bucket: int, whole: list[torch.Tensor]) -> None:
+        """Keep the full parameters of a bucket until the last micro-batch of the step."""
+        if self.waits:
+            self._gathered[bucket] = whole
+        else:
+            self._gathered.pop(bucket, None)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

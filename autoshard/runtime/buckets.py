@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.costs import GATHERED_ONCE
+from autoshard.errors import PlanError
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
 from autoshard.runtime.accumulation import active_accumulation
@@ -74,12 +76,22 @@ class BucketSteps:
         bucket: a bucket of the stage.
         mesh: its mesh dim names are the axes of the bucket's steps.
         shapes: global shape of each tensor.
+        micro_batches: number of micro-batches of a training step, as planned.
 
     Attributes:
         separate: for each resharding the functions that run it without the others.
+        keeps_gathered: True if the full tensors stay in memory until the last micro-batch.
+        num_waiting: number of the first steps whose backward waits for the last micro-batch.
+        num_reducing: number of the other steps, whose backward runs in every micro-batch.
     """
 
-    def __init__(self, bucket: Bucket, mesh: DeviceMesh, shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        mesh: DeviceMesh,
+        shapes: Sequence[Sequence[int]],
+        micro_batches: int = 1,
+    ) -> None:
         self.separate = tuple(
             bind_steps(resharding.steps, mesh, shape)
             for resharding, shape in zip(bucket.reshardings, shapes, strict=True)
@@ -90,14 +102,34 @@ class BucketSteps:
             sources = [parse_type(step.source) for step in steps]
             is_sharded = sources[0].is_shard
             self._steps.append(_Gather(sources, group) if is_sharded else _Reduce(group))
+        is_planned = micro_batches > 1
+        self.keeps_gathered = is_planned and bucket.frequency in GATHERED_ONCE
+        # Without a plan for micro-batches, all reductions wait, as those of DDP under no_sync.
+        reductions = [runs for _, runs in bucket.runs(micro_batches)]
+        self.num_waiting = reductions.count(1)
+        self.num_reducing = len(self._steps) - self.num_waiting
 
     def forward(self, tensors: Tensors) -> PendingCollective:
         """Start to gather the full tensors, outside of autograd."""
         return PendingCollective([(step.start, step.finish) for step in self._steps], tensors)
 
     def backward(self, gradients: Tensors) -> PendingCollective:
-        """Start to reduce the gradients."""
-        back = [(step.start_backward, step.finish_backward) for step in reversed(self._steps)]
+        """Start to reduce the gradients, as far as that does not wait for other micro-batches."""
+        return self._backward(self._steps[self.num_waiting :], gradients)
+
+    def waiting_backward(self, gradients: Tensors) -> PendingCollective:
+        """Start the rest of the reduction, of sums over micro-batches."""
+        return self._backward(self._steps[: self.num_waiting], gradients)
+
+    def own_shards(self, whole: Tensors) -> Tensors:
+        """This rank's shards of the full tensors."""
+        for step in reversed(self._steps):
+            whole = step.own_shards(whole)
+        return whole
+
+    @staticmethod
+    def _backward(steps: "Sequence[_Reduce | _Gather]", gradients: Tensors) -> PendingCollective:
+        back = [(step.start_backward, step.finish_backward) for step in reversed(steps)]
         return PendingCollective(back, gradients)
 
 
@@ -112,6 +144,9 @@ class _Reduce:
 
     def finish(self, _shapes: Shapes, _moved: torch.Tensor) -> list[torch.Tensor]:
         raise AssertionError("forward starts no collective")
+
+    def own_shards(self, whole: Tensors) -> Tensors:
+        return whole
 
     def start_backward(self, gradients: Tensors) -> torch.Tensor:
         # Not in place for a single gradient: other nodes may read the tensor that autograd passes.
@@ -155,6 +190,13 @@ class _Gather:
         whole = slices.movedim(0, source.dim).flatten(source.dim, source.dim + 1).contiguous()
         return from_rank_major(whole, source, self._num_ranks) if source.sub_shards else whole
 
+    def own_shards(self, whole: Tensors) -> Tensors:
+        rank, own = self._group.rank(), []
+        for tensor, source in zip(whole, self._sources, strict=True):
+            (shape,) = self._local_shapes([tensor.shape], [source])
+            own.append(self._rank_rows(tensor, source)[rank].view(shape))
+        return own
+
     def start_backward(self, gradients: Tensors) -> torch.Tensor:
         rows = [
             self._rank_rows(gradient, source)
@@ -174,13 +216,18 @@ class _Gather:
         return slices.reshape(self._num_ranks, -1)
 
     def finish_backward(self, shapes: Shapes, moved: torch.Tensor) -> list[torch.Tensor]:
+        local_shapes = self._local_shapes(shapes, self._sources)
+        parts = torch.split(moved, [shape.numel() for shape in local_shapes])
+        return [part.view(shape) for part, shape in zip(parts, local_shapes, strict=True)]
+
+    def _local_shapes(self, shapes: Shapes, sources: Sequence[AxisType]) -> Shapes:
+        """Shapes of the shards of full tensors."""
         local_shapes = []
-        for shape, source in zip(shapes, self._sources, strict=True):
+        for shape, source in zip(shapes, sources, strict=True):
             sizes = list(shape)
             sizes[source.dim] //= self._num_ranks
             local_shapes.append(torch.Size(sizes))
-        parts = torch.split(moved, [shape.numel() for shape in local_shapes])
-        return [part.view(shape) for part, shape in zip(parts, local_shapes, strict=True)]
+        return local_shapes
 
 
 def _joined(tensors: Tensors) -> torch.Tensor:
@@ -199,6 +246,8 @@ class BucketOp:
         self._steps = steps
         self._accumulation = active_accumulation()
         self._waits = self._accumulation is not None and self._accumulation.waits
+        self._keeps_gathered = steps.keeps_gathered and torch.is_grad_enabled()
+        self._gathered: list[torch.Tensor] | None = None
         self._forward: PendingCollective | None = None
         self._backward: PendingCollective | None = None
         self._token: torch.Tensor | None = None
@@ -222,14 +271,23 @@ class BucketOp:
         return self._steps.forward(tensors).wait()
 
     def start_forward(self, tensors: Tensors) -> None:
-        """Start the collectives of forward."""
-        self._forward = self._steps.forward(tensors)
+        """Start the collectives of forward, unless an earlier micro-batch has gathered."""
+        if self._keeps_gathered and self._accumulation is not None:
+            self._gathered = self._accumulation.gathered(id(self._steps))
+        if self._gathered is None:
+            self._forward = self._steps.forward(tensors)
+        else:
+            _check_unchanged(tensors, self._steps.own_shards(self._gathered))
 
     def wait_forward(self) -> list[torch.Tensor]:
         """Wait for the collectives of forward."""
-        assert self._forward is not None
-        pending, self._forward = self._forward, None
-        whole = pending.wait()
+        whole, self._gathered = self._gathered, None
+        if whole is None:
+            assert self._forward is not None
+            pending, self._forward = self._forward, None
+            whole = pending.wait()
+        if self._keeps_gathered and self._accumulation is not None:
+            self._accumulation.keep_gathered(id(self._steps), whole)
         self._shapes = [tensor.shape for tensor in whole]
         return whole
 
@@ -241,33 +299,80 @@ class BucketOp:
                 depend on it. Zeros are sent in its place, so that the bytes are as planned.
             like: a tensor of the dtype and device of the gradients.
         """
-        if self._accumulation is not None:
-            key = id(self._steps)
-            if self._waits:
-                self._accumulation.keep(key, gradients)
-                return
-            gradients = self._accumulation.take(key, gradients)
-        self._reached = [gradient is not None for gradient in gradients]
-        self._backward = self._steps.backward(
-            [
-                like.new_zeros(shape) if gradient is None else gradient
-                for gradient, shape in zip(gradients, self._shapes, strict=True)
-            ]
-        )
+        if self._steps.num_reducing:
+            self._start(self._steps.backward, gradients, self._shapes, like)
+            return
+        summed = self._summed(gradients)
+        if summed is not None:
+            self._start(self._steps.waiting_backward, summed, self._shapes, like)
 
     def wait_backward(self) -> list[torch.Tensor | None]:
         """Wait for the collectives of backward; None for each gradient that was None.
 
         All are None if the gradients wait for those of a later micro-batch.
         """
-        if self._waits:
+        steps = self._steps
+        if not (steps.num_reducing and steps.num_waiting):
+            return self._reduced() if self._backward else [None] * len(self._shapes)
+        summed = self._summed(self._reduced())
+        if summed is None:
             return [None] * len(self._shapes)
+        shapes = [tensor.shape for tensor in self.sources]
+        self._start(steps.waiting_backward, summed, shapes, self.sources[0])
+        return self._reduced()
+
+    def _summed(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None] | None:
+        """Gradients with those of earlier micro-batches; None if they wait for a later one."""
+        if self._accumulation is None:
+            return gradients
+        return self._accumulation.summed(id(self._steps), gradients, waits=self._waits)
+
+    def _start(
+        self,
+        reduce: Callable[[Tensors], PendingCollective],
+        gradients: Sequence[torch.Tensor | None],
+        shapes: Shapes,
+        like: torch.Tensor,
+    ) -> None:
+        self._reached = [gradient is not None for gradient in gradients]
+        self._backward = reduce(
+            [
+                like.new_zeros(shape) if gradient is None else gradient
+                for gradient, shape in zip(gradients, shapes, strict=True)
+            ]
+        )
+
+    def _reduced(self) -> list[torch.Tensor | None]:
+        """The result of the pending reduction."""
         assert self._backward is not None
         pending, self._backward = self._backward, None
         return [
             gradient if reached else None
             for gradient, reached in zip(pending.wait(), self._reached, strict=True)
         ]
+
+
+def _check_unchanged(shards: Tensors, gathered: Tensors) -> None:
+    """Check that parameters are as they were when an earlier micro-batch gathered them.
+
+    Raises:
+        PlanError: they have changed.
+    """
+    message = (
+        "parameters have changed since the first micro-batch of this step gathered them; run the "
+        "last micro-batch of each step outside of no_sync(), and change parameters after it"
+    )
+    for shard, own in zip(shards, gathered, strict=True):
+        # Compared as bytes, since NaN differs from itself.
+        pair = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (shard, own)]
+        if shard.is_cpu:
+            if not torch.equal(*pair):
+                raise PlanError(message)
+        else:
+            # Without waiting for the device.
+            torch._assert_async((pair[0] == pair[1]).all(), message)  # noqa: SLF001  no public one
 
 
 class _Begin(torch.autograd.Function):

@@ -7,7 +7,8 @@ parameter. Like a bucket of DistributedDataParallel, a node runs in backward whe
 all its parameters are complete, so the bytes of a group are limited.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from autoshard.errors import PlanError
 from autoshard.layouts import Layout
 from autoshard.plan import PlacedInput
 from autoshard.plan.buckets import LARGEST
+from autoshard.runtime.accumulation import GradientAccumulation, active_accumulation
 from autoshard.runtime.instructions import Call, Instruction, Recompute, Reshard
 from autoshard.runtime.parameters import ModuleAttribute
 from autoshard.runtime.program import LocalProgram
@@ -79,18 +81,49 @@ def _local(
     trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
     if trained:
         copies = [slots[i] in copied for i in trained]
-        shards = _Shards.apply(copies, *[parameters[i] for i in trained])  # type: ignore[no-untyped-call]  # torch
+        sums = _Sums.of([parameters[i] for i in trained])
+        shards = _Shards.apply(copies, sums, *[parameters[i] for i in trained])  # type: ignore[no-untyped-call]  # torch
         for i, shard in zip(trained, shards, strict=True):
             local[i] = shard
     return local
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums of gradients over micro-batches in an element type of their own.
+
+    Attributes:
+        accumulation: has the sums.
+        key: of the group of parameters.
+        waits: True if the micro-batch is not the last one of the step.
+    """
+
+    accumulation: GradientAccumulation
+    key: Hashable
+    waits: bool
+
+    @classmethod
+    def of(cls, parameters: Sequence[DTensor]) -> "_Sums | None":
+        """The sums of a group of parameters; None if their `grad` is the sum."""
+        accumulation = active_accumulation()
+        if accumulation is None or accumulation.dtype is None:
+            return None
+        return cls(accumulation, tuple(map(id, parameters)), accumulation.waits)
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """The gradients of the step; None for each parameter if a later micro-batch adds more."""
+        summed = self.accumulation.summed(self.key, gradients, waits=self.waits)
+        return [None] * len(gradients) if summed is None else summed
 
 
 class _Shards(torch.autograd.Function):
     """Shards of parameters; their gradients are DTensors placed like the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, copies: Sequence[bool], *parameters: DTensor) -> tuple[torch.Tensor, ...]:
-        ctx.copies, ctx.parameters = copies, parameters
+    def forward(
+        ctx: Any, copies: Sequence[bool], sums: _Sums | None, *parameters: DTensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.copies, ctx.sums, ctx.parameters = copies, sums, parameters
         # A parameter that the loss does not depend on has no gradient.
         ctx.set_materialize_grads(False)
         # The stored shard itself must not become part of the graph.
@@ -100,7 +133,9 @@ class _Shards(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         accumulators = (node for node, _ in ctx.next_functions)
-        found: list[DTensor | None] = [None]
+        found: list[DTensor | None] = [None, None]
+        if ctx.sums is not None:
+            gradients = ctx.sums.add(gradients)
         for parameter, gradient, copies, accumulator in zip(
             ctx.parameters, gradients, ctx.copies, accumulators, strict=True
         ):

@@ -1,7 +1,7 @@
 """`parallelize`: makes a model run as planned."""
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from inspect import signature
@@ -98,7 +98,7 @@ def parallelize(
         raise PlanError("no plan is given")
     stages = {name: _only_stage(one) for name, one in plans.items()}
     check_stored_alike(stages)
-    steps, accumulation = RngStep(), GradientAccumulation()
+    steps, accumulation = RngStep(), GradientAccumulation(_accumulation_dtype(stages.values()))
     forwards = {
         name: PlannedForward(
             stages[name],
@@ -149,6 +149,12 @@ def _planned_class(original: type[ModelT]) -> type[ModelT]:
     members = {"__module__": original.__module__, "__doc__": original.__doc__, "forward": forward}
     planned: type[ModelT] = type(f"Planned{original.__name__}", (Planned, original), members)
     return planned
+
+
+def _accumulation_dtype(stages: Iterable[Stage]) -> torch.dtype | None:
+    """The element type of sums of gradients, of the first plan that has one."""
+    name = next((s.accumulation_dtype for s in stages if s.accumulation_dtype), None)
+    return None if name is None else getattr(torch, name)
 
 
 class Planned:

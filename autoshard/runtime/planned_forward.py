@@ -143,7 +143,7 @@ class PlannedForward:
         vars(copied)["_checks"] = deepcopy(self._checks, memo)
         vars(copied)["_steps"] = deepcopy(self._steps, memo)
         vars(copied)["_accumulation"] = memo.setdefault(
-            id(self._accumulation), GradientAccumulation()
+            id(self._accumulation), GradientAccumulation(self._accumulation.dtype)
         )
         return copied
 
@@ -317,7 +317,7 @@ class PlannedForward:
                 raise call
             given = call.arguments.localize(leaves)
             self._check_arguments(call, leaves)
-            outputs = self._run(call.program, self._inputs(call, given))
+            outputs = self._run(call, given)
             return call.results.nest(store_updates(self._updated, outputs))
 
     def _inputs(self, call: "_Call", given: dict[int, torch.Tensor]) -> Iterator[Any]:
@@ -333,15 +333,15 @@ class PlannedForward:
         self._parameters.fill(inputs, call.copied_gradients)
         return iter(inputs)
 
-    def _run(self, program: LocalProgram, inputs: Iterator[torch.Tensor]) -> tuple[Any, ...]:
-        index = self._steps.index
+    def _run(self, call: "_Call", given: dict[int, torch.Tensor]) -> tuple[Any, ...]:
+        index, program = self._steps.index, call.program
         if torch.compiler.is_compiling():
-            outputs = program(inputs, step=index)
+            outputs = program(self._inputs(call, given), step=index)
             if program.is_random:
                 index.add_(1)
             return outputs
         with self._accumulation.forward():
-            outputs = program(inputs, step=int(index))
+            outputs = program(self._inputs(call, given), step=int(index))
         index.add_(1)
         return outputs
 

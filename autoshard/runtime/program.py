@@ -198,7 +198,8 @@ class _Binder:
                 )
             case lowering.BeginBucket():
                 shapes = [self._graph.values[value].shape for value, _, _ in lowered.bucket.uses]
-                collectives = BucketSteps(lowered.bucket, self._mesh, shapes)
+                micro_batches = self._lowered.stage.micro_batches
+                collectives = BucketSteps(lowered.bucket, self._mesh, shapes, micro_batches)
                 self._buckets[targets[0]] = collectives
                 return Begin(reads=reads, targets=targets, steps=collectives)
             case lowering.EndBucket():

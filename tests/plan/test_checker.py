@@ -12,7 +12,10 @@ from support.meshes import slow_devices
 from support.models import Planner, graph_of, meta, mlp
 from torch import nn
 
-from autoshard.plan import Plan, check_plan
+from autoshard.costs import GATHERED_ONCE
+from autoshard.errors import OptionError
+from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.planner import make_plan
 
 Tamper = Callable[[dict[str, Any]], None]
 
@@ -226,3 +229,49 @@ def test_tampering_with_what_is_recomputed_is_found_out(recomputing: Plan, name:
     tamper(document)
     findings = check_plan(Plan.from_json(json.dumps(document)))
     assert any(re.search(finding, f) for f in findings), findings
+
+
+@pytest.fixture(scope="module")
+def accumulating(planned: Planner) -> Plan:
+    pins = {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}
+    options = {"micro_batches": 3, "pins": pins}
+    return planned(graph_of(mlp(batch=1024)), slow_devices(a=4), **options)
+
+
+ACCUMULATING: dict[str, tuple[Tamper, str]] = {
+    "another number of micro-batches": (_set(*STAGE, "micro_batches", to=1), "micro-batches, not"),
+    "sums of another type": (
+        _set(*STAGE, "accumulation_dtype", to="bfloat16"),
+        "sums gradients in bfloat16",
+    ),
+    "a gather that runs more often": (
+        _set(*STAGE, "reshardings", 0, "frequency", to="micro_batch"),
+        "a step takes",
+    ),
+    "fewer runs": (_set("options", "micro_batches", to=2), "micro-batches, not 2"),
+    "options that rule kept parameters out": (
+        _set("options", "reshard_after_forward", to="always"),
+        "stay gathered, which the options rule out",
+    ),
+    "a resharding that would be gathered twice": (
+        _set(*STAGE, "reshardings", 0, "regather", to=True),
+        "which is for gathers of parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATING)
+def test_tampering_with_what_runs_once_is_found_out(accumulating: Plan, name: str) -> None:
+    assert accumulating.stages[0].reshardings[0].frequency in GATHERED_ONCE
+    tamper, finding = ACCUMULATING[name]
+    document = json.loads(accumulating.to_json())
+    tamper(document)
+    findings = check_plan(Plan.from_json(json.dumps(document)))
+    assert any(re.search(finding, f) for f in findings), findings
+
+
+def test_micro_batches_are_for_training() -> None:
+    with pytest.raises(OptionError, match="micro_batches is for training"):
+        make_plan(
+            graph_of(mlp()), slow_devices(a=4), PlanOptions(mode="inference", micro_batches=2)
+        )

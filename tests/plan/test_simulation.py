@@ -22,6 +22,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpoints": {"activation_checkpointing": "always"},
     "checkpoints and overlap": {"activation_checkpointing": "always", "overlap": True},
     "resharded again": {"reshard_after_forward": "always", "overlap": True},
+    "micro-batches": {"micro_batches": 3},
+    "micro-batches and overlap": {"micro_batches": 2, "overlap": True},
+    "micro-batches, resharded again": {"micro_batches": 3, "reshard_after_forward": "always"},
 }
 
 MESH = slow_devices(dp=2, tp=2)
@@ -78,9 +81,9 @@ def test_collectives_are_those_of_the_plan(simulated: tuple[Plan, Simulation]) -
     # What is hidden in part is two events, and of a bucket several.
     count: Counter[tuple[str, str | None, str]] = Counter()
     nbytes: Counter[tuple[str, str | None, str]] = Counter()
-    begun: set[tuple[str, str | None, str, Phase]] = set()
+    begun: set[tuple[str, str | None, str, Phase, int]] = set()
     for e in sorted(events, key=lambda event: event.overlapped):
-        one = e.name, e.axis, e.subject, e.phase
+        one = e.name, e.axis, e.subject, e.phase, e.micro_batch
         if not e.overlapped or one not in begun:
             key = e.name, e.axis, "forward" if e.phase is Phase.FORWARD else "backward"
             count[key] += 1
@@ -103,7 +106,11 @@ def test_memory_is_that_of_the_plan(simulated: tuple[Plan, Simulation]) -> None:
     plan, simulation = simulated
     assert plan.memory is not None
     assert simulation.memory.peak == plan.memory.peak
-    assert simulation.moments.shape == simulation.memory.total.shape
+    assert simulation.moments.shape == simulation.numbers.shape
+    micro_batches = plan.stages[0].micro_batches
+    moments = range(len(simulation.memory.moments) - (plan.options.mode == "training"))
+    for number in moments:
+        assert np.count_nonzero(simulation.numbers == number) == micro_batches
     assert (np.diff(simulation.moments) >= 0).all()
 
 

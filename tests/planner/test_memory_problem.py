@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from support.meshes import slow_devices
 from support.models import graph_of
 from torch import nn
 
+from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.errors import PlanError
 from autoshard.layouts import Action
 from autoshard.mesh import Mesh
@@ -83,14 +85,22 @@ class SavesWhatItMakes(nn.Module):
 class Layers(nn.Module):
     """Blocks that are alike."""
 
+    num_layers = 4
+
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([torch.ones(8, 8) for _ in range(4)])
+        self.weights = nn.ParameterList([torch.ones(8, 8) for _ in range(self.num_layers)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
             x = torch.exp(torch.tanh(torch.sin(x @ weight)))
         return x.square().sum()
+
+
+class ThreeLayers(Layers):
+    """So few that all plans with micro-batches can be tried."""
+
+    num_layers = 3
 
 
 class ResidualLayers(Layers):
@@ -124,7 +134,7 @@ def measured(formulation: Formulation, decisions: Decisions) -> Measured:
 
 
 def every_plan(formulation: Formulation) -> Iterator[Measured]:
-    """All choices, with everything resharded again and checkpointed that can be."""
+    """All choices, with everything resharded again, checkpointed and run once that can be."""
     saved = SavedTensors(formulation, checkpoints=True, negligible=0.0)
     spans = [span.nodes for span in dict.fromkeys(saved.spans) if span is not None]
     allowed = [np.flatnonzero(np.isfinite(v.time)).tolist() for v in formulation.variables]
@@ -139,11 +149,29 @@ def every_plan(formulation: Formulation) -> Iterator[Measured]:
             if any(step.forward != Action.NOTHING for step in c.steps)
         }
         uses = [i for i, use in enumerate(formulation.uses) if formulation.use_key(use) in moving]
-        for regathered, checkpoints in product(subsets(uses), subsets(spans)):
-            try:
-                yield measured(formulation, Decisions(picks, frozenset(regathered), checkpoints))
-            except PlanError as error:
-                assert "inside a checkpoint" in str(error)  # noqa: PT017  what is no plan
+        for frequencies in every_frequency(formulation, picks):
+            rare = {i for i, kind in frequencies.items() if kind in GATHERED_ONCE}
+            often = [i for i in uses if i not in rare]
+            for regathered, checkpoints in product(subsets(often), subsets(spans)):
+                again = frozenset(regathered)
+                decisions = Decisions(picks, again, checkpoints, frequencies)
+                try:
+                    yield measured(formulation, decisions)
+                except PlanError as error:
+                    assert "inside a checkpoint" in str(error)  # noqa: PT017  what is no plan
+
+
+def every_frequency(
+    formulation: Formulation, picks: NDArray[np.intp]
+) -> Iterator[dict[int, Frequency]]:
+    """All ways to run the gathers of parameters, and the reductions of their gradients."""
+    kinds: dict[int, tuple[Frequency, ...]] = {}
+    for number, use in enumerate(formulation.uses):
+        if formulation.reads_parameter(use):
+            ends = (int(picks[i]) for i in (use.source, use.target))
+            kinds[number] = formulation.edge_costs(use).frequencies(*ends)
+    for chosen in product(*kinds.values()):
+        yield dict(zip(kinds, chosen, strict=True))
 
 
 def some(limits: set[float]) -> list[float]:
@@ -213,38 +241,46 @@ def test_nodes_take_what_goes_with_the_strategies_of_variables(module: type[nn.M
 
 
 @pytest.mark.parametrize(
-    ("module", "shape", "pinned", "overlap"),
+    ("module", "shape", "pinned", "options"),
     [
-        (Product, (4, 4), {}, False),
-        (TwoReaders, (4,), {"mul_1": "S(0)"}, False),
-        (ThroughAView, (4, 2), {"sin*": "S(1)"}, False),
-        (SavesWhatItMakes, (4,), {}, False),
-        (Product, (4, 4), {}, True),
-        (SavesWhatItMakes, (4,), {}, True),
+        (Product, (4, 4), {}, {}),
+        (TwoReaders, (4,), {"mul_1": "S(0)"}, {}),
+        (ThroughAView, (4, 2), {"sin*": "S(1)"}, {}),
+        (SavesWhatItMakes, (4,), {}, {}),
+        (Product, (4, 4), {}, {"overlap": True}),
+        (SavesWhatItMakes, (4,), {}, {"overlap": True}),
+        (Product, (4, 4), {}, {"micro_batches": 3}),
+        (Product, (4, 4), {}, {"micro_batches": 2, "accumulation_dtype": "bfloat16"}),
+        (SavesWhatItMakes, (4,), {}, {"micro_batches": 4, "overlap": True}),
     ],
 )
 def test_every_limit_has_the_best_of_all_plans(
     module: type[nn.Module],
     shape: tuple[int, ...],
     pinned: dict[str, str],
-    overlap: bool,
+    options: dict[str, Any],
 ) -> None:
     """A pinned operator leaves a few thousand plans to try; what it reads is free."""
     pins = {"inputs": {"x": "S(0)"}, "nodes": {"sum*": "P", **pinned}}
-    formulation = formulated(module, shape, slow_devices(a=2), pins=pins, overlap=overlap)
+    formulation = formulated(module, shape, slow_devices(a=2), pins=pins, **options)
     plans = list(every_plan(formulation))
     assert_agrees(formulation, plans)
     assert_bounds(formulation, plans)
 
 
 @pytest.mark.parametrize(
-    ("module", "num_ranks", "overlap"),
-    [(ResidualLayers, 1, False), (Layers, 2, False), (Layers, 2, True)],
+    ("module", "num_ranks", "options"),
+    [
+        (ResidualLayers, 1, {}),
+        (Layers, 2, {}),
+        (Layers, 2, {"overlap": True}),
+        (ThreeLayers, 2, {"micro_batches": 3}),
+    ],
 )
 def test_blocks_are_recomputed_where_it_costs_least(
     module: type[nn.Module],
     num_ranks: int,
-    overlap: bool,
+    options: dict[str, Any],
 ) -> None:
     """On two ranks, weights are gathered: kept, gathered again, or recomputed with their block."""
     names = ("matmul", "sin", "tanh", "exp", "square")
@@ -255,7 +291,7 @@ def test_blocks_are_recomputed_where_it_costs_least(
     }
     mesh = slow_devices(a=num_ranks)
     pins = pins if num_ranks > 1 else {}
-    formulation = formulated(module, (4, 8), mesh, pins=pins, overlap=overlap)
+    formulation = formulated(module, (4, 8), mesh, pins=pins, **options)
     plans = list(every_plan(formulation))
     (block,) = formulation.blocks
     assert len(plans) >= 2**block.count

@@ -1,0 +1,126 @@
+"""Communication of a training step that accumulates the gradients of several micro-batches.
+
+Forward and backward of the program run once per micro-batch. A parameter does not change between
+them, so it may be gathered once and kept (FSDP's `reshard_after_backward=False`). Gradients add up,
+so they may be summed on each rank and reduced once, after the last micro-batch (`no_sync` of DDP,
+`requires_gradient_sync=False` of FSDP). Both need memory: gathered parameters and full gradients
+then stay in memory from one micro-batch to the next.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic
+
+from autoshard.costs.overlap import ForwardBackward, Seconds, overlapped_seconds
+from autoshard.layouts import Action
+
+
+class Frequency(StrEnum):
+    """How often the steps of a parameter's resharding run in a training step."""
+
+    MICRO_BATCH = "micro_batch"
+    """All steps in every micro-batch."""
+    REDUCE_STEP = "reduce_step"
+    """The first steps, which only reduce the gradient, once per training step, which needs no
+    memory; the others in every micro-batch."""
+    GATHER_STEP = "gather_step"
+    """As `REDUCE_STEP`, and the forward actions of all steps once per training step."""
+    STEP = "step"
+    """All steps once per training step."""
+
+
+GATHERED_ONCE = frozenset({Frequency.GATHER_STEP, Frequency.STEP})
+"""Frequencies with which a parameter stays gathered until the last micro-batch."""
+
+
+def num_waiting(forward: Sequence[str]) -> int:
+    """Number of the first steps of a parameter's resharding that only reduce its gradient.
+
+    Args:
+        forward: the forward action of each step.
+
+    Example:
+        Parameters that are sharded on one axis and replicated on another (hybrid sharding) reduce
+        and scatter gradients in every micro-batch, and all-reduce the shards once:
+
+        >>> num_waiting(["nothing", "all_gather"])
+        1
+    """
+    moving = (i for i, action in enumerate(forward) if action != Action.NOTHING)
+    return next(moving, len(forward))
+
+
+def runs_per_step(
+    forward: Sequence[str], frequency: Frequency, micro_batches: int
+) -> list[tuple[int, int]]:
+    """How often the steps of a parameter's resharding run in a training step.
+
+    Args:
+        forward: the forward action of each step.
+        frequency: how often the resharding runs.
+        micro_batches: number of micro-batches.
+
+    Returns:
+        For each step the number of runs in forward and in backward.
+
+    Example:
+        >>> runs_per_step(["nothing", "all_gather"], Frequency.GATHER_STEP, 4)
+        [(1, 1), (1, 4)]
+    """
+    waiting = 0 if frequency is Frequency.MICRO_BATCH else num_waiting(forward)
+    gathers = 1 if frequency in GATHERED_ONCE else micro_batches
+    reductions = 1 if frequency is Frequency.STEP else micro_batches
+    return [(gathers, 1 if i < waiting else reductions) for i in range(len(forward))]
+
+
+@dataclass(frozen=True, eq=False)
+class StepCommunication(Generic[Seconds]):
+    """Seconds of a resharding in a training step of one or more micro-batches.
+
+    Attributes:
+        total: seconds of forward and backward of one run; inf if it is impossible.
+        run: the same by pass; any finite numbers if it is impossible.
+        waiting: seconds of backward of the first steps, which only reduce the gradient.
+        micro_batches: number of micro-batches.
+        frequency: how often it runs.
+    """
+
+    total: Seconds
+    run: ForwardBackward[Seconds]
+    waiting: Seconds
+    micro_batches: int
+    frequency: Frequency
+
+    def seconds(self) -> Seconds:
+        """Seconds of all runs, without running forward again in backward."""
+        others = self._others
+        return self.total + (self.micro_batches - 1) * (others.forward + others.backward)
+
+    def again(self) -> Seconds:
+        """Seconds of running forward again in every backward."""
+        return self.micro_batches * self.run.forward
+
+    def overlapped(self, compute: ForwardBackward[Seconds], *, again: bool = False) -> Seconds:
+        """Seconds of all runs that overlap with compute.
+
+        Args:
+            compute: the weight's share of the reader's compute in one micro-batch.
+            again: True if the forward part runs again in backward.
+        """
+        hidden = overlapped_seconds(self.run, compute, again=again)
+        if self.micro_batches == 1:
+            return hidden
+        others = overlapped_seconds(self._others, compute, again=again)
+        return hidden + (self.micro_batches - 1) * others
+
+    @property
+    def _others(self) -> ForwardBackward[Seconds]:
+        """Seconds in a micro-batch in which only runs what every micro-batch needs."""
+        forward, backward = self.run.forward, self.run.backward
+        if self.frequency is Frequency.STEP:
+            backward = 0.0 * backward
+        elif self.frequency is not Frequency.MICRO_BATCH:
+            backward = backward - self.waiting
+        gathers = self.frequency not in GATHERED_ONCE
+        return ForwardBackward(forward if gathers else 0.0 * forward, backward)
