@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from integrations.cases import accelerated, adapters, trained
+from integrations.cases import accelerated, adapters, generated, trained
 from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = joined(accelerated, adapters, trained)
+CASES = joined(accelerated, adapters, generated, trained)
 
 
 @pytest.mark.ranks

@@ -69,7 +69,11 @@ def is_tested(name: str) -> bool:
         return hasattr(import_module(f"runtime.{module}"), case)
     if module in {one.__name__.rpartition(".")[2] for one in MODULES}:
         return name in CASES or all(f"{name}, {mesh}" in CASES for mesh in MESHES)
-    area = "integrations" if module in {"accelerated", "adapters", "trained"} else "runtime"
+    area = (
+        "integrations"
+        if module in {"accelerated", "adapters", "generated", "trained"}
+        else "runtime"
+    )
     known = import_module(f"{area}.cases.{module}").CASES
     return any(other.startswith(case) for other in known)
 
