@@ -13,7 +13,7 @@ from support.models import gpt2, llama
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from autoshard.errors import ExportError
+from autoshard.errors import ExportError, SchemaError
 from autoshard.graph import (
     OPAQUE_MODULE,
     InputKind,
@@ -23,6 +23,9 @@ from autoshard.graph import (
     export_model,
     load_graph,
 )
+from autoshard.ops import call_of as call_to
+from autoshard.ops import rule_for
+from autoshard.plan import operator_coverage
 
 
 class Branch(nn.Module):
@@ -347,3 +350,25 @@ def test_hooks_of_an_opaque_module_run_once() -> None:
     assert graph.model is not None
     assert {"inner.0", "inner.0.up", "inner.0.drop"} <= set(graph.model.hooked)
     assert not any("Tower" in name for name in graph.model.code)
+
+
+def test_costs_that_are_no_numbers_are_refused() -> None:
+    entry = OpaqueModule(Tower, flops=float("nan"))
+    graph = load_graph(export_model(Outer(Tower()), (torch.randn(4, 8),), opaque=[entry]))
+    (node,) = [n for n in graph.nodes if n.operator == OPAQUE_MODULE]
+    with pytest.raises(SchemaError, match="flops is nan"):
+        rule_for(call_to(graph, node))
+
+
+def test_coverage_says_how_an_opaque_module_is_sharded() -> None:
+    for along_batch, reasons in ((False, ["along_batch=True"]), (True, [])):
+        entry = OpaqueModule(Rows, along_batch=along_batch)
+        graph = load_graph(export_model(Outer(Rows()), (torch.randn(4, 8),), opaque=[entry]))
+        (use,) = [u for u in operator_coverage(graph).operators if u.operator == OPAQUE_MODULE]
+        assert len(use.reasons) == len(reasons)
+        assert all(part in text for part, text in zip(reasons, use.reasons, strict=True))
+
+
+class Rows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row if row.sum() > 0 else -row for row in x])
