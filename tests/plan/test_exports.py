@@ -49,6 +49,13 @@ def test_every_export_starts_with_what_it_leaves_out(data_and_tensor: Plan, targ
     assert "Not expressed" in comment or "is expressed" in comment
 
 
+def test_exports_say_that_micro_batches_are_left_out() -> None:
+    options = PlanOptions(algo="megatron", micro_batches=4)
+    plan = make_plan(small_graph(llama), slow_devices(dp=2, tp=2), options)
+    for target in set(EXPORT_TARGETS) - {"json", "csv"}:
+        assert "the 4 micro-batches of a step" in export_plan(plan, target), target
+
+
 @pytest.mark.parametrize("target", EXPORT_TARGETS)
 def test_a_plan_is_always_exported_alike(data_and_tensor: Plan, target: str) -> None:
     again = Plan.from_json(data_and_tensor.to_json())

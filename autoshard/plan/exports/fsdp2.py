@@ -166,7 +166,7 @@ def _header(outline: Outline, shard: int) -> Iterator[str]:
     else:
         yield "Use: model = shard(model, device_mesh)"
     yield ""
-    yield from not_expressed(_missing(outline, shard))
+    yield from not_expressed(outline, _missing(outline, shard))
 
 
 def _missing(outline: Outline, shard: int) -> Iterator[str]:

@@ -81,7 +81,7 @@ def _header(outline: Outline) -> Iterator[str]:
     yield f"Source this file, and start {prod(outline.sizes)} ranks with torchrun:"
     yield 'pretrain_gpt.py "${MEGATRON_ARGUMENTS[@]}" and the arguments of model, data, optimizer.'
     yield ""
-    yield from not_expressed(_missing(outline))
+    yield from not_expressed(outline, _missing(outline))
 
 
 def _missing(outline: Outline) -> Iterator[str]:

@@ -241,9 +241,14 @@ def comment(paragraphs: Iterable[str]) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
-def not_expressed(items: Iterable[str]) -> list[str]:
+def not_expressed(outline: Outline, items: Iterable[str]) -> list[str]:
     """Paragraphs that list the parts of a plan that an export leaves out."""
     listed = [f"- {item}" for item in items]
+    if outline.stage.micro_batches > 1:
+        listed.append(
+            f"- the {outline.stage.micro_batches} micro-batches of a step, and which parameters "
+            f"stay gathered, and which gradients unreduced, between them"
+        )
     if not listed:
         return ["Everything that the plan specifies for parameters is expressed."]
     return ["Not expressed:", *listed]

@@ -383,7 +383,7 @@ def _header(outline: Outline, axis: int, modules: Mapping[str, ShardedModule]) -
     yield f"Tensor parallelism over {outline.axes[axis]}, from autoshard's {outline.title}."
     yield "Use: model = parallelize(model, device_mesh)"
     yield ""
-    yield from not_expressed(_missing(outline, axis, modules))
+    yield from not_expressed(outline, _missing(outline, axis, modules))
 
 
 def _missing(outline: Outline, axis: int, modules: Mapping[str, ShardedModule]) -> Iterator[str]:
@@ -535,7 +535,7 @@ def _hf_header(outline: Outline, axis: int, rules: Mapping[str, str]) -> Iterato
     yield "with transformers' DistributedConfig (5.20 or later), under torchrun;"
     yield "it needs the package accelerate."
     yield ""
-    yield from not_expressed(_hf_missing(outline, axis, rules))
+    yield from not_expressed(outline, _hf_missing(outline, axis, rules))
 
 
 def _hf_missing(outline: Outline, axis: int, rules: Mapping[str, str]) -> Iterator[str]:

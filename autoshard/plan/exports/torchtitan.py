@@ -51,7 +51,7 @@ def _header(outline: Outline) -> Iterator[str]:
     yield f"Degrees for torchtitan (0.2 and earlier), from autoshard's {outline.title}."
     yield "Put these tables into the job config of a model."
     yield ""
-    yield from not_expressed(_missing(outline))
+    yield from not_expressed(outline, _missing(outline))
 
 
 def _missing(outline: Outline) -> Iterator[str]:
