@@ -7,7 +7,6 @@ on all ranks. The unsharded model follows `train()` and `eval()`, hooks and chan
 import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from autoshard.graph import (
     training_operators,
 )
 from autoshard.layouts import Layout, to_placements
-from autoshard.plan import PlacedInput, Stage
-from autoshard.runtime.parameters import ModuleAttribute
+from autoshard.plan import PlacedInput
 from autoshard.runtime.recorder import not_recorded
 
 _MOST_NAMES = 5
@@ -85,51 +83,48 @@ def _follows_mode(module: nn.Module) -> bool:
 
 
 class ParameterCheck:
-    """Compares parameters with those that the plan was applied to.
+    """Compares the parameters that a program reads with those that it was planned for.
 
     Args:
-        model: to which the plan is applied.
-        stage: of the plan.
-        frozen: names of the stage's parameters for which the plan computes no gradient.
+        placed: the planned parameters, by slot.
+        frozen: slots of those for which the plan computes no gradient.
     """
 
-    def __init__(self, model: nn.Module, stage: Stage, frozen: frozenset[str]) -> None:
-        self._parameters = [
-            (ModuleAttribute.of(model, p.target), p, p.name in frozen) for p in stage.parameters
-        ]
-        self._known: dict[str, object] = {}  # the specification of each one that was checked
+    def __init__(self, placed: Mapping[int, PlacedInput], frozen: frozenset[int]) -> None:
+        self._placed = placed
+        self._frozen = frozen
+        self._known: dict[int, object] = {}  # the specification of each one that was checked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterCheck":
-        """Copy the parameters; what is known of them has the mesh, which cannot be copied."""
-        copied = memo[id(self)] = copy(self)
-        vars(copied)["_parameters"] = [
-            (deepcopy(attribute, memo), placed, frozen)
-            for attribute, placed, frozen in self._parameters
-        ]
-        vars(copied)["_known"] = {}
-        return copied
+        """Copy nothing that is known: it has the mesh, which cannot be copied."""
+        return ParameterCheck(self._placed, self._frozen)
 
-    def check(self) -> None:
-        """Check the parameters before a call.
+    def check(self, slots: Sequence[int], parameters: Sequence[DTensor]) -> None:
+        """Check parameters before a call.
+
+        Args:
+            slots: of the parameters.
+            parameters: as they are now.
 
         Raises:
             PlanError: one has another dtype or other placements than the plan, or requires a
                 gradient that the plan does not compute.
         """
-        for attribute, placed, frozen in self._parameters:
-            parameter = attribute.get()
-            if frozen and parameter.requires_grad and torch.is_grad_enabled():
-                raise PlanError(
-                    f"parameter {placed.target!r} requires a gradient now; the plan was made from "
-                    f"an export in which it was frozen, and does not compute it: export and plan "
-                    f"with all parameters that are ever trained, and freeze some afterwards"
-                )
-            if not isinstance(parameter, DTensor):
-                continue
+        known = self._known
+        for slot, parameter in zip(slots, parameters, strict=True):
             spec = parameter._spec  # noqa: SLF001  torch has no public access to it
-            if self._known.get(placed.name) is not spec:
-                _check_stored(parameter, placed)
-                self._known[placed.name] = spec
+            if known.get(slot) is not spec:
+                _check_stored(parameter, self._placed[slot])
+                known[slot] = spec
+        if self._frozen and torch.is_grad_enabled():
+            for slot, parameter in zip(slots, parameters, strict=True):
+                if slot in self._frozen and parameter.requires_grad:
+                    raise PlanError(
+                        f"parameter {self._placed[slot].target!r} requires a gradient now; the "
+                        f"plan was made from an export in which it was frozen, and does not "
+                        f"compute it: export and plan with all parameters that are ever trained, "
+                        f"and freeze some afterwards"
+                    )
 
 
 def _check_stored(parameter: DTensor, placed: PlacedInput) -> None:
@@ -235,6 +230,29 @@ def compare_over_ranks(regions: Sequence[Region], mesh: DeviceMesh) -> None:
         for _, tensor, part in regions
         for number in (_number(part.encode()), _number(_contents(tensor)))
     ]
+    by_rank = [list(zip(x[::2], x[1::2], strict=True)) for x in _of_all_ranks(own, mesh)]
+    for number, (name, _, _) in enumerate(regions):
+        _compare(name, [ranks[number] for ranks in by_rank], mesh.mesh.flatten().tolist())
+    _check_own_rows(regions, by_rank)
+
+
+def check_drawn_alike(mesh: DeviceMesh) -> None:
+    """Check that all ranks would draw the same random numbers on the CPU.
+
+    Raises:
+        PlanError: they are seeded differently.
+    """
+    state = _of_all_ranks([_number(_contents(torch.get_rng_state()))], mesh)
+    if any(one != state[0] for one in state):
+        raise PlanError(
+            "parameters are initialised from random numbers that differ between ranks: call "
+            "torch.manual_seed with one seed on all ranks before, or initialise the model before "
+            "parallelize"
+        )
+
+
+def _of_all_ranks(own: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
+    """The numbers of each rank, in the order of the mesh."""
     numbers = torch.tensor(own, dtype=torch.int64, device=mesh.device_type)
     with not_recorded():
         for axis in range(mesh.ndim):
@@ -243,12 +261,10 @@ def compare_over_ranks(regions: Sequence[Region], mesh: DeviceMesh) -> None:
             dist.all_gather(gathered, numbers, group)
             numbers = torch.stack(gathered)
     # The last axis was gathered last and comes first.
-    found = numbers.reshape(*reversed(mesh.shape), len(regions), 2)
-    found = found.permute(*reversed(range(mesh.ndim)), mesh.ndim, mesh.ndim + 1)
-    by_rank = found.reshape(mesh.size(), len(regions), 2).tolist()
-    for number, (name, _, _) in enumerate(regions):
-        _compare(name, [ranks[number] for ranks in by_rank], mesh.mesh.flatten().tolist())
-    _check_own_rows(regions, by_rank)
+    found = numbers.reshape(*reversed(mesh.shape), len(own))
+    found = found.permute(*reversed(range(mesh.ndim)), mesh.ndim)
+    by_rank: list[list[int]] = found.reshape(mesh.size(), len(own)).tolist()
+    return by_rank
 
 
 def _compare(name: str, found: Iterable[Sequence[int]], ranks: Sequence[int]) -> None:

@@ -2,8 +2,8 @@
 
 Training loops call these operators on parameters and gradients. PyTorch 2.13 returns the number
 of one shard for `p.grad.norm().item()`, loses what is written into a slice of a sharded dim and
-what is assigned to `p.data`, has no fused SGD, cannot copy gradients that share memory, and makes
-`GradScaler` skip a step on some ranks only.
+what is assigned to `p.data`, draws the same random numbers for all shards on a CPU, has no fused
+SGD, cannot copy gradients that share memory, and makes `GradScaler` skip a step on some ranks only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
+from autoshard.runtime.call_checks import check_drawn_alike
 from autoshard.runtime.dtensors import full_tensor, local_tensor, store_full
 
 _ATEN: Any = torch.ops.aten
@@ -34,6 +35,15 @@ _FUSED = (_ATEN._fused_sgd_.default, _ATEN._fused_adagrad_.default)
 _INDEXED = (_ATEN.index_put_.default, _ATEN.index_fill_.int_Scalar, _ATEN.index_fill_.int_Tensor)
 """Operators that write at indices or where a mask is true, of any dim."""
 
+_RANDOM = (
+    _ATEN.normal_.default,
+    _ATEN.uniform_.default,
+    _ATEN.bernoulli_.float,
+    _ATEN.randn_like.default,
+    _ATEN.rand_like.default,
+)
+"""Operators that `torch.nn.init` and noise draw with."""
+
 _UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
 _NUMBER = _ATEN._local_scalar_dense.default  # noqa: SLF001  an operator
 
@@ -47,6 +57,7 @@ def install_dtensor_handlers() -> None:
     handlers.update(dict.fromkeys(_FUSED, _elementwise))
     handlers.update(dict.fromkeys(_VIEWS, _view))
     handlers.update(dict.fromkeys(_INDEXED, _indexed))
+    handlers.update(dict.fromkeys(_RANDOM, _random))
     handlers[_ATEN.fill_.Tensor] = _fill
     handlers[_ATEN.copy_.default] = _copy
     patched: Any = DTensor
@@ -181,6 +192,7 @@ def _shares_memory(one: DTensor, other: DTensor) -> bool:
 def _write_back(view: GatheredView) -> None:
     """Store the contents of a view in the tensor that it was gathered from."""
     source, again = vars(view)["origin"]
+    _check_whole(source)
     full = full_tensor(source.detach()).clone()
     again(full).copy_(full_tensor(view.detach()))
     store_full(full, source)
@@ -192,6 +204,7 @@ def _write_back(view: GatheredView) -> None:
 def _indexed(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Write into the full tensor, and keep this rank's shard of it."""
     target = args[0]
+    _check_whole(target)
     full = full_tensor(target).clone()
     operator(full, *full_tensor(args[1:]), **kwargs)
     store_full(full, target)
@@ -200,13 +213,40 @@ def _indexed(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return target
 
 
+def _random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Draw the full tensor on the CPU, and keep this rank's shard of it.
+
+    On a GPU DTensor itself shards the random numbers; on the CPU every shard would have the same.
+    """
+    target, *rest = args
+    if target.device_mesh.device_type != "cpu":
+        return _unhandled(operator, args, kwargs)
+    check_drawn_alike(target.device_mesh)
+    full = torch.empty(target.shape, dtype=target.dtype)
+    drawn = operator(full, *rest, **kwargs)
+    result: Any = target if drawn is full else torch.empty_like(target)
+    store_full(drawn, result)
+    if isinstance(result, GatheredView):
+        _write_back(result)
+    return result
+
+
 def _fill(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> Any:
     """Fill with a scalar tensor, as `w[0] = 3.0` does."""
     target, value = args
+    _check_whole(target)
     local_tensor(target).fill_(value.item())
     if isinstance(target, GatheredView):
         _write_back(target)
     return target
+
+
+def _check_whole(target: DTensor) -> None:
+    """Refuse to write into a sum that is not computed yet."""
+    if any(placement.is_partial() for placement in target.placements):
+        raise PlanError(
+            f"a DTensor that is placed {target.placements} cannot be written into: redistribute it"
+        )
 
 
 def _copy(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from autoshard.layouts import Layout
 from autoshard.plan import PlacedInput
 from autoshard.plan.buckets import LARGEST
 from autoshard.runtime.accumulation import GradientAccumulation, active_accumulation
+from autoshard.runtime.call_checks import ParameterCheck
 from autoshard.runtime.instructions import Call, Instruction, Recompute, Reshard
 from autoshard.runtime.parameters import ModuleAttribute
 from autoshard.runtime.program import LocalProgram
@@ -34,11 +35,16 @@ class LocalParameters:
     Args:
         attributes: the parameters, by slot.
         groups: slots of the parameters that share an autograd node.
+        check: of the parameters before each call.
     """
 
     def __init__(
-        self, attributes: Mapping[int, ModuleAttribute], groups: Sequence[Sequence[int]]
+        self,
+        attributes: Mapping[int, ModuleAttribute],
+        groups: Sequence[Sequence[int]],
+        check: ParameterCheck,
     ) -> None:
+        self._check = check
         self._groups = [(slots, [attributes[slot] for slot in slots]) for slots in groups]
 
     def fill(self, registers: list[Any], copied: frozenset[int]) -> None:
@@ -49,10 +55,12 @@ class LocalParameters:
             copied: slots whose gradients are copied, from `gradients_to_copy`.
 
         Raises:
-            PlanError: a parameter was replaced by a plain tensor.
+            PlanError: a parameter was replaced by a plain tensor, or is not as planned.
         """
         for slots, attributes in self._groups:
             parameters = [_current(attribute) for attribute in attributes]
+            if not torch.compiler.is_compiling():
+                self._check.check(slots, parameters)
             for slot, local in zip(slots, _local(parameters, slots, copied), strict=True):
                 registers[slot] = local
 

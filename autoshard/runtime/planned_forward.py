@@ -222,16 +222,15 @@ class PlannedForward:
             return ShapeError(f"the plan does not run with tensors of these sizes: {error}")
 
     def check(self, model: nn.Module) -> None:
-        """Check the mode of the model, its parameters and, on some calls, its modules.
+        """Check the mode of the model and, on some calls, its modules.
 
         Raises:
             PlanError: the model is in another mode than the exported one, and that matters, or a
-                parameter is not as planned.
+                transform of torch.func is active.
         """
         self._checks.mode.check(model)
         if not torch.compiler.is_compiling():
             check_no_transform()
-            self._checks.parameters.check()
         # The modules of a large model are many: the first call, and ever rarer ones later.
         if not torch.compiler.is_compiling() and not self._steps.value & (self._steps.value - 1):
             self._checks.modules.check(model)
@@ -258,14 +257,12 @@ class PlannedForward:
             if placed.kind in ("buffer", "constant"):
                 self._tensors[slots[placed.name]] = self._find(model, placed)
         exported = self.program.graph.model
-        self._checks = _Checks(
-            ModeCheck(self.program.graph, model),
-            ModuleCheck(exported, model),
-            ParameterCheck(model, self._stage, self.frozen),
-        )
+        self._checks = _Checks(ModeCheck(self.program.graph, model), ModuleCheck(exported, model))
+        parameters = {slots[p.name]: p for p in self._stage.parameters}
         self._parameters = LocalParameters(
-            {slots[p.name]: ModuleAttribute.of(model, p.target) for p in self._stage.parameters},
+            {slot: ModuleAttribute.of(model, p.target) for slot, p in parameters.items()},
             list(parameter_groups(self.program, self._stage.inputs)),
+            ParameterCheck(parameters, frozenset(slots[name] for name in self.frozen)),
         )
         updated = [slots[o.updates] for o in self._stage.outputs if o.updates is not None]
         targets = [self._stage.inputs[slot].target for slot in updated]
@@ -415,7 +412,6 @@ class _Checks:
 
     mode: ModeCheck
     modules: ModuleCheck
-    parameters: ParameterCheck
 
 
 @dataclass(frozen=True, slots=True)

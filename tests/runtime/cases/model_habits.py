@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from runtime.cases.habits import (
     FEATURES,
     SHARDED,
@@ -27,6 +28,7 @@ from support.comparison import device_mesh, whole
 from support.meshes import slow_devices
 from support.models import graph_of
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from autoshard.errors import UnsupportedError
@@ -60,6 +62,26 @@ def written(model: nn.Module) -> object:
     model.norm.bias[3] = 2.0
     assert float(up[0, 3]) == 0.25
     return model(**batches(1)[0])
+
+
+def initialised(model: nn.Module) -> object:
+    """Weights are drawn again after the plan was applied, and noise is added to some."""
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.trunc_normal_(parameter, std=0.1)
+    nn.init.kaiming_uniform_(model.up.weight)
+    nn.init.xavier_normal_(model.down.weight)
+    model.norm.reset_parameters()
+    with torch.no_grad():
+        model.embed.weight.add_(0.1 * torch.randn_like(model.embed.weight))
+        model.head.weight[0].normal_()
+    return train(model)
+
+
+def initialised_differently(model: nn.Module) -> object:
+    torch.manual_seed(dist.get_rank() if isinstance(model.up.weight, DTensor) else 0)
+    nn.init.normal_(model.up.weight)
 
 
 def copied_plain(model: nn.Module) -> object:
@@ -312,6 +334,10 @@ HABITS: dict[str, Callable[[str], Callable[[], None]]] = {
     "writes into weights": lambda mesh: Habit(mesh, written),
     "a plain tensor copied into a weight": lambda mesh: Refused(
         mesh, copied_plain, match=r"mixed torch\.Tensor and DTensor", error=RuntimeError
+    ),
+    "initialisation": lambda mesh: Habit(mesh, initialised),
+    "initialisation by seeds of each rank": lambda mesh: Refused(
+        mesh, initialised_differently, match=r"torch\.manual_seed with one seed on all ranks"
     ),
     "replaced parameters": lambda mesh: Habit(mesh, assigned),
     "copies": lambda mesh: Habit(mesh, deep_copies),

@@ -83,7 +83,7 @@ def optimize(model: nn.Module, names: Iterable[str]) -> object:
     found = []
     for name in names:
         optimizer = OPTIMIZERS[name](model.parameters())
-        found.append([step(model, optimizer, batch) for batch in batches(4)])
+        found.append([step(model, optimizer, batch) for batch in batches(3)])
     return found
 
 
