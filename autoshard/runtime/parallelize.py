@@ -1,7 +1,7 @@
 """`parallelize`: makes a model run as planned."""
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from inspect import signature
@@ -184,6 +184,19 @@ class Planned:
             result = self._unsharded(self, args, kwargs, step=first.steps.value, why=why)
         first.steps.value += 1
         return result
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
+        """What `DistributedDataParallel` reads first of a model that it wraps.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "a planned model reduces its gradients itself and cannot be wrapped in "
+            "DistributedDataParallel; with accelerate and the Trainer of transformers use "
+            "PlannedAccelerator and PlannedTrainer of autoshard.integrations"
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context for all micro-batches of a step but the last, as of DistributedDataParallel.

@@ -85,6 +85,13 @@ def check_other_batches(planned: nn.Module, reference: nn.Module) -> None:
     assert_same(planned, reference)
 
 
+def check_wrapped(planned: nn.Module, reference: nn.Module) -> None:
+    """Wrapping in DistributedDataParallel is refused; the model still runs."""
+    with pytest.raises(PlanError, match=r"cannot be wrapped in Distributed.*PlannedTrainer"):
+        nn.parallel.DistributedDataParallel(planned)
+    assert_same(planned, reference)
+
+
 def check_distributed_sampler(planned: nn.Module, reference: nn.Module) -> None:
     """Of a DistributedSampler as large as the global batch; `shard_loader` does it right."""
     data = TensorDataset(
@@ -315,6 +322,7 @@ CASES: dict[str, Callable[[], None]] = {
             },
         ),
         "gradient of an input": Misuse(axes, check_input_gradient, requires_grad=True),
+        "DistributedDataParallel": Misuse(axes, check_wrapped),
         "idle ranks": Idle(axes, assert_same, options=alone(axes)),
     }.items()
 } | {"replicas of rows": Misuse(MESHES["2x2"], check_replicas_of_rows)}
