@@ -34,7 +34,7 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
 
 def language_model(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    model, _ = gpt2(dropout=dropout)
+    model, _ = gpt2(layers=1, dropout=dropout)
     model.config.use_cache = False
     return model
 
