@@ -19,11 +19,13 @@ import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.collection import collection_paused
+from autoshard.costs import Frequency
 from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Costs, Memory, Stage
 from autoshard.plan.options import PlanOptions, Recomputing
 from autoshard.plan.timeline import timeline
 from autoshard.planner.formulation import Formulation, Role
+from autoshard.planner.frequencies import Frequencies, most_savings
 from autoshard.planner.memory_problem import MemoryProblem
 from autoshard.planner.saved_tensors import SavedTensors
 from autoshard.planner.stage_builder import Decisions, StageBuilder
@@ -229,7 +231,37 @@ class BudgetSearch:
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         if plan is None or plan.memory.peak <= memory_budget:
             return Outcome(solution, problem, plan, lambda v: v)
-        return self._fit(_Rounds(memory_budget, solution.bound), plan)
+        rounds = _Rounds(memory_budget, solution.bound)
+        if self._formulation.prices.micro_batches > 1:
+            frequent = self._with_frequencies(solution, memory_budget)
+            if frequent is not None:
+                outcome = Outcome(
+                    self._with_bound(frequent[0], solution.bound), problem, frequent[1], lambda v: v
+                )
+                if outcome.solution.status is SolveStatus.OPTIMAL:
+                    return outcome
+                return _faster(self._fit(rounds, plan), outcome)
+        return self._fit(rounds, plan)
+
+    def _with_frequencies(
+        self, solution: Solution, memory_budget: int
+    ) -> tuple[Solution, StagePlan] | None:
+        """The strategies of a solution, with gathers and reductions as often as fits the budget."""
+        assert solution.choice is not None
+        choice = solution.choice
+        plans: dict[tuple[tuple[int, Frequency], ...], StagePlan] = {}
+
+        def fits(frequencies: Frequencies) -> bool:
+            plan = self.build(Decisions(choice, frequencies=frequencies))
+            plans[tuple(frequencies.items())] = plan
+            return plan.memory.peak <= memory_budget
+
+        found = most_savings(self._formulation, choice, fits)
+        if found is None:
+            return None
+        plan = plans[tuple(found.items())]
+        objective = plan.costs.total
+        return replace(solution, status=SolveStatus.FEASIBLE, objective=objective), plan
 
     def min_usage_plan(self) -> StagePlan | None:
         """The fastest plan with the minimum counted usage; its peak may exceed the budget."""
@@ -502,6 +534,17 @@ class BudgetSearch:
         if status in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE):
             status = SolveStatus.OPTIMAL if close else SolveStatus.FEASIBLE
         return replace(solution, status=status, bound=bound)
+
+
+def _faster(first: Outcome, second: Outcome) -> Outcome:
+    """The outcome with the faster plan, with the better of both bounds."""
+    bound = max(first.solution.bound, second.solution.bound)
+    if second.plan is None or (
+        first.plan is not None and first.plan.costs.total <= second.plan.costs.total
+    ):
+        return first
+    objective = second.solution.objective
+    return replace(second, solution=replace(second.solution, bound=min(bound, objective)))
 
 
 def _without_plan(solution: Solution, bound: float) -> Solution:
