@@ -66,9 +66,7 @@ class LocalParameters:
 
 
 def _current(attribute: ModuleAttribute) -> DTensor:
-    # Faster than getattr, which is for what has replaced the parameter.
-    found = attribute.module._parameters.get(attribute.name)  # noqa: SLF001  as torch.func reads it
-    parameter = attribute.get() if found is None else found
+    parameter = attribute.get()
     if not isinstance(parameter, DTensor):
         raise PlanError(
             f"parameter {attribute.name!r} of {type(attribute.module).__name__} was replaced by a "

@@ -39,7 +39,9 @@ class ModuleAttribute:
 
     def get(self) -> torch.Tensor:
         """The current tensor."""
-        tensor: torch.Tensor = getattr(self.module, self.name)
+        # Faster than getattr, which is for buffers and for what has replaced a parameter.
+        parameter = self.module._parameters.get(self.name)  # noqa: SLF001  as torch.func reads it
+        tensor: torch.Tensor = getattr(self.module, self.name) if parameter is None else parameter
         return tensor
 
 
