@@ -26,7 +26,7 @@ from autoshard.plan import (
     operator_coverage,
     simulate,
 )
-from autoshard.planner import explain, make_plan, search_meshes
+from autoshard.planner import explain, make_plan, make_plans, search_meshes
 
 if TYPE_CHECKING:
     from autoshard.discovery import discover
@@ -73,6 +73,7 @@ __all__ = [
     "load_graph",
     "make_mesh",
     "make_plan",
+    "make_plans",
     "operator_coverage",
     "parallelize",
     "rng_step",

@@ -36,6 +36,7 @@ PUBLIC = [
     "load_graph",
     "make_mesh",
     "make_plan",
+    "make_plans",
     "operator_coverage",
     "parallelize",
     "rng_step",

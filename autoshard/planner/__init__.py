@@ -1,6 +1,7 @@
 """Planning: makes a plan for a graph, a mesh and options."""
 
 from autoshard.planner.explain import Alternative, Explanation, explain
+from autoshard.planner.joint import JointPlans, make_plans
 from autoshard.planner.mesh_search import (
     Candidate,
     SearchProgress,
@@ -19,11 +20,13 @@ __all__ = [
     "Alternative",
     "Candidate",
     "Explanation",
+    "JointPlans",
     "ProblemSize",
     "SearchProgress",
     "candidate_meshes",
     "explain",
     "make_plan",
+    "make_plans",
     "plan_id",
     "problem_size",
     "search_meshes",

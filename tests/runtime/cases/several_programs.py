@@ -14,8 +14,8 @@ from support.models import Case, gpt2, graph_of
 from torch import nn
 
 from autoshard.errors import PlanError
-from autoshard.plan import Plan, PlanOptions
-from autoshard.planner import make_plan
+from autoshard.plan import Pins, Plan, PlanOptions
+from autoshard.planner import make_plan, make_plans
 from autoshard.runtime import parallelize, rng_step
 
 STEPS = 20
@@ -30,26 +30,33 @@ class Programs:
         build: makes the model.
         calls: by name of the plan, its mode and what the model is called with.
         check: takes the planned model, the same model on one device, and the calls.
+        together: True to optimize the plans together; otherwise the first one decides.
     """
 
     axes: dict[str, int]
     build: Callable[[], nn.Module]
     calls: Callable[[], Mapping[str, tuple[str, dict[str, Any]]]]
     check: Callable[[nn.Module, nn.Module, Mapping[str, dict[str, Any]]], None]
+    together: bool = False
     plans: dict[str, Plan] = field(init=False)
 
     def prepare(self) -> None:
         torch.manual_seed(0)
         self.plans = {}
+        mesh, programs = slow_devices(**self.axes), {}
         for name, (mode, arguments) in self.calls().items():
             model = self.build().train(mode == "training")
-            pins = next(iter(self.plans.values())).state_pins() if self.plans else {}
-            options = PlanOptions(mode=mode, pins=pins)
-            self.plans[name] = make_plan(
-                graph_of((model, arguments)), slow_devices(**self.axes), options
-            )
-            assert self.plans[name].found
-            assert self.plans[name].collectives
+            programs[name] = graph_of((model, arguments)), PlanOptions(mode=mode)
+        if self.together:
+            self.plans = dict(make_plans(programs, mesh, weights={"train": 10}).plans)
+        else:
+            for name, (graph, options) in programs.items():
+                pins = next(iter(self.plans.values())).state_pins() if self.plans else Pins()
+                pinned = options.model_copy(update={"pins": pins})
+                self.plans[name] = make_plan(graph, mesh, pinned)
+        for plan in self.plans.values():
+            assert plan.found
+            assert plan.collectives
         layouts = {i.layout for i in next(iter(self.plans.values())).stages[0].parameters}
         assert any("S" in layout for layout in layouts)
 
@@ -184,6 +191,13 @@ CASES: dict[str, Callable[[], None]] = {
     for name, case in {
         "training with evaluation": Programs(
             axes, without_dropout, train_and_evaluate, check_training_with_evaluation
+        ),
+        "planned together": Programs(
+            axes,
+            without_dropout,
+            train_and_evaluate,
+            check_training_with_evaluation,
+            together=True,
         ),
         "dropout": Programs(axes, lambda: gpt2(dropout=0.2)[0], train_and_evaluate, check_dropout),
         "buffers": Programs(axes, Frozen, averaged, check_shared_buffers),
