@@ -43,6 +43,9 @@ from autoshard.plan.timeline import Phase, Timeline, timeline
 Category = Literal["compute", "communication", "optimizer", "recompute"]
 """The item of a plan's costs to which an event is added."""
 
+_MAX_OPERATORS = 200_000
+"""Maximum number of operators that a simulated step runs forward, in all micro-batches."""
+
 COMPUTE = "compute"
 """Name of the lane of operators and of the optimizer."""
 
@@ -128,11 +131,19 @@ def simulate(plan: Plan, *, bucketed: bool = True) -> Simulation:
         bucketed: True if reshardings of a bucket are drawn as shared collectives, as they run.
 
     Raises:
-        PlanError: the document has no plan, or an inconsistent one.
+        PlanError: the document has no plan, or an inconsistent one, or the step has so many
+            micro-batches that their events would not fit memory.
     """
     if not plan.found:
         raise PlanError(f"the document has no plan to simulate: {plan.reason}")
     (stage,) = plan.stages
+    number = len(stage.nodes) * stage.micro_batches
+    if stage.micro_batches > 1 and number > _MAX_OPERATORS:
+        raise PlanError(
+            f"{stage.micro_batches} micro-batches of {len(stage.nodes)} operators are {number:,} "
+            f"operators, but a simulation has at most {_MAX_OPERATORS:,}: plan fewer micro-batches "
+            f"to see a step"
+        )
     return _Simulator(plan, stage, graph_from_json(stage.program), bucketed=bucketed).run()
 
 

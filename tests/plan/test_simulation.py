@@ -151,3 +151,11 @@ def test_without_a_plan_there_is_nothing_to_simulate(plans: dict[str, Plan]) -> 
     nothing = plans["plain"].model_copy(update={"stages": (), "reason": "out of luck"})
     with pytest.raises(PlanError, match="no plan to simulate: out of luck"):
         simulate(nothing)
+
+
+def test_a_step_of_too_many_micro_batches_is_not_drawn(plans: dict[str, Plan]) -> None:
+    (stage,) = plans["micro-batches"].stages
+    many = stage.model_copy(update={"micro_batches": 60_000})
+    plan = plans["micro-batches"].model_copy(update={"stages": (many,)})
+    with pytest.raises(PlanError, match=r"60000 micro-batches .* plan fewer micro-batches"):
+        simulate(plan)
