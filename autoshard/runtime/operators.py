@@ -84,6 +84,7 @@ class OperatorCall:
         replaced: Mapping[str, Argument] | None = None,
         custom: Collection[str] = (),
     ) -> None:
+        self._name, self._num_outputs = node.name, len(node.outputs)
         self._operator = resolve_operator(node.operator, custom=custom)
         templates = _templates({**dict(node.arguments), **(replaced or {})}, device, node)
         args: list[Any] = []
@@ -116,7 +117,12 @@ class OperatorCall:
         if self._named:
             kwargs = {**kwargs, **{name: _fill(x, tensors) for name, x in self._named}}
         made = self._operator(*args, **kwargs)
-        return (made,) if isinstance(made, torch.Tensor) else tuple(_flat(made))
+        if isinstance(made, torch.Tensor):
+            return (made,)
+        outputs = tuple(_flat(made))
+        # Some operators, such as unbind, have as many outputs as a dim has elements.
+        assert len(outputs) == self._num_outputs, self._name
+        return outputs
 
 
 def _templates(
