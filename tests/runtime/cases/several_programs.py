@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,9 +15,14 @@ from support.models import Case, gpt2, graph_of
 from torch import nn
 
 from autoshard.errors import PlanError
-from autoshard.plan import Pins, Plan, PlanOptions
+from autoshard.graph import graph_from_json
+from autoshard.layouts import Layout
+from autoshard.plan import Pins, Plan, PlanOptions, Stage
 from autoshard.planner import make_plan, make_plans
 from autoshard.runtime import parallelize, rng_step
+from autoshard.runtime.parallelize import planned_forward
+from autoshard.runtime.random_numbers import dropout_factors
+from autoshard.runtime.shards import local_shard
 
 STEPS = 20
 
@@ -129,6 +135,81 @@ def check_dropout(
         planned(**wrong)
 
 
+class Dropped(nn.Module):
+    """Two layers with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, 64), nn.Linear(64, FEATURES)
+        self.first, self.second = nn.Dropout(0.3), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.first(torch.relu(self.up(x)))
+        return {"loss": (x - self.second(self.down(hidden))).square().mean()}
+
+
+def dropped() -> Mapping[str, tuple[str, dict[str, Any]]]:
+    torch.manual_seed(1)
+    return {
+        "train": ("training", {"x": torch.randn(32, FEATURES)}),
+        "eval": ("inference", {"x": torch.randn(16, FEATURES)}),
+    }
+
+
+class PlannedMask(nn.Module):
+    """Dropout with the masks that all ranks of a plan draw together, on one device.
+
+    Args:
+        stage: of the plan for training.
+        number: of the dropout in the program.
+        probability: of a zero.
+    """
+
+    def __init__(self, stage: Stage, number: int, probability: float) -> None:
+        super().__init__()
+        graph = graph_from_json(stage.program)
+        nodes = [node for node in graph.nodes if node.operator == "aten.dropout.default"]
+        self._name = nodes[number].name
+        (placed,) = (placed for placed in stage.nodes if placed.name == self._name)
+        self._layout = Layout.parse(placed.outputs[0])
+        assert any(kind.is_shard for kind in self._layout.types)
+        self._sizes = tuple(size for _, size in stage.axes)
+        self._probability = probability
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Evaluation is a step of the planned model as well.
+        step, self.step = self.step, self.step + 1
+        if not self.training:
+            return x
+        mask = torch.full(x.shape, torch.nan)
+        for coordinate in product(*map(range, self._sizes)):
+            shard = local_shard(mask, self._layout, self._sizes, coordinate)
+            sharded = zip(self._layout.types, coordinate, strict=True)
+            numbers = (str(number if kind.is_shard else 0) for kind, number in sharded)
+            shard.copy_(
+                dropout_factors(
+                    torch.tensor(step),
+                    shard.shape,
+                    dtype=x.dtype,
+                    device=x.device,
+                    probability=self._probability,
+                    seed=0,
+                    identity="/".join((self._name, *numbers)),
+                )
+            )
+        return x * mask
+
+
+def check_dropout_masks(
+    planned: nn.Module, reference: nn.Module, calls: Mapping[str, dict[str, Any]]
+) -> None:
+    """With the masks of the plan, the unsharded loop has the same losses."""
+    stage = planned_forward(planned).stage
+    reference.first, reference.second = PlannedMask(stage, 0, 0.3), PlannedMask(stage, 1, 0.1)
+    check_training_with_evaluation(planned, reference, calls)
+
+
 def averaged() -> Mapping[str, tuple[str, dict[str, Any]]]:
     x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1))
     return {"train": ("training", {"x": x}), "eval": ("inference", {"x": x})}
@@ -200,6 +281,7 @@ CASES: dict[str, Callable[[], None]] = {
             together=True,
         ),
         "dropout": Programs(axes, lambda: gpt2(dropout=0.2)[0], train_and_evaluate, check_dropout),
+        "dropout masks": Programs(axes, Dropped, dropped, check_dropout_masks),
         "buffers": Programs(axes, Frozen, averaged, check_shared_buffers),
         "decoding": Programs(axes, Prompted, prompts, check_decoding),
     }.items()
