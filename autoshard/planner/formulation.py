@@ -7,22 +7,18 @@ resharding between the layout of the producer and that of the consumer.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property
 from itertools import groupby
-from math import prod
 
 import numpy as np
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.costs import (
-    GATHERED_ONCE,
     ForwardBackward,
-    Frequency,
     Overlap,
-    StepCommunication,
 )
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Output, Tensor, find_blocks
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
@@ -37,6 +33,7 @@ from autoshard.plan.legality import without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices, Usage
+from autoshard.planner.edge_costs import EdgeCosts
 from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
 from autoshard.solve import Node as ProblemNode
 
@@ -94,165 +91,6 @@ class Use:
     target: int
     position: int
     gradient: Gradient
-
-
-@dataclass(frozen=True, eq=False)
-class EdgeCosts:
-    """Costs of the reshardings of one use, between R source and C target layouts.
-
-    Attributes:
-        table: reshardings of the value.
-        tensor: the value.
-        axis_sizes: size of each non-trivial axis.
-        sources: index of each source layout in the table, shape [R].
-        rows: for each strategy of the source, the index of its layout in `sources`.
-        targets: index of each target layout in the table, shape [C]; a layout occurs several
-            times if the compute that overlaps with the resharding differs.
-        cols: for each strategy of the target, the index of its layout in `targets`.
-        compute: seconds of compute in a micro-batch that can overlap, shape [C] each; None without
-            overlap.
-        micro_batches: number of micro-batches of a training step.
-        of_parameter: True if the source is a parameter as it is stored, so that some reshardings
-            can run once per training step.
-        accumulation_time: seconds to sum a byte of gradients over micro-batches.
-        accumulation_factor: bytes of the sum relative to those of a gradient; 0 if there is none.
-    """
-
-    table: ReshardingTable
-    tensor: Tensor
-    axis_sizes: tuple[int, ...]
-    sources: IntArray
-    rows: IntArray
-    targets: IntArray
-    cols: IntArray
-    compute: ForwardBackward[FloatArray] | None
-    micro_batches: int = 1
-    of_parameter: bool = False
-    accumulation_time: float = 0.0
-    accumulation_factor: float = 0.0
-    _seconds: dict[Frequency, FloatArray] = field(default_factory=dict)
-
-    @cached_property
-    def fastest(self) -> FloatArray:
-        """Exposed seconds per training step at the fastest frequency, shape [R, C]."""
-        if not self.can_run_once.any():
-            return self.seconds
-        least = self.seconds
-        for frequency in (Frequency.GATHER_STEP, Frequency.STEP):
-            least = np.minimum(least, self.seconds_of(frequency))
-        return least
-
-    def frequencies(self, source: int, target: int) -> tuple[Frequency, ...]:
-        """The possible frequencies for a strategy of the source and one of the target.
-
-        The first one needs no memory between micro-batches.
-        """
-        pair = self.rows[source], self.cols[target]
-        waits = self.micro_batches > 1 and self._waiting[pair] > 0
-        least = Frequency.REDUCE_STEP if waits else Frequency.MICRO_BATCH
-        more = (Frequency.GATHER_STEP, Frequency.STEP) if self.can_run_once[pair] else ()
-        return (least, *more)
-
-    def fastest_frequency(self, source: int, target: int) -> Frequency:
-        """The fastest frequency for a strategy of the source and one of the target."""
-        pair, found = (self.rows[source], self.cols[target]), self.frequencies(source, target)
-        return min(found, key=lambda frequency: self.seconds_of(frequency)[pair])
-
-    @property
-    def seconds(self) -> FloatArray:
-        """Exposed seconds per training step of each resharding, shape [R, C].
-
-        It runs in every micro-batch, as far as that saves memory; inf if it is impossible.
-        """
-        return self.seconds_of(Frequency.REDUCE_STEP)
-
-    def seconds_of(self, frequency: Frequency) -> FloatArray:
-        """Exposed seconds per training step of each resharding, inf if impossible, shape [R, C]."""
-        if frequency in self._seconds:
-            return self._seconds[frequency]
-        communication = self._communication(frequency)
-        seconds = communication.seconds()
-        if self.compute is not None:
-            seconds = seconds - communication.overlapped(self.compute)
-        if frequency is Frequency.STEP and self.accumulation_time:
-            growth = self.target_bytes[None, :] - self.source_bytes[:, None]
-            seconds = seconds + self.accumulation_time * growth
-        if frequency in GATHERED_ONCE:
-            seconds = np.where(self.can_run_once, seconds, np.inf)
-        self._seconds[frequency] = seconds
-        return seconds
-
-    @cached_property
-    def regather_seconds(self) -> FloatArray:
-        """Additional exposed seconds if the resharding is re-gathered in backward, shape [R, C]."""
-        communication = self._communication(Frequency.REDUCE_STEP)
-        if self.compute is None:
-            return communication.again()
-        once, twice = (
-            communication.overlapped(self.compute, again=again) for again in (False, True)
-        )
-        return communication.again() - (twice - once)
-
-    @cached_property
-    def can_run_once(self) -> BoolArray:
-        """For each resharding, True if it may run once for all micro-batches, shape [R, C].
-
-        Only reshardings that gather a parameter, in a bucket, are offered.
-        """
-        if self.micro_batches == 1 or not self.of_parameter:
-            return np.zeros((len(self.sources), len(self.targets)), dtype=np.bool_)
-        return self.table.is_bucketable[self._pairs] & ~self.is_noop
-
-    @cached_property
-    def is_noop(self) -> BoolArray:
-        """For each resharding, True if its forward part does nothing, shape [R, C]."""
-        return self.table.noop_forward[self._pairs]
-
-    @cached_property
-    def source_layouts(self) -> list[Layout]:
-        """The R source layouts."""
-        return [self.table.layouts[i] for i in self.sources.tolist()]
-
-    @cached_property
-    def target_layouts(self) -> list[Layout]:
-        """The C target layouts."""
-        return [self.table.layouts[i] for i in self.targets.tolist()]
-
-    @cached_property
-    def source_bytes(self) -> FloatArray:
-        """Bytes per device in each source layout, shape [R]."""
-        return local_bytes(self.tensor, self.source_layouts, self.axis_sizes)
-
-    @cached_property
-    def target_bytes(self) -> FloatArray:
-        """Bytes per device in each target layout, shape [C]."""
-        return local_bytes(self.tensor, self.target_layouts, self.axis_sizes)
-
-    def compute_of(self, strategy: int) -> ForwardBackward[float] | None:
-        """Seconds of compute that can overlap with the resharding for a strategy of the target."""
-        if self.compute is None:
-            return None
-        col = self.cols[strategy]
-        return ForwardBackward(float(self.compute.forward[col]), float(self.compute.backward[col]))
-
-    @property
-    def _pairs(self) -> tuple[IntArray, IntArray]:
-        return self.sources[:, None], self.targets[None, :]
-
-    def _communication(self, frequency: Frequency) -> StepCommunication[FloatArray]:
-        both, forward = self.table.cost[self._pairs], self.table.regather_cost[self._pairs]
-        forward = np.where(np.isfinite(both), forward, 0.0)
-        backward = np.subtract(both, forward, out=np.zeros_like(both), where=np.isfinite(both))
-        run = ForwardBackward(forward, np.maximum(backward, 0.0))
-        return StepCommunication(both, run, self._waiting, self.micro_batches, frequency)
-
-    @cached_property
-    def _waiting(self) -> FloatArray:
-        """Seconds of the reductions of gradients that may wait without memory, shape [R, C]."""
-        if not self.of_parameter:
-            return np.zeros((len(self.sources), len(self.targets)))
-        in_bucket = self.table.is_bucketable[self._pairs]
-        return np.where(in_bucket, self.table.waiting_cost[self._pairs], 0.0)
 
 
 class Formulation:
@@ -667,12 +505,6 @@ def _same_label_cost(num_rows: int, num_cols: int) -> FloatArray:
     cost = np.full((num_rows, num_cols), np.inf)
     np.fill_diagonal(cost, 0.0)
     return cost
-
-
-def local_bytes(tensor: Tensor, layouts: Iterable[Layout], axis_sizes: Sequence[int]) -> FloatArray:
-    """Bytes of a rank's shard of a tensor, in each of some layouts."""
-    elements = [prod(layout.local_shape(tensor.shape, axis_sizes)) for layout in layouts]
-    return np.array(elements, dtype=float) * tensor.dtype.itemsize
 
 
 def _problem_node(variable: Variable, totals: dict[int, FloatArray]) -> ProblemNode:

@@ -16,7 +16,7 @@ import numpy as np
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.costs import Frequency
 from autoshard.plan.options import Recomputing
-from autoshard.planner.formulation import EdgeCosts
+from autoshard.planner.edge_costs import EdgeCosts
 
 
 class Residency(StrEnum):

@@ -17,7 +17,8 @@ from autoshard.ops import (
     view_strides,
 )
 from autoshard.plan.recompute import Keeps, recomputed_part
-from autoshard.planner.formulation import Formulation, Role, local_bytes
+from autoshard.planner.edge_costs import local_bytes
+from autoshard.planner.formulation import Formulation, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from autoshard.layouts import Action, Layout, Step
 from autoshard.ops import SavedByAutograd, backward_workspace, call_of, passes_gradient, rule_for
 from autoshard.plan.gradients import Gradient
 from autoshard.plan.memory import step_working
-from autoshard.planner.formulation import EdgeCosts, Formulation, Role, Use, local_bytes
+from autoshard.planner.edge_costs import EdgeCosts, local_bytes
+from autoshard.planner.formulation import Formulation, Role, Use
 
 Interval = tuple[int, int]
 """Half-open interval of time points."""
