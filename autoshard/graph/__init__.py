@@ -33,6 +33,7 @@ from autoshard.graph.serialise import (
     rules_from_json,
     rules_to_json,
 )
+from autoshard.graph.stages import CutPoint, StageCutter
 from autoshard.graph.training_mode import training_operators
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "Argument",
     "Block",
     "CallRule",
+    "CutPoint",
     "DType",
     "ExportedModel",
     "Graph",
@@ -58,6 +60,7 @@ __all__ = [
     "OpaqueModule",
     "Output",
     "Ref",
+    "StageCutter",
     "Tensor",
     "Token",
     "TokenKind",

@@ -439,6 +439,8 @@ class InputKind(StrEnum):
     """A tensor that the model captured; its values are stored with the model, not the graph."""
     PREPARED = "prepared"
     """A tensor that is the same in every step, computed by the preparation of the graph."""
+    RECEIVED = "received"
+    """A tensor that the previous pipeline stage sends."""
     USER = "user"
     """A tensor that the caller passes to forward."""
     LITERAL = "literal"
@@ -482,6 +484,8 @@ class Output:
         literal: the result of forward if there is no value.
         updates: name of the buffer whose contents the value replaces after the step; None for a
             result of forward.
+        sent: True for a value that goes to the next pipeline stage; if it requires a gradient, its
+            gradient comes back.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -489,6 +493,7 @@ class Output:
     name: str | None
     literal: Literal = None
     updates: str | None = None
+    sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,10 +519,11 @@ class Graph:
     """A program: inputs, operator calls in execution order, outputs.
 
     Attributes:
-        inputs: parameters, buffers and constants, then prepared inputs, then user inputs.
+        inputs: parameters, buffers and constants, then prepared inputs, then those received from
+            the previous pipeline stage, then user inputs.
         nodes: operator calls in topological order.
-        outputs: flattened outputs of forward, then the new contents of buffers that forward
-            updates.
+        outputs: values sent to the next pipeline stage, then the flattened outputs of forward,
+            then the new contents of buffers that forward updates.
         values: shape and element type of every value by name.
         in_spec: PyTorch's JSON tree spec of (args, kwargs); may be empty.
         out_spec: JSON tree spec of the outputs; may be empty.

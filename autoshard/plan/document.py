@@ -65,8 +65,9 @@ class PlacedInput(Document):
     """An input tensor of the program, and its layout."""
 
     name: str = Field(description="value in the program")
-    kind: Literal["parameter", "buffer", "constant", "prepared", "user"] = Field(
-        description="origin; a prepared tensor is computed once, before the first step"
+    kind: Literal["parameter", "buffer", "constant", "prepared", "received", "user"] = Field(
+        description="origin; a prepared tensor is computed once, before the first step, and a "
+        "received one comes from the previous pipeline stage"
     )
     target: str = Field(description="name in the state dict, or of the argument")
     aliases: tuple[str, ...] = ()
@@ -215,6 +216,12 @@ class Stage(Document):
 
     name: str
     axes: tuple[tuple[str, int], ...] = Field(description="name and size of each axis")
+    first_device: int = Field(
+        default=0,
+        ge=0,
+        description="number of its first device; it has consecutive devices of the plan's mesh, "
+        "numbered row-major",
+    )
     micro_batches: int = Field(
         default=1, ge=1, description="how often the program runs in a training step"
     )
@@ -265,6 +272,81 @@ class Stage(Document):
         return tuple(i for i in self.inputs if i.kind == "parameter")
 
 
+ScheduleName = Literal[
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+"""Pipeline schedules, by the names of `torch.distributed.pipelining`."""
+
+
+class Transfer(Document):
+    """A value that one pipeline stage sends to the next, and its gradient, which comes back.
+
+    Each receiving rank gets every piece of its shard from one sending rank that has it. If the two
+    stages have the same devices, nothing is sent.
+    """
+
+    value: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: LayoutText = Field(description="layout on the sending stage's axes")
+    target: LayoutText = Field(description="layout on the receiving stage's axes")
+    has_gradient: bool = Field(description="true if its gradient is sent back in training")
+    nbytes: Bytes = Field(
+        description="bytes per micro-batch of the rank that sends or receives the most, forward"
+    )
+    gradient_nbytes: Bytes = Field(description="the same of its gradient")
+    messages: int = Field(ge=0, description="messages per micro-batch between all ranks, forward")
+    gradient_messages: int = Field(ge=0, description="the same of its gradient")
+
+
+class TiedParameter(Document):
+    """A parameter that several pipeline stages hold and use.
+
+    Its copies start equal. Once per step their gradients are summed over the stages.
+    """
+
+    target: str = Field(description="name in the state dict")
+    stages: tuple[int, ...] = Field(description="numbers of the stages that hold it")
+    time: Seconds = Field(description="seconds per training step to sum its gradients")
+
+
+class StageTimes(Document):
+    """Predicted seconds of a pipeline stage."""
+
+    forward: Seconds = Field(description="forward of a micro-batch")
+    backward_input: Seconds = Field(
+        description="gradients of activations of a micro-batch, with recomputation"
+    )
+    backward_weight: Seconds = Field(description="gradients of parameters of a micro-batch")
+    end: Seconds = Field(
+        description="once per step: reduction of gradients and the optimizer's update"
+    )
+    send: Seconds = Field(
+        default=0.0, description="transfer of its outputs to the next stage, per micro-batch"
+    )
+    send_gradient: Seconds = Field(
+        default=0.0,
+        description="transfer of the gradients of its inputs to the previous stage, per "
+        "micro-batch",
+    )
+
+
+class PipelineArgument(Document):
+    """An argument of forward of the whole model."""
+
+    name: str = Field(description="value in the programs of stages")
+    target: str = Field(description="name of the argument")
+    shape: tuple[int, ...] | None = Field(description="of a micro-batch; null for a literal")
+    dtype: str | None
+    literal: bool | int | float | str | None = None
+
+
 class CollectiveCount(Document):
     """Collectives of one kind, axis and direction in a step of the program."""
 
@@ -273,6 +355,41 @@ class CollectiveCount(Document):
     direction: Direction
     count: int = Field(ge=1)
     nbytes: int = Field(ge=0, description="sum of PlannedStep.nbytes")
+
+
+class StageSummary(Document):
+    """Predictions for one pipeline stage."""
+
+    certificate: "Certificate" = Field(description="of the stage's own plan")
+    times: StageTimes
+    costs: "Costs"
+    memory: "Memory"
+    collectives: tuple[CollectiveCount, ...]
+
+
+class Pipeline(Document):
+    """How the stages of a plan run as a pipeline."""
+
+    schedule: ScheduleName
+    micro_batches: int = Field(ge=1, description="micro-batches per step")
+    ranks: tuple[tuple[int, ...], ...] = Field(
+        description="the stages of each pipeline rank; its stages have the same devices"
+    )
+    arguments: tuple[PipelineArgument, ...] = Field(
+        description="arguments of forward, flattened, in order"
+    )
+    in_spec: str = Field(description="PyTorch's tree spec of (args, kwargs); may be empty")
+    stages: tuple[StageSummary, ...] = Field(description="one entry per stage")
+    transfers: tuple[tuple[Transfer, ...], ...] = Field(
+        description="what each stage but the last sends to the next"
+    )
+    tied: tuple[TiedParameter, ...] = Field(
+        default=(), description="parameters that several stages hold"
+    )
+    bubble: float = Field(ge=0, le=1, description="share of the step in which ranks are idle")
+    proof: str = Field(
+        description="the plans among which the certificate's bound holds, and what was compared"
+    )
 
 
 class Costs(Document):
@@ -395,6 +512,9 @@ class Plan(Document):
         )
     )
     stages: tuple[Stage, ...]
+    pipeline: Pipeline | None = Field(
+        default=None, description="the schedule of several stages; null for a single stage"
+    )
     provenance: Provenance
 
     @model_validator(mode="after")
@@ -403,6 +523,9 @@ class Plan(Document):
             raise ValueError("a document without stages must give the reason")
         if self.stages and (self.costs is None or self.memory is None):
             raise ValueError("a document with stages must give costs and memory")
+        number = len(self.pipeline.stages) if self.pipeline else min(len(self.stages), 1)
+        if number != len(self.stages):
+            raise ValueError("a document with several stages must describe their pipeline")
         return self
 
     @property

@@ -1,8 +1,9 @@
 """Gradient flow of a program: values that have gradients, and nodes through which backward runs.
 
 Backward starts at the scalar outputs that require a gradient; if none is a scalar, at all outputs
-that do. A value may require a gradient that backward never computes, such as an output that the
-loss does not depend on. New contents of buffers have no gradient.
+that do. The gradients of values that a pipeline stage sends come back from the next stage. A value
+may require a gradient that backward never computes, such as an output that the loss does not depend
+on. New contents of buffers have no gradient.
 """
 
 from enum import StrEnum
@@ -65,10 +66,12 @@ class Gradients:
         return Gradient.FLOWS if name in self._entries else Gradient.UNPRICED
 
     def _find_entries(self) -> frozenset[str]:
-        names = [output.name for output in self._graph.outputs if output.updates is None]
-        have = frozenset(name for name in names if name is not None and self.exists(name))
-        scalars = frozenset(name for name in have if not self._graph.values[name].shape)
-        return scalars or have
+        have: dict[bool, set[str]] = {True: set(), False: set()}
+        for output in self._graph.outputs:
+            if output.updates is None and output.name is not None and self.exists(output.name):
+                have[output.sent].add(output.name)
+        scalars = {name for name in have[False] if not self._graph.values[name].shape}
+        return frozenset((scalars or have[False]) | have[True])
 
     def _trace(self) -> frozenset[str]:
         reached = set(self._entries)

@@ -54,6 +54,7 @@ _MEMORY_KINDS = {
     InputKind.BUFFER: "buffers",
     InputKind.CONSTANT: "buffers",
     InputKind.PREPARED: "buffers",
+    InputKind.RECEIVED: "inputs",
     InputKind.USER: "inputs",
 }
 

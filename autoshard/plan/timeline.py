@@ -56,6 +56,7 @@ _KIND_OF_INPUT = {
     "buffer": "buffers",
     "constant": "buffers",
     "prepared": "buffers",
+    "received": "inputs",
     "user": "inputs",
 }
 

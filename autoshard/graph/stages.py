@@ -1,0 +1,286 @@
+"""Cutting a program into consecutive pipeline stages.
+
+A stage is a program of its own. Values go only from a stage to the next one: a value that a later
+stage uses is received and sent on by the stages between. User inputs are not sent, since every rank
+has the arguments of a call. Results of forward leave from the last stage.
+
+A node is *placed* if it derives from both user inputs and parameters, or draws random numbers; cuts
+divide the placed nodes. Other nodes, such as masks, tables of positions and transposed weights, are
+copied into every stage that uses them. A parameter that several stages use is an input of each of
+them, unless it is sent like an activation (`transmitted`). Reads and updates of a buffer that
+forward updates belong to one stage.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from autoshard.errors import GraphError
+from autoshard.graph.blocks import find_blocks
+from autoshard.graph.ir import Graph, Input, InputKind, Node, Output
+
+_DATA, _STATE, _PLACED = 1, 2, 4
+"""What a value derives from: user inputs, parameters, and placed nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutPoint:
+    """A place where a new stage may begin.
+
+    Attributes:
+        node: index of the first node of the new stage.
+        module: dotted path of the module that makes that node.
+        values: values that cross the cut, in the order in which they are made.
+        nbytes: their bytes.
+        layer: number of the instance of a repeated block that begins here; None elsewhere.
+    """
+
+    node: int
+    module: str
+    values: tuple[str, ...]
+    nbytes: int
+    layer: int | None
+
+
+class StageCutter:
+    """Cuts one program into stages.
+
+    Args:
+        graph: the normalised program.
+        is_random: returns True for nodes that draw random numbers, which must not be copied.
+        transmitted: names of parameters that the first stage that uses them sends to the others.
+
+    Attributes:
+        graph: the program.
+        placed: indices of the placed nodes, in order.
+
+    Example:
+        >>> cutter = StageCutter(graph)
+        >>> first, second = cutter.split([cutter.cut_points[3].node])
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        is_random: Callable[[Node], bool] = lambda _: False,
+        transmitted: Collection[str] = (),
+    ) -> None:
+        self.graph = graph
+        self._inputs = {i.name: i for i in graph.inputs if i.kind is not InputKind.LITERAL}
+        self._transmitted = frozenset(transmitted)
+        derived = self._derivations(is_random)
+        self.placed = tuple(
+            i for i, x in enumerate(graph.nodes) if any(derived[v] & _PLACED for v in x.outputs)
+        )
+        self._begin, self._end = self._lifetimes()
+        self._updates = self._update_spans()
+
+    @cached_property
+    def cut_points(self) -> tuple[CutPoint, ...]:
+        """All places where a stage may begin, in order, without the beginning of the program.
+
+        Of several places in a row with the same crossing values, the first is kept, and that where
+        a repeated block begins.
+        """
+        graph = self.graph
+        starts = {
+            nodes.start: number
+            for block in find_blocks(graph)
+            for number, nodes in enumerate(block.instances())
+        }
+        begins: dict[int, list[str]] = {}
+        for value, place in self._begin.items():
+            begins.setdefault(place, []).append(value)
+        found: dict[tuple[str, ...], CutPoint] = {}
+        alive: list[str] = []
+        for before, node in pairwise(self.placed):
+            alive = [v for v in (*alive, *begins.get(before, ())) if self._end[v] >= node]
+            values = tuple(alive)
+            layer = next((starts[i] for i in range(before + 1, node + 1) if i in starts), None)
+            is_legal = not any(first < node <= last for first, last in self._updates.values())
+            known = found.get(values)
+            if not is_legal or (known is not None and (layer is None or known.layer is not None)):
+                continue
+            nbytes = sum(graph.values[value].nbytes for value in values)
+            found[values] = CutPoint(node, graph.nodes[node].module, values, nbytes, layer)
+        return tuple(sorted(found.values(), key=lambda point: point.node))
+
+    def split(self, cuts: Sequence[int]) -> tuple[Graph, ...]:
+        """The programs of the stages.
+
+        Args:
+            cuts: index of the first node of each stage but the first, ascending.
+
+        Raises:
+            GraphError: cuts are not ascending indices of nodes, a stage would have no operator, or
+                a cut separates reads and updates of a buffer.
+        """
+        self._check(cuts)
+        last = len(cuts)
+        spans = {
+            value: (
+                bisect_right(cuts, begin),
+                last if end > self.placed[-1] else bisect_right(cuts, end),
+            )
+            for value, begin in self._begin.items()
+            for end in (self._end[value],)
+        }
+        edges = (0, *cuts, len(self.graph.nodes))
+        return tuple(
+            self._program(
+                [self.graph.nodes[i] for i in self.placed if low <= i < high],
+                received=[v for v, (a, b) in spans.items() if a < stage <= b],
+                sent=[v for v, (a, b) in spans.items() if a <= stage < b],
+                updates=[v for v, (a, _) in self._updates.items() if low <= max(a, 0) < high],
+                is_last=stage == last,
+            )
+            for stage, (low, high) in enumerate(pairwise(edges))
+        )
+
+    def _derivations(self, is_random: Callable[[Node], bool]) -> Mapping[str, int]:
+        graph = self.graph
+        derived: dict[str, int] = {}
+        for name, graph_input in self._inputs.items():
+            kind = graph_input.kind
+            is_placed = name in self._transmitted or name in graph.updated
+            derived[name] = (
+                (_DATA if kind is InputKind.USER else 0)
+                | (_STATE if kind is InputKind.PARAMETER else 0)
+                | (_PLACED if is_placed else 0)
+            )
+        for node in graph.nodes:
+            found = _PLACED if is_random(node) else 0
+            for value in node.inputs:
+                found |= derived[value]
+            if found & _DATA and found & _STATE:
+                found |= _PLACED
+            derived.update(dict.fromkeys(node.outputs, found))
+        return derived
+
+    def _lifetimes(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """The placed nodes that make a value, or use it first, and that use it last.
+
+        Only of values that can cross a cut. A result of forward is used after the last node.
+        """
+        nodes = self.graph.nodes
+        begin: dict[str, int] = {}
+        end: dict[str, int] = {}
+        for i in self.placed:
+            for value in nodes[i].inputs:
+                if value in self._transmitted:
+                    begin.setdefault(value, i)
+                if value in begin:
+                    end[value] = i
+            begin.update(dict.fromkeys(nodes[i].outputs, i))
+            end.update(dict.fromkeys(nodes[i].outputs, i))
+        for output in self.graph.outputs:
+            if output.updates is None and output.name in begin:
+                end[output.name] = len(nodes)
+        return begin, end
+
+    def _update_spans(self) -> Mapping[str, tuple[int, int]]:
+        """First and last placed node that reads or computes each buffer that forward updates."""
+        spans: dict[str, tuple[int, int]] = {}
+        for buffer, position in self.graph.updated.items():
+            made = self.graph.outputs[position].name
+            assert made is not None
+            users = [i for i, _ in self.graph.consumers[buffer]]
+            if made in self.graph.makers:
+                users.append(self.graph.makers[made])
+            spans[buffer] = (min(users, default=0), max(users, default=0))
+        return spans
+
+    def _check(self, cuts: Sequence[int]) -> None:
+        edges = (0, *cuts, len(self.graph.nodes))
+        if any(low >= high for low, high in pairwise(edges)):
+            raise GraphError(
+                f"cuts must be ascending indices of nodes from 1 to {len(self.graph.nodes) - 1}; "
+                f"they are {list(cuts)}"
+            )
+        for stage, (low, high) in enumerate(pairwise(edges)):
+            if bisect_right(self.placed, high - 1) == bisect_right(self.placed, low - 1):
+                raise GraphError(
+                    f"stage {stage} would have no operator that reads both activations and "
+                    f"parameters: move its cuts, or ask for fewer stages"
+                )
+        for buffer, (first, last) in self._updates.items():
+            for cut in cuts:
+                if first < cut <= last:
+                    raise GraphError(
+                        f"a cut before node {self.graph.nodes[cut].name!r} separates the reads "
+                        f"and the update of buffer {self._inputs[buffer].target!r}: cut elsewhere"
+                    )
+
+    def _program(
+        self,
+        placed: Sequence[Node],
+        *,
+        received: Sequence[str],
+        sent: Sequence[str],
+        updates: Collection[str],
+        is_last: bool,
+    ) -> Graph:
+        graph = self.graph
+        outputs = [Output(value, sent=True) for value in sent]
+        outputs += [o for o in graph.outputs if o.updates is None and is_last]
+        outputs += [o for o in graph.outputs if o.updates in updates]
+        nodes = self._with_copied(placed, {o.name for o in outputs if o.name}, set(received))
+        read = {value for node in nodes for value in node.inputs}
+        read |= {o.name for o in outputs if o.name is not None} | set(updates)
+        passed = [i for i in graph.inputs if i.name in read and i.name not in received]
+        users = [i for i in passed if i.kind is InputKind.USER]
+        inputs = (
+            *(i for i in passed if i.kind not in (InputKind.USER, InputKind.LITERAL)),
+            *(Input(value, InputKind.RECEIVED, value) for value in received),
+            *users,
+        )
+        made = [i.name for i in inputs] + [value for node in nodes for value in node.outputs]
+        calls = {graph.call_of(node) for node in nodes} if graph.rules else set()
+        return Graph(
+            inputs=inputs,
+            nodes=tuple(nodes),
+            outputs=tuple(outputs),
+            values={value: graph.values[value] for value in made},
+            out_spec=graph.out_spec if is_last else "",
+            rules=tuple(rule for rule in graph.rules if rule.call in calls),
+            preparation=self._preparation([i.name for i in inputs if i.kind is InputKind.PREPARED]),
+            model=graph.model,
+        )
+
+    def _with_copied(
+        self, placed: Sequence[Node], wanted: Iterable[str], received: Collection[str]
+    ) -> list[Node]:
+        """The nodes of a stage, with the copied ones that they need, in program order."""
+        own = {self.graph.numbers[node.name] for node in placed}
+        needed = set(own)
+        values = [*wanted, *(value for node in placed for value in node.inputs)]
+        while values:
+            value = values.pop()
+            maker = self.graph.makers.get(value)
+            if maker is None or maker in needed or value in received:
+                continue
+            needed.add(maker)
+            values.extend(self.graph.nodes[maker].inputs)
+        return [self.graph.nodes[i] for i in sorted(needed)]
+
+    def _preparation(self, names: Sequence[str]) -> Graph | None:
+        """The part of the preparation that makes some of its values."""
+        whole = self.graph.preparation
+        if not names or whole is None:
+            return None
+        read, nodes = set(names), list[Node]()
+        for node in reversed(whole.nodes):
+            if not read.isdisjoint(node.outputs):
+                nodes.append(node)
+                read.update(node.inputs)
+        nodes.reverse()
+        made = (value for node in nodes for value in node.outputs)
+        return replace(
+            whole,
+            nodes=tuple(nodes),
+            outputs=tuple(map(Output, names)),
+            values={value: whole.values[value] for value in made},
+        )
