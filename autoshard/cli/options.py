@@ -99,6 +99,7 @@ class Planning:
         "auto"
     )
     micro_batches: Annotated[int, _described("micro_batches")] = 1
+    in_flight: Annotated[int, _described("in_flight")] = 1
     accumulation_dtype: Annotated[StateDType | None, _described("accumulation_dtype")] = None
     overlap: Annotated[bool, _described("overlap")] = False
     time_limit: Annotated[float, _described("time_limit")] = 60.0

@@ -14,6 +14,7 @@ from autoshard.costs.micro_batches import (
     GATHERED_ONCE,
     Frequency,
     StepCommunication,
+    inputs_held,
     num_waiting,
     runs_per_step,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "categorise",
     "efficiency_key",
     "halo_bytes",
+    "inputs_held",
     "num_waiting",
     "operator_times",
     "optimizer_time",

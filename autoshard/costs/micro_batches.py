@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Generic
 
 from autoshard.costs.overlap import ForwardBackward, Seconds, overlapped_seconds
+from autoshard.graph import InputKind
 from autoshard.layouts import Action
 
 
@@ -49,6 +50,20 @@ def num_waiting(forward: Sequence[str]) -> int:
     """
     moving = (i for i, action in enumerate(forward) if action != Action.NOTHING)
     return next(moving, len(forward))
+
+
+def inputs_held(kind: InputKind, micro_batches: int, in_flight: int) -> int:
+    """Number of micro-batches for which an input is in memory.
+
+    Args:
+        kind: origin of the input.
+        micro_batches: micro-batches of a step.
+        in_flight: micro-batches whose activations are in memory at the same time; more than 1 in a
+            pipeline, whose step takes the whole batch.
+    """
+    if kind is InputKind.RECEIVED:
+        return in_flight
+    return micro_batches if kind is InputKind.USER and in_flight > 1 else 1
 
 
 def runs_per_step(

@@ -207,8 +207,7 @@ class _StageCheck:
         if stage.micro_batches != self._num:
             yield f"{stage.name}: it runs {stage.micro_batches} micro-batches, not {self._num}"
             return
-        if stage.accumulation_dtype != self._plan.options.accumulation_dtype:
-            yield f"{stage.name}: it sums gradients in {stage.accumulation_dtype}"
+        yield from self._check_micro_batches()
         if {i.name for i in stage.inputs} != self._inputs.keys():
             yield f"{stage.name}: its inputs are not the program's"
             return
@@ -229,6 +228,16 @@ class _StageCheck:
         yield from self._check_costs(self._plan.costs)
         if self._is_sound:
             yield from self._check_memory(self._plan.memory)
+
+    def _check_micro_batches(self) -> Iterator[str]:
+        stage = self._stage
+        if stage.in_flight != self._prices.in_flight:
+            yield (
+                f"{stage.name}: {stage.in_flight} micro-batches are in flight, "
+                f"not {self._prices.in_flight}"
+            )
+        if stage.accumulation_dtype != self._plan.options.accumulation_dtype:
+            yield f"{stage.name}: it sums gradients in {stage.accumulation_dtype}"
 
     def _check_recompute(self) -> Iterator[str]:
         options, stage = self._plan.options, self._stage

@@ -225,6 +225,12 @@ class Stage(Document):
     micro_batches: int = Field(
         default=1, ge=1, description="how often the program runs in a training step"
     )
+    in_flight: int = Field(
+        default=1,
+        ge=1,
+        description="number of micro-batches whose saved activations are in memory at the same "
+        "time; more than 1 in a pipeline",
+    )
     accumulation_dtype: str | None = Field(
         default=None,
         description="element type of sums of gradients over micro-batches; that of the gradients "

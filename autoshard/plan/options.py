@@ -126,6 +126,14 @@ class PlanOptions(BaseModel):
             "are gathered, and which gradients reduced, only once per step is part of the plan."
         ),
     )
+    in_flight: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "number of micro-batches whose saved activations a pipeline stage holds at the same "
+            "time; chosen by the pipeline schedule. At most micro_batches."
+        ),
+    )
     accumulation_dtype: StateDType | None = Field(
         default=None,
         description=(

@@ -16,6 +16,7 @@ from autoshard.costs import (
     activation_bytes,
     efficiency_key,
     halo_bytes,
+    inputs_held,
     num_waiting,
     operator_times,
     optimizer_time,
@@ -143,6 +144,7 @@ class Prices:
         self.mesh = mesh
         self.training = options.mode == "training"
         self.micro_batches = options.micro_batches
+        self.in_flight = options.in_flight
         self.accumulation_dtype = options.accumulation_dtype
         self.overlaps = options.overlap
         self.memory_budget = options.memory_budget or mesh.topology.device.memory
@@ -175,7 +177,8 @@ class Prices:
         optimizer = self.optimizer if trained else None
         nbytes = [parameter_bytes(shape, tensor.dtype, optimizer) for shape in local_shapes]
         own = np.array([x.parameter for x in nbytes], dtype=float)
-        usage = {_MEMORY_KINDS[graph_input.kind]: own}
+        held = inputs_held(graph_input.kind, self.micro_batches, self.in_flight)
+        usage = {_MEMORY_KINDS[graph_input.kind]: held * own}
         if graph_input.kind is InputKind.USER:
             return self.micro_batches * own / self._device.input_bandwidth, usage
         if not trained:

@@ -22,6 +22,14 @@ fused, without working memory.
 A step of several micro-batches is represented by one in the middle, followed by the optimizer: all
 sums of gradients, and all parameters that are gathered once per step, are in memory throughout. In
 the first and in the last micro-batch, some of them are not; the collectives of both are counted.
+
+A pipeline stage that has several micro-batches in flight runs one of them while the others wait
+between forward and backward. Each of those holds the activations that are alive at the turn, and
+what it received from the previous stage. They are counted until the optimizer's step: a stage with
+K in flight runs the forward of the Kth and the backward of the first while the other K - 1 wait.
+With no more than K micro-batches in a step, the first backward has no sums of gradients yet, so the
+peak may be overestimated by them. A pipeline's step takes the whole batch, so user inputs are
+counted for all micro-batches.
 """
 
 from array import array
@@ -33,8 +41,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.collection import collection_paused
-from autoshard.costs import GATHERED_ONCE, Frequency, OptimizerSpec, parameter_bytes
-from autoshard.graph import DType, Graph
+from autoshard.costs import (
+    GATHERED_ONCE,
+    Frequency,
+    OptimizerSpec,
+    inputs_held,
+    parameter_bytes,
+)
+from autoshard.graph import DType, Graph, InputKind
 from autoshard.plan.document import Stage, Use
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.lowering import Lowering, lower
@@ -147,7 +161,7 @@ def timeline(
         lifetimes.add_gradients(_entries(memory, graph, gradients), stage)
         lifetimes.add_saved()
     lifetimes.add_forward()
-    return lifetimes.timeline()
+    return lifetimes.timeline(stage.in_flight)
 
 
 def _entries(memory: StageMemory, graph: Graph, gradients: Gradients) -> list[int]:
@@ -172,9 +186,11 @@ class _Schedule:
         instructions: number of the lowered instruction of each moment; -1 if there is none.
         recompute: the moment at which an operation runs again, by its number.
         backward: the moment of each operation's backward; empty in inference.
+        turn: the moment between forward and backward; None in inference.
     """
 
     def __init__(self, memory: StageMemory, *, training: bool) -> None:
+        self.turn: int | None = None
         self.recompute: dict[int, int] = {}
         self.backward: list[int] = []
         self._ops = memory.ops
@@ -185,7 +201,7 @@ class _Schedule:
             if not self.moments:
                 self._add(Phase.FORWARD)
             return
-        self._add(Phase.TURN)
+        self.turn = self._add(Phase.TURN)
         self.backward = [0] * len(self._ops)
         for region in reversed(self._regions()):
             for i in self._recomputed(region):
@@ -232,13 +248,16 @@ class _Lifetimes:
         self._regathered: dict[int, tuple[int, int]] = {}  # first and last one of a re-gathered one
         self._copies: dict[int, int] = {}  # last moment of what a checkpoint makes again
 
-    def timeline(self) -> Timeline:
-        """Sum the bytes of all lifetimes."""
+    def timeline(self, in_flight: int) -> Timeline:
+        """Sum the bytes of all lifetimes, and of the micro-batches that wait."""
         lives = np.frombuffer(self._lives, dtype=np.int64).reshape(-1, 4)
         changes = np.zeros((len(KINDS), self._end + 2), dtype=np.int64)
         np.add.at(changes, (lives[:, 0], lives[:, 1]), lives[:, 3])
         np.subtract.at(changes, (lives[:, 0], lives[:, 2] + 1), lives[:, 3])
         alive = changes.cumsum(axis=1)[:, :-1]
+        if self._schedule.turn is not None:
+            activations = alive[_NUMBER["activations"]]
+            activations[:-1] += (in_flight - 1) * activations[self._schedule.turn]
         regathered = {use: self._regathered.get(storage) for use, storage in self._regathers()}
         return Timeline(
             self._memory.lowering,
@@ -263,7 +282,8 @@ class _Lifetimes:
     def add_inputs(self, stage: Stage, optimizer: OptimizerSpec | None) -> None:
         """Add the inputs of the stage, and the optimizer's state."""
         for placed, tensor in zip(stage.inputs, self._memory.tensors, strict=False):
-            self._add(_KIND_OF_INPUT[placed.kind], 0, self._end, tensor.nbytes)
+            times = inputs_held(InputKind(placed.kind), stage.micro_batches, stage.in_flight)
+            self._add(_KIND_OF_INPUT[placed.kind], 0, self._end, times * tensor.nbytes)
             if optimizer and placed.kind == "parameter" and tensor.requires_grad:
                 nbytes = parameter_bytes(tensor.shape, DType(placed.dtype), optimizer)
                 self._add("optimizer", 0, self._end, nbytes.optimizer)
@@ -371,13 +391,16 @@ class _Lifetimes:
         gradients.run(entries)
         for first, last, nbytes in gradients.lives:
             self._add("temporaries", first, last, nbytes)
-        if stage.micro_batches == 1:
-            for tensor, complete in gradients.complete.items():
-                self._add("gradients", complete + 1, self._end, self._memory.tensors[tensor].nbytes)
-            return
-        full = self._full_gradients()
-        for tensor in gradients.complete:
+        full = self._full_gradients() if stage.micro_batches > 1 else {}
+        for tensor, complete in gradients.complete.items():
             reduced = self._memory.tensors[tensor].nbytes
+            if stage.inputs[tensor].kind == "received":
+                # It is sent to the previous stage when backward ends.
+                self._add("temporaries", complete + 1, self._end - 1, reduced)
+                continue
+            if stage.micro_batches == 1:
+                self._add("gradients", complete + 1, self._end, reduced)
+                continue
             summed, itemsize = full.get(tensor, reduced), DType(stage.inputs[tensor].dtype).itemsize
             if stage.accumulation_dtype is not None:
                 summed = summed // itemsize * DType(stage.accumulation_dtype).itemsize

@@ -4,9 +4,13 @@ In addition to the variables of the formulation it has a residency for each tens
 needs, and a binary variable for the checkpointing of each instance of a repeated block. Usage is
 the memory of a training step at some time points, see `autoshard.planner.time_points`. It is a
 lower bound of the true memory, so a lower bound of this problem is valid for every plan that fits.
+
+What a micro-batch saves for backward is counted for each micro-batch in flight: once until the
+backward that needs it, and until the optimizer's step for the micro-batches that wait.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -66,7 +70,9 @@ class MemoryProblem:
         self._reshard_after_forward = reshard_after_forward
         self._checkpointing = activation_checkpointing
         self._saved = SavedTensors(
-            formulation, checkpoints=activation_checkpointing != "never", negligible=negligible
+            formulation,
+            checkpoints=activation_checkpointing != "never",
+            negligible=negligible / formulation.prices.in_flight,
         )
         self._time = TimePoints(formulation, points)
         self._nodes: list[ProblemNode] = []
@@ -78,6 +84,7 @@ class MemoryProblem:
         self._switches: dict[int, int] = {}  # node that checkpoints a span, by its first node
         # Equal nodes and edges share their arrays, since the solver compares them by identity.
         self._arrays: dict[tuple[object, ...], tuple[FloatArray, FloatArray]] = {}
+        self._distinct: dict[int, tuple[FloatArray, IntArray]] = {}
         self._matrices: dict[tuple[object, ...], tuple[FloatArray, IntArray, IntArray]] = {}
         self._build()
 
@@ -176,6 +183,8 @@ class MemoryProblem:
         if variable.role is Role.OPERATOR:
             interval = self._time.until(self._graph.numbers[variable.name])
         node = self._add(time, usage, interval)
+        if variable.role is Role.OPERATOR:
+            self._add_waiting(node, i)
         self._ends.append(EdgeEnd(node, states, (False,) * len(states)))
         self._groups[i].append(node)
         gradients = variable.usage.get("gradients")
@@ -187,6 +196,29 @@ class MemoryProblem:
             labels = np.repeat(recomputed, len(variable.strategies))
             self._equate(self._switches[span.nodes.start], node, np.arange(2), labels)
 
+    def _add_waiting(self, number: int, variable: int) -> None:
+        """Count what a node keeps for the micro-batches that wait for their backward, too.
+
+        Args:
+            number: the node.
+            variable: the variable to which it belongs.
+        """
+        in_flight, node = self._formulation.prices.in_flight, self._nodes[number]
+        if in_flight == 1 or not node.usage.any():
+            return
+        if not self._time.counts_operations and node.interval[1] <= self._time.before_optimizer[1]:
+            # Until the optimizer's step, memory is counted at the turn only.
+            usage = self._multiple(node.usage, in_flight)
+            self._nodes[number] = replace(node, usage=usage)
+            return
+        if id(node.usage) not in self._distinct:
+            self._distinct[id(node.usage)] = np.unique(node.usage, return_inverse=True)
+        distinct, labels = self._distinct[id(node.usage)]
+        usage = self._multiple(distinct, in_flight - 1)
+        waiting = self._add(np.zeros(len(usage)), usage, self._time.before_optimizer)
+        self._groups[variable].append(waiting)
+        self._equate(number, waiting, labels, np.arange(len(usage)))
+
     def _add_gradient(self, i: int, node: int, nbytes: FloatArray) -> None:
         """Add a node for the gradient of a parameter, in the layout of the parameter."""
         size = len(nbytes)
@@ -195,16 +227,16 @@ class MemoryProblem:
         prices = self._formulation.prices
         if prices.micro_batches > 1:
             dtype = self._graph.values[self._formulation.variables[i].name].dtype
-            sums = self._sums(nbytes, prices.accumulation_factor(dtype))
+            sums = self._multiple(nbytes, prices.accumulation_factor(dtype))
             counted = [(sums, self._time.before_optimizer), (nbytes, self._time.optimizer)]
         for counted_bytes, interval in counted:
             gradient = self._add(np.zeros(size), counted_bytes, interval)
             self._groups[i].append(gradient)
             self._equate(node, gradient, np.arange(size), np.arange(size))
 
-    def _sums(self, nbytes: FloatArray, factor: float) -> FloatArray:
-        """Bytes of the sums of gradients over micro-batches."""
-        key = (id(nbytes), "sums")
+    def _multiple(self, nbytes: FloatArray, factor: float) -> FloatArray:
+        """A multiple of some bytes."""
+        key = (id(nbytes), factor)
         if key not in self._arrays:
             self._arrays[key] = nbytes, factor * nbytes
         return self._arrays[key][1]
@@ -366,6 +398,7 @@ class MemoryProblem:
             costs = self._formulation.edge_costs(use)
             rare = RareGathers.of(costs, len(states) * len(costs.targets))
         node = self._add(*self._copy_costs(use, states, rare), self._copy_interval(use))
+        self._add_waiting(node, use.target)
         copy = self._copies[number] = EdgeEnd(node, states, at_source, by_layout=True, rare=rare)
         self._groups[use.target].append(node)
         self._add_edge(use, start, copy, residency, UseResidency.to_copy)

@@ -173,6 +173,11 @@ def _formulated(
             "micro_batches is for training, where their gradients are summed; leave it out with "
             "mode 'inference'"
         )
+    if options.in_flight > options.micro_batches:
+        raise OptionError(
+            f"in_flight is {options.in_flight}, but a step has {options.micro_batches} "
+            f"micro-batches; give at most as many"
+        )
     formulation = Formulation.of(graph, mesh, options)
     number = sum(len(variable.strategies) for variable in formulation.variables)
     if max_strategies is not None and number > max_strategies:

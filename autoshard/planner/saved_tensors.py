@@ -129,12 +129,15 @@ class SavedTensors:
         return max(readers, default=-1 if self._is_returned(value) else len(self._graph.nodes))
 
     def bytes_as_made(self) -> list[FloatArray]:
-        """Bytes saved for backward if tensors are saved in the layouts of their producers.
+        """Bytes until backward if tensors are saved in the layouts of their producers.
+
+        Those of operators are counted for all micro-batches in flight.
 
         Returns:
             An array of shape [S] for each variable of the formulation.
         """
         formulation = self._formulation
+        in_flight = formulation.prices.in_flight
         known: dict[tuple[int, bool], FloatArray] = {}
         found = []
         for variable in formulation.variables:
@@ -154,7 +157,8 @@ class SavedTensors:
                     for i, value in enumerate(values)
                 )
                 counted = made if needed else variable.usage.values()
-                known[key] = sum(counted, np.zeros(len(variable.strategies)))
+                nbytes = sum(counted, np.zeros(len(variable.strategies)))
+                known[key] = in_flight * nbytes if variable.role is Role.OPERATOR else nbytes
             found.append(known[key])
         return found
 

@@ -80,6 +80,7 @@ class StageBuilder:
             name=name,
             axes=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
             micro_batches=self._num,
+            in_flight=self._formulation.prices.in_flight,
             accumulation_dtype=self._formulation.prices.accumulation_dtype,
             program=graph_to_json(self._graph),
             inputs=tuple(self._inputs()),

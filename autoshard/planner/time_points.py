@@ -59,6 +59,11 @@ class TimePoints:
         self._places = [place for place, _ in placed]
 
     @property
+    def counts_operations(self) -> bool:
+        """True if there is a time point of an operator or a resharding."""
+        return not all(point.starts_block for point in self.backward)
+
+    @property
     def always(self) -> Interval:
         """The interval from the turn to the end."""
         return (0, len(self.backward) + 2)

@@ -234,12 +234,16 @@ def test_tampering_with_what_is_recomputed_is_found_out(recomputing: Plan, name:
 @pytest.fixture(scope="module")
 def accumulating(planned: Planner) -> Plan:
     pins = {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}}
-    options = {"micro_batches": 3, "pins": pins}
+    options = {"micro_batches": 3, "in_flight": 2, "pins": pins}
     return planned(graph_of(mlp(batch=1024)), slow_devices(a=4), **options)
 
 
 ACCUMULATING: dict[str, tuple[Tamper, str]] = {
     "another number of micro-batches": (_set(*STAGE, "micro_batches", to=1), "micro-batches, not"),
+    "fewer micro-batches in flight": (
+        _set(*STAGE, "in_flight", to=1),
+        "1 micro-batches are in flight, not 2",
+    ),
     "sums of another type": (
         _set(*STAGE, "accumulation_dtype", to="bfloat16"),
         "sums gradients in bfloat16",
@@ -275,3 +279,8 @@ def test_micro_batches_are_for_training() -> None:
         make_plan(
             graph_of(mlp()), slow_devices(a=4), PlanOptions(mode="inference", micro_batches=2)
         )
+
+
+def test_no_more_micro_batches_are_in_flight_than_there_are() -> None:
+    with pytest.raises(OptionError, match="in_flight is 3, but a step has 2 micro-batches"):
+        make_plan(graph_of(mlp()), slow_devices(a=4), PlanOptions(micro_batches=2, in_flight=3))

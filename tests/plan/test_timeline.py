@@ -6,6 +6,7 @@ states that are not counted; the peak likewise, where autograd does not wait wit
 """
 
 import gc
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -127,6 +128,36 @@ def test_training_takes_the_memory_that_is_predicted(
     assert made(time)[time.turn] == pytest.approx(measured.turn, rel=TURN)
     assert made(time).max() == pytest.approx(measured.peak, rel=PEAK)
     assert set(time.nbytes["optimizer"]) == {measured.optimizer}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_batches_in_flight_take_the_memory_that_is_predicted(
+    name: str, planned: Planner, mesh: DeviceMesh
+) -> None:
+    """Three in flight, as on the first of three stages under 1F1B."""
+    case = CASES[name]()
+    plan = planned(exported(name), slow_devices(d=1), micro_batches=5, in_flight=3)
+    time, measured = predicted(plan), measure_in_flight(plan, case, mesh)
+    assert made(time)[time.turn] == pytest.approx(measured.turn, rel=TURN)
+    assert made(time)[:-1].max() == pytest.approx(measured.peak, rel=PEAK)
+
+
+def measure_in_flight(plan: Plan, case: Case, mesh: DeviceMesh) -> Measured:
+    """Five micro-batches, up to three in flight, whose gradients add to those of an earlier one."""
+    program = LocalProgram(plan.stages[0], mesh)
+    inputs = inputs_of(plan, case, program)
+    with LiveMemory() as memory:
+        step(program, inputs)
+        memory.peak = turn = 0
+        waiting: deque[list[torch.Tensor]] = deque()
+        for number in range(5):
+            waiting.append(program(inputs))
+            if number >= 2:
+                turn = max(turn, memory.nbytes)
+                outputs = waiting.popleft()
+                outputs[0].backward(torch.ones_like(outputs[0]))
+                del outputs
+    return Measured(turn, memory.peak, 0)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -252,6 +252,9 @@ def test_nodes_take_what_goes_with_the_strategies_of_variables(module: type[nn.M
         (Product, (4, 4), {}, {"micro_batches": 3}),
         (Product, (4, 4), {}, {"micro_batches": 2, "accumulation_dtype": "bfloat16"}),
         (SavesWhatItMakes, (4,), {}, {"micro_batches": 4, "overlap": True}),
+        (Product, (4, 4), {}, {"micro_batches": 3, "in_flight": 3}),
+        (TwoReaders, (4,), {"mul_1": "S(0)"}, {"micro_batches": 8, "in_flight": 2}),
+        (ThroughAView, (4, 2), {"sin*": "S(1)"}, {"micro_batches": 5, "in_flight": 4}),
     ],
 )
 def test_every_limit_has_the_best_of_all_plans(
@@ -275,6 +278,8 @@ def test_every_limit_has_the_best_of_all_plans(
         (Layers, 2, {}),
         (Layers, 2, {"overlap": True}),
         (ThreeLayers, 2, {"micro_batches": 3}),
+        (ResidualLayers, 1, {"micro_batches": 16, "in_flight": 16}),
+        (ThreeLayers, 2, {"micro_batches": 6, "in_flight": 4}),
     ],
 )
 def test_blocks_are_recomputed_where_it_costs_least(
