@@ -331,7 +331,8 @@ class StageTimes(Document):
     )
     backward_weight: Seconds = Field(description="gradients of parameters of a micro-batch")
     end: Seconds = Field(
-        description="once per step: reduction of gradients and the optimizer's update"
+        description="once per step: gathers of parameters and reductions of gradients that do not "
+        "run in every micro-batch, and the optimizer's update"
     )
     send: Seconds = Field(
         default=0.0, description="transfer of its outputs to the next stage, per micro-batch"

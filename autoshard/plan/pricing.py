@@ -1,6 +1,6 @@
 """Cost model: seconds and bytes of graph inputs by layout, and of operators by strategy."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -248,6 +248,20 @@ class Prices:
         found = self.compute(node, [Strategy((), (), sizes)])
         return ForwardBackward(float(found.forward[0]), float(found.backward[0]))
 
+    def weight_gradients(
+        self, node: Node, sizes: Mapping[str, int], weights: Collection[str]
+    ) -> float:
+        """Seconds of an operator's backward on a rank that compute gradients of weights.
+
+        Args:
+            node: an operator with a backward pass.
+            sizes: size of each index letter on the rank.
+            weights: the inputs that are weights.
+        """
+        chosen = [Strategy((), (), sizes)]
+        both = self._times(node, chosen, backward=True)
+        return float((both - self._times(node, chosen, backward=True, without=weights))[0])
+
     def forward(self, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
         """Seconds of an operator in forward per step, with the collectives inside, shape [S]."""
         once = self._times(node, chosen, backward=False) + self._inside(chosen, backward=False)
@@ -302,12 +316,26 @@ class Prices:
             ]
         )
 
-    def _times(self, node: Node, chosen: Sequence[Strategy], *, backward: bool) -> FloatArray:
+    def _times(
+        self,
+        node: Node,
+        chosen: Sequence[Strategy],
+        *,
+        backward: bool,
+        without: Collection[str] = (),
+    ) -> FloatArray:
+        """Seconds of an operator, without the gradients of some inputs, shape [S]."""
         call = call_of(self.graph, node)
+        inputs = [
+            replace(self.graph.values[v], requires_grad=False)
+            if v in without
+            else self.graph.values[v]
+            for v in node.inputs
+        ]
         return operator_times(
             rule_for(call),
             chosen,
-            inputs=[self.graph.values[v] for v in node.inputs],
+            inputs=inputs,
             outputs=[self.graph.values[v] for v in node.outputs],
             device=self._device,
             training=backward,

@@ -18,26 +18,19 @@ parallel to the readers of the members, each with the name and the bytes of the 
 """
 
 import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.collection import collection_paused
-from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
-from autoshard.layouts import Action, Layout, Step, is_padded, parse_type, regather_price
-from autoshard.ops import call_of, rule_for
-from autoshard.plan.buckets import Bucket, bucket_fill_factors, buckets_of
-from autoshard.plan.document import PlacedNode, Plan, PlannedStep, Resharding, Stage, Use
-from autoshard.plan.gradients import Gradient
-from autoshard.plan.legality import share_of
+from autoshard.plan.document import Plan, Resharding, Stage, Use
 from autoshard.plan.lowering import BeginBucket, Call, Reshard
-from autoshard.plan.pricing import Prices
-from autoshard.plan.recompute import recomputed
+from autoshard.plan.stage_times import Piece, ReshardingTiming, StageTiming
 from autoshard.plan.timeline import Phase, Timeline, timeline
 
 Category = Literal["compute", "communication", "optimizer", "recompute"]
@@ -158,261 +151,14 @@ def resharding_label(resharding: Resharding, targets: Mapping[str, str]) -> str:
     return f"{value} for {resharding.consumer}" if resharding.consumer else value
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A collective or a local copy of a resharding, or a part of its duration.
-
-    Attributes:
-        name: name of the action.
-        axis: name of the mesh axis.
-        seconds: duration.
-        nbytes: bytes of a rank's tensor before or after it, whichever is larger.
-    """
-
-    name: str
-    axis: str
-    seconds: float
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Pieces that run one after the other.
-
-    Attributes:
-        exposed: the first pieces, which do not overlap with compute.
-        overlapped: the later pieces, which do; one piece may be divided between both.
-    """
-
-    exposed: tuple[_Piece, ...] = ()
-    overlapped: tuple[_Piece, ...] = ()
-
-    @classmethod
-    def of(cls, pieces: Sequence[_Piece], overlapped: float) -> "_Split":
-        """Split pieces so that the last `overlapped` seconds of them are overlapped."""
-        if overlapped <= 0:
-            return cls(tuple(pieces))
-        left = _seconds(pieces) - overlapped
-        exposed, beside = [], []
-        for piece in pieces:
-            seconds = min(max(left, 0.0), piece.seconds)
-            left -= piece.seconds
-            if seconds:
-                exposed.append(replace(piece, seconds=seconds))
-            if piece.seconds > seconds:
-                beside.append(replace(piece, seconds=piece.seconds - seconds))
-        return cls(tuple(exposed), tuple(beside))
-
-
-@dataclass(frozen=True, slots=True)
-class _ReshardingTiming:
-    """Pieces of a resharding: in forward, re-gathered in backward, and of its gradient."""
-
-    forward: _Split
-    again: _Split
-    backward: _Split
-
-
-class _StageTiming:
-    """Seconds of the operators and reshardings of a stage, by pass.
-
-    Args:
-        plan: the plan.
-        stage: one of its stages.
-        graph: the stage's program.
-    """
-
-    def __init__(self, plan: Plan, stage: Stage, graph: Graph) -> None:
-        self.prices = Prices(graph, plan.mesh, plan.options)
-        self.gradients = self.prices.gradients
-        self._mesh = plan.mesh
-        self._stage = stage
-        self._graph = graph
-        self._placed = {placed.name: placed for placed in stage.nodes}
-        self._again = recomputed(graph, stage)
-        self._overlap = Overlap(graph, plan.mesh) if plan.options.overlap else None
-        self._fill_factors = bucket_fill_factors(graph, plan.mesh)
-        self._buckets = buckets_of(stage, graph, self._again)
-        self._bucketed = {use: bucket for bucket in self._buckets for use in bucket.uses}
-        self._known: dict[Hashable, ForwardBackward[float]] = {}
-
-    def inputs(self) -> tuple[float, float]:
-        """Seconds of writing and storing inputs, and of the optimizer's update, per step."""
-        loading = update = 0.0
-        inputs = {i.name: i for i in self._graph.inputs}
-        for placed in self._stage.inputs:
-            time, _ = self.prices.input(inputs[placed.name], [placed.local_shape])
-            if placed.kind == "parameter" and self.gradients.exists(placed.name):
-                update += float(time[0])
-            else:
-                loading += float(time[0])
-        return loading, update + self.prices.full_accumulation(self._stage.reshardings)
-
-    def node(self, node: Node) -> ForwardBackward[float]:
-        """Seconds of an operator's compute in a micro-batch; equal operators are priced once.
-
-        Raises:
-            PlanError: no rule of the operator allows the layouts of the plan.
-        """
-        placed = self._placed[node.name]
-        kind = self._graph.kind(node)
-        key = (kind, placed.inputs, placed.outputs, self.gradients.flows(node), placed.time)
-        if key not in self._known:
-            forward = self._forward(node, placed)
-            both = placed.time / self._stage.micro_batches
-            self._known[key] = ForwardBackward(forward, max(both - forward, 0.0))
-        return self._known[key]
-
-    def _forward(self, node: Node, placed: PlacedNode) -> float:
-        uses = (self.gradients.of_use(value, node) for value in node.inputs)
-        gradients = (
-            *(gradient is not Gradient.NONE for gradient in uses),
-            *(self.gradients.exists(value) for value in node.outputs),
-        )
-        layouts = [Layout.parse(text) for text in (*placed.inputs, *placed.outputs)]
-        rule = rule_for(call_of(self._graph, node))
-        share = share_of(rule, layouts, gradients, self._mesh.axis_sizes)
-        if share is None:
-            raise PlanError(
-                f"no rule of {node.operator} allows the layouts of node {node.name!r}; "
-                f"run `autoshard check` for all errors of the plan"
-            )
-        return self.prices.rank_compute(node, share.sizes).forward
-
-    def reshardings(
-        self, *, bucketed: bool, first: bool, last: bool
-    ) -> dict[Use, _ReshardingTiming]:
-        """Pieces of every resharding in a micro-batch; those of a bucket are merged.
-
-        Args:
-            bucketed: True to merge.
-            first: True for the first micro-batch of a step.
-            last: True for the last one.
-        """
-        found = {
-            c.use: self._resharding(c, first=first, last=last) for c in self._stage.reshardings
-        }
-        if bucketed:
-            for bucket in self._buckets:
-                found.update(_bucket_timing(bucket, [found[use] for use in bucket.uses]))
-        return found
-
-    def _resharding(self, resharding: Resharding, *, first: bool, last: bool) -> _ReshardingTiming:
-        micro_batches, bucket = self._stage.micro_batches, self._bucketed.get(resharding.use)
-        runs = [(micro_batches, micro_batches)] * len(resharding.steps)
-        if bucket is not None:
-            runs = bucket.runs(micro_batches)
-        forward: list[_Piece] = []
-        backward: list[_Piece] = []
-        for step, (gathers, reductions) in zip(resharding.steps, runs, strict=True):
-            moved, reduced = self._pieces(step, resharding.value, gathers, reductions)
-            if moved.seconds and (first or gathers > 1):
-                forward.append(moved)
-            if reduced.seconds and (last or reductions > 1):
-                backward.insert(0, reduced)
-        again = forward if resharding.use in self._again.reshardings else []
-        early, late = self._overlapped(resharding, forward, [*again, *backward])
-        trailing = min(late, _seconds(backward))
-        return _ReshardingTiming(
-            _Split.of(forward, early),
-            _Split.of(again, late - trailing),
-            _Split.of(backward, trailing),
-        )
-
-    def _pieces(
-        self, step: PlannedStep, value: str, gathers: int, reductions: int
-    ) -> tuple[_Piece, _Piece]:
-        """The forward and the backward action of a step, each in one of its runs."""
-        axis = self._mesh.axis_names.index(step.axis)
-        source, target = parse_type(step.source), parse_type(step.target)
-        shape = self._graph.values[value].shape
-        priced = Step(
-            axis=axis,
-            source=source,
-            target=target,
-            nbytes=step.nbytes,
-            forward=Action(step.forward),
-            backward=Action(step.backward),
-            padded=is_padded(source, target, shape, self._mesh.axis_sizes[axis]),
-        )
-        factor = self._fill_factors.get(value, 1.0)
-        forward = min(regather_price(priced, self._mesh, factor), step.time / gathers)
-        backward = (step.time - gathers * forward) / reductions
-        return (
-            _Piece(step.forward, step.axis, forward, step.nbytes),
-            _Piece(step.backward, step.axis, backward, step.nbytes),
-        )
-
-    def _overlapped(
-        self, resharding: Resharding, early: Sequence[_Piece], late: Sequence[_Piece]
-    ) -> tuple[float, float]:
-        """Seconds that overlap with the reader's forward, and with its backward."""
-        number = self._graph.numbers.get(resharding.consumer or "")
-        if self._overlap is None or number is None:
-            return 0.0, 0.0
-        reader = self._graph.nodes[number]
-        share = self._overlap.share(reader, resharding.position)
-        if share is None:
-            return 0.0, 0.0
-        compute = self.node(reader)
-        first = ForwardBackward(_seconds(early), 0.0), ForwardBackward(share * compute.forward, 0.0)
-        second = (
-            ForwardBackward(0.0, _seconds(late)),
-            ForwardBackward(0.0, share * compute.backward),
-        )
-        return float(overlapped_seconds(*first)), float(overlapped_seconds(*second))
-
-
-def _seconds(pieces: Iterable[_Piece]) -> float:
-    return sum(piece.seconds for piece in pieces)
-
-
-def _bucket_timing(
-    bucket: Bucket, own: Sequence[_ReshardingTiming]
-) -> Iterator[tuple[Use, _ReshardingTiming]]:
-    """Merge the pieces of the reshardings of a bucket.
-
-    All exposed pieces become pieces of the first resharding, one for each step; overlapped pieces
-    stay with their reshardings. Every piece has the bytes of the whole bucket.
-    """
-    nbytes = {step.axis: total for step, total in bucket.steps}
-    passes = [[getattr(t, name) for t in own] for name in ("forward", "again", "backward")]
-    for i, use in enumerate(bucket.uses):
-        exposed = [[p for s in splits for p in s.exposed] if i == 0 else [] for splits in passes]
-        pairs = zip(exposed, passes, strict=True)
-        yield (
-            use,
-            _ReshardingTiming(
-                *(
-                    _Split(_merged(all_exposed, nbytes), _merged(splits[i].overlapped, nbytes))
-                    for all_exposed, splits in pairs
-                )
-            ),
-        )
-
-
-def _merged(pieces: Iterable[_Piece], nbytes: Mapping[str, int]) -> tuple[_Piece, ...]:
-    """Merge pieces with equal actions on one axis; the steps of a bucket are on different axes.
-
-    Args:
-        pieces: pieces of the reshardings of a bucket.
-        nbytes: total bytes of the reshardings, by the axis of the step.
-    """
-    seconds: dict[tuple[str, str], float] = {}
-    for piece in pieces:
-        key = piece.name, piece.axis
-        seconds[key] = seconds.get(key, 0.0) + piece.seconds
-    return tuple(_Piece(name, axis, s, nbytes[axis]) for (name, axis), s in seconds.items())
-
-
 class _Simulator:
     def __init__(self, plan: Plan, stage: Stage, graph: Graph, *, bucketed: bool) -> None:
         self._plan = plan
         self._stage = stage
         self._graph = graph
-        self._timing = _StageTiming(plan, stage, graph)
+        self._timing = StageTiming(stage, graph, plan.mesh, plan.options)
         self._bucketed = bucketed
-        self._timings: dict[Use, _ReshardingTiming] = {}
+        self._timings: dict[Use, ReshardingTiming] = {}
         self._memory = timeline(
             stage,
             graph,
@@ -441,7 +187,8 @@ class _Simulator:
         regathered: dict[int, list[Use]] = {}
         for use, moment in memory.regathered.items():
             regathered.setdefault(moment, []).append(use)
-        loading, update = self._timing.inputs()
+        inputs = self._timing.inputs()
+        loading, update = inputs.arriving + inputs.stored, inputs.accumulation + inputs.update
         self._compute("inputs", "inputs", Phase.FORWARD, "compute", loading)
         starts: list[float] = []
         numbers: list[int] = []
@@ -474,9 +221,9 @@ class _Simulator:
             memory=memory,
         )
 
-    def _micro_batches(self) -> Iterator[dict[Use, _ReshardingTiming]]:
+    def _micro_batches(self) -> Iterator[dict[Use, ReshardingTiming]]:
         """The pieces of all reshardings in each micro-batch of the step."""
-        known: dict[tuple[bool, bool], dict[Use, _ReshardingTiming]] = {}
+        known: dict[tuple[bool, bool], dict[Use, ReshardingTiming]] = {}
         number = self._stage.micro_batches
         for i in range(number):
             first, last = i == 0, i == number - 1
@@ -518,7 +265,7 @@ class _Simulator:
         self._now = end
         direction = "backward" if backward else "forward"
         pieces = [
-            _Piece(step.action, step.axis, step.time / micro_batches, step.nbytes)
+            Piece(step.action, step.axis, step.time / micro_batches, step.nbytes)
             for step in self._placed[node.name].inside
             if step.direction == direction
         ]
@@ -546,7 +293,7 @@ class _Simulator:
 
     def _run(
         self,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[Piece],
         subject: str,
         phase: Phase,
         category: Category,
