@@ -31,6 +31,12 @@ from autoshard.plan.document import (
 )
 from autoshard.plan.exports import EXPORT_TARGETS, export_plan
 from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
+from autoshard.plan.schedule_simulation import (
+    ScheduleSimulation,
+    simulate_schedule,
+    step_time_lower_bound,
+)
+from autoshard.plan.schedules import Schedule, schedule_error, schedule_name
 from autoshard.plan.simulation import Event, Simulation, chrome_trace, simulate
 from autoshard.plan.summary import ParameterRow, fold_parameters
 
@@ -65,6 +71,8 @@ __all__ = [
     "PlannedStep",
     "Provenance",
     "Resharding",
+    "Schedule",
+    "ScheduleSimulation",
     "Simulation",
     "Stage",
     "check_plan",
@@ -74,5 +82,9 @@ __all__ = [
     "fold_parameters",
     "mesh_text",
     "operator_coverage",
+    "schedule_error",
+    "schedule_name",
     "simulate",
+    "simulate_schedule",
+    "step_time_lower_bound",
 ]
