@@ -310,6 +310,7 @@ class Node:
             their default value are absent.
         outputs: names of the output values, in order; a list output is flattened.
         module: dotted path of the module that made the call; empty for the root module.
+        part: how often forward has called torch's `pipe_split()` before.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -319,6 +320,7 @@ class Node:
     arguments: tuple[tuple[str, Argument], ...]
     outputs: tuple[str, ...]
     module: str = ""
+    part: int = 0
 
     def argument(self, name: str, default: Argument = None) -> Argument:
         """Return the argument with a schema name, or `default` if it is absent."""

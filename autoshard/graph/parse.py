@@ -28,6 +28,9 @@ from autoshard.graph.symbols import Symbols, size, to_float
 SCHEMA_MAJOR = 8
 """Schema version of the integer codes; minor versions only add optional members."""
 
+PIPE_SPLIT = "pippy._pipe_split.default"
+"""The operator that `torch.distributed.pipelining.pipe_split()` calls."""
+
 DTYPES = {
     1: DType.UINT8,
     2: DType.INT8,
@@ -357,7 +360,7 @@ def _parse_step(node: object, position: int, symbols: Symbols) -> Node | Region 
     inputs = member(node, "inputs", list)
     if any("as_graph" in member(item, "arg", dict) for item in inputs):
         return _parse_region(typed(name, str, "'name'"), operator, inputs, names, symbols)
-    if not names:
+    if not names and operator != PIPE_SPLIT:
         raise UnsupportedError(f"operator {operator} has no outputs, so its effect is unknown")
     keys = [member(item, "name", str) for item in inputs]
     values = read_each(

@@ -4,15 +4,16 @@ A stage is a program of its own. Values go only from a stage to the next one: a 
 stage uses is received and sent on by the stages between. User inputs are not sent, since every rank
 has the arguments of a call. Results of forward leave from the last stage.
 
-A node is *placed* if it derives from both user inputs and parameters, or draws random numbers; cuts
-divide the placed nodes. Other nodes, such as masks, tables of positions and transposed weights, are
-copied into every stage that uses them. A parameter that several stages use is an input of each of
-them, unless it is sent like an activation (`transmitted`). Reads and updates of a buffer that
-forward updates belong to one stage.
+A node is *placed* if it derives from both user inputs and parameters (in a model without
+parameters, from user inputs), or must run once, such as one that draws random numbers; cuts divide
+the placed nodes. Other nodes, such as masks, tables of positions and transposed weights, are copied
+into every stage that uses them. A parameter that several stages use is an input of each of them,
+unless it is sent like an activation (`transmitted`). Reads and updates of a buffer that forward
+updates belong to one stage.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -49,7 +50,8 @@ class StageCutter:
 
     Args:
         graph: the normalised program.
-        is_random: returns True for nodes that draw random numbers, which must not be copied.
+        runs_once: returns True for nodes that must not be copied, such as those that draw random
+            numbers.
         transmitted: names of parameters that the first stage that uses them sends to the others.
 
     Attributes:
@@ -65,13 +67,13 @@ class StageCutter:
         self,
         graph: Graph,
         *,
-        is_random: Callable[[Node], bool] = lambda _: False,
+        runs_once: Callable[[Node], bool] = lambda _: False,
         transmitted: Collection[str] = (),
     ) -> None:
         self.graph = graph
         self._inputs = {i.name: i for i in graph.inputs if i.kind is not InputKind.LITERAL}
         self._transmitted = frozenset(transmitted)
-        derived = self._derivations(is_random)
+        derived = self._derivations(runs_once)
         self.placed = tuple(
             i for i, x in enumerate(graph.nodes) if any(derived[v] & _PLACED for v in x.outputs)
         )
@@ -82,31 +84,56 @@ class StageCutter:
     def cut_points(self) -> tuple[CutPoint, ...]:
         """All places where a stage may begin, in order, without the beginning of the program.
 
-        Of several places in a row with the same crossing values, the first is kept, and that where
-        a repeated block begins.
+        Of several places with the same crossing values, the first is kept, and that where a
+        repeated block begins.
         """
+        found = {point.node: point for point in self._points.values()}
+        return tuple(found[node] for node in sorted(found))
+
+    def cut_point(self, node: int) -> CutPoint | None:
+        """The cut point that stands for a cut before a node.
+
+        Args:
+            node: index of a node; the cut is before the first placed node from there on.
+
+        Returns:
+            None if a cut there would leave a stage without placed nodes, or separate reads and
+            updates of a buffer.
+        """
+        number = bisect_left(self.placed, node)
+        return self._points.get(self.placed[number]) if number < len(self.placed) else None
+
+    @cached_property
+    def _points(self) -> Mapping[int, CutPoint]:
+        """The cut point of each placed node before which the program can be cut."""
         graph = self.graph
         starts = {
             nodes.start: number
             for block in find_blocks(graph)
             for number, nodes in enumerate(block.instances())
         }
+        crossing = dict(self._crossing())
+        found: dict[tuple[str, ...], CutPoint] = {}
+        previous = dict(zip(self.placed[1:], self.placed, strict=False))
+        for node, values in crossing.items():
+            instances = range(previous[node] + 1, node + 1)
+            layer = next((starts[i] for i in instances if i in starts), None)
+            known = found.get(values)
+            if known is None or (known.layer is None and layer is not None):
+                nbytes = sum(graph.values[value].nbytes for value in values)
+                found[values] = CutPoint(node, graph.nodes[node].module, values, nbytes, layer)
+        return {node: found[values] for node, values in crossing.items()}
+
+    def _crossing(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Placed nodes before which the program can be cut, and the values that then cross."""
         begins: dict[int, list[str]] = {}
         for value, place in self._begin.items():
             begins.setdefault(place, []).append(value)
-        found: dict[tuple[str, ...], CutPoint] = {}
         alive: list[str] = []
         for before, node in pairwise(self.placed):
             alive = [v for v in (*alive, *begins.get(before, ())) if self._end[v] >= node]
-            values = tuple(alive)
-            layer = next((starts[i] for i in range(before + 1, node + 1) if i in starts), None)
-            is_legal = not any(first < node <= last for first, last in self._updates.values())
-            known = found.get(values)
-            if not is_legal or (known is not None and (layer is None or known.layer is not None)):
-                continue
-            nbytes = sum(graph.values[value].nbytes for value in values)
-            found[values] = CutPoint(node, graph.nodes[node].module, values, nbytes, layer)
-        return tuple(sorted(found.values(), key=lambda point: point.node))
+            if not any(first < node <= last for first, last in self._updates.values()):
+                yield node, tuple(alive)
 
     def split(self, cuts: Sequence[int]) -> tuple[Graph, ...]:
         """The programs of the stages.
@@ -118,15 +145,11 @@ class StageCutter:
             GraphError: cuts are not ascending indices of nodes, a stage would have no operator, or
                 a cut separates reads and updates of a buffer.
         """
-        self._check(cuts)
+        self.check(cuts)
         last = len(cuts)
         spans = {
-            value: (
-                bisect_right(cuts, begin),
-                last if end > self.placed[-1] else bisect_right(cuts, end),
-            )
+            value: (bisect_right(cuts, begin), bisect_right(cuts, self._end[value]))
             for value, begin in self._begin.items()
-            for end in (self._end[value],)
         }
         edges = (0, *cuts, len(self.graph.nodes))
         return tuple(
@@ -140,8 +163,9 @@ class StageCutter:
             for stage, (low, high) in enumerate(pairwise(edges))
         )
 
-    def _derivations(self, is_random: Callable[[Node], bool]) -> Mapping[str, int]:
+    def _derivations(self, runs_once: Callable[[Node], bool]) -> Mapping[str, int]:
         graph = self.graph
+        needed = _DATA | (_STATE if graph.parameters else 0)
         derived: dict[str, int] = {}
         for name, graph_input in self._inputs.items():
             kind = graph_input.kind
@@ -152,10 +176,10 @@ class StageCutter:
                 | (_PLACED if is_placed else 0)
             )
         for node in graph.nodes:
-            found = _PLACED if is_random(node) else 0
+            found = _PLACED if runs_once(node) else 0
             for value in node.inputs:
                 found |= derived[value]
-            if found & _DATA and found & _STATE:
+            if found & needed == needed:
                 found |= _PLACED
             derived.update(dict.fromkeys(node.outputs, found))
         return derived
@@ -193,7 +217,14 @@ class StageCutter:
             spans[buffer] = (min(users, default=0), max(users, default=0))
         return spans
 
-    def _check(self, cuts: Sequence[int]) -> None:
+    def check(self, cuts: Sequence[int]) -> None:
+        """Check that the program can be cut there.
+
+        Raises:
+            GraphError: as `split`.
+        """
+        if not cuts:
+            return
         edges = (0, *cuts, len(self.graph.nodes))
         if any(low >= high for low, high in pairwise(edges)):
             raise GraphError(

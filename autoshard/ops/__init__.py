@@ -4,6 +4,7 @@ from autoshard.ops.collectives import InnerCollective, Operation, Reduction, Red
 from autoshard.ops.interleaved import interleaved_types, weights_of
 from autoshard.ops.registry import (
     backward_workspace,
+    draws_random_numbers,
     has_rule,
     is_view,
     made_strides,
@@ -45,6 +46,7 @@ __all__ = [
     "axis_rules",
     "backward_workspace",
     "call_of",
+    "draws_random_numbers",
     "has_rule",
     "interleaved_types",
     "is_view",

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autoshard.errors import SchemaError
-from autoshard.graph import OPAQUE_MODULE, CallRule, Graph
+from autoshard.graph import OPAQUE_MODULE, CallRule, Graph, Node
 from autoshard.ops import (
     attention,
     convolution,
@@ -68,6 +68,17 @@ def has_rule(operator: str) -> bool:
 def is_view(operator: str) -> bool:
     """True if an operator's outputs always share its input's memory."""
     return spec_for(operator).is_view
+
+
+def draws_random_numbers(node: Node) -> bool:
+    """True if a node draws random numbers, so that its result depends on the step."""
+    draws = spec_for(node.operator).draws
+    if not draws:
+        return draws is not None
+    return bool(node.argument(draws, _DEFAULT_PROBABILITY.get(draws)))
+
+
+_DEFAULT_PROBABILITY = {"p": 0.5, "dropout_p": 0.0}
 
 
 def rule_for(call: Call) -> OperatorRule:

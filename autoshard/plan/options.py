@@ -13,6 +13,9 @@ CollectiveKind = Literal[
     "all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter"
 ]
 
+Weight = Literal["time", "flops", "parameters", "bytes"]
+Cut = Annotated[str, Field(pattern="^(before|after):.", max_length=520)]
+
 _Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 _LayoutText = Annotated[str, Field(max_length=1024)]
 _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
@@ -132,6 +135,38 @@ class PlanOptions(BaseModel):
         description=(
             "number of micro-batches whose saved activations a pipeline stage holds at the same "
             "time; chosen by the pipeline schedule. At most micro_batches."
+        ),
+    )
+    stages: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        default=None,
+        description=(
+            "number of pipeline stages; the outermost axes of the mesh are divided among them. "
+            "auto: chosen by optimization. If null, as many as `balance` lists, or as `cuts` and "
+            "calls of `pipe_split()` in forward make; 1 if there are none. A plan of one stage "
+            "ignores calls of `pipe_split()`."
+        ),
+    )
+    cuts: tuple[Cut, ...] = Field(
+        default=(),
+        max_length=1024,
+        description=(
+            "places where a pipeline stage must begin: `before:NAME`, before the first operator of "
+            "a module, or `after:NAME`, after its last one. NAME is the dotted path of a module, a "
+            "pattern in which `*` matches any text, or the name of an operator. Calls of "
+            "`pipe_split()` in forward count as well. Further cuts are chosen, if `stages` asks "
+            "for more."
+        ),
+    )
+    balance: (
+        Weight | Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] | None
+    ) = Field(
+        default=None,
+        description=(
+            "how to choose the cuts without optimization, for comparison: so that the largest "
+            "stage is as small as possible by `time` (of operators on one device), `flops`, "
+            "`parameters` (their number) or `bytes` (of parameters and buffers); or the "
+            "number of layers of each stage, where layers are the numbered modules, or else "
+            "the repeated blocks. If null, cuts are optimized together with the layouts."
         ),
     )
     accumulation_dtype: StateDType | None = Field(

@@ -8,9 +8,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from autoshard.graph import Node
 from autoshard.layouts import Kind
-from autoshard.ops import Kernel, spec_for
+from autoshard.ops import Kernel, draws_random_numbers, spec_for
 from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.opaque import bind_module
 from autoshard.runtime.operators import OperatorCall
@@ -31,14 +30,6 @@ def bind_kernel(local: LocalNode) -> LocalKernel:
     spec = spec_for(local.node.operator)
     run = _BINDERS[spec.kernel](local, spec.kernel_argument)
     return seeded(local, run) if draws_random_numbers(local.node) else run
-
-
-def draws_random_numbers(node: Node) -> bool:
-    """True if a node draws random numbers, so that its result depends on the step."""
-    draws = spec_for(node.operator).draws
-    if not draws:
-        return draws is not None
-    return bool(node.argument(draws, _DEFAULT_PROBABILITY.get(draws)))
 
 
 def _plain(local: LocalNode, _argument: str = "") -> LocalKernel:
@@ -238,9 +229,6 @@ def _until(tensors: Sequence[torch.Tensor], end: int) -> tuple[torch.Tensor, ...
     """The queries, and the first `end` keys and values."""
     query, key, value = tensors
     return query, key[..., :end, :], value[..., :end, :]
-
-
-_DEFAULT_PROBABILITY = {"p": 0.5, "dropout_p": 0.0}
 
 
 _BINDERS: Mapping[Kernel, Callable[[LocalNode, str], LocalKernel]] = {

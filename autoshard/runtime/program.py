@@ -12,7 +12,7 @@ from autoshard.errors import LayoutError, PlanError
 from autoshard.graph import graph_from_json
 from autoshard.graph.experts import ragged_values
 from autoshard.layouts import Action, Layout
-from autoshard.ops import Kernel, spec_for
+from autoshard.ops import Kernel, draws_random_numbers, spec_for
 from autoshard.plan import Stage, lowering
 from autoshard.runtime.buckets import BucketSteps
 from autoshard.runtime.instructions import (
@@ -27,7 +27,7 @@ from autoshard.runtime.instructions import (
     execute,
     mark_last_reads,
 )
-from autoshard.runtime.kernels import bind_kernel, draws_random_numbers
+from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, MeshRanks, Place, Step
 from autoshard.runtime.regather import Regathers
 from autoshard.runtime.resharding import bind_steps

@@ -11,7 +11,8 @@ from torch.nn import functional
 from autoshard.errors import PlanError
 from autoshard.graph import Argument, Node, Ref
 from autoshard.layouts import Layout
-from autoshard.runtime.kernels import bind_kernel, draws_random_numbers
+from autoshard.ops import draws_random_numbers
+from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, Place
 from autoshard.runtime.shards import local_shard
 

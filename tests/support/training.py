@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autoshard.errors import PlanError
+from autoshard.ops import draws_random_numbers
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import dcp_state_dict, parallelize, rng_step, shard_loader
-from autoshard.runtime.kernels import draws_random_numbers
 
 STEPS = 8
 SAVED_AFTER = 4

@@ -514,7 +514,7 @@ class _Memory:
             node = self._node_names.fresh(stem)
             self.values[name] = out
             self.nodes.append(
-                Node(node, operator, tuple(arguments.items()), (name,), origin.module)
+                Node(node, operator, tuple(arguments.items()), (name,), origin.module, origin.part)
             )
             return name
 

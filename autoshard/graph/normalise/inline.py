@@ -4,14 +4,18 @@ A region that switches gradients off is replaced by its body, with a `detach` of
 that nothing inside requires a gradient. A region with autocast switched off is replaced by its
 body. With autocast switched on, casts happen at run time and differ between devices, and exports on
 the meta device do not record their element types, so such programs are rejected.
+
+Calls of `torch.distributed.pipelining.pipe_split()` are removed; `Node.part` counts those before a
+node.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from autoshard.errors import SchemaError, UnsupportedError
 from autoshard.graph.ir import Argument, Graph, Node, Output, Ref, Tensor
 from autoshard.graph.normalise.rewriting import Names, rewire
-from autoshard.graph.parse import Body, Program, Region
+from autoshard.graph.parse import PIPE_SPLIT, Body, Program, Region
 
 _SET_GRAD = "higher_order.wrap_with_set_grad_enabled"
 _AUTOCAST = "higher_order.wrap_with_autocast"
@@ -57,6 +61,7 @@ class _Inliner:
         self._value_names = Names(body.values)
         self._node_names = Names(step.name for step in body.steps)
         self._region_outputs: dict[str, Argument] = {}
+        self._part = 0
 
     def lookup(self, name: str) -> Argument:
         """Resolve a name of the outermost scope."""
@@ -71,8 +76,11 @@ class _Inliner:
             argument = scope(name)
             return self.lookup(argument.name) if isinstance(argument, Ref) else argument
 
-        if isinstance(step, Node):
-            self.nodes.append(rewire(step, resolve))
+        if isinstance(step, Node) and step.operator == PIPE_SPLIT:
+            self._part += 1
+        elif isinstance(step, Node):
+            node = rewire(step, resolve)
+            self.nodes.append(replace(node, part=self._part) if self._part else node)
         else:
             self._add_region(step, resolve, gradients=gradients)
 
@@ -128,7 +136,8 @@ class _Inliner:
         tensor = self.values[value.name]
         name = self._new_value(f"{value.name}_detached", tensor)
         node = self._node_names.fresh(f"{region.name}_detach")
-        self.nodes.append(Node(node, "aten.detach.default", (("self", value),), (name,)))
+        arguments = (("self", value),)
+        self.nodes.append(Node(node, "aten.detach.default", arguments, (name,), part=self._part))
         return Ref(name)
 
     def _new_value(self, stem: str, tensor: Tensor | None) -> str:

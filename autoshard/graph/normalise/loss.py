@@ -57,11 +57,11 @@ class _Builder:
         count = self._count(node, wide)
         divide = (("self", total), ("other", count))
         if wide is loss.dtype:
-            self.nodes.append(Node(node.name, "aten.div.Tensor", divide, node.outputs, node.module))
+            self.nodes.append(replace(node, operator="aten.div.Tensor", arguments=divide))
             return
         mean = self._add(node, "div.Tensor", divide, Tensor((), wide))
         cast = (("self", mean), ("dtype", Token(TokenKind.DTYPE, loss.dtype.value)))
-        self.nodes.append(Node(node.name, "aten.to.dtype", cast, node.outputs, node.module))
+        self.nodes.append(replace(node, operator="aten.to.dtype", arguments=cast))
 
     def _sum(self, node: Node, loss: Tensor) -> Ref:
         return self._add(node, "cross_entropy_loss.default", _reduced(node, _SUM), loss)
@@ -114,10 +114,9 @@ class _Builder:
         stem = f"{origin.name}_{operator.split('.', maxsplit=1)[0]}"
         name = self._value_names.fresh(stem)
         self.values[name] = out
+        node = self._node_names.fresh(stem)
         self.nodes.append(
-            Node(
-                self._node_names.fresh(stem), f"aten.{operator}", arguments, (name,), origin.module
-            )
+            Node(node, f"aten.{operator}", arguments, (name,), origin.module, origin.part)
         )
         return Ref(name)
 

@@ -38,7 +38,7 @@ def rewire(node: Node, rename: Callable[[str], Argument]) -> Node:
     if all(_stays(name, rename(name)) for name in node.inputs):
         return node
     arguments = tuple((key, replace_refs(value, rename)) for key, value in node.arguments)
-    return Node(node.name, node.operator, arguments, node.outputs, node.module)
+    return Node(node.name, node.operator, arguments, node.outputs, node.module, node.part)
 
 
 def _stays(name: str, argument: Argument) -> bool:

@@ -1,0 +1,99 @@
+"""Where a program is cut into pipeline stages, as far as options say it without optimization."""
+
+from collections.abc import Collection
+
+from autoshard.errors import OptionError
+from autoshard.graph import OPAQUE_MODULE, Graph, Node, StageCutter
+from autoshard.mesh import Mesh
+from autoshard.ops import draws_random_numbers
+from autoshard.plan.options import PlanOptions
+from autoshard.planner.pipeline.balance import balanced_cuts, node_weights
+from autoshard.planner.pipeline.named_cuts import layer_cuts, marked_cuts, named_cuts
+
+
+def stage_cutter(graph: Graph, *, transmitted: Collection[str] = ()) -> StageCutter:
+    """A `StageCutter` that copies neither nodes that draw random numbers nor opaque modules.
+
+    Args:
+        graph: the normalised program.
+        transmitted: names of parameters that the first stage that uses them sends to the others.
+    """
+    return StageCutter(graph, runs_once=_runs_once, transmitted=transmitted)
+
+
+def _runs_once(node: Node) -> bool:
+    return node.operator == OPAQUE_MODULE or draws_random_numbers(node)
+
+
+def required_cuts(options: PlanOptions, cutter: StageCutter) -> tuple[int, ...]:
+    """Nodes of cut points before which a stage must begin: named cuts, and marks in forward.
+
+    Raises:
+        OptionError: an option names something that does not exist, or the program cannot be cut
+            there.
+    """
+    if options.stages == 1 and not options.cuts:
+        return ()
+    return tuple(sorted({*named_cuts(cutter, options.cuts), *marked_cuts(cutter)}))
+
+
+def num_stages(options: PlanOptions, cutter: StageCutter) -> int | None:
+    """Number of pipeline stages; None if it is to be chosen by optimization.
+
+    Raises:
+        OptionError: options contradict each other or the program.
+    """
+    required = len(required_cuts(options, cutter)) + 1
+    listed = len(options.balance) if isinstance(options.balance, tuple) else None
+    if options.stages in (None, "auto") and listed is not None:
+        return listed
+    if options.stages is None:
+        if isinstance(options.balance, str) and required == 1:
+            raise OptionError(f"balance {options.balance!r} needs a number of stages")
+        return required
+    if options.stages == "auto":
+        return None
+    if options.stages < required:
+        raise OptionError(
+            f"stages is {options.stages}, but cuts and calls of pipe_split() in forward make "
+            f"{required} stages; ask for at least as many, or for stages=1 without cuts"
+        )
+    if listed not in (None, options.stages):
+        raise OptionError(f"stages is {options.stages}, but balance lists {listed} stages")
+    most = len(cutter.cut_points) + 1
+    if options.stages > most:
+        raise OptionError(f"stages is {options.stages}, but the program has at most {most} stages")
+    return options.stages
+
+
+def cuts_of(options: PlanOptions, cutter: StageCutter, mesh: Mesh) -> tuple[int, ...] | None:
+    """The cuts that the options determine; None if they are to be chosen by optimization.
+
+    Args:
+        options: `stages`, `cuts` and `balance`.
+        cutter: the program.
+        mesh: the devices, whose speed predicts times.
+
+    Returns:
+        Nodes of cut points, ascending.
+
+    Raises:
+        OptionError: options contradict each other or the program.
+    """
+    number, required = num_stages(options, cutter), required_cuts(options, cutter)
+    if isinstance(options.balance, tuple):
+        cuts = layer_cuts(cutter, options.balance)
+        if not set(required) <= set(cuts):
+            raise OptionError(
+                f"balance {list(options.balance)} does not cut where cuts or calls of pipe_split() "
+                f"in forward ask for it; leave out one of them"
+            )
+        return cuts
+    if number is None:
+        return None
+    if number == len(required) + 1:
+        return required
+    if options.balance is None:
+        return None
+    weights = node_weights(cutter, options.balance, mesh, options)
+    return balanced_cuts(cutter, number, weights, required=required)
