@@ -17,8 +17,10 @@ from autoshard.plan import (
     Coverage,
     Figure,
     Memory,
+    Pipeline,
     Plan,
     PlanDifference,
+    ScheduleSimulation,
     Simulation,
     fold_parameters,
     mesh_text,
@@ -214,6 +216,41 @@ def render_simulation(simulation: Simulation, *, limit: int) -> RenderableType:
             f"{milliseconds(float(start))} into the step "
             f"({f'{phase} of {name}' if name else phase.value})"
         ),
+    )
+
+
+def render_schedule(pipeline: Pipeline, simulation: ScheduleSimulation) -> RenderableType:
+    """Show the step of a pipeline: times and memory of its stages, and idle time of its ranks."""
+    schedule = simulation.schedule
+    stages = make_table(
+        "Stages: seconds per micro-batch, and at the end of the step",
+        ["stage", "rank"],
+        ["forward", "backward", "end", "send", "in flight", "peak memory"],
+    )
+    for stage, (summary, times) in enumerate(zip(pipeline.stages, simulation.times, strict=True)):
+        stages.add_row(
+            str(stage),
+            str(schedule.rank_of_stage[stage]),
+            milliseconds(times.forward),
+            milliseconds(times.backward_input + times.backward_weight),
+            milliseconds(times.end),
+            milliseconds(times.send),
+            str(schedule.in_flight[stage]),
+            format_bytes(summary.memory.peak),
+        )
+    ranks = make_table("Pipeline ranks", ["rank", "stages"], ["idle", "share of step"])
+    for rank, held in enumerate(schedule.ranks):
+        idle = float(simulation.idle[rank])
+        share = _share(idle, simulation.seconds)
+        ranks.add_row(str(rank), ", ".join(map(str, held)), milliseconds(idle), share)
+    return Group(
+        _bold(f"One step takes {milliseconds(simulation.seconds)}"),
+        Text(
+            f"Schedule {schedule.name}, {schedule.micro_batches} micro-batches: ranks are idle for "
+            f"{simulation.bubble:.1%} of the step"
+        ),
+        stages,
+        ranks,
     )
 
 

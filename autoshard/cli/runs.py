@@ -18,10 +18,15 @@ from autoshard.cli.options import (
     read_topology,
 )
 from autoshard.cli.output import calibration_progress, console, reported
-from autoshard.cli.render import render_calibration, render_profile, render_simulation
+from autoshard.cli.render import (
+    render_calibration,
+    render_profile,
+    render_schedule,
+    render_simulation,
+)
 from autoshard.errors import OptionError
 from autoshard.mesh import get_topology, topology_to_json
-from autoshard.plan import chrome_trace
+from autoshard.plan import chrome_trace, schedule_svg, schedule_trace, simulate_pipeline
 from autoshard.plan import simulate as simulate_plan
 
 PASSED_ON = {
@@ -39,15 +44,38 @@ Trace = Annotated[
 Limit = Annotated[int, typer.Option(help="Maximum rows.")]
 
 
+Picture = Annotated[
+    Path | None, typer.Option("--svg", help="File for a picture of a pipeline's schedule.")
+]
+
+
 def simulate(
-    plan: PlanSource, *, output: Trace = None, limit: Limit = 12, connection: Connection
+    plan: PlanSource,
+    *,
+    output: Trace = None,
+    svg: Picture = None,
+    limit: Limit = 12,
+    connection: Connection,
 ) -> None:
-    """Show one step of a plan over time: compute, communication and memory."""
+    """Show one step of a plan over time: compute, communication and memory; a pipeline by rank."""
     with reported():
-        simulation = simulate_plan(connection.read_plan(plan))
+        made = connection.read_plan(plan)
+        if made.pipeline is not None:
+            schedule = simulate_pipeline(made)
+            trace, shown = schedule_trace(schedule), render_schedule(made.pipeline, schedule)
+            if svg is not None:
+                svg.write_text(schedule_svg(schedule), encoding="utf-8")
+        elif svg is not None:
+            raise OptionError(
+                "--svg draws the schedule of a pipeline, but the plan has one stage: write a trace "
+                "with -o"
+            )
+        else:
+            simulation = simulate_plan(made)
+            trace, shown = chrome_trace(simulation), render_simulation(simulation, limit=limit)
         if output is not None:
-            output.write_text(chrome_trace(simulation), encoding="utf-8")
-    console.print(render_simulation(simulation, limit=limit))
+            output.write_text(trace, encoding="utf-8")
+    console.print(shown)
 
 
 def launch(context: typer.Context) -> None:

@@ -20,6 +20,7 @@ from autoshard.plan.document import (
     Direction,
     GraphSummary,
     Memory,
+    Pipeline,
     PlacedInput,
     PlacedNode,
     PlacedOutput,
@@ -33,9 +34,11 @@ from autoshard.plan.exports import EXPORT_TARGETS, export_plan
 from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
 from autoshard.plan.schedule_simulation import (
     ScheduleSimulation,
+    simulate_pipeline,
     simulate_schedule,
     step_time_lower_bound,
 )
+from autoshard.plan.schedule_view import plan_trace, schedule_svg, schedule_trace
 from autoshard.plan.schedules import Schedule, schedule_error, schedule_name
 from autoshard.plan.simulation import Event, Simulation, chrome_trace, simulate
 from autoshard.plan.summary import ParameterRow, fold_parameters
@@ -62,6 +65,7 @@ __all__ = [
     "OperatorUse",
     "ParameterRow",
     "Pins",
+    "Pipeline",
     "PlacedInput",
     "PlacedNode",
     "PlacedOutput",
@@ -82,9 +86,13 @@ __all__ = [
     "fold_parameters",
     "mesh_text",
     "operator_coverage",
+    "plan_trace",
     "schedule_error",
     "schedule_name",
+    "schedule_svg",
+    "schedule_trace",
     "simulate",
+    "simulate_pipeline",
     "simulate_schedule",
     "step_time_lower_bound",
 ]

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
-from autoshard.plan.document import StageTimes
+from autoshard.plan.document import Plan, StageTimes
 from autoshard.plan.schedules import ComputeAction, Schedule
 
 _NOTHING = -1
@@ -66,13 +66,15 @@ class ScheduleSimulation:
         schedule: the schedule.
         times: the seconds of its stages.
         seconds: duration of the step.
+        finish: seconds after which each rank has no action and no send left, and begins what is due
+            at the end of the step, shape [ranks].
         idle: seconds in which each rank computes nothing, shape [ranks].
-        events: all actions and transfers, in an order in which none waits for a later one.
     """
 
     schedule: Schedule
     times: tuple[StageTimes, ...]
     seconds: float
+    finish: NDArray[np.float64]
     idle: NDArray[np.float64]
     _order: "_Order"
     _starts: NDArray[np.float64]
@@ -118,7 +120,28 @@ def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> Schedu
     computing = order.receivers < 0
     busy = np.bincount(order.ranks[computing], durations[computing], schedule.num_ranks) + last
     idle = np.maximum(seconds - busy, 0.0)
-    return ScheduleSimulation(schedule, tuple(times), seconds, idle, order, starts, ends)
+    return ScheduleSimulation(schedule, tuple(times), seconds, finish, idle, order, starts, ends)
+
+
+def simulate_pipeline(plan: Plan) -> ScheduleSimulation:
+    """Simulate one step of a plan with several stages.
+
+    Raises:
+        PlanError: the plan is not a pipeline.
+        OptionError: torch has no such schedule.
+    """
+    pipeline = plan.pipeline
+    if pipeline is None:
+        raise PlanError(plan.reason or "the plan has a single stage, and so no schedule")
+    per_rank = len(pipeline.stages) // len(pipeline.ranks)
+    schedule = Schedule(
+        pipeline.schedule,
+        len(pipeline.ranks),
+        per_rank,
+        pipeline.micro_batches,
+        training=plan.options.mode == "training",
+    )
+    return simulate_schedule(schedule, [summary.times for summary in pipeline.stages])
 
 
 def step_time_lower_bound(schedule: Schedule, times: Sequence[StageTimes]) -> float:

@@ -129,6 +129,8 @@ def simulate(plan: Plan, *, bucketed: bool = True) -> Simulation:
     """
     if not plan.found:
         raise PlanError(f"the document has no plan to simulate: {plan.reason}")
+    if plan.pipeline is not None:
+        raise PlanError("the plan is a pipeline: `simulate_pipeline` simulates its schedule")
     (stage,) = plan.stages
     number = len(stage.nodes) * stage.micro_batches
     if stage.micro_batches > 1 and number > _MAX_OPERATORS:
@@ -320,7 +322,7 @@ class _Simulator:
             self._now += piece.seconds
 
 
-_MICROSECONDS = 1e6
+MICROSECONDS = 1e6
 
 
 def chrome_trace(simulation: Simulation, measured: Iterable[Event] = ()) -> str:
@@ -348,10 +350,10 @@ def _process(
     process: int, name: str, lanes: Sequence[str], events: Iterable[Event]
 ) -> Iterator[dict[str, Any]]:
     """Names of a process and of its lanes, and events on them."""
-    yield _record("M", "process_name", process, args={"name": name})
+    yield trace_record("M", "process_name", process, args={"name": name})
     for thread, lane in enumerate(lanes):
-        yield _record("M", "thread_name", process, thread, args={"name": lane})
-        yield _record("M", "thread_sort_index", process, thread, args={"sort_index": thread})
+        yield trace_record("M", "thread_name", process, thread, args={"name": lane})
+        yield trace_record("M", "thread_sort_index", process, thread, args={"sort_index": thread})
     for event in events:
         args: dict[str, Any] = {"of": event.subject, "phase": event.phase.value}
         if event.nbytes:
@@ -362,14 +364,14 @@ def _process(
             args["inside"] = event.inside
         if event.micro_batch:
             args["micro_batch"] = event.micro_batch
-        yield _record(
+        yield trace_record(
             "X",
             event.name,
             process,
             lanes.index(event.lane),
             cat=event.category,
-            ts=event.start * _MICROSECONDS,
-            dur=event.seconds * _MICROSECONDS,
+            ts=event.start * MICROSECONDS,
+            dur=event.seconds * MICROSECONDS,
             args=args,
         )
 
@@ -379,8 +381,11 @@ def _counters(simulation: Simulation) -> Iterator[dict[str, Any]]:
     nbytes = [alive[simulation.numbers] for alive in simulation.memory.nbytes.values()]
     for start, *alive in zip(simulation.moments, *nbytes, strict=True):
         args = {kind: int(count) for kind, count in zip(kinds, alive, strict=True)}
-        yield _record("C", "memory, bytes", 0, ts=float(start) * _MICROSECONDS, args=args)
+        yield trace_record("C", "memory, bytes", 0, ts=float(start) * MICROSECONDS, args=args)
 
 
-def _record(phase: str, name: str, process: int, thread: int = 0, **rest: Any) -> dict[str, Any]:
+def trace_record(
+    phase: str, name: str, process: int, thread: int = 0, **rest: Any
+) -> dict[str, Any]:
+    """One record of a trace."""
     return {"ph": phase, "name": name, "pid": process, "tid": thread, **rest}

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 from support.command_line import autoshard
+from support.pipeline_plans import equal_stages_plan
 
 from autoshard.mesh import get_topology, topology_from_json, topology_to_json
 from autoshard.plan import Plan
+from autoshard.plan.document import StageTimes
+from autoshard.plan.schedules import Schedule
 from autoshard.runtime import calibration
 
 
@@ -23,6 +26,26 @@ def test_simulate_shows_a_step_and_writes_its_trace(archive: Path, tmp_path: Pat
     for text in (f"takes {total.total * 1e3:.3f} ms", "axis x", "linear.default", "Memory peaks"):
         assert text in result.output
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_simulate_shows_the_schedule_of_a_pipeline(archive: Path, tmp_path: Path) -> None:
+    plan, made = tmp_path / "plan.json", tmp_path / "pipeline.json"
+    trace, picture = tmp_path / "trace.json", tmp_path / "schedule.svg"
+    autoshard("plan", archive, "--mesh", "2", "--no-cache", "-o", plan)
+    times = StageTimes(forward=1e-3, backward_input=1e-3, backward_weight=1e-3, end=1e-3)
+    pipeline = equal_stages_plan(
+        Plan.from_json(plan.read_bytes()), Schedule("1F1B", 2, 1, 4), times
+    )
+    made.write_text(pipeline.to_json())
+    result = autoshard("simulate", made, "-o", trace, "--svg", picture)
+    assert result.exit_code == 0, result.output
+    for text in ("takes 16.000 ms", "Schedule 1F1B, 4 micro-batches", "idle for 18.8%"):
+        assert text in result.output
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert picture.read_text().startswith("<svg")
+    result = autoshard("simulate", plan, "--svg", picture)
+    assert result.exit_code == 1
+    assert "the plan has one stage" in result.output
 
 
 def test_simulate_names_a_file_without_a_plan(archive: Path) -> None:

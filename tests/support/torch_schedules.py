@@ -6,10 +6,11 @@ only writes down what it is asked to do.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 LOOPS = ("GPipe", "1F1B")
@@ -48,11 +49,11 @@ Step = Computed | Posted | Waited
 
 def torch_schedule(name: str, num_ranks: int, stages_per_rank: int, micro_batches: int) -> Any:
     """A schedule of torch; raises its errors."""
-    stage = mock.create_autospec(PipelineStage, instance=True)
-    stage.group_rank, stage.group_size, stage.submod = 0, num_ranks, None
-    stage.num_stages = num_ranks * stages_per_rank
-    stages = stage if name in LOOPS else [stage] * stages_per_rank
-    return get_schedule_class(name)(stages, micro_batches)
+    stage = SimpleNamespace(
+        group_rank=0, group_size=num_ranks, num_stages=num_ranks * stages_per_rank, submod=None
+    )
+    make: Any = get_schedule_class(name)
+    return make(stage if name in LOOPS else [stage] * stages_per_rank, micro_batches)
 
 
 def torch_actions(

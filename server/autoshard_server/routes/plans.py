@@ -336,4 +336,4 @@ def _export(plan: bytes, target: str) -> bytes:
 
 
 def _trace(plan: bytes) -> bytes:
-    return plans.chrome_trace(plans.simulate(Plan.from_json(plan))).encode()
+    return plans.plan_trace(Plan.from_json(plan)).encode()
