@@ -109,8 +109,8 @@ class StepCommunication(Generic[Seconds]):
 
     def seconds(self) -> Seconds:
         """Seconds of all runs, without running forward again in backward."""
-        others = self._others
-        return self.total + (self.micro_batches - 1) * (others.forward + others.backward)
+        every = self.every
+        return self.total + (self.micro_batches - 1) * (every.forward + every.backward)
 
     def again(self) -> Seconds:
         """Seconds of running forward again in every backward."""
@@ -126,12 +126,12 @@ class StepCommunication(Generic[Seconds]):
         hidden = overlapped_seconds(self.run, compute, again=again)
         if self.micro_batches == 1:
             return hidden
-        others = overlapped_seconds(self._others, compute, again=again)
+        others = overlapped_seconds(self.every, compute, again=again)
         return hidden + (self.micro_batches - 1) * others
 
     @property
-    def _others(self) -> ForwardBackward[Seconds]:
-        """Seconds in a micro-batch in which only runs what every micro-batch needs."""
+    def every(self) -> ForwardBackward[Seconds]:
+        """Seconds of what runs in every micro-batch, not only once per step."""
         forward, backward = self.run.forward, self.run.backward
         if self.frequency is Frequency.STEP:
             backward = 0.0 * backward

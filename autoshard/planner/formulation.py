@@ -122,7 +122,7 @@ class Formulation:
         self._ragged = ragged_values(graph)
         self._several = self._values_with_several_uses()
         self._input_names = {graph_input.name for graph_input in graph.inputs}
-        self._parameters = {parameter.name for parameter in graph.parameters}
+        self.parameters = {parameter.name for parameter in graph.parameters}
         # The variable that produces each value, and the position among its outputs.
         self._made_by: dict[str, tuple[int, int]] = {}
         self._variable_by_node: list[int] = []
@@ -288,7 +288,7 @@ class Formulation:
     def reads_parameter(self, use: Use) -> bool:
         """True if a use reads a parameter in the layout in which it is stored."""
         source = self.variables[use.source]
-        return source.role is Role.INPUT and source.name in self._parameters
+        return source.role is Role.INPUT and source.name in self.parameters
 
     def table(self, value: str, gradient: Gradient) -> ReshardingTable:
         """The reshardings of a value; shared between values of equal shape and dtype."""

@@ -94,6 +94,13 @@ class StageBuilder:
         )
         return self._overlapped(stage) if self._formulation.prices.overlaps else stage
 
+    def communication(self, number: int) -> StepCommunication[float] | None:
+        """Seconds of the resharding for a use, by its number; None if there is none."""
+        use = self._formulation.uses[number]
+        if self._source(use) == self._target(use):
+            return None
+        return self._path(number, use)[3]
+
     def costs(self, stage: Stage) -> Costs:
         """Predicted seconds by kind."""
         formulation = self._formulation

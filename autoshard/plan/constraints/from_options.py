@@ -1,7 +1,7 @@
 """Constraints from planning options: pins, forbidden collectives and sharding patterns."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -230,9 +230,9 @@ def _pin_constraints(
     reader = _PinReader(graph, axes, training=options.mode == "training")
     pins = options.pins
     kinds: tuple[tuple[str, Mapping[str, str], Callable[[str, str], _Constraints]], ...] = (
-        ("input", pins.inputs, partial(reader.inputs, InputKind.USER)),
-        ("parameter", pins.parameters, partial(reader.inputs, InputKind.PARAMETER)),
-        ("buffer", pins.buffers, partial(reader.inputs, InputKind.BUFFER)),
+        ("input", pins.inputs, partial(reader.inputs, _ENTERING)),
+        ("parameter", pins.parameters, partial(reader.inputs, {InputKind.PARAMETER})),
+        ("buffer", pins.buffers, partial(reader.inputs, {InputKind.BUFFER})),
         ("node", pins.nodes, reader.nodes),
         ("output", pins.outputs, reader.outputs),
     )
@@ -245,6 +245,9 @@ def _pin_constraints(
                 raise OptionError(f"{label}: {error}") from None
 
 
+_ENTERING = frozenset({InputKind.USER, InputKind.RECEIVED})
+
+
 class _PinReader:
     """Finds the variables whose names match a pin, and parses its layouts."""
 
@@ -253,9 +256,9 @@ class _PinReader:
         self._axes = axes
         self._gradients = Gradients(graph, training=training)
 
-    def inputs(self, kind: InputKind, name: str, text: str) -> _Constraints:
+    def inputs(self, kinds: Collection[InputKind], name: str, text: str) -> _Constraints:
         pattern = LayoutPattern.parse(text, self._axes, exact=False)
-        candidates = [i for i in self._graph.inputs if i.kind is kind]
+        candidates = [i for i in self._graph.inputs if i.kind in kinds]
         found = [
             i.name
             for i in candidates

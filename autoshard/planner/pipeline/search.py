@@ -1,0 +1,296 @@
+"""Search for the fastest pipeline: where a program is cut, on which devices, which schedule."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from autoshard.arrays import FloatArray
+from autoshard.graph import CutPoint, StageCutter
+from autoshard.layouts import Layout
+from autoshard.mesh import Mesh
+from autoshard.plan.document import ScheduleName, StageTimes
+from autoshard.plan.options import PlanOptions
+from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
+from autoshard.plan.schedules import Schedule, schedule_error
+from autoshard.plan.transfers import transfer_seconds
+from autoshard.planner.pipeline.partition import Partition, PartitionProblem, RangeTable
+from autoshard.planner.pipeline.range_costs import RangeCosts, range_costs
+from autoshard.planner.pipeline.stage_tables import StageTable, stage_table
+from autoshard.planner.pipeline.sub_meshes import is_aligned, sub_mesh, sub_mesh_sizes
+from autoshard.solve import KeyValueStore
+
+_MAX_POINTS = 160
+"""Maximum number of places where stages may begin."""
+_MAX_SIMULATIONS = 100
+"""Maximum number of partitions that are simulated for one schedule."""
+_STAGES_PER_RANK: Mapping[ScheduleName, tuple[int, ...]] = {
+    "GPipe": (1,),
+    "1F1B": (1,),
+    "Interleaved1F1B": (2, 3, 4, 6, 8, 12, 16),
+    "LoopedBFS": (2, 4, 8),
+    "InterleavedZeroBubble": (2, 4, 8),
+    "ZBVZeroBubble": (2,),
+    "DualPipeV": (2,),
+}
+_AUTOMATIC: tuple[ScheduleName, ...] = (
+    "1F1B",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+"""Schedules that are tried if none is asked for; the others are never faster than these."""
+
+
+class StagePlace(NamedTuple):
+    """Where a stage begins, and its devices.
+
+    Attributes:
+        node: index of its first node.
+        devices: number of its devices.
+        first_device: number of its first device.
+    """
+
+    node: int
+    devices: int
+    first_device: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pipeline with estimated times.
+
+    Attributes:
+        schedule: the schedule.
+        stages: its stages.
+        times: estimated seconds of each stage.
+        simulation: of a step.
+        bound: lower bound of the step time of all partitions under this schedule, for the same
+            estimates.
+    """
+
+    schedule: Schedule
+    stages: tuple[StagePlace, ...]
+    times: tuple[StageTimes, ...]
+    simulation: ScheduleSimulation
+    bound: float
+
+    @property
+    def seconds(self) -> float:
+        """Estimated step time."""
+        return self.simulation.seconds
+
+
+class PipelineSearch:
+    """Searches stages and schedules of one program on one mesh.
+
+    Args:
+        cutter: of the program.
+        mesh: the devices.
+        options: as for `make_plan`.
+        cuts: cuts that stages must have, ascending; other cuts are chosen.
+        block_cache: as for `make_plan`.
+    """
+
+    def __init__(
+        self,
+        cutter: StageCutter,
+        mesh: Mesh,
+        options: PlanOptions,
+        *,
+        cuts: Sequence[int] = (),
+        block_cache: KeyValueStore | None = None,
+    ) -> None:
+        self._cutter = cutter
+        self._mesh = mesh
+        self._options = options
+        self._cuts = tuple(cuts)
+        self._block_cache = block_cache
+        self._budget = float(options.memory_budget or mesh.topology.device.memory)
+        self._costs: dict[int, RangeCosts] = {}
+        self._loads: dict[tuple[int, int, int], int] = {}
+
+    @cached_property
+    def points(self) -> tuple[CutPoint, ...]:
+        """Places where stages may begin: at repeated blocks, and where the fewest bytes cross."""
+        every = self._cutter.cut_points
+        if len(every) <= _MAX_POINTS:
+            return every
+        pinned = set(self._cuts)
+        ranked = sorted(
+            every, key=lambda p: (p.node not in pinned, p.layer is None, p.nbytes, p.node)
+        )
+        layers = sum(point.layer is not None for point in every)
+        kept = ranked[: max(_MAX_POINTS, layers + len(pinned))]
+        return tuple(sorted(kept, key=lambda point: point.node))
+
+    def search(
+        self,
+        num_ranks: int,
+        *,
+        schedule: ScheduleName | None = None,
+        stages_per_rank: int | None = None,
+        unequal: bool = False,
+        below: float = inf,
+    ) -> Candidate | None:
+        """The fastest pipeline with a number of ranks; None if none fits into memory.
+
+        Args:
+            num_ranks: number of pipeline ranks.
+            schedule: its name; None for the fastest one.
+            stages_per_rank: number of stages of each rank; None for the fastest number.
+            unequal: True if stages may have sub-meshes of different sizes.
+            below: only pipelines faster than this are of interest.
+        """
+        best: Candidate | None = None
+        for one in self._schedules(num_ranks, schedule, stages_per_rank):
+            found = self._best_partition(
+                one, unequal=unequal, below=below if best is None else best.seconds
+            )
+            best = found or best
+        return best
+
+    def _schedules(
+        self, num_ranks: int, name: ScheduleName | None, stages_per_rank: int | None
+    ) -> Iterator[Schedule]:
+        training = self._options.mode == "training"
+        names = (name,) if name else _AUTOMATIC if training else ("GPipe",)
+        micro_batches = self._options.micro_batches
+        for one in names:
+            numbers = _STAGES_PER_RANK[one] if stages_per_rank is None else (stages_per_rank,)
+            for number in numbers:
+                if num_ranks * number > len(self.points) + 1:
+                    continue
+                if schedule_error(one, num_ranks, number, micro_batches) is None:
+                    yield Schedule(one, num_ranks, number, micro_batches, training)
+
+    def costs(self, devices: int) -> RangeCosts:
+        """Costs of all ranges on the sub-mesh with a number of devices."""
+        if devices not in self._costs:
+            self._costs[devices] = range_costs(
+                self._cutter,
+                self.points,
+                sub_mesh(self._mesh, devices),
+                self._options,
+                block_cache=self._block_cache,
+            )
+        return self._costs[devices]
+
+    def _best_partition(
+        self, schedule: Schedule, *, unequal: bool, below: float
+    ) -> Candidate | None:
+        total, per_rank = self._mesh.num_devices, schedule.num_stages // schedule.num_ranks
+        equal = total // schedule.num_ranks
+        sizes = (equal,) if total % schedule.num_ranks == 0 else ()
+        if unequal and per_rank == 1:
+            most = total - schedule.num_ranks + 1
+            sizes = tuple(n for n in sub_mesh_sizes(self._mesh) if n <= most)
+        if not sizes:
+            return None
+        stages = [
+            [self._table(schedule, number, devices) for devices in sizes]
+            for number in reversed(range(schedule.num_stages))
+        ]
+        problem = PartitionProblem(
+            [
+                [
+                    self._pinned(
+                        table.range_table(
+                            schedule.micro_batches,
+                            splits_backward=schedule.splits_backward,
+                            per_rank=per_rank,
+                        )
+                    )
+                    for table in row
+                ]
+                for row in stages
+            ],
+            total * per_rank,
+            lambda offset, devices: per_rank > 1 or is_aligned(self._mesh, offset, devices),
+        )
+
+        def times(partition: Partition) -> list[StageTimes]:
+            row = [stages[schedule.num_stages - 1 - s][x.table] for s, x in enumerate(partition)]
+            return [table.times(x.start, x.stop) for table, x in zip(row, partition, strict=True)]
+
+        found = problem.best(
+            lambda partition: simulate_schedule(schedule, times(partition)).seconds,
+            below=below,
+            max_simulations=_MAX_SIMULATIONS,
+        )
+        if found is None:
+            return None
+        estimated = times(found.partition)
+        nodes = [0, *(point.node for point in self.points)]
+        return Candidate(
+            schedule,
+            tuple(
+                StagePlace(
+                    nodes[x.start],
+                    sizes[x.table],
+                    x.offset if per_rank == 1 else schedule.rank_of_stage[stage] * equal,
+                )
+                for stage, x in enumerate(found.partition)
+            ),
+            tuple(estimated),
+            simulate_schedule(schedule, estimated),
+            found.bound if per_rank == 1 else self._work_bound(schedule, equal),
+        )
+
+    def _work_bound(self, schedule: Schedule, devices: int) -> float:
+        """A rank does at least the mean of all work."""
+        return self.costs(devices).bound / schedule.num_ranks
+
+    def _pinned(self, table: RangeTable) -> RangeTable:
+        """The table without ranges that contain a cut that stages must have."""
+        if not self._cuts:
+            return table
+        nodes = [0, *(point.node for point in self.points)]
+        wanted = np.array([nodes.index(cut) for cut in self._cuts])
+        places = np.arange(table.through.shape[0])
+        inside = (places[:, None, None] < wanted) & (wanted < places[None, :, None])
+        forbidden = np.where(inside.any(axis=2), inf, 0.0)
+        return RangeTable(
+            table.devices, table.through + forbidden, table.busy + forbidden, table.last
+        )
+
+    def _table(self, schedule: Schedule, stage: int, devices: int) -> StageTable:
+        per_rank = schedule.num_stages // schedule.num_ranks
+        send, back = self._transfers(devices)
+        return stage_table(
+            self.costs(devices),
+            budget=self._budget / per_rank,
+            in_flight=schedule.in_flight[stage],
+            send=send,
+            send_gradient=back,
+        )
+
+    def _transfers(self, devices: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds to send what crosses each cut between stages of equal sub-meshes."""
+        costs, graph = self.costs(devices), self._cutter.graph
+        training = self._options.mode == "training"
+        senders, receivers = range(devices), range(devices, 2 * devices)
+        send, back = np.zeros(len(self.points) + 2), np.zeros(len(self.points) + 2)
+        if self._mesh.num_devices == devices:
+            return send, back
+        sizes = costs.mesh.axis_sizes
+        loads: dict[str, int] = {}
+        for place, point in enumerate(self.points, start=1):
+            for value in point.values:
+                if value not in loads:
+                    tensor = graph.values[value]
+                    layout = Layout.parse(costs.layouts[value])
+                    loads[value] = prod(layout.local_shape(tensor.shape, sizes)) * (
+                        tensor.dtype.itemsize
+                    )
+            forth = [loads[value] for value in point.values]
+            gradients = [
+                loads[v] for v in point.values if training and graph.values[v].requires_grad
+            ]
+            send[place] = transfer_seconds(self._mesh, senders, receivers, forth)
+            back[place] = transfer_seconds(self._mesh, senders, receivers, gradients)
+        return send, back

@@ -1,0 +1,299 @@
+"""Plans of all stages of a pipeline, and the plan document that joins them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from autoshard.graph import Graph, Input, InputKind
+from autoshard.mesh import Mesh
+from autoshard.plan.document import (
+    Memory,
+    Pipeline,
+    PipelineArgument,
+    Plan,
+    Stage,
+    StageSummary,
+    StageTimes,
+    TiedParameter,
+    Transfer,
+)
+from autoshard.plan.options import Pins, PlanOptions
+from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
+from autoshard.plan.schedules import Schedule
+from autoshard.plan.stage_times import stage_times
+from autoshard.plan.transfers import largest_load, messages, transfer_seconds
+from autoshard.planner.pipeline.search import StagePlace
+
+Layouts = Mapping[str, str]
+"""Layout of each value that can cross a cut, as text."""
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage with its own plan.
+
+    Attributes:
+        place: where it begins, and its devices.
+        graph: its program.
+        mesh: its sub-mesh.
+        plan: the plan of its program on its sub-mesh.
+    """
+
+    place: StagePlace
+    graph: Graph
+    mesh: Mesh
+    plan: Plan
+
+    @property
+    def devices(self) -> range:
+        """Numbers of its devices."""
+        first = self.place.first_device
+        return range(first, first + self.place.devices)
+
+    @property
+    def stage(self) -> Stage:
+        """The only stage of its own plan."""
+        return self.plan.stages[0]
+
+
+def stage_options(
+    options: PlanOptions,
+    graph: Graph,
+    layouts: Layouts,
+    *,
+    in_flight: int,
+    budget: int,
+) -> PlanOptions:
+    """Options for the program of one stage.
+
+    Args:
+        options: of the whole program.
+        graph: the stage's program.
+        layouts: layouts on the stage's sub-mesh of the values that it receives and sends.
+        in_flight: number of micro-batches whose activations it holds.
+        budget: bytes per device.
+    """
+    received = [i.name for i in graph.inputs if i.kind is InputKind.RECEIVED]
+    sent = [output.name for output in graph.outputs if output.sent and output.name]
+    pins = options.pins
+    users = [i for i in graph.inputs if i.kind is InputKind.USER]
+    kinds = {InputKind.PARAMETER: pins.parameters, InputKind.BUFFER: pins.buffers}
+    state = {
+        kind: {
+            pattern: text
+            for pattern, text in table.items()
+            if _matches(pattern, (i for i in graph.inputs if i.kind is kind))
+        }
+        for kind, table in kinds.items()
+    }
+    results = {str(n): o.name for n, o in enumerate(graph.outputs) if o.name and not o.sent}
+    update = {
+        "parameters": state[InputKind.PARAMETER],
+        "buffers": state[InputKind.BUFFER],
+        "inputs": {
+            **{pattern: text for pattern, text in pins.inputs.items() if _matches(pattern, users)},
+            **{value: layouts[value] for value in received},
+        },
+        "outputs": {
+            **{
+                k: v
+                for k, v in pins.outputs.items()
+                if not sent and k in {*results, *results.values()}
+            },
+            **{str(position): layouts[value] for position, value in enumerate(sent)},
+        },
+        "nodes": {
+            pattern: text
+            for pattern, text in pins.nodes.items()
+            if any(
+                fnmatchcase(name, pattern)
+                for node in graph.nodes
+                for name in (node.name, node.module)
+            )
+        },
+    }
+    return options.model_copy(
+        update={
+            "pins": Pins.model_validate(update),
+            "in_flight": in_flight,
+            "memory_budget": budget,
+            **_SINGLE_STAGE,
+        }
+    )
+
+
+_SINGLE_STAGE: dict[str, object] = {}
+"""Values of the options about pipelines for the plan of a stage."""
+
+
+def _matches(pattern: str, inputs: Iterable[Input]) -> bool:
+    return any(
+        fnmatchcase(known, pattern) for i in inputs for known in (i.target, i.name, *i.aliases)
+    )
+
+
+def pipeline_transfers(mesh: Mesh, stages: Sequence[PlannedStage]) -> list[tuple[Transfer, ...]]:
+    """What each stage but the last sends to the next one."""
+    return [tuple(_transfers(one, following)) for one, following in pairwise(stages)]
+
+
+def _transfers(sender: PlannedStage, receiver: PlannedStage) -> Iterable[Transfer]:
+    layouts = {i.name: i.layout for i in receiver.stage.inputs if i.kind == "received"}
+    training = sender.plan.options.mode == "training"
+    local = sender.devices == receiver.devices
+    for placed in sender.stage.outputs:
+        if not sender.graph.outputs[placed.position].sent:
+            continue
+        tensor = sender.graph.values[placed.name]
+        source, target = placed.layout, layouts[placed.name]
+        sizes = sender.mesh.axis_sizes, receiver.mesh.axis_sizes
+        has_gradient = training and tensor.requires_grad
+        forth = messages(tensor.shape, source, sizes[0], target, sizes[1])
+        back = messages(tensor.shape, target, sizes[1], source, sizes[0]) if has_gradient else ()
+        size = tensor.dtype.itemsize
+        yield Transfer(
+            value=placed.name,
+            dtype=tensor.dtype.value,
+            shape=tensor.shape,
+            source=source,
+            target=target,
+            has_gradient=has_gradient,
+            nbytes=0 if local else largest_load(forth, size),
+            gradient_nbytes=0 if local else largest_load(back, size),
+            messages=0 if local else len(forth),
+            gradient_messages=0 if local else len(back),
+        )
+
+
+def tied_parameters(mesh: Mesh, stages: Sequence[PlannedStage]) -> tuple[TiedParameter, ...]:
+    """Parameters that several stages hold, with the seconds to sum their gradients."""
+    held: dict[str, list[int]] = {}
+    for number, one in enumerate(stages):
+        for placed in one.stage.parameters:
+            held.setdefault(placed.target, []).append(number)
+    return tuple(
+        TiedParameter(
+            target=target,
+            stages=tuple(numbers),
+            time=_tied_seconds(mesh, [stages[number] for number in numbers], target),
+        )
+        for target, numbers in held.items()
+        if len(numbers) > 1
+    )
+
+
+def _tied_seconds(mesh: Mesh, stages: Sequence[PlannedStage], target: str) -> float:
+    """Every other stage sends its gradient to the first one, which sends back the sum."""
+    first, *others = stages
+    if first.plan.options.mode != "training":
+        return 0.0
+    placed = [next(p for p in one.stage.parameters if p.target == target) for one in stages]
+    tensor = first.graph.values[placed[0].name]
+    if not tensor.requires_grad:
+        return 0.0
+    seconds, size = 0.0, tensor.dtype.itemsize
+    for one, layout in zip(others, placed[1:], strict=True):
+        ends = (layout.layout, one.mesh.axis_sizes), (placed[0].layout, first.mesh.axis_sizes)
+        for (source, senders), (goal, receivers) in (ends, ends[::-1]):
+            sent = messages(tensor.shape, source, senders, goal, receivers)
+            seconds += transfer_seconds(
+                mesh, one.devices, first.devices, [largest_load(sent, size)]
+            )
+    return seconds
+
+
+def planned_times(
+    mesh: Mesh,
+    stages: Sequence[PlannedStage],
+    transfers: Sequence[Sequence[Transfer]],
+    tied: Sequence[TiedParameter],
+) -> list[StageTimes]:
+    """Predicted seconds of each stage."""
+    times = []
+    for number, one in enumerate(stages):
+        own = stage_times(one.stage, one.graph, one.mesh, one.plan.options)
+        send = gradient = 0.0
+        if number + 1 < len(stages):
+            loads = [transfer.nbytes for transfer in transfers[number]]
+            send = transfer_seconds(mesh, one.devices, stages[number + 1].devices, loads)
+        if number > 0:
+            loads = [t.gradient_nbytes for t in transfers[number - 1] if t.has_gradient]
+            gradient = transfer_seconds(mesh, one.devices, stages[number - 1].devices, loads)
+        sums = sum(parameter.time for parameter in tied if number in parameter.stages)
+        times.append(
+            own.model_copy(update={"send": send, "send_gradient": gradient, "end": own.end + sums})
+        )
+    return times
+
+
+def pipeline_document(
+    whole: Graph,
+    mesh: Mesh,
+    schedule: Schedule,
+    stages: Sequence[PlannedStage],
+    proof: str,
+) -> tuple[Pipeline, ScheduleSimulation]:
+    """The description of a pipeline of planned stages, and the simulation of a step."""
+    transfers = pipeline_transfers(mesh, stages)
+    tied = tied_parameters(mesh, stages)
+    times = planned_times(mesh, stages, transfers, tied)
+    simulation = simulate_schedule(schedule, times)
+    summaries = []
+    for one, seconds in zip(stages, times, strict=True):
+        assert one.plan.costs is not None
+        assert one.plan.memory is not None
+        summaries.append(
+            StageSummary(
+                certificate=one.plan.certificate,
+                times=seconds,
+                costs=one.plan.costs,
+                memory=one.plan.memory,
+                collectives=one.plan.collectives,
+            )
+        )
+    pipeline = Pipeline(
+        schedule=schedule.name,
+        micro_batches=schedule.micro_batches,
+        ranks=schedule.ranks,
+        arguments=tuple(_arguments(whole)),
+        in_spec=whole.in_spec,
+        stages=tuple(summaries),
+        transfers=tuple(transfers),
+        tied=tied,
+        bubble=min(max(float(simulation.bubble), 0.0), 1.0),
+        proof=proof,
+    )
+    return pipeline, simulation
+
+
+def _arguments(whole: Graph) -> Iterable[PipelineArgument]:
+    for given in whole.inputs:
+        if given.kind is InputKind.USER:
+            tensor = whole.values[given.name]
+            yield PipelineArgument(
+                name=given.name, target=given.target, shape=tensor.shape, dtype=tensor.dtype.value
+            )
+        elif given.kind is InputKind.LITERAL:
+            yield PipelineArgument(
+                name=given.name,
+                target=given.target,
+                shape=None,
+                dtype=None,
+                literal=given.literal,
+            )
+
+
+def rank_memory(stages: Sequence[PlannedStage], ranks: Sequence[Sequence[int]]) -> Memory:
+    """Memory of the rank with the largest peak, an upper bound if it holds several stages."""
+    found = []
+    for held in ranks:
+        parts = [memory for s in held if (memory := stages[s].plan.memory) is not None]
+        most = max(parts, key=lambda memory: memory.peak)
+        names = [name for name, info in Memory.model_fields.items() if name not in _NOT_ADDED]
+        sums = {name: sum(getattr(memory, name) or 0 for memory in parts) for name in names}
+        found.append(most.model_copy(update=sums))
+    return max(found, key=lambda memory: memory.peak)
+
+
+_NOT_ADDED = frozenset({"budget", "phase", "at"})

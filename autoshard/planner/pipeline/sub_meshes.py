@@ -1,0 +1,63 @@
+"""Sub-meshes of pipeline stages: consecutive devices of a mesh, with what is left of its axes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from autoshard.errors import OptionError
+from autoshard.mesh import Axis, Mesh
+
+
+def sub_mesh(mesh: Mesh, devices: int) -> Mesh:
+    """The mesh of a stage: the outermost axes of the whole mesh are cut.
+
+    Args:
+        mesh: the whole mesh.
+        devices: number of devices of the stage.
+
+    Returns:
+        A mesh with the innermost axes of the whole one, of which the first may be shorter. A stage
+        on one device keeps the innermost axis, with size 1.
+
+    Raises:
+        OptionError: the number is not a product of the sizes of inner axes and a divisor of the
+            size of the next one.
+
+    Example:
+        On a mesh of 8 x 8, stages of 16 devices have the mesh 2 x 8, stages of 4 the mesh 4.
+    """
+    axes: list[Axis] = []
+    left = devices
+    for axis in reversed(mesh.axes):
+        size = min(axis.size, left)
+        if left % size or axis.size % size:
+            break
+        left //= size
+        if size > 1 or not axes:
+            axes.insert(0, replace(axis, size=size))
+        if left == 1:
+            break
+    if left != 1:
+        sizes = " x ".join(str(size) for size in mesh.axis_sizes)
+        raise OptionError(
+            f"a stage cannot have {devices} devices of the mesh {sizes}: the outermost axes are "
+            f"cut, so it must be one of {', '.join(map(str, sub_mesh_sizes(mesh)))}"
+        )
+    return replace(mesh, axes=tuple(axes))
+
+
+def sub_mesh_sizes(mesh: Mesh) -> tuple[int, ...]:
+    """Numbers of devices that a stage may have, ascending."""
+    return tuple(sorted(set(_sizes(mesh))))
+
+
+def _sizes(mesh: Mesh) -> Iterator[int]:
+    inner = 1
+    for axis in reversed(mesh.axes):
+        yield from (inner * d for d in range(1, axis.size + 1) if axis.size % d == 0)
+        inner *= axis.size
+
+
+def is_aligned(mesh: Mesh, offset: int, devices: int) -> bool:
+    """True if a stage may begin at a device: its sub-mesh then is a block of the whole mesh."""
+    return offset % devices == 0 and offset + devices <= prod(mesh.axis_sizes)
