@@ -15,7 +15,7 @@ from autoshard.errors import PlanError
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
-from autoshard.plan.options import Pins, PlanOptions
+from autoshard.plan.options import Pins, PlanOptions, ScheduleName
 
 PLAN_VERSION: Literal[1] = 1
 
@@ -278,18 +278,6 @@ class Stage(Document):
         return tuple(i for i in self.inputs if i.kind == "parameter")
 
 
-ScheduleName = Literal[
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-]
-"""Pipeline schedules, by the names of `torch.distributed.pipelining`."""
-
-
 class Transfer(Document):
     """A value that one pipeline stage sends to the next, and its gradient, which comes back.
 
@@ -420,6 +408,13 @@ class Costs(Document):
         default=0.0,
         description=(
             "seconds of communication and recompute that overlap with compute; not in the total"
+        ),
+    )
+    idle: Seconds = Field(
+        default=0.0,
+        description=(
+            "seconds in which the pipeline rank with the most work waits for others; the other "
+            "costs of a pipeline are those of this rank"
         ),
     )
 

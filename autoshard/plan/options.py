@@ -13,6 +13,17 @@ CollectiveKind = Literal[
     "all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter"
 ]
 
+ScheduleName = Literal[
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+"""Pipeline schedules, by the names of `torch.distributed.pipelining`."""
+
 Weight = Literal["time", "flops", "parameters", "bytes"]
 Cut = Annotated[str, Field(pattern="^(before|after):.", max_length=520)]
 
@@ -167,6 +178,27 @@ class PlanOptions(BaseModel):
             "`parameters` (their number) or `bytes` (of parameters and buffers); or the "
             "number of layers of each stage, where layers are the numbered modules, or else "
             "the repeated blocks. If null, cuts are optimized together with the layouts."
+        ),
+    )
+    schedule: ScheduleName | Literal["auto"] = Field(
+        default="auto",
+        description=(
+            "schedule of a pipeline, by its name in torch.distributed.pipelining. auto: the one "
+            "with the least simulated step time."
+        ),
+    )
+    stages_per_rank: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
+        default="auto",
+        description=(
+            "number of stages of each pipeline rank; schedules with several stages per rank have "
+            "less idle time and more transfers. auto: the fastest that the schedule allows."
+        ),
+    )
+    sub_meshes: Literal["equal", "any"] = Field(
+        default="equal",
+        description=(
+            "whether all stages of a pipeline have sub-meshes of one size, or any aligned blocks "
+            "of the mesh that use all its devices."
         ),
     )
     accumulation_dtype: StateDType | None = Field(

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from autoshard.errors import OptionError
-from autoshard.plan.document import ScheduleName
+from autoshard.plan.options import ScheduleName
 
 ActionKind = Literal["F", "B", "I", "W"]
 """Forward, full backward, and its two parts: gradients of inputs, and gradients of weights."""

@@ -8,9 +8,9 @@ from autoshard.planner.mesh_search import (
     candidate_meshes,
     search_meshes,
 )
+from autoshard.planner.pipeline.pipeline_planner import make_plan
 from autoshard.planner.planner import (
     ProblemSize,
-    make_plan,
     plan_id,
     problem_size,
     torch_version,

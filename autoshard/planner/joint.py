@@ -22,7 +22,7 @@ from autoshard.plan.document import Plan
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.options import Pins, PlanOptions
 from autoshard.planner.formulation import Formulation, Role, same_label
-from autoshard.planner.planner import make_plan
+from autoshard.planner.planner import make_stage_plan
 from autoshard.solve import Edge, Node, Problem, Repeat, ShortestPathCost, solve_problem
 
 _SHARED = {InputKind.PARAMETER: "parameters", InputKind.BUFFER: "buffers"}
@@ -81,7 +81,9 @@ def make_plans(
     if not programs:
         raise OptionError("no programs are given")
     weight_of = _weights(programs, weights or {})
-    own = {name: make_plan(graph, mesh, options) for name, (graph, options) in programs.items()}
+    own = {
+        name: make_stage_plan(graph, mesh, options) for name, (graph, options) in programs.items()
+    }
     for name, plan in own.items():
         if not plan.found:
             raise PlanError(f"program {name!r}: {plan.reason}")
@@ -127,7 +129,7 @@ def _planned(
     found: dict[str, Plan] = {}
     for name, (graph, options) in programs.items():
         layouts = [pins, *(plan.state_pins() for plan in found.values())]
-        plan = make_plan(graph, mesh, _with_layouts(graph, options, layouts))
+        plan = make_stage_plan(graph, mesh, _with_layouts(graph, options, layouts))
         if not plan.found:
             return None
         found[name] = plan

@@ -1,4 +1,4 @@
-"""`make_plan`: makes a plan for a graph, a mesh and options; also the size of the problem."""
+"""`make_stage_plan`: makes a plan of one stage; also the size of the problem."""
 
 import hashlib
 import json
@@ -83,7 +83,7 @@ def torch_version() -> str | None:
         return None
 
 
-def make_plan(
+def make_stage_plan(
     graph: Graph,
     mesh: Mesh,
     options: PlanOptions | None = None,
@@ -93,7 +93,7 @@ def make_plan(
     block_cache: KeyValueStore | None = None,
     max_strategies: int | None = None,
 ) -> Plan:
-    """Find the fastest way to run a graph on a mesh.
+    """Find the fastest way to run a graph as one stage on a mesh.
 
     Args:
         graph: the normalised program, from `load_graph`.

@@ -16,7 +16,7 @@ from autoshard.errors import InputError
 from autoshard.graph import graph_from_json
 from autoshard.mesh import mesh_from_json
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.planner import make_plan
+from autoshard.planner.pipeline.pipeline_planner import make_plan
 
 
 class _RemoteBlockCache:

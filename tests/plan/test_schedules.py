@@ -4,7 +4,7 @@ import pytest
 from support.torch_schedules import torch_actions, torch_schedule
 
 from autoshard.errors import OptionError
-from autoshard.plan.document import ScheduleName
+from autoshard.plan.options import ScheduleName
 from autoshard.plan.schedules import SCHEDULE_NAMES, Schedule, schedule_error, schedule_name
 
 STAGES_PER_RANK: dict[ScheduleName, tuple[int, ...]] = {

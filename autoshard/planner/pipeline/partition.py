@@ -159,13 +159,20 @@ class PartitionProblem:
         """Least bound of each suffix: [number of stages][devices] -> by first cut point."""
         for remaining in range(1, self.num_stages + 1):
             row: dict[int, FloatArray] = {}
-            for devices in range(1, self._num_devices + 1):
+            for devices in self._reachable(remaining):
                 best = np.full(self._last_point + 1, np.inf)
                 for table, after in self._options(remaining, devices):
                     bound = np.maximum(table.busy, table.through + after[None, :])
                     best = np.minimum(best, bound.min(axis=1))
                 row[devices] = best
             self._bounds.append(row)
+
+    def _reachable(self, remaining: int) -> list[int]:
+        """Numbers of devices that the last stages can have."""
+        before = [0] if remaining == 1 else list(self._bounds[remaining - 2])
+        sizes = {table.devices for table in self._tables[remaining - 1]}
+        sums = {devices + size for devices in before for size in sizes}
+        return sorted(devices for devices in sums if devices <= self._num_devices)
 
     def _options(self, remaining: int, devices: int) -> Iterator[tuple[RangeTable, FloatArray]]:
         """Tables of the next stage, each with the least bound of the stages after it."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.costs import GATHERED_ONCE, Frequency
+from autoshard.costs import GATHERED_ONCE, ForwardBackward, Frequency
 from autoshard.graph import CutPoint, Graph, InputKind, StageCutter
 from autoshard.layouts import I, Kind, Layout, R
 from autoshard.mesh import Mesh
@@ -192,6 +192,7 @@ class _Attribution:
         number = len(points) + 1
         self._sums = {name: np.zeros(number) for name in Segments._fields}
         self._micro_batches = formulation.prices.micro_batches
+        self._known: dict[tuple[int, int], ForwardBackward[float]] = {}
 
     def segments(self) -> Segments:
         """The costs of each segment."""
@@ -217,7 +218,7 @@ class _Attribution:
         variable = formulation.variables[number]
         node = formulation.node_of(variable)
         segment = int(self._segment_of_node[formulation.graph.numbers[node.name]])
-        compute = formulation.prices.rank_compute(node, strategy.sizes)
+        compute = self._compute(number, strategy)
         inside = {False: 0.0, True: 0.0}
         for collective in strategy.collectives:
             inside[collective.backward] += inner_time(collective, formulation.axes)
@@ -234,6 +235,15 @@ class _Attribution:
             tensor = formulation.graph.values[value]
             local += float(np.prod(layout.local_shape(tensor.shape, sizes))) * tensor.dtype.itemsize
         self._sums["working"][segment] = max(self._sums["working"][segment], 2.0 * local)
+
+    def _compute(self, number: int, strategy: Strategy) -> ForwardBackward[float]:
+        """Seconds of an operator; equal nodes share their strategies."""
+        formulation = self._formulation
+        key = (id(formulation.variables[number].strategies), int(self._choice[number]))
+        if key not in self._known:
+            node = formulation.node_of(formulation.variables[number])
+            self._known[key] = formulation.prices.rank_compute(node, strategy.sizes)
+        return self._known[key]
 
     def _weight_share(self, number: int) -> float:
         """Share of an operator's backward that computes gradients of parameters."""
@@ -313,7 +323,7 @@ class _Attribution:
         if not op.uses:
             return int(self._segment_of_node[graph.numbers[op.name]])
         value, consumer, _ = op.uses[0]
-        if consumer in graph.numbers:
+        if consumer is not None and consumer in graph.numbers:
             return int(self._segment_of_node[graph.numbers[consumer]])
         if value in graph.makers:
             return int(self._segment_of_node[graph.makers[value]])

@@ -12,8 +12,8 @@ from autoshard.arrays import FloatArray
 from autoshard.graph import CutPoint, StageCutter
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
-from autoshard.plan.document import ScheduleName, StageTimes
-from autoshard.plan.options import PlanOptions
+from autoshard.plan.document import StageTimes
+from autoshard.plan.options import PlanOptions, ScheduleName
 from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
 from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.transfers import transfer_seconds
@@ -71,6 +71,7 @@ class Candidate:
         simulation: of a step.
         bound: lower bound of the step time of all partitions under this schedule, for the same
             estimates.
+        num_points: number of places where stages could begin.
     """
 
     schedule: Schedule
@@ -78,6 +79,7 @@ class Candidate:
     times: tuple[StageTimes, ...]
     simulation: ScheduleSimulation
     bound: float
+    num_points: int
 
     @property
     def seconds(self) -> float:
@@ -105,19 +107,20 @@ class PipelineSearch:
         cuts: Sequence[int] = (),
         block_cache: KeyValueStore | None = None,
     ) -> None:
-        self._cutter = cutter
+        self.cutter = cutter
         self._mesh = mesh
         self._options = options
         self._cuts = tuple(cuts)
         self._block_cache = block_cache
         self._budget = float(options.memory_budget or mesh.topology.device.memory)
         self._costs: dict[int, RangeCosts] = {}
-        self._loads: dict[tuple[int, int, int], int] = {}
+        self._sending: dict[int, tuple[FloatArray, FloatArray]] = {}
+        self._tables: dict[tuple[int, int, int], StageTable] = {}
 
     @cached_property
     def points(self) -> tuple[CutPoint, ...]:
         """Places where stages may begin: at repeated blocks, and where the fewest bytes cross."""
-        every = self._cutter.cut_points
+        every = self.cutter.cut_points
         if len(every) <= _MAX_POINTS:
             return every
         pinned = set(self._cuts)
@@ -172,7 +175,7 @@ class PipelineSearch:
         """Costs of all ranges on the sub-mesh with a number of devices."""
         if devices not in self._costs:
             self._costs[devices] = range_costs(
-                self._cutter,
+                self.cutter,
                 self.points,
                 sub_mesh(self._mesh, devices),
                 self._options,
@@ -183,9 +186,9 @@ class PipelineSearch:
     def _best_partition(
         self, schedule: Schedule, *, unequal: bool, below: float
     ) -> Candidate | None:
-        total, per_rank = self._mesh.num_devices, schedule.num_stages // schedule.num_ranks
+        total, per_rank = self._mesh.num_devices, schedule.stages_per_rank
         equal = total // schedule.num_ranks
-        sizes = (equal,) if total % schedule.num_ranks == 0 else ()
+        sizes: tuple[int, ...] = (equal,) if total % schedule.num_ranks == 0 else ()
         if unequal and per_rank == 1:
             most = total - schedule.num_ranks + 1
             sizes = tuple(n for n in sub_mesh_sizes(self._mesh) if n <= most)
@@ -239,6 +242,7 @@ class PipelineSearch:
             tuple(estimated),
             simulate_schedule(schedule, estimated),
             found.bound if per_rank == 1 else self._work_bound(schedule, equal),
+            len(self.points),
         )
 
     def _work_bound(self, schedule: Schedule, devices: int) -> float:
@@ -259,19 +263,24 @@ class PipelineSearch:
         )
 
     def _table(self, schedule: Schedule, stage: int, devices: int) -> StageTable:
-        per_rank = schedule.num_stages // schedule.num_ranks
-        send, back = self._transfers(devices)
-        return stage_table(
-            self.costs(devices),
-            budget=self._budget / per_rank,
-            in_flight=schedule.in_flight[stage],
-            send=send,
-            send_gradient=back,
-        )
+        per_rank, in_flight = schedule.stages_per_rank, schedule.in_flight[stage]
+        key = (devices, per_rank, in_flight)
+        if key not in self._tables:
+            if devices not in self._sending:
+                self._sending[devices] = self._transfers(devices)
+            send, back = self._sending[devices]
+            self._tables[key] = stage_table(
+                self.costs(devices),
+                budget=self._budget / per_rank,
+                in_flight=in_flight,
+                send=send,
+                send_gradient=back,
+            )
+        return self._tables[key]
 
     def _transfers(self, devices: int) -> tuple[FloatArray, FloatArray]:
         """Seconds to send what crosses each cut between stages of equal sub-meshes."""
-        costs, graph = self.costs(devices), self._cutter.graph
+        costs, graph = self.costs(devices), self.cutter.graph
         training = self._options.mode == "training"
         senders, receivers = range(devices), range(devices, 2 * devices)
         send, back = np.zeros(len(self.points) + 2), np.zeros(len(self.points) + 2)

@@ -123,8 +123,8 @@ def stage_options(
     )
 
 
-_SINGLE_STAGE: dict[str, object] = {}
-"""Values of the options about pipelines for the plan of a stage."""
+_SINGLE_STAGE: dict[str, object] = {"stages": 1, "cuts": (), "balance": None}
+"""Options of the plan of one stage that differ from those of the pipeline."""
 
 
 def _matches(pattern: str, inputs: Iterable[Input]) -> bool:
@@ -133,7 +133,7 @@ def _matches(pattern: str, inputs: Iterable[Input]) -> bool:
     )
 
 
-def pipeline_transfers(mesh: Mesh, stages: Sequence[PlannedStage]) -> list[tuple[Transfer, ...]]:
+def pipeline_transfers(stages: Sequence[PlannedStage]) -> list[tuple[Transfer, ...]]:
     """What each stage but the last sends to the next one."""
     return [tuple(_transfers(one, following)) for one, following in pairwise(stages)]
 
@@ -235,7 +235,7 @@ def pipeline_document(
     proof: str,
 ) -> tuple[Pipeline, ScheduleSimulation]:
     """The description of a pipeline of planned stages, and the simulation of a step."""
-    transfers = pipeline_transfers(mesh, stages)
+    transfers = pipeline_transfers(stages)
     tied = tied_parameters(mesh, stages)
     times = planned_times(mesh, stages, transfers, tied)
     simulation = simulate_schedule(schedule, times)
@@ -290,7 +290,7 @@ def rank_memory(stages: Sequence[PlannedStage], ranks: Sequence[Sequence[int]]) 
     for held in ranks:
         parts = [memory for s in held if (memory := stages[s].plan.memory) is not None]
         most = max(parts, key=lambda memory: memory.peak)
-        names = [name for name, info in Memory.model_fields.items() if name not in _NOT_ADDED]
+        names = [name for name in Memory.model_fields if name not in _NOT_ADDED]
         sums = {name: sum(getattr(memory, name) or 0 for memory in parts) for name in names}
         found.append(most.model_copy(update=sums))
     return max(found, key=lambda memory: memory.peak)

@@ -141,7 +141,8 @@ def _option(
 def _ranges(segments: FloatArray) -> FloatArray:
     """Sums over ranges [i, j) of segments, shape [P, P]; 0 where j <= i."""
     sums = np.concatenate([[0.0], np.cumsum(segments)])
-    return np.maximum(sums[None, :] - sums[:, None], 0.0)
+    differences: FloatArray = np.maximum(sums[None, :] - sums[:, None], 0.0)
+    return differences
 
 
 def _largest(segments: FloatArray) -> FloatArray:

@@ -1,0 +1,286 @@
+"""`make_plan`: makes a plan of one stage, or of a pipeline of stages."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from autoshard.errors import OptionError
+from autoshard.graph import Graph, StageCutter, graph_digest
+from autoshard.mesh import Mesh
+from autoshard.outcome import SolveStatus, relative_gap
+from autoshard.plan.document import (
+    Certificate,
+    Costs,
+    GraphSummary,
+    Plan,
+    Provenance,
+)
+from autoshard.plan.lowering import count_collectives
+from autoshard.plan.options import PlanOptions
+from autoshard.plan.schedule_simulation import ScheduleSimulation
+from autoshard.plan.schedules import Schedule
+from autoshard.planner.pipeline.policies import (
+    cuts_of,
+    num_stages,
+    required_cuts,
+    stage_cutter,
+)
+from autoshard.planner.pipeline.search import Candidate, PipelineSearch
+from autoshard.planner.pipeline.stage_plans import (
+    PlannedStage,
+    pipeline_document,
+    rank_memory,
+    stage_options,
+)
+from autoshard.planner.pipeline.sub_meshes import sub_mesh
+from autoshard.planner.planner import make_stage_plan, plan_id
+from autoshard.solve import CancelToken, KeyValueStore, Progress
+
+_DEPENDENCIES = ("autoshard", "highspy", "numpy")
+_WHY_NONE = (
+    "no pipeline was found: none of the numbers of stages and schedules that the options allow "
+    "fits the mesh, the micro-batches and the memory; allow more stages, other schedules or more "
+    "memory"
+)
+
+
+def make_plan(
+    graph: Graph,
+    mesh: Mesh,
+    options: PlanOptions | None = None,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    cancel: CancelToken | None = None,
+    block_cache: KeyValueStore | None = None,
+    max_strategies: int | None = None,
+) -> Plan:
+    """Find the fastest way to run a graph on a mesh, as one stage or as a pipeline.
+
+    Args:
+        graph: the normalised program, from `load_graph`; of a pipeline, that of a micro-batch.
+        mesh: the devices and the links between them; pipeline stages cut the outermost axes.
+        options: mode, optimizer, memory budget, pipeline stages, limits of the solver.
+        on_progress: called with phase, incumbent and bound while the solver runs.
+        cancel: an event; setting it stops the solver.
+        block_cache: a store of solved blocks, read and written. Only the time of planning and
+            `provenance.blocks` depend on it.
+        max_strategies: maximum total number of strategies of all variables.
+
+    Returns:
+        A plan with its certificate. If none was found, a document without stages, whose
+        status and reason explain that.
+
+    Raises:
+        GraphError: the graph cannot be planned in this mode, or cannot be cut so often.
+        OptionError: an option is invalid, or the problem has more than `max_strategies`.
+
+    Example:
+        Four pipeline stages on a mesh of 4 x 8, each on 8 devices:
+
+        >>> plan = make_plan(graph, make_mesh((4, 8)), PlanOptions(stages=4, micro_batches=16))
+    """
+    options = options or PlanOptions()
+
+    def plan_stage(program: Graph, devices: Mesh, limits: PlanOptions) -> Plan:
+        return make_stage_plan(
+            program,
+            devices,
+            limits,
+            on_progress=on_progress,
+            cancel=cancel,
+            block_cache=block_cache,
+            max_strategies=max_strategies,
+        )
+
+    cutter = stage_cutter(graph)
+    number = num_stages(options, cutter)
+    if number == 1:
+        return plan_stage(graph, mesh, options)
+    request = _Request(cutter, mesh, options, plan_stage, block_cache)
+    return request.plan(number)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request for a pipeline."""
+
+    cutter: StageCutter
+    mesh: Mesh
+    options: PlanOptions
+    plan_stage: Callable[[Graph, Mesh, PlanOptions], Plan]
+    block_cache: KeyValueStore | None
+
+    def plan(self, number: int | None) -> Plan:
+        """The fastest pipeline with a number of stages, or with any number if it is None."""
+        start = time.perf_counter()
+        cuts = cuts_of(self.options, self.cutter, self.mesh)
+        required = required_cuts(self.options, self.cutter) if cuts is None else cuts
+        search = PipelineSearch(
+            self.cutter, self.mesh, self.options, cuts=required, block_cache=self.block_cache
+        )
+        candidate = self._best(search, number)
+        seconds = {"search": round(time.perf_counter() - start, 6)}
+        document = _Document(self.cutter.graph, self.mesh, self.options, seconds)
+        if candidate is None:
+            return document.without_stages(_WHY_NONE)
+        stages = self._planned_stages(search, candidate)
+        seconds["plan stages"] = round(time.perf_counter() - start - seconds["search"], 6)
+        if isinstance(stages, str):
+            return document.without_stages(stages)
+        return document.with_stages(candidate, stages)
+
+    def _best(self, search: PipelineSearch, number: int | None) -> Candidate | None:
+        options, best = self.options, None
+        schedule = None if options.schedule == "auto" else options.schedule
+        wanted = None if options.stages_per_rank == "auto" else options.stages_per_rank
+        for ranks, per_rank in self._shapes(number, wanted):
+            found = search.search(
+                ranks,
+                schedule=schedule,
+                stages_per_rank=per_rank,
+                unequal=options.sub_meshes == "any",
+                below=best.seconds if best else float("inf"),
+            )
+            best = found or best
+        return best
+
+    def _shapes(self, number: int | None, per_rank: int | None) -> list[tuple[int, int | None]]:
+        """Numbers of pipeline ranks, and of stages per rank."""
+        if number is None:
+            return [(ranks, per_rank) for ranks in _rank_numbers(self.mesh)]
+        numbers = [per_rank] if per_rank else [v for v in range(1, number + 1) if number % v == 0]
+        return [(number // v, v) for v in numbers if number % v == 0 and number // v > 1]
+
+    def _planned_stages(
+        self, search: PipelineSearch, candidate: Candidate
+    ) -> list[PlannedStage] | str:
+        """A plan for each stage, or the reason why one has none."""
+        budget = self.options.memory_budget or self.mesh.topology.device.memory
+        schedule, places = candidate.schedule, candidate.stages
+        programs = self.cutter.split([place.node for place in places[1:]])
+        stages = []
+        for number, (place, program) in enumerate(zip(places, programs, strict=True)):
+            devices = sub_mesh(self.mesh, place.devices)
+            limits = stage_options(
+                self.options,
+                program,
+                search.costs(place.devices).layouts,
+                in_flight=schedule.in_flight[number],
+                budget=budget // schedule.stages_per_rank,
+            )
+            found = self.plan_stage(program, devices, limits)
+            if not found.found:
+                return f"stage {number} of {len(places)}: {found.reason}"
+            stage = found.stages[0].model_copy(
+                update={"name": f"stage{number}", "first_device": place.first_device}
+            )
+            found = found.model_copy(update={"stages": (stage,)})
+            stages.append(PlannedStage(place, program, devices, found))
+        return stages
+
+
+def _rank_numbers(mesh: Mesh) -> list[int]:
+    """Numbers of pipeline ranks that divide the outermost axes of a mesh."""
+    total = mesh.num_devices
+    found = []
+    for number in range(2, total + 1):
+        if total % number == 0:
+            try:
+                sub_mesh(mesh, total // number)
+            except OptionError:
+                continue
+            found.append(number)
+    return found
+
+
+@dataclass(frozen=True)
+class _Document:
+    """Makes the plan document of a request."""
+
+    graph: Graph
+    mesh: Mesh
+    options: PlanOptions
+    seconds: Mapping[str, float]
+
+    def with_stages(self, candidate: Candidate, stages: Sequence[PlannedStage]) -> Plan:
+        """A plan of several stages."""
+        schedule = candidate.schedule
+        pipeline, simulation = pipeline_document(
+            self.graph, self.mesh, schedule, stages, _proof(candidate)
+        )
+        costs = _costs(stages, schedule, simulation)
+        bound = min(candidate.bound, costs.total)
+        gap = relative_gap(costs.total, bound)
+        is_optimal = gap <= self.options.relative_gap
+        own = tuple(one.stage for one in stages)
+        return self._plan(
+            certificate=Certificate(
+                status=SolveStatus.OPTIMAL if is_optimal else SolveStatus.FEASIBLE,
+                objective=costs.total,
+                bound=bound,
+                gap=gap,
+            ),
+            costs=costs,
+            memory=rank_memory(stages, schedule.ranks),
+            collectives=count_collectives(own, [one.graph for one in stages]),
+            stages=own,
+            pipeline=pipeline,
+        )
+
+    def without_stages(self, reason: str) -> Plan:
+        """A document that says why there is no plan."""
+        return self._plan(
+            certificate=Certificate(
+                status=SolveStatus.INFEASIBLE, objective=None, bound=None, gap=None
+            ),
+            reason=reason,
+            costs=None,
+            memory=None,
+            collectives=(),
+            stages=(),
+        )
+
+    def _plan(self, **members: Any) -> Plan:
+        graph = self.graph
+        return Plan(
+            id=plan_id(graph, self.mesh, self.options),
+            graph=GraphSummary(
+                digest=graph_digest(graph),
+                num_nodes=len(graph.nodes),
+                num_parameters=sum(graph.values[p.name].numel for p in graph.parameters),
+            ),
+            mesh=self.mesh,
+            options=self.options,
+            provenance=Provenance(
+                versions={name: version(name) for name in _DEPENDENCIES},
+                wall_time=dict(self.seconds),
+                statistics={},
+            ),
+            **members,
+        )
+
+
+def _proof(candidate: Candidate) -> str:
+    """Among which plans the bound of the certificate holds."""
+    schedule = candidate.schedule
+    return (
+        f"bound over all ways to cut the program at {candidate.num_points} places into "
+        f"{schedule.num_stages} stages on equal sub-meshes under {schedule.name}, for stages whose "
+        "operators cost what they cost in the fastest plan of the whole program on a sub-mesh"
+    )
+
+
+def _costs(
+    stages: Sequence[PlannedStage], schedule: Schedule, simulation: ScheduleSimulation
+) -> Costs:
+    """Costs of the rank that works the longest; the rest of the step it is idle."""
+    busiest = max(
+        schedule.ranks,
+        key=lambda held: sum(c.total for s in held if (c := stages[s].plan.costs) is not None),
+    )
+    parts = [c for s in busiest if (c := stages[s].plan.costs) is not None]
+    sums = {name: sum(getattr(part, name) for part in parts) for name in Costs.model_fields}
+    idle = max(simulation.seconds - sums["total"], 0.0)
+    return Costs.model_validate({**sums, "total": simulation.seconds, "idle": idle})

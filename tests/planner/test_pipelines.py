@@ -1,0 +1,139 @@
+"""Plans of pipelines: stages, schedules and what stages exchange."""
+
+from itertools import pairwise
+
+import pytest
+from support.models import gpt2, graph_of, llama, meta
+
+from autoshard.errors import OptionError
+from autoshard.graph import Graph, InputKind, graph_from_json
+from autoshard.mesh import make_mesh
+from autoshard.outcome import SolveStatus
+from autoshard.plan import Plan, PlanOptions
+from autoshard.plan.schedule_simulation import simulate_schedule
+from autoshard.plan.schedules import Schedule
+from autoshard.planner import make_plan
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return graph_of(meta(gpt2, layers=4))
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "shape"),
+    [
+        (2, "1F1B", (2, 2)),
+        (4, "GPipe", (4,)),
+        (4, "Interleaved1F1B", (2, 2)),
+        (4, "ZBVZeroBubble", (2, 2)),
+        (3, "auto", (3, 2)),
+    ],
+)
+def test_a_pipeline_has_exactly_the_stages_that_are_asked_for(
+    graph: Graph, stages: int, schedule: str, shape: tuple[int, ...]
+) -> None:
+    options = PlanOptions.model_validate(
+        {"stages": stages, "schedule": schedule, "micro_batches": 8}
+    )
+    plan = make_plan(graph, make_mesh(shape, topology="h100-sxm"), options)
+    assert plan.pipeline is not None
+    assert len(plan.stages) == stages
+    assert sorted(s for held in plan.pipeline.ranks for s in held) == list(range(stages))
+    assert schedule in ("auto", plan.pipeline.schedule)
+    check_joined(plan, graph)
+
+
+def check_joined(plan: Plan, graph: Graph) -> None:
+    """Stages hold every node, agree on what they exchange, and use all devices."""
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    programs = [graph_from_json(stage.program) for stage in plan.stages]
+    names = {node.name for program in programs for node in program.nodes}
+    assert names == {node.name for node in graph.nodes}
+    assert len(pipeline.transfers) == len(plan.stages) - 1
+    for transfers, (one, following) in zip(pipeline.transfers, pairwise(plan.stages), strict=True):
+        sent = {output.name: output.layout for output in one.outputs}
+        received = {i.name: i.layout for i in following.inputs if i.kind == "received"}
+        assert {t.value: t.target for t in transfers} == received
+        assert all(sent[t.value] == t.source for t in transfers)
+    devices = set()
+    for held in pipeline.ranks:
+        places = {(plan.stages[s].first_device, plan.stages[s].axes) for s in held}
+        assert len(places) == 1
+        ((first, axes),) = places
+        size = 1
+        for _, length in axes:
+            size *= length
+        devices.update(range(first, first + size))
+    assert devices == set(range(plan.mesh.num_devices))
+
+
+def test_the_objective_is_the_simulated_step(graph: Graph) -> None:
+    options = PlanOptions(stages=2, schedule="1F1B", micro_batches=4)
+    plan = make_plan(graph, make_mesh((2, 2)), options)
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    assert plan.costs is not None
+    times = [summary.times for summary in pipeline.stages]
+    simulated = simulate_schedule(Schedule("1F1B", 2, 1, 4), times)
+    assert plan.certificate.objective == plan.costs.total == simulated.seconds
+    assert plan.certificate.bound is not None
+    assert plan.certificate.bound <= simulated.seconds
+    costs = plan.costs
+    parts = costs.compute + costs.communication + costs.optimizer + costs.recompute
+    assert costs.total == pytest.approx(parts - costs.overlapped + costs.idle)
+
+
+def test_tied_embeddings_are_held_by_both_ends(graph: Graph) -> None:
+    plan = make_plan(graph, make_mesh((2,)), PlanOptions(stages=2, micro_batches=2))
+    assert plan.pipeline is not None
+    (tied,) = plan.pipeline.tied
+    assert tied.stages == (0, 1)
+    assert tied.time > 0
+
+
+def test_a_stage_holds_as_many_micro_batches_as_its_schedule_says(graph: Graph) -> None:
+    options = PlanOptions(stages=4, schedule="1F1B", micro_batches=8)
+    plan = make_plan(graph, make_mesh((4,)), options)
+    assert [stage.in_flight for stage in plan.stages] == [4, 3, 2, 1]
+
+
+def test_sub_meshes_of_stages_may_differ(graph: Graph) -> None:
+    options = PlanOptions(stages=3, schedule="1F1B", micro_batches=8, sub_meshes="any")
+    plan = make_plan(graph, make_mesh((4,), topology="h100-sxm"), options)
+    sizes = [stage.axes[-1][1] for stage in plan.stages]
+    assert sorted(sizes) == [1, 1, 2]
+    check_joined(plan, graph)
+
+
+def test_required_cuts_are_obeyed(graph: Graph) -> None:
+    name = next(node.module for node in graph.nodes if node.module.endswith("h.1.ln_1"))
+    options = PlanOptions(stages=2, cuts=(f"before:{name}",), micro_batches=2)
+    plan = make_plan(graph, make_mesh((2,)), options)
+    first = graph_from_json(plan.stages[1].program)
+    makers = [node for node in first.nodes if node.module == name]
+    assert makers[0].name == first.nodes[0].name
+
+
+def test_memory_that_no_stage_fits_is_explained(graph: Graph) -> None:
+    options = PlanOptions(stages=2, memory_budget=1000, micro_batches=2)
+    plan = make_plan(graph, make_mesh((2,)), options)
+    assert not plan.found
+    assert plan.certificate.status is SolveStatus.INFEASIBLE
+    assert "memory" in plan.reason
+
+
+def test_more_stages_than_places_are_refused(graph: Graph) -> None:
+    with pytest.raises(OptionError, match="at most"):
+        make_plan(graph, make_mesh((2,)), PlanOptions(stages=10_000))
+
+
+def test_inference_pipelines_have_no_backward() -> None:
+    graph = graph_of(meta(llama, layers=2))
+    options = PlanOptions(mode="inference", stages=2)
+    plan = make_plan(graph, make_mesh((2, 2)), options)
+    assert plan.pipeline is not None
+    assert all(not t.has_gradient for t in plan.pipeline.transfers[0])
+    received = [i for i in plan.stages[1].inputs if i.kind == InputKind.RECEIVED]
+    assert received
