@@ -79,6 +79,7 @@ class StageCutter:
         )
         self._begin, self._end = self._lifetimes()
         self._updates = self._update_spans()
+        self._unused = self._unused_state()
 
     @cached_property
     def cut_points(self) -> tuple[CutPoint, ...]:
@@ -157,7 +158,8 @@ class StageCutter:
                 [self.graph.nodes[i] for i in self.placed if low <= i < high],
                 received=[v for v, (a, b) in spans.items() if a < stage <= b],
                 sent=[v for v, (a, b) in spans.items() if a <= stage < b],
-                updates=[v for v, (a, _) in self._updates.items() if low <= max(a, 0) < high],
+                updates=[v for v, (first, _) in self._updates.items() if low <= first < high],
+                is_first=stage == 0,
                 is_last=stage == last,
             )
             for stage, (low, high) in enumerate(pairwise(edges))
@@ -206,7 +208,11 @@ class StageCutter:
         return begin, end
 
     def _update_spans(self) -> Mapping[str, tuple[int, int]]:
-        """First and last placed node that reads or computes each buffer that forward updates."""
+        """First and last node that reads or computes each buffer that forward updates.
+
+        A result of forward is read after the last node.
+        """
+        results = {output.name for output in self.graph.outputs if output.updates is None}
         spans: dict[str, tuple[int, int]] = {}
         for buffer, position in self.graph.updated.items():
             made = self.graph.outputs[position].name
@@ -214,8 +220,21 @@ class StageCutter:
             users = [i for i, _ in self.graph.consumers[buffer]]
             if made in self.graph.makers:
                 users.append(self.graph.makers[made])
+            if buffer in results:
+                users.append(len(self.graph.nodes) - 1)
             spans[buffer] = (min(users, default=0), max(users, default=0))
         return spans
+
+    def _unused_state(self) -> frozenset[str]:
+        """Parameters, buffers and constants that forward does not use; the first stage has them."""
+        used = {output.name for output in self.graph.outputs} | set(self.graph.updated)
+        return frozenset(
+            name
+            for name, found in self._inputs.items()
+            if found.kind is not InputKind.USER
+            and name not in used
+            and not self.graph.consumers[name]
+        )
 
     def check(self, cuts: Sequence[int]) -> None:
         """Check that the program can be cut there.
@@ -252,6 +271,7 @@ class StageCutter:
         received: Sequence[str],
         sent: Sequence[str],
         updates: Collection[str],
+        is_first: bool,
         is_last: bool,
     ) -> Graph:
         graph = self.graph
@@ -261,6 +281,8 @@ class StageCutter:
         nodes = self._with_copied(placed, {o.name for o in outputs if o.name}, set(received))
         read = {value for node in nodes for value in node.inputs}
         read |= {o.name for o in outputs if o.name is not None} | set(updates)
+        if is_first:
+            read |= self._unused
         passed = [i for i in graph.inputs if i.name in read and i.name not in received]
         users = [i for i in passed if i.kind is InputKind.USER]
         inputs = (

@@ -1,71 +1,15 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from support.evaluation import run_graph
 from torch.utils import _pytree as pytree
 
-from autoshard.graph import (
-    Argument,
-    Graph,
-    InputKind,
-    Ref,
-    Token,
-    TokenKind,
-    export_model,
-    load_graph,
-)
+from autoshard.graph import Graph, export_model, load_graph
 
 HALF = {torch.float16, torch.bfloat16}
-
-
-def resolve(argument: Argument, values: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(argument, Ref):
-        return values[argument.name]
-    if isinstance(argument, tuple):
-        return [resolve(item, values) for item in argument]
-    if isinstance(argument, Token):
-        if argument.kind is TokenKind.DEVICE:
-            return torch.device("cpu")
-        return getattr(torch, argument.value)
-    return argument
-
-
-def bind(graph: Graph, model: torch.nn.Module, user: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    values = {}
-    if graph.preparation is not None:
-        made = run_graph(graph.preparation, model, {})
-        values.update(zip([o.name for o in graph.preparation.outputs], made, strict=True))
-    for source in graph.inputs:
-        if source.kind is InputKind.PREPARED:
-            continue
-        if source.kind is InputKind.USER:
-            values[source.name] = user[source.name]
-        elif source.kind is not InputKind.LITERAL:
-            owner, _, leaf = source.target.rpartition(".")
-            values[source.name] = getattr(model.get_submodule(owner), leaf)
-    return values
-
-
-def run_graph(
-    graph: Graph, model: torch.nn.Module, user: Mapping[str, Any]
-) -> list[torch.Tensor | Any]:
-    """Run a graph operator by operator, checking every value against what the graph says."""
-    values = bind(graph, model, user)
-    for node in graph.nodes:
-        overload = torch.ops
-        for part in node.operator.split("."):
-            overload = getattr(overload, part)
-        made = overload(**{key: resolve(value, values) for key, value in node.arguments})
-        made = [made] if isinstance(made, torch.Tensor) else made
-        values.update(zip(node.outputs, made, strict=True))
-    for name, tensor in values.items():
-        said = graph.values[name]
-        assert tuple(tensor.shape) == said.shape, name
-        assert str(tensor.dtype) == f"torch.{said.dtype}", name
-        assert tensor.requires_grad == said.requires_grad, name
-    return [o.literal if o.name is None else values[o.name] for o in graph.outputs]
 
 
 def gradients(model: torch.nn.Module, outputs: list[Any]) -> dict[str, torch.Tensor | None]:
