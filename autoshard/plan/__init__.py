@@ -29,6 +29,7 @@ from autoshard.plan.document import (
     Provenance,
     Resharding,
     Stage,
+    StageTimes,
 )
 from autoshard.plan.exports import EXPORT_TARGETS, export_plan
 from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
@@ -79,6 +80,7 @@ __all__ = [
     "ScheduleSimulation",
     "Simulation",
     "Stage",
+    "StageTimes",
     "check_plan",
     "chrome_trace",
     "compare_plans",

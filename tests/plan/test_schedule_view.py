@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -32,6 +33,7 @@ TIMES = StageTimes(
     send=1e-4,
     send_gradient=2e-4,
 )
+DOCS = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -120,3 +122,27 @@ def test_the_schedule_of_a_plan_is_simulated(planned: Planner) -> None:
         simulate(pipeline)
     with pytest.raises(PlanError, match="single stage"):
         simulate_pipeline(plan)
+
+
+def test_the_page_shows_what_is_simulated() -> None:
+    page = (DOCS / "pipelines.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) % \| ([\d, ]+) \|$", page, re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(SCHEDULE_NAMES)
+    for name, idle, in_flight in rows:
+        per_rank = 1 if name in {"GPipe", "1F1B"} else 2
+        schedule = Schedule(name, 4, per_rank, 16)
+        times = StageTimes(forward=1, backward_input=1, backward_weight=1, end=0)
+        simulation = simulate_schedule(schedule, [times] * schedule.num_stages)
+        assert f"{simulation.bubble:.1%}" == f"{idle}%"
+        held = [schedule.in_flight[stage] for stage in schedule.stages_of_rank(0)]
+        assert ", ".join(map(str, held)) == in_flight
+
+
+def test_the_example_of_the_page_draws_its_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "pipelines.md").read_text(encoding="utf-8").split("## Schedules")[1]
+    (code,) = re.findall(r"```python\n(.*?)```", page.split("\n## ")[0], re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102  our own page
+    assert capsys.readouterr().out.endswith("%\n")
+    drawn = (DOCS / "pictures" / "zbv_zero_bubble.svg").read_text(encoding="utf-8")
+    assert names["picture"] == drawn
