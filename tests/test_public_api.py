@@ -39,6 +39,7 @@ PUBLIC = [
     "make_plans",
     "operator_coverage",
     "parallelize",
+    "pipeline",
     "rng_step",
     "save_checkpoint",
     "search_meshes",

@@ -3,6 +3,7 @@
 from autoshard.runtime.data_loader import shard_loader
 from autoshard.runtime.dtensors import dcp_state_dict, full_tensor
 from autoshard.runtime.parallelize import parallelize, rng_step
+from autoshard.runtime.pipelining import pipeline
 from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.recorder import (
@@ -29,6 +30,7 @@ __all__ = [
     "init_empty_weights",
     "load_checkpoint",
     "parallelize",
+    "pipeline",
     "record_collectives",
     "rng_step",
     "save_checkpoint",

@@ -45,11 +45,13 @@ class GradientAccumulation:
 
     Attributes:
         waits: True within `no_sync`: backward adds to gradients that can wait.
+        keeps: True within `no_sync`: gathered parameters are kept for later micro-batches.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         self.waits = False
+        self.keeps = False
         self._unreduced: dict[Hashable, Sequence[_Sum | None]] = {}  # by bucket
         self._gathered: dict[int, list[torch.Tensor]] = {}  # by bucket
         self._reduces = False  # the last forward was outside of no_sync
@@ -103,7 +105,7 @@ class GradientAccumulation:
 
     def keep_gathered(self, bucket: int, whole: list[torch.Tensor]) -> None:
         """Keep the full parameters of a bucket until the last micro-batch of the step."""
-        if self.waits:
+        if self.keeps:
             self._gathered[bucket] = whole
         else:
             self._gathered.pop(bucket, None)
@@ -133,11 +135,32 @@ class GradientAccumulation:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context whose calls of forward have gradients that are not reduced."""
-        before, self.waits = self.waits, True
+        before = self.waits, self.keeps
+        self.waits = self.keeps = True
         try:
             yield
         finally:
-            self.waits = before
+            self.waits, self.keeps = before
+
+    @contextmanager
+    def micro_batch(self, *, waits: bool, keeps: bool) -> Iterator[None]:
+        """A context for forward of a micro-batch whose place in a schedule is known.
+
+        Args:
+            waits: True if backward of another micro-batch comes later.
+            keeps: True if forward of another micro-batch comes later.
+        """
+        self.waits, self.keeps = waits, keeps
+        try:
+            with self.forward():
+                yield
+        finally:
+            self.waits = self.keeps = False
+
+    def clear(self) -> None:
+        """Forget the gradients and gathered parameters of a step that failed."""
+        self._unreduced.clear()
+        self._gathered.clear()
 
 
 _ACTIVE: ContextVar[GradientAccumulation | None] = ContextVar("active", default=None)

@@ -31,11 +31,13 @@ class Execution:
         step: the training step.
         regathers: the reshardings that backward runs again.
         checks_shapes: True if the shapes of outputs are compared with the planned ones.
+        checkpoints: False if what activation checkpoints would recompute is saved instead.
     """
 
     step: Step
     regathers: Regathers
     checks_shapes: bool = True
+    checkpoints: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -234,7 +236,7 @@ class Recompute(Instruction):
     def run(self, registers: Registers, execution: Execution) -> None:
         """Run the instructions."""
         tensors = self._take(registers)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not execution.checkpoints:
             self._put(registers, self._run(count(), execution, *tensors))
             return
         # Inputs are saved like those of an operator, so they may be re-gathered in backward.

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import ExportError, PlanError
 from autoshard.graph import OpaqueCall
 from autoshard.graph.opaque import call_module, tensors_of
+from autoshard.runtime.call_structure import read_spec
 from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
-from autoshard.runtime.signature import read_spec
 
 
 def bind_module(local: LocalNode) -> LocalKernel:

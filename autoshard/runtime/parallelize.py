@@ -17,6 +17,7 @@ from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.parameters import check_parameters, check_stored_alike, distribute_state
+from autoshard.runtime.pipelining import pipeline
 from autoshard.runtime.planned_forward import PlannedForward, Programs, RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.signature import ShapeError
@@ -93,6 +94,9 @@ def parallelize(
     """
     if isinstance(model, Planned):
         raise PlanError("the model is parallelized already; apply plans to a new model")
+    if isinstance(plan, Plan) and plan.pipeline is not None:
+        settings: Any = {"constants": constants, "custom_operators": custom_operators}
+        return pipeline(model, plan, device_mesh, seed=seed, **settings)
     plans = {"": plan} if isinstance(plan, Plan) else dict(plan)
     if not plans:
         raise PlanError("no plan is given")

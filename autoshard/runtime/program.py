@@ -98,7 +98,9 @@ class LocalProgram:
             registers[slot] = None
         return registers
 
-    def __call__(self, inputs: Iterable[torch.Tensor], *, step: Step = 0) -> tuple[Any, ...]:
+    def __call__(
+        self, inputs: Iterable[torch.Tensor], *, step: Step = 0, checkpoints: bool = True
+    ) -> tuple[Any, ...]:
         """Run on this rank's tensors.
 
         Args:
@@ -106,6 +108,7 @@ class LocalProgram:
                 them, as with an iterator, they are freed after their last use.
             step: index of the training step. It and the seed determine the random numbers, so
                 that recomputing a step draws the same ones.
+            checkpoints: False to save what the planned activation checkpoints would recompute.
 
         Returns:
             One entry per output of the graph: this rank's shard, or the literal.
@@ -113,7 +116,7 @@ class LocalProgram:
         registers = self.registers(inputs)
         # Shapes follow from those of the inputs, so they are compared in the first run only.
         checks = not torch.compiler.is_compiling() and not self._has_run
-        execute(self.instructions, registers, Execution(step, Regathers(), checks))
+        execute(self.instructions, registers, Execution(step, Regathers(), checks, checkpoints))
         if checks:
             self._has_run = True
         return tuple(

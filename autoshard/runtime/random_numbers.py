@@ -24,10 +24,10 @@ def seeded(local: LocalNode, plain: LocalKernel) -> LocalKernel:
         plain: its kernel, which draws from the default generator.
     """
     place = local.place
-    parts = [local.node.name]
-    for axis, axis_type in enumerate(local.outputs[0].types):
-        parts.append(str(place.coordinate[axis] if axis_type.is_shard else 0))
-    identity = "/".join(parts)
+    # Only the axes that shard count, so that a mesh with further axes draws the same numbers.
+    own = zip(local.outputs[0].types, place.axis_sizes, place.coordinate, strict=True)
+    parts = [str(number) for axis_type, size, number in own if axis_type.is_shard and size > 1]
+    identity = "/".join((local.node.name, *parts))
     generator = _default_generator(place.device)
     bind = _TRACED.get(local.node.operator)
     traced = bind(local, identity) if bind else None

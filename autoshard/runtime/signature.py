@@ -1,8 +1,7 @@
 """Conversion between the arguments and results of forward and the flat tensors of a program."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from inspect import Parameter, Signature
+from collections.abc import Mapping, Sequence
+from inspect import Signature
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -12,23 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
-from autoshard.graph import Graph, Input, InputKind
+from autoshard.graph import Graph, InputKind
 from autoshard.layouts import Layout, R, to_placements
 from autoshard.plan import PlacedInput, Stage
+from autoshard.runtime.call_structure import CallStructure, read_spec
 from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
 from autoshard.runtime.local_node import Place
 from autoshard.runtime.sharded_results import ShardedResult
 from autoshard.runtime.shards import local_shard, shape_of
-
-_IMPORTING_TYPES = frozenset({"collections.defaultdict"})
-_IMPORTING_CONTEXT = "__enum__"
-"""Tree specs with these make PyTorch import modules by name. A plan may come from a server, so
-it must not choose what is imported."""
-
-
-_NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-_Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments, and those by name."""
 
 
 class ShapeError(PlanError):
@@ -62,16 +52,10 @@ class Arguments:
     def __init__(
         self, stage: Stage, graph: Graph, place: Place, signature: Signature | None = None
     ) -> None:
-        self._signature = signature
         kinds = (InputKind.USER, InputKind.LITERAL)
         self._inputs = tuple(i for i in graph.inputs if i.kind in kinds)
-        self._spec = read_spec(graph.in_spec) if graph.in_spec else None
-        self._num_positional, self._names, self._is_flat = 0, list[str](), False
-        if self._spec is not None:
-            positional, named = self._spec.children()
-            self._num_positional, self._names = positional.num_children, list(named.context)
-            passed = (*positional.children(), *named.children())
-            self._is_flat = all(child.is_leaf() for child in passed)
+        targets = [i.target for i in self._inputs]
+        self._structure = CallStructure(targets, graph.in_spec, signature)
         placed = {i.name: i for i in stage.inputs if i.kind == "user"}
         self._slots = {i.name: slot for slot, i in enumerate(stage.inputs)}
         self._overwritten = [n for n, i in enumerate(self._inputs) if i.overwritten]
@@ -104,7 +88,7 @@ class Arguments:
                 name = graph_input.name
                 tensors[self._slots[name]] = self._tensors[name].localize(leaf)
             else:
-                _check_literal(graph_input, leaf)
+                check_literal(graph_input.target, graph_input.literal, leaf)
         return tensors
 
     def check(self, leaves: Sequence[Any]) -> None:
@@ -118,7 +102,7 @@ class Arguments:
             if graph_input.kind is InputKind.USER:
                 self._tensors[name].check(leaf, any_shape=bool(self._symbols.get(name)))
             else:
-                _check_literal(graph_input, leaf)
+                check_literal(graph_input.target, graph_input.literal, leaf)
 
     def sizes(self, leaves: Sequence[Any]) -> dict[str, int]:
         """The dynamic sizes by symbol; empty if they are the planned ones.
@@ -200,69 +184,10 @@ class Arguments:
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments as a flat list in the order of the program's inputs.
 
-        They may be passed by position or by name, and left out where they are the defaults,
-        however they were passed when the model was exported.
-
         Raises:
             PlanError: they are not those that were exported, or are structured otherwise.
         """
-        given = tuple(args), dict(kwargs)
-        if self._spec is not None:
-            if len(args) != self._num_positional or list(kwargs) != self._names:
-                given = self._as_exported(given, self._num_positional, self._names) or given
-            leaves = [*given[0], *given[1].values()]
-            if self._is_flat and len(leaves) == len(self._inputs) and _are_leaves(leaves):
-                same = len(given[0]) == self._num_positional and list(given[1]) == self._names
-                if same:
-                    return leaves
-        leaves, spec = pytree.tree_flatten(given)
-        if self._spec is None and not kwargs and len(leaves) == len(self._inputs):
-            return leaves
-        if spec != self._spec:
-            called = _call(pytree.tree_structure((tuple(args), dict(kwargs))))
-            raise PlanError(f"forward was exported as {self._call()}, and called as {called}")
-        return leaves
-
-    def _as_exported(
-        self, given: _Given, num_positional: int, names: Sequence[str]
-    ) -> _Given | None:
-        """The arguments passed as they were exported; None where that cannot be done."""
-        args, kwargs = given
-        if self._signature is None:
-            same = len(args) == num_positional and set(kwargs) == set(names)
-            return (args, {name: kwargs[name] for name in names}) if same else None
-        parameters = self._signature.parameters
-        try:
-            passed = self._signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return None
-        if any(parameters[name].kind is Parameter.VAR_POSITIONAL for name in passed):
-            return None
-        passed = {name: x for name, x in passed.items() if parameters[name].kind in _NAMED}
-        passed.update({name: x for name, x in kwargs.items() if name not in passed})
-        positional = [name for name, p in parameters.items() if p.kind in _NAMED]
-        wanted = [*positional[:num_positional], *names]
-        defaults = {name: p.default for name, p in parameters.items() if name in positional}
-        values = [passed.pop(name, defaults.get(name, Parameter.empty)) for name in wanted]
-        if any(x is not defaults.get(name, Parameter.empty) for name, x in passed.items()):
-            return None
-        if len(positional) < num_positional or any(x is Parameter.empty for x in values):
-            return None
-        by_name = dict(zip(names, values[num_positional:], strict=True))
-        return tuple(values[:num_positional]), by_name
-
-    def _call(self) -> str:
-        if self._spec is None:
-            return f"forward({', '.join(i.target for i in self._inputs)})"
-        return _call(self._spec)
-
-
-_LEAVES = (torch.Tensor, int, float, str, type(None))
-"""Types of arguments that are leaves of a pytree, whatever is registered."""
-
-
-def _are_leaves(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, _LEAVES) for value in values)
+        return self._structure.flatten(args, kwargs)
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
@@ -270,11 +195,16 @@ def _num_writes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  autograd's counter
 
 
-def _check_literal(graph_input: Input, leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor) or leaf != graph_input.literal:
+def check_literal(name: str, exported: object, leaf: Any) -> None:
+    """Check that a number, string, boolean or None is passed as when the model was exported.
+
+    Raises:
+        PlanError: it is another value.
+    """
+    if isinstance(leaf, torch.Tensor) or leaf != exported:
         raise PlanError(
-            f"argument {graph_input.target!r} was {graph_input.literal!r} when the model was "
-            f"exported and is {_shown(leaf)} now; plan again for the new value"
+            f"argument {name!r} was {exported!r} when the model was exported and is "
+            f"{_shown(leaf)} now; plan again for the new value"
         )
 
 
@@ -428,48 +358,7 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _call(spec: pytree.TreeSpec) -> str:
-    positional, keywords = spec.children()
-    shown = [str(child) for child in positional.children()]
-    shown += [
-        f"{name}={child}" for name, child in zip(keywords.context, keywords.children(), strict=True)
-    ]
-    return f"forward({', '.join(shown)})"
-
-
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{value!r:.80}"
-
-
-def read_spec(text: str) -> pytree.TreeSpec:
-    """Read a pytree spec written by `treespec_dumps`, without importing or running anything.
-
-    Raises:
-        PlanError: it is malformed, or names a type that is not registered as a pytree node.
-    """
-    try:
-        _, schema = json.loads(text)
-        for node in _nodes(schema):
-            context = json.dumps(node["context"])
-            if node["type"] in _IMPORTING_TYPES or _IMPORTING_CONTEXT in context:
-                raise PlanError(
-                    f"the plan's arguments or results nest in {node['type']}, which cannot be "
-                    f"read safely; export the model with plain dicts instead"
-                )
-        return pytree.treespec_loads(text)
-    except NotImplementedError as error:
-        raise PlanError(
-            f"{error}; import the module that defines this type before applying the plan"
-        ) from None
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"the plan's tree spec cannot be read: {error}") from None
-
-
-def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    yield schema
-    for child in schema["children_spec"]:
-        yield from _nodes(child)

@@ -185,8 +185,8 @@ class PlannedMask(nn.Module):
         mask = torch.full(x.shape, torch.nan)
         for coordinate in product(*map(range, self._sizes)):
             shard = local_shard(mask, self._layout, self._sizes, coordinate)
-            sharded = zip(self._layout.types, coordinate, strict=True)
-            numbers = (str(number if kind.is_shard else 0) for kind, number in sharded)
+            axes = zip(self._layout.types, self._sizes, coordinate, strict=True)
+            numbers = (str(number) for kind, size, number in axes if kind.is_shard and size > 1)
             shard.copy_(
                 dropout_factors(
                     torch.tensor(step),

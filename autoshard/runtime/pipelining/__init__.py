@@ -1,0 +1,5 @@
+"""Runs plans with several stages, by the schedules of torch.distributed.pipelining."""
+
+from autoshard.runtime.pipelining.model import Pipelined, pipeline
+
+__all__ = ["Pipelined", "pipeline"]

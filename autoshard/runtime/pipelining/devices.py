@@ -1,0 +1,110 @@
+"""The devices of pipeline stages: a mesh for each stage, and a group for messages between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import PlanError
+from autoshard.plan import Plan, Stage
+
+
+@dataclass(frozen=True)
+class StageDevices:
+    """The devices of all stages, as this rank sees them.
+
+    Attributes:
+        whole: all devices.
+        meshes: the devices of each stage, with the stage's axes.
+        ranks: global ranks of each stage's devices, row-major.
+        positions: the stages of each pipeline rank.
+        position: number of this process's pipeline rank.
+        group: all devices, for messages between stages.
+    """
+
+    whole: DeviceMesh
+    meshes: tuple[DeviceMesh, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    positions: tuple[tuple[int, ...], ...]
+    position: int
+    group: ProcessGroup
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: DeviceMesh) -> "StageDevices":
+        """Create the meshes and the group; all ranks must call it.
+
+        A plan whose stages have one device each also runs in one process, which then has all
+        stages.
+
+        Args:
+            plan: with several stages.
+            mesh: the devices of the plan.
+
+        Raises:
+            PlanError: the mesh does not have the plan's axes, or this rank is not part of it.
+        """
+        assert plan.pipeline is not None
+        if mesh.get_coordinate() is None:
+            raise PlanError("this rank is not part of the device mesh")
+        devices: list[int] = mesh.mesh.flatten().tolist()
+        sizes = [prod(size for _, size in stage.axes) for stage in plan.stages]
+        alone = len(devices) == 1 and plan.mesh.num_devices > 1 and set(sizes) == {1}
+        if not alone:
+            _check_axes(plan, mesh)
+        first = [0 if alone else stage.first_device for stage in plan.stages]
+        ranks = tuple(
+            tuple(devices[start : start + size]) for start, size in zip(first, sizes, strict=True)
+        )
+        made: dict[object, DeviceMesh] = {}
+        for stage, own in zip(plan.stages, ranks, strict=True):
+            if (own, stage.axes) not in made:
+                made[own, stage.axes] = _stage_mesh(stage, own, mesh.device_type)
+        positions = (tuple(range(len(sizes))),) if alone else plan.pipeline.ranks
+        group = dist.new_group(devices, group_desc="pipeline stages")
+        assert isinstance(group, ProcessGroup)
+        # The first message of a group must not be one that some ranks take no part in.
+        dist.barrier(group)
+        return cls(
+            whole=mesh,
+            meshes=tuple(made[o, s.axes] for s, o in zip(plan.stages, ranks, strict=True)),
+            ranks=ranks,
+            positions=positions,
+            position=_position(positions, ranks),
+            group=group,
+        )
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """Numbers of the stages that this rank runs."""
+        return self.positions[self.position]
+
+
+def _check_axes(plan: Plan, mesh: DeviceMesh) -> None:
+    names, sizes = plan.mesh.axis_names, plan.mesh.axis_sizes
+    if mesh.mesh_dim_names != names or tuple(mesh.shape) != sizes:
+        raise PlanError(
+            f"the plan is for a mesh with the axis names {names} and the sizes {sizes}; this one "
+            f"has the axis names {mesh.mesh_dim_names} and the shape {tuple(mesh.shape)}: create "
+            f"it with init_device_mesh({mesh.device_type!r}, {sizes}, mesh_dim_names={names})"
+        )
+
+
+def _stage_mesh(stage: Stage, ranks: Sequence[int], device_type: str) -> DeviceMesh:
+    names, sizes = zip(*stage.axes, strict=True)
+    return DeviceMesh(device_type, torch.tensor(ranks).reshape(sizes), mesh_dim_names=names)
+
+
+def _position(positions: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]]) -> int:
+    """The number of this process's pipeline rank."""
+    own = dist.get_rank()
+    found = [n for n, stages in enumerate(positions) if all(own in ranks[s] for s in stages)]
+    if len(found) != 1:
+        raise PlanError(
+            f"rank {own} has the stages of {len(found)} pipeline ranks; the stages of each must "
+            f"have the same devices, and no other stage has them"
+        )
+    return found[0]

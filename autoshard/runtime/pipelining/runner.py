@@ -1,0 +1,284 @@
+"""Runs the steps of a pipeline: the stages of this rank under the schedule of the plan."""
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoshard.errors import PlanError
+from autoshard.plan import Plan
+from autoshard.plan.document import Transfer
+from autoshard.runtime.call_checks import compare_over_ranks
+from autoshard.runtime.dtensors import full_tensor
+from autoshard.runtime.pipelining.devices import StageDevices
+from autoshard.runtime.pipelining.micro_batches import Join, MicroBatches, join_results
+from autoshard.runtime.pipelining.routes import End, Route
+from autoshard.runtime.pipelining.schedules import last_backward, make_schedule
+from autoshard.runtime.pipelining.stage import Link, PlannedStage, Step
+from autoshard.runtime.pipelining.stage_forward import Checkpointing, MicroBatch, StageForward
+from autoshard.runtime.pipelining.tied import TiedParameters
+from autoshard.runtime.planned_forward import RngStep
+from autoshard.runtime.recorder import not_recorded
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""The loss of a micro-batch, from the result of forward and the target."""
+
+
+class PipelineRunner:
+    """Runs steps of a plan with several stages.
+
+    Args:
+        model: the model, whose parameters are those of this rank's stages.
+        plan: the plan.
+        devices: of the stages.
+        forwards: the programs of this rank's stages.
+        signature: signature of the model's forward.
+        steps: index of the next micro-batch, for random numbers.
+        loss_fn: the loss of a micro-batch; None if forward returns it.
+        scale_grads: True if the loss of a step is the mean of those of micro-batches, False if it
+            is their sum.
+        checkpoint: for which micro-batches the planned activation checkpoints run.
+        join: joins the results of micro-batches; None for the default.
+
+    Attributes:
+        stages: of this rank.
+        tied: parameters that several stages hold.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        devices: StageDevices,
+        forwards: Sequence[StageForward],
+        *,
+        signature: Signature,
+        steps: RngStep,
+        loss_fn: LossFunction | None,
+        scale_grads: bool,
+        checkpoint: Checkpointing,
+        join: Join | None,
+    ) -> None:
+        assert plan.pipeline is not None
+        self._model = model
+        self._plan = plan
+        self.devices = devices
+        self.steps = steps
+        self._loss_fn = loss_fn
+        self._scale = 1 / plan.pipeline.micro_batches if scale_grads else 1.0
+        self._join = join
+        self._checkpoint = checkpoint
+        self._batches = MicroBatches(plan.pipeline, signature)
+        self.stages = _stages(model, plan, devices, forwards)
+        self.is_training = plan.options.mode == "training"
+        self._loss_position = self._find_loss() if self.is_training and loss_fn is None else -1
+        self._schedule = make_schedule(
+            plan.pipeline, devices, self.stages, self._loss if self.is_training else None
+        )
+        self.tied = TiedParameters(plan, devices, model)
+        self._targets: Sequence[Any] = ()
+        self._losses: list[torch.Tensor] = []
+        self._compared: set[tuple[Any, ...]] = set()
+
+    @property
+    def _last(self) -> PlannedStage | None:
+        """The last stage, if this rank has it."""
+        return next((stage for stage in self.stages if stage.is_last), None)
+
+    def _find_loss(self) -> int:
+        """Position of the loss among the results of forward, if this rank has the last stage.
+
+        Raises:
+            PlanError: it cannot be found.
+        """
+        if self._last is None:
+            return -1
+        graph = self._last.forward_program.program.graph
+        named = [(i, o.name) for i, o in enumerate(graph.outputs[: graph.num_results]) if o.name]
+        tensors = [(i, graph.values[name]) for i, name in named]
+        found = [i for i, tensor in tensors if tensor.requires_grad and not tensor.shape]
+        if len(found) != 1:
+            raise PlanError(
+                f"forward returns {len(found)} scalars with gradients, so it is not known which "
+                f"one is the loss: pass loss_fn to autoshard.pipeline"
+            )
+        return found[0]
+
+    def _loss(self, results: Sequence[Any], number: torch.Tensor) -> torch.Tensor:
+        """The loss of a micro-batch as it is differentiated; the schedule calls this."""
+        last = self._last
+        assert last is not None
+        if not last.has_backward:
+            return number
+        if self._loss_fn is None:
+            loss: torch.Tensor = results[self._loss_position]
+        else:
+            nested = last.forward_program.nest(results)
+            loss = self._loss_fn(nested, self._targets[int(number)])
+        loss = full_tensor(loss)
+        self._losses.append(loss.detach())
+        return loss * self._scale
+
+    def train(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, target: Any, keeps: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """Run forward and backward of all micro-batches.
+
+        Args:
+            args: positional arguments of the whole batch.
+            kwargs: those by name.
+            target: for the loss function.
+            keeps: True to return the result of forward.
+
+        Returns:
+            The loss, on all ranks; the result of forward on the ranks of the last stage, or None.
+        """
+        if not self.is_training:
+            raise PlanError("the plan is for inference and computes no gradients: call the model")
+        if not torch.is_grad_enabled():
+            raise PlanError("step() computes gradients, which torch.no_grad() turns off")
+        divided = self._begin(args, kwargs, keeps=keeps)
+        self._losses = []
+        if self._last is not None:
+            self._targets = self._batches.split_target(target)
+        with self.tied.summing():
+            self._run(self._schedule.step)
+        return self._mean_loss(), self._result(divided) if keeps else None
+
+    def infer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run forward of all micro-batches without gradients.
+
+        Returns:
+            The result of forward on the ranks of the last stage; None on others.
+        """
+        divided = self._begin(args, kwargs, keeps=True)
+        with torch.no_grad():
+            self._run(self._schedule.eval)
+            return self._result(divided)
+
+    def _run(self, run: Callable[..., Any]) -> None:
+        number = self._batches.number
+        try:
+            # The target of a micro-batch is its number; the arguments are in the stages.
+            run(target=torch.arange(number) if self.is_training else None, return_outputs=False)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, PlanError):
+                raise error.__cause__ from None
+            raise
+        except BaseException:
+            for stage in self.stages:
+                stage.forward_program.accumulation.clear()
+            raise
+        finally:
+            self.steps.value += number
+            self._targets = ()
+            for stage in self.stages:
+                stage.clear_runtime_states()
+
+    def _begin(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, keeps: bool
+    ) -> tuple[int, int] | None:
+        """Give the stages the arguments of a step; the divided dim of the arguments."""
+        if torch.compiler.is_compiling():
+            raise PlanError("a model with pipeline stages runs uncompiled")
+        named = self._batches.flatten(args, kwargs)
+        parts = self._batches.split([leaf for _, leaf in named])
+        self._compare(named)
+        for stage in self.stages:
+            forward = stage.forward_program
+            forward.check(self._model)
+            names = forward.argument_names
+            stage.step = Step(
+                arguments=[[part[name] for name in names] for part in parts],
+                micro_batches=self._micro_batches(stage),
+                keeps_results=keeps,
+            )
+        return self._batches.divided([leaf for _, leaf in named])
+
+    def _micro_batches(self, stage: PlannedStage) -> list[MicroBatch]:
+        number, base = self._batches.number, self.steps.value
+        reduced = last_backward(self._schedule, stage)
+        return [
+            MicroBatch(
+                step=base + i,
+                waits=i != reduced,
+                keeps=i != number - 1,
+                checkpoints=self._checkpoint == "always"
+                or (self._checkpoint == "except_last" and i != number - 1),
+            )
+            for i in range(number)
+        ]
+
+    def _compare(self, named: Sequence[tuple[str, Any]]) -> None:
+        """Compare the arguments of all ranks, once for each set of shapes."""
+        tensors = [(name, x, "all") for name, x in named if isinstance(x, torch.Tensor)]
+        shapes = tuple(x.shape for _, x, _ in tensors)
+        if tensors and shapes not in self._compared:
+            self._compared.add(shapes)
+            compare_over_ranks(tensors, self.devices.whole)
+
+    def _mean_loss(self) -> torch.Tensor:
+        """The loss of the step on all ranks, from the first rank of the last stage."""
+        device = self.devices.whole.device_type
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        if self._losses:
+            loss = torch.stack(self._losses).sum().to(torch.float64) * self._scale
+        source = self.devices.ranks[-1][0]
+        with not_recorded():
+            dist.broadcast(loss, source, self.devices.group)
+        return loss
+
+    def _result(self, divided: tuple[int, int] | None) -> Any:
+        last = self._last
+        if last is None:
+            return None
+        results, last.step.results = last.step.results, []
+        return self._join(results) if self._join else join_results(results, divided)
+
+
+def _stages(
+    model: nn.Module, plan: Plan, devices: StageDevices, forwards: Sequence[StageForward]
+) -> list[PlannedStage]:
+    """This rank's stages."""
+    assert plan.pipeline is not None
+    links = [
+        [_link(one, plan, devices, number) for one in transfers]
+        for number, transfers in enumerate(plan.pipeline.transfers)
+    ]
+    position = devices.position, len(devices.positions)
+    stages = []
+    for number, forward in zip(devices.own_stages, forwards, strict=True):
+        sent = [o.name for o in forward.program.graph.outputs if o.sent]
+        outgoing = {link.value: link for link in links[number]} if number < len(links) else {}
+        stage = PlannedStage(
+            model,
+            forward,
+            index=number,
+            num_stages=len(plan.stages),
+            position=position,
+            incoming=links[number - 1] if number else (),
+            outgoing=[outgoing[name] for name in sent if name is not None],
+            group=devices.group,
+        )
+        if number - 1 in devices.own_stages:
+            stage.check_local(links[number - 1])
+        stages.append(stage)
+    return stages
+
+
+def _link(transfer: Transfer, plan: Plan, devices: StageDevices, number: int) -> Link:
+    """The messages of a value that a stage sends to the next one."""
+    dtype: torch.dtype = getattr(torch, transfer.dtype)
+    source, target = (
+        End(devices.ranks[stage], tuple(devices.meshes[stage].shape), layout)
+        for stage, layout in ((number, transfer.source), (number + 1, transfer.target))
+    )
+    back = plan.options.mode == "training" and transfer.has_gradient
+    return Link(
+        value=transfer.value,
+        forward=Route.of(transfer.shape, dtype, source, target),
+        gradient=Route.of(transfer.shape, dtype, target, source) if back else None,
+    )

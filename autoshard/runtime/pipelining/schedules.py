@@ -1,0 +1,79 @@
+"""The schedule of a plan, as an object of torch.distributed.pipelining."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import schedules
+
+from autoshard.errors import PlanError
+from autoshard.plan.document import Pipeline
+from autoshard.runtime.pipelining.devices import StageDevices
+from autoshard.runtime.pipelining.stage import PlannedStage
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+"""The loss of a micro-batch, from the results of forward and the micro-batch's number."""
+
+_ALL_ON_ONE_RANK = "LoopedBFS"
+_BACKWARD = ("FULL_BACKWARD", "BACKWARD_INPUT")
+
+
+def make_schedule(
+    pipeline: Pipeline, devices: StageDevices, stages: Sequence[PlannedStage], loss: Loss | None
+) -> Any:
+    """The schedule that runs the stages of this rank.
+
+    Args:
+        pipeline: names the schedule.
+        devices: of the stages.
+        stages: of this rank.
+        loss: of a micro-batch; None for inference.
+
+    Raises:
+        PlanError: the schedule does not support the number of stages or micro-batches, or places
+            stages on other ranks than the plan.
+    """
+    alone = len(devices.positions) == 1
+    kind = schedules.get_schedule_class(_ALL_ON_ONE_RANK if alone else pipeline.schedule)
+    is_single = issubclass(kind, schedules.PipelineScheduleSingle)
+    if is_single and len(stages) > 1:
+        raise PlanError(
+            f"schedule {pipeline.schedule} runs one stage per rank, and the plan has {len(stages)}"
+        )
+    try:
+        # The loss is divided by the number of micro-batches instead of the gradients, which may
+        # contain those of an earlier step.
+        made = kind(
+            stages[0] if is_single else list(stages),
+            pipeline.micro_batches,
+            loss_fn=loss,
+            scale_grads=False,
+        )
+    except ValueError as error:
+        raise PlanError(f"schedule {pipeline.schedule} cannot run the plan: {error}") from error
+    for position, held in enumerate(devices.positions):
+        for stage in held:
+            if stages[0].stage_index_to_group_rank[stage] != position:
+                raise PlanError(
+                    f"schedule {pipeline.schedule} runs stage {stage} on pipeline rank "
+                    f"{stages[0].stage_index_to_group_rank[stage]}, and the plan on {position}"
+                )
+    return made
+
+
+def last_backward(schedule: Any, stage: PlannedStage) -> int:
+    """The micro-batch whose backward comes last on a stage.
+
+    Args:
+        schedule: from `make_schedule`.
+        stage: one of its stages.
+    """
+    order = schedule.pipeline_order
+    number: int = schedule._n_microbatches - 1  # noqa: SLF001  torch has no public access to it
+    if isinstance(schedule, schedules.PipelineScheduleSingle):
+        return number
+    for action in order[stage.group_rank]:
+        for one in () if action is None else action.sub_actions or (action,):
+            if one.stage_index == stage.stage_index and one.computation_type.name in _BACKWARD:
+                number = one.microbatch_index
+    return number

@@ -1,0 +1,277 @@
+"""A planned stage as torch.distributed.pipelining runs it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import P2POp, ProcessGroup
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from autoshard.errors import PlanError
+from autoshard.runtime.pipelining.routes import Incoming, Route
+from autoshard.runtime.pipelining.stage_forward import MicroBatch, StageForward
+
+FORWARD_TAG, GRADIENT_TAG, TIED_TAG = 0, 1, 2
+"""Tags of messages: values, their gradients, and sums over stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A value that crosses a cut.
+
+    Attributes:
+        value: its name.
+        forward: messages of the value.
+        gradient: messages of its gradient; None if there is none.
+    """
+
+    value: str
+    forward: Route
+    gradient: Route | None
+
+
+@dataclass
+class Step:
+    """What a stage runs in one step of the schedule.
+
+    Attributes:
+        arguments: the arguments of the stage's program, of each micro-batch.
+        micro_batches: how each micro-batch runs.
+        keeps_results: True if the results of forward are kept.
+        results: of each micro-batch, if the stage is the last one.
+    """
+
+    arguments: Sequence[Sequence[Any]] = ()
+    micro_batches: Sequence[MicroBatch] = ()
+    keeps_results: bool = False
+    results: list[Any] = field(default_factory=list)
+
+
+class PlannedStage(_PipelineStageBase):
+    """Runs the program of a stage for the schedules of torch, and sends the planned messages.
+
+    Args:
+        model: the model.
+        forward: the program.
+        index: number of the stage.
+        num_stages: number of all stages.
+        position: number of the pipeline rank, and of all pipeline ranks.
+        incoming: what the previous stage sends.
+        outgoing: what is sent to the next stage, in the order of the program's outputs.
+        group: for the messages.
+
+    Attributes:
+        step: what is run; set before each step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: StageForward,
+        *,
+        index: int,
+        num_stages: int,
+        position: tuple[int, int],
+        incoming: Sequence[Link],
+        outgoing: Sequence[Link],
+        group: ProcessGroup,
+    ) -> None:
+        # Schedules expect a group with one rank per stage. A stage has several here, so they
+        # get the numbers of pipeline ranks instead.
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+        super().__init__(model, index, num_stages, forward.program.place.device, outside)
+        self.group_rank, self.group_size = position
+        self.stage_index_to_group_rank = {i: i % self.group_size for i in range(num_stages)}
+        self.forward_program = forward
+        self.step = Step()
+        self._incoming, self._outgoing, self._messages = incoming, outgoing, group
+        self._arriving: dict[int, list[Incoming]] = {}
+        self._received: dict[int, list[torch.Tensor]] = {}
+        self._made: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._arriving_gradients: dict[int, list[Incoming | None]] = {}
+        self._gradients: dict[int, list[torch.Tensor | None]] = {}
+        self._input_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
+
+    def clear_runtime_states(self) -> None:
+        """Forget the micro-batches of the step before."""
+        for one in (
+            self._arriving,
+            self._received,
+            self._made,
+            self._arriving_gradients,
+            self._gradients,
+            self._input_gradients,
+        ):
+            one.clear()
+
+    def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
+        """Do nothing but what schedules check: the plan has all shapes."""
+        self.args_recv_info = {0: ()}
+
+    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the plan has all shapes."""
+
+    def _create_grad_recv_info(self, *_: Any, **__: Any) -> tuple[()]:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        """No messages: the group has been used before."""
+        return []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """The messages with the values that the previous stage sends."""
+        arriving = [Incoming(link.forward, self.device) for link in self._incoming]
+        self._arriving[fwd_chunk_id] = arriving
+        return [op for one in arriving for op in one.operations(self._messages, FORWARD_TAG)]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """The messages with this rank's parts of what the next stage receives."""
+        if self.is_last:
+            return []
+        outputs, _ = self._made[fwd_chunk_id]
+        return [
+            op
+            for link, tensor in zip(self._outgoing, outputs, strict=True)
+            for op in link.forward.send(tensor.detach(), self._messages, FORWARD_TAG)
+        ]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        """The messages with gradients of what was sent to the next stage."""
+        if not self.has_backward or self.is_last:
+            return []
+        arriving = [
+            None if link.gradient is None else Incoming(link.gradient, self.device)
+            for link in self._outgoing
+        ]
+        self._arriving_gradients[bwd_chunk_id] = arriving
+        return [
+            op
+            for one in arriving
+            if one is not None
+            for op in one.operations(self._messages, GRADIENT_TAG)
+        ]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        """The messages with gradients of what the previous stage has sent."""
+        if not self.has_backward or self.is_first:
+            return []
+        gradients = self._input_gradients.pop(bwd_chunk_id)
+        return [
+            op
+            for link, gradient in zip(self._incoming, gradients, strict=True)
+            if link.gradient is not None and gradient is not None
+            for op in link.gradient.send(gradient, self._messages, GRADIENT_TAG)
+        ]
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take what the previous stage has made on this rank."""
+        self._received[mb_index] = [tensor.detach() for tensor in prev_stage_outputs]
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of what the previous stage has made on this rank."""
+        return self._input_gradients.pop(mb_index, ())
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Take the gradients that the next stage has made on this rank."""
+        self._gradients[mb_index] = list(next_stage_bwd_outputs)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],  # noqa: ARG002  the base's; the arguments are in `step`
+        kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002  as above
+        save_forward_output: bool = True,  # noqa: ARG002, FBT001, FBT002  as above
+    ) -> Any:
+        """Run forward of a micro-batch.
+
+        Returns:
+            The values for the next stage, or the results of forward, flat.
+        """
+        if fwd_chunk_id in self._arriving:
+            arrived = self._arriving.pop(fwd_chunk_id)
+            self._received[fwd_chunk_id] = [one.tensor() for one in arrived]
+        received = self._received.pop(fwd_chunk_id, [])
+        trains = self.has_backward and torch.is_grad_enabled()
+        for link, tensor in zip(self._incoming, received, strict=True):
+            tensor.requires_grad_(trains and link.gradient is not None)
+        outputs = self.forward_program.run(
+            self.step.arguments[fwd_chunk_id],
+            {link.value: x for link, x in zip(self._incoming, received, strict=True)},
+            self.step.micro_batches[fwd_chunk_id],
+        )
+        if self.is_last:
+            if self.step.keeps_results:
+                kept = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
+                self.step.results.append(self.forward_program.nest(kept))
+            self._made[fwd_chunk_id] = [], received
+        else:
+            self._made[fwd_chunk_id] = list(outputs), received
+        return outputs
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,  # noqa: ARG002, FBT001, FBT002  the base's
+        last_backward: bool = False,  # noqa: ARG002, FBT001, FBT002  as above
+    ) -> None:
+        """Run backward of a micro-batch.
+
+        Args:
+            bwd_chunk_id: the micro-batch.
+            loss: of the last stage.
+            full_backward: False if `backward_weight_one_chunk` follows.
+            last_backward: not used; the micro-batch itself knows whether it is the last one.
+        """
+        if not self.has_backward:
+            return
+        made, received = self._made.pop(bwd_chunk_id)
+        outputs, gradients = self._differentiated(bwd_chunk_id, made, loss)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        self._input_gradients[bwd_chunk_id] = tuple(
+            _gradient(tensor) if tensor.requires_grad else None for tensor in received
+        )
+
+    def backward_weight_one_chunk(self, *_: Any, **__: Any) -> None:
+        """Do nothing: `backward_one_chunk` has computed all gradients."""
+
+    def _differentiated(
+        self, number: int, made: Sequence[torch.Tensor], loss: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """The outputs that have gradients, and their gradients."""
+        if self.is_last:
+            assert loss is not None
+            return [loss], [None]
+        if number in self._arriving_gradients:
+            arrived = self._arriving_gradients.pop(number)
+            self._gradients[number] = [None if one is None else one.tensor() for one in arrived]
+        gradients = self._gradients.pop(number)
+        pairs = [
+            (tensor, gradient)
+            for tensor, gradient in zip(made, gradients, strict=True)
+            if tensor.requires_grad and gradient is not None
+        ]
+        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+
+    def check_local(self, links: Sequence[Link]) -> None:
+        """Check that values which stay on this rank are stored alike by both stages.
+
+        Raises:
+            PlanError: they are not.
+        """
+        for link in links:
+            if not link.forward.is_local or not (link.gradient is None or link.gradient.is_local):
+                raise PlanError(
+                    f"stage {self.stage_index} receives {link.value!r} from a stage with the same "
+                    f"devices, but in another layout; give both the same layout"
+                )
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
