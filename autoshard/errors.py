@@ -43,7 +43,15 @@ class ArchiveError(GraphError):
 
 
 class ExportError(GraphError):
-    """The model cannot be exported; the message has the module, file and line, and a remedy."""
+    """The model cannot be exported; the message has the module, file and line, and a remedy.
+
+    Attributes:
+        module: name of the module where tracing failed; empty if it is the model itself.
+    """
+
+    def __init__(self, message: str, module: str = "") -> None:
+        super().__init__(message)
+        self.module = module
 
 
 class SchemaError(GraphError):

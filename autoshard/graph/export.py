@@ -5,11 +5,12 @@ The only module of this package that needs torch; it is imported on first use.
 
 import copy
 import inspect
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from io import BytesIO
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,6 +24,8 @@ from autoshard.graph.opaque import OpaqueModules
 from autoshard.graph.opaque_call import OpaqueModule
 from autoshard.graph.tracing import OnMeta, check_sizes, custom_functions, traced
 
+_log = logging.getLogger(__name__)
+
 
 def export_model(
     model: torch.nn.Module,
@@ -31,7 +34,7 @@ def export_model(
     *,
     loss: Callable[..., torch.Tensor] | None = None,
     targets: tuple[Any, ...] = (),
-    opaque: Iterable[str | type | OpaqueModule] = (),
+    opaque: Iterable[str | type | OpaqueModule] | Literal["auto"] = (),
     dynamic_shapes: Any = None,
     strict: bool = False,
 ) -> bytes:
@@ -54,7 +57,8 @@ def export_model(
         targets: example targets of the loss.
         opaque: modules that are kept whole instead of being traced, since their forward branches
             on data or calls code that cannot be traced: dotted names, classes, or `OpaqueModule`s.
-            They run as Python code, replicated or along the batch.
+            They run as Python code, replicated or along the batch. "auto" keeps those whole that
+            cannot be traced, with all others of their class, and logs which and why.
         dynamic_shapes: dynamic sizes, as in `torch.export.export`. The plan is made for the
             example sizes, and runs with other sizes that its layouts can shard.
         strict: as in `torch.export.export`.
@@ -73,16 +77,84 @@ def export_model(
         >>> export_model(model, (images,), loss=nn.CrossEntropyLoss(), targets=(labels,))
         >>> export_model(model, (ids,), opaque=["encoder.router"])
     """
-    what = type(model).__name__
-    with _named(f"{what} cannot be copied to the meta device"):
+
+    def export(opaque: Iterable[str | type | OpaqueModule]) -> bytes:
+        example = (*args, *targets), kwargs or {}
+        twin = _twin(model, loss, num_args=len(args), num_targets=len(targets))
+        return _export(model, twin, example, opaque, dynamic_shapes=dynamic_shapes, strict=strict)
+
+    if opaque == "auto":
+        return _with_untraceable(model, export)
+    if isinstance(opaque, str):
+        raise ExportError(f'opaque is {opaque!r}: give a list of modules, or "auto"')
+    return export(opaque)
+
+
+def _with_untraceable(model: torch.nn.Module, export: Callable[[Iterable[str]], bytes]) -> bytes:
+    """Export a model, and keep modules whole that cannot be traced.
+
+    A module that can be neither traced nor kept whole is tried as a part of its parent.
+
+    Raises:
+        ExportError: the model itself cannot be traced.
+    """
+    modules = dict(model.named_modules())
+    kept: set[str] = set()
+    while True:
+        try:
+            return export(kept)
+        except ExportError as error:
+            name = error.module
+            while name and not kept.isdisjoint(_outer_names(name)):
+                name = name.rpartition(".")[0]
+            if not name or name not in modules:
+                raise
+            kind = type(modules[name])
+            # Modules of torch are not the cause, but how the model calls them.
+            is_own = not kind.__module__.startswith("torch.")
+            alike = [other for other, module in modules.items() if is_own and type(module) is kind]
+            kept.update(other for other in (name, *alike) if other)
+            _log.warning("kept whole: %s; %s", ", ".join(sorted({name, *alike})), error)
+
+
+def _outer_names(name: str) -> Iterator[str]:
+    """The names of a module and of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _twin(
+    model: torch.nn.Module,
+    loss: Callable[..., torch.Tensor] | None,
+    *,
+    num_args: int,
+    num_targets: int,
+) -> torch.nn.Module:
+    """A copy on the meta device, which returns the loss if there is one."""
+    with _named(f"{type(model).__name__} cannot be copied to the meta device"):
         twin = _meta_copy(model)
         if loss is not None:
-            twin.__class__ = _with_loss(type(twin), copy.deepcopy(loss), len(args), len(targets))
-        meta_args, meta_kwargs = pytree.tree_map(_to_meta, ((*args, *targets), kwargs or {}))
+            twin.__class__ = _with_loss(type(twin), copy.deepcopy(loss), num_args, num_targets)
+    _leave_out_caches(twin)
+    return twin
+
+
+def _export(
+    model: torch.nn.Module,
+    twin: torch.nn.Module,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    opaque: Iterable[str | type | OpaqueModule],
+    *,
+    dynamic_shapes: Any,
+    strict: bool,
+) -> bytes:
+    what = type(model).__name__
+    with _named(f"{what} cannot be copied to the meta device"):
+        meta_args, meta_kwargs = pytree.tree_map(_to_meta, example)
     whole = OpaqueModules(model, opaque)
     if whole.inside and dynamic_shapes is not None:
         raise ExportError("opaque modules have fixed sizes; export without dynamic_shapes")
-    _leave_out_caches(twin)
     with torch.enable_grad(), torch.device("meta"), OnMeta():
         whole.measure(twin, meta_args, meta_kwargs)
     whole.replace_in(twin)

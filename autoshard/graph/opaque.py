@@ -247,7 +247,8 @@ class _TracedModule:
             return self._call(args, kwargs)
         except ExportError as error:
             what = type(self._module).__name__
-            raise ExportError(f"the opaque module {self._name!r} ({what}): {error}") from None
+            message = f"the opaque module {self._name!r} ({what}): {error}"
+            raise ExportError(message, self._name) from None
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))

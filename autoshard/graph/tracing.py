@@ -184,7 +184,8 @@ def _explained(error: Exception, names: Mapping[int, str], what: str) -> ExportE
         return ExportError(
             f"torch.export cannot trace {what}{place.line}: a key-value cache is no tensor. Pass "
             f"use_cache=False, or export a module whose static cache is in its buffers, such as "
-            f"transformers' TorchExportableModuleWithStaticCache ({kind}: {message[:200]})"
+            f"transformers' TorchExportableModuleWithStaticCache ({kind}: {message[:200]})",
+            place.module,
         )
     elif depends or "meta tensors" in message:
         cause = "control flow or a size depends on the data of a tensor: use torch.where or masks"
@@ -193,7 +194,8 @@ def _explained(error: Exception, names: Mapping[int, str], what: str) -> ExportE
         kind = ""
     detail = f" ({kind}: {message[:200]})" if kind and not place.is_flex else ""
     return ExportError(
-        f"torch.export cannot trace {what}{place.line}: {cause}{_remedy(place.module)}{detail}"
+        f"torch.export cannot trace {what}{place.line}: {cause}{_remedy(place.module)}{detail}",
+        place.module,
     )
 
 
@@ -251,5 +253,6 @@ def check_sizes(program: ExportedProgram, what: str) -> None:
             inside = f" in module {module!r}" if module else ""
             raise ExportError(
                 f"a size in {what}{inside} depends on data ({node.target}{', ' * bool(at)}{at}): "
-                f"use masks of a fixed size{_remedy(module)}"
+                f"use masks of a fixed size{_remedy(module)}",
+                module,
             )

@@ -372,3 +372,51 @@ def test_coverage_says_how_an_opaque_module_is_sharded() -> None:
 class Rows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([row if row.sum() > 0 else -row for row in x])
+
+
+class Stack(nn.Module):
+    """Two modules that branch on data, one that returns a number, and one that export traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([Branch(), Branch()])
+        self.scaled = Scaled()
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for branch in self.branches:
+            x = branch(x)
+        return self.last(self.scaled(x))
+
+
+class Total(nn.Module):
+    def forward(self, x: torch.Tensor) -> float:
+        return float(x.detach().sum())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = Total()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.total(x)
+
+
+def test_untraceable_modules_are_kept_whole_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    graph = load_graph(export_model(Stack(), (torch.randn(4, 8),), opaque="auto"))
+    whole = [node.module for node in graph.nodes if node.operator == OPAQUE_MODULE]
+    assert whole == ["branches.0", "branches.1", "scaled"]
+    assert any(node.module == "last" for node in graph.nodes)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 3
+    assert messages[0].startswith("kept whole: branches.0, branches.1; ")
+    assert "depends on the data" in messages[0]
+    assert messages[2].startswith("kept whole: scaled; the opaque module 'scaled.total' (Total)")
+
+
+def test_a_model_that_cannot_be_traced_itself_is_refused() -> None:
+    with pytest.raises(ExportError, match="depends on the data"):
+        export_model(Branch(), (torch.randn(4),), opaque="auto")
+    with pytest.raises(ExportError, match="give a list of modules"):
+        export_model(Stack(), (torch.randn(4, 8),), opaque="branches.0")
