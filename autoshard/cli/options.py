@@ -25,7 +25,7 @@ from autoshard.errors import MeshError, OptionError, PlanError, RequestRejectedE
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
-from autoshard.plan.options import Recomputing, StateDType
+from autoshard.plan.options import Recomputing, StateDType, SubMeshes
 
 SERVER_VARIABLE = "AUTOSHARD_SERVER"
 
@@ -100,6 +100,24 @@ class Planning:
     )
     micro_batches: Annotated[int, _described("micro_batches")] = 1
     in_flight: Annotated[int, _described("in_flight")] = 1
+    stages: Annotated[str | None, _described("stages")] = None
+    cut: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where a pipeline stage must begin: before:NAME or after:NAME of a module; NAME "
+            "may be a pattern: 'before:transformer.h.4'. Repeatable."
+        ),
+    ] = None
+    balance: Annotated[
+        str | None,
+        typer.Option(
+            help="Choose the cuts into stages without optimization: by time, flops, parameters or "
+            "bytes, or numbers of layers, such as 3,3,4,2."
+        ),
+    ] = None
+    schedule: Annotated[str, _described("schedule")] = "auto"
+    stages_per_rank: Annotated[str, _described("stages_per_rank")] = "auto"
+    sub_meshes: Annotated[SubMeshes, _described("sub_meshes")] = "equal"
     accumulation_dtype: Annotated[StateDType | None, _described("accumulation_dtype")] = None
     overlap: Annotated[bool, _described("overlap")] = False
     time_limit: Annotated[float, _described("time_limit")] = 60.0
@@ -142,6 +160,10 @@ class Planning:
             for kind, layouts in _read_plan_file(stored_as).state_pins().model_dump().items():
                 given["pins"][kind] = layouts | given["pins"].get(kind, {})
         given["forbid"] = [_read_forbidden(text) for text in self.forbid or ()]
+        given["cuts"] = given.pop("cut") or ()
+        numbers = (self.balance or "").split(",")
+        if all(number.isdigit() for number in numbers):
+            given["balance"] = [int(number) for number in numbers]
         return validate_options(given)
 
 

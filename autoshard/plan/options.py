@@ -24,6 +24,7 @@ ScheduleName = Literal[
 ]
 """Pipeline schedules, by the names of `torch.distributed.pipelining`."""
 
+SubMeshes = Literal["equal", "any"]
 Weight = Literal["time", "flops", "parameters", "bytes"]
 Cut = Annotated[str, Field(pattern="^(before|after):.", max_length=520)]
 
@@ -194,7 +195,7 @@ class PlanOptions(BaseModel):
             "less idle time and more transfers. auto: the fastest that the schedule allows."
         ),
     )
-    sub_meshes: Literal["equal", "any"] = Field(
+    sub_meshes: SubMeshes = Field(
         default="equal",
         description=(
             "whether all stages of a pipeline have sub-meshes of one size, or any aligned blocks "

@@ -57,6 +57,25 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
     )
 
 
+def test_options_of_pipelines_arrive_in_the_plan(archive: Path) -> None:
+    result = autoshard(
+        *("plan", archive, "--mesh", "2,2", "--json", "--cut", "before:down"),
+        *("--schedule", "GPipe", "--micro-batches", "2"),
+    )
+    plan = Plan.from_json(result.output)
+    assert plan.options == PlanOptions(cuts=("before:down",), schedule="GPipe", micro_batches=2)
+    assert [len(stage.parameters) for stage in plan.stages] == [2, 2]
+    refused = autoshard("plan", archive, "--mesh", "2,2", "--balance", "1,2", "--stages", "3")
+    assert "balance lists 2 stages" in words(refused)
+    automatic = autoshard(
+        *("plan", archive, "--mesh", "2,2", "--json", "--stages", "2", "--balance", "parameters"),
+        *("--stages-per-rank", "1", "--sub-meshes", "any", "--micro-batches", "4"),
+    )
+    assert Plan.from_json(automatic.output).options == PlanOptions(
+        stages=2, balance="parameters", stages_per_rank=1, sub_meshes="any", micro_batches=4
+    )
+
+
 def test_a_conflict_is_told(archive: Path) -> None:
     pins = ("--pin", "node:linear=P,R", "--forbid", "all_reduce", "--forbid", "reduce_scatter")
     result = autoshard("plan", archive, "--mesh", "2,2", *pins)

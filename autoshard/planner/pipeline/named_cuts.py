@@ -1,6 +1,6 @@
 """Cuts into pipeline stages by name: before or after modules, at marks in forward, by layers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -10,7 +10,7 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph, StageCutter, find_blocks
 
 
-def named_cuts(cutter: StageCutter, names: Iterable[str]) -> tuple[int, ...]:
+def named_cuts(cutter: StageCutter, names: Sequence[str]) -> tuple[int, ...]:
     """The cuts that `PlanOptions.cuts` asks for.
 
     A pattern stands for all modules that match and are not inside another one that does. Where it
@@ -27,6 +27,8 @@ def named_cuts(cutter: StageCutter, names: Iterable[str]) -> tuple[int, ...]:
         OptionError: there is no such name, or the program cannot be cut there.
     """
     spans = _module_spans(cutter)
+    if not names:
+        return ()
     begin = cutter.placed[0] if cutter.placed else len(cutter.graph.nodes)
     found: set[int] = set()
     for text in names:
