@@ -104,8 +104,8 @@ class Planning:
     cut: Annotated[
         list[str] | None,
         typer.Option(
-            help="Where a pipeline stage must begin: before:NAME or after:NAME of a module; NAME "
-            "may be a pattern: 'before:transformer.h.4'. Repeatable."
+            help="Where a pipeline stage must begin: before:MODULE, after:MODULE, or at:OPERATOR; "
+            "MODULE may be a pattern: 'before:transformer.h.4'. Repeatable."
         ),
     ] = None
     balance: Annotated[

@@ -26,7 +26,7 @@ ScheduleName = Literal[
 
 SubMeshes = Literal["equal", "any"]
 Weight = Literal["time", "flops", "parameters", "bytes"]
-Cut = Annotated[str, Field(pattern="^(before|after):.", max_length=520)]
+Cut = Annotated[str, Field(pattern="^(before|after|at):.", max_length=520)]
 
 _Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 _LayoutText = Annotated[str, Field(max_length=1024)]
@@ -162,11 +162,11 @@ class PlanOptions(BaseModel):
         default=(),
         max_length=1024,
         description=(
-            "places where a pipeline stage must begin: `before:NAME`, before the first operator of "
-            "a module, or `after:NAME`, after its last one. NAME is the dotted path of a module, a "
-            "pattern in which `*` matches any text, or the name of an operator. Calls of "
-            "`pipe_split()` in forward count as well. Further cuts are chosen, if `stages` asks "
-            "for more."
+            "places where a pipeline stage must begin: `before:MODULE`, before the first operator "
+            "of a module, `after:MODULE`, after its last one, or `at:OPERATOR`. MODULE is a dotted "
+            "path, or a pattern in which `*` matches any text; OPERATOR is the name of a node. "
+            "Calls of `pipe_split()` in forward count as well. Further cuts are chosen, if "
+            "`stages` asks for more."
         ),
     )
     balance: (

@@ -8,6 +8,7 @@ from autoshard.planner.mesh_search import (
     candidate_meshes,
     search_meshes,
 )
+from autoshard.planner.pipeline.named_cuts import cut_names
 from autoshard.planner.pipeline.pipeline_planner import make_plan
 from autoshard.planner.planner import (
     ProblemSize,
@@ -24,6 +25,7 @@ __all__ = [
     "ProblemSize",
     "SearchProgress",
     "candidate_meshes",
+    "cut_names",
     "explain",
     "make_plan",
     "make_plans",

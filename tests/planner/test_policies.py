@@ -164,6 +164,8 @@ def test_cuts_before_and_after_named_modules() -> None:
         "transformer.ln_f",
     ]
     assert modules(cutter, cuts(cutter, cuts=("before:*",))) == ["lm_head"]
+    with pytest.raises(OptionError, match="no operator after it"):
+        cuts(sequential(nn.Linear(4, 4)), cuts=("after:0",))
 
 
 def test_a_function_of_the_graph_chooses_the_cuts() -> None:
@@ -198,7 +200,8 @@ def test_further_cuts_are_added_to_those_that_are_named() -> None:
     [
         ({"cuts": ("before:transformer.h.2",)}, "similar names: transformer.h.1"),
         ({"cuts": ("before:transformer.wte",)}, "no operator before it"),
-        ({"cuts": ("after:cross_entropy_loss",)}, "no operator after it"),
+        ({"cuts": ("at:lm_head",)}, "no such operator"),
+        ({"cuts": ("at:embedding",)}, "leaves a stage without operators"),
         ({"stages": 1, "cuts": ("before:transformer.h.1",)}, "make 2 stages"),
         ({"stages": 3, "balance": (1, 1)}, "lists 2 stages"),
         ({"balance": "time"}, "needs a number of stages"),

@@ -1,6 +1,6 @@
 """Cuts into pipeline stages by name: before or after modules, at marks in forward, by layers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,7 +18,7 @@ def named_cuts(cutter: StageCutter, names: Sequence[str]) -> tuple[int, ...]:
 
     Args:
         cutter: the program.
-        names: `before:NAME` or `after:NAME`.
+        names: `before:MODULE`, `after:MODULE` or `at:OPERATOR`.
 
     Returns:
         Nodes of cut points, ascending.
@@ -26,14 +26,17 @@ def named_cuts(cutter: StageCutter, names: Sequence[str]) -> tuple[int, ...]:
     Raises:
         OptionError: there is no such name, or the program cannot be cut there.
     """
-    spans = _module_spans(cutter)
     if not names:
         return ()
     begin = cutter.placed[0] if cutter.placed else len(cutter.graph.nodes)
+    spans = _module_spans(cutter)
     found: set[int] = set()
     for text in names:
         place, _, name = text.partition(":")
-        matching = _matching(cutter.graph, spans, name, text)
+        if place == "at":
+            found.add(_cut_point(cutter, _number(cutter.graph, name, text), text))
+            continue
+        matching = _matching(spans, name, text)
         for span in matching:
             node = span.first if place == "before" else span.after
             if node is not None and node > begin:
@@ -79,7 +82,7 @@ def cut_names(graph: Graph, cuts: Sequence[int]) -> tuple[str, ...]:
             raise OptionError(
                 f"cut {cut} is not the index of a node: from 1 to {len(graph.nodes) - 1}"
             )
-    return tuple(f"before:{graph.nodes[cut].name}" for cut in cuts)
+    return tuple(f"at:{graph.nodes[cut].name}" for cut in cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +110,28 @@ def _paths(module: str) -> Iterator[str]:
         yield ".".join(parts[:end])
 
 
-def _matching(graph: Graph, spans: Mapping[str, _Span], name: str, text: str) -> Sequence[_Span]:
-    """The spans of the outermost modules that a name matches, or else of operators."""
+def _matching(spans: Mapping[str, _Span], name: str, text: str) -> Sequence[_Span]:
+    """The spans of the outermost modules that a name matches."""
     matching = {path for path in spans if fnmatchcase(path, name)}
-    if matching:
-        return [spans[path] for path in matching if matching.isdisjoint([*_paths(path)][:-1])]
-    nodes = [i for i, node in enumerate(graph.nodes) if fnmatchcase(node.name, name)]
-    if not nodes:
-        close = get_close_matches(name, [*spans, *graph.numbers], n=3)
-        near = f"; similar names: {', '.join(close)}" if close else ""
+    if not matching:
         raise OptionError(
-            f"cut {text!r}: no module of the program that has operators which depend on inputs and "
-            f"parameters, and no operator, has this name{near}"
+            f"cut {text!r}: the program has no such module with operators that depend on inputs "
+            f"and parameters{_similar(name, spans)}"
         )
-    return [_Span(i, i + 1 if i + 1 < len(graph.nodes) else None) for i in nodes]
+    return [spans[path] for path in matching if matching.isdisjoint([*_paths(path)][:-1])]
+
+
+def _number(graph: Graph, name: str, text: str) -> int:
+    """Index of the operator with a name."""
+    if name not in graph.numbers:
+        similar = _similar(name, graph.numbers)
+        raise OptionError(f"cut {text!r}: the program has no such operator{similar}")
+    return graph.numbers[name]
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), n=3)
+    return f"; similar names: {', '.join(close)}" if close else ""
 
 
 def _cut_point(cutter: StageCutter, node: int, what: str) -> int:

@@ -1,0 +1,49 @@
+"""The page about pipelines: tests that its table of features names exist, and its example runs."""
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+PAGE = (TESTS.parent / "docs" / "pipelines.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """The features of the table, each with the tests that it names."""
+    lines = [line for line in section("Feature by feature").splitlines() if line.startswith("|")]
+    for line in lines[2:]:
+        feature, *_, tested = line.strip("| ").split(" | ")
+        yield feature, re.findall("`([^`]+)`", tested)
+
+
+def test_each_row_names_tests_that_exist() -> None:
+    found = list(rows())
+    assert len(found) > 10
+    for feature, names in found:
+        assert names, feature
+        for name in names:
+            assert is_test(name), name
+
+
+def is_test(name: str) -> bool:
+    """Whether there is a test of this name, or a case on ranks whose name begins with it."""
+    module, _, test = name.partition(": ")
+    if module.startswith("runtime/cases/"):
+        cases = import_module(module.replace("/", ".")).CASES
+        return any(case.startswith(test) for case in cases)
+    code = (TESTS / f"{module}.py").read_text(encoding="utf-8")
+    return re.search(rf"^def {re.escape(test)}\(", code, re.MULTILINE) is not None
+
+
+def test_the_example_of_where_to_cut_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", section("Where to cut"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102  our own page
+    layers = [len(stage.parameters) // 2 for stage in names["plan"].stages]
+    assert f"# layers: {layers}" in code
