@@ -33,6 +33,7 @@ from autoshard.graph.serialise import (
     rules_from_json,
     rules_to_json,
 )
+from autoshard.graph.shorten import Shortened, shorten
 from autoshard.graph.stages import CutPoint, StageCutter
 from autoshard.graph.training_mode import training_operators
 
@@ -60,6 +61,7 @@ __all__ = [
     "OpaqueModule",
     "Output",
     "Ref",
+    "Shortened",
     "StageCutter",
     "Tensor",
     "Token",
@@ -78,6 +80,7 @@ __all__ = [
     "resized",
     "rules_from_json",
     "rules_to_json",
+    "shorten",
     "training_operators",
 ]
 

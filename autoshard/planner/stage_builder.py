@@ -129,16 +129,7 @@ class StageBuilder:
 
     def memory(self, timeline: Timeline) -> Memory:
         """Predicted bytes by kind at the peak."""
-        phase, name = timeline.moments[timeline.peak_moment]
-        turn = timeline.turn
-        return Memory(
-            peak=timeline.peak,
-            budget=self._formulation.prices.memory_budget,
-            phase=phase.value,
-            at=name,
-            turn=None if turn is None else int(timeline.total[turn]),
-            **timeline.at_peak,
-        )
+        return peak_memory(timeline, self._formulation.prices.memory_budget)
 
     def _overlapped(self, stage: Stage) -> Stage:
         """The stage with the seconds of each resharding that overlap with compute."""
@@ -332,6 +323,20 @@ class StageBuilder:
     def _widen(self, value: str, layout: Layout) -> Layout:
         differentiable = self._formulation.gradients.exists(value)
         return self._axes.widen(layout, differentiable=differentiable)
+
+
+def peak_memory(timeline: Timeline, budget: int) -> Memory:
+    """Predicted bytes by kind at the peak of a timeline."""
+    phase, name = timeline.moments[timeline.peak_moment]
+    turn = timeline.turn
+    return Memory(
+        peak=timeline.peak,
+        budget=budget,
+        phase=phase.value,
+        at=name,
+        turn=None if turn is None else int(timeline.total[turn]),
+        **timeline.at_peak,
+    )
 
 
 def decisions_of(formulation: Formulation, stage: Stage) -> Decisions:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -21,12 +21,14 @@ from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule
+from autoshard.planner.pipeline.equal_stages import EqualStages
 from autoshard.planner.pipeline.policies import (
     cuts_of,
     num_stages,
     required_cuts,
     stage_cutter,
 )
+from autoshard.planner.pipeline.range_costs import whole_bound
 from autoshard.planner.pipeline.search import Candidate, PipelineSearch
 from autoshard.planner.pipeline.stage_plans import (
     PlannedStage,
@@ -98,7 +100,7 @@ def make_plan(
     number = num_stages(options, cutter)
     if number == 1:
         return plan_stage(graph, mesh, options)
-    request = _Request(cutter, mesh, options, plan_stage, block_cache)
+    request = _Request(cutter, mesh, options, EqualStages(plan_stage, block_cache), block_cache)
     return request.plan(number)
 
 
@@ -109,7 +111,7 @@ class _Request:
     cutter: StageCutter
     mesh: Mesh
     options: PlanOptions
-    plan_stage: Callable[[Graph, Mesh, PlanOptions], Plan]
+    stages: EqualStages
     block_cache: KeyValueStore | None
 
     def plan(self, number: int | None) -> Plan:
@@ -120,7 +122,7 @@ class _Request:
         search = PipelineSearch(
             self.cutter, self.mesh, self.options, cuts=required, block_cache=self.block_cache
         )
-        candidate = self._best(search, number)
+        candidate = self._with_bound(self._best(search, number))
         seconds = {"search": round(time.perf_counter() - start, 6)}
         document = _Document(self.cutter.graph, self.mesh, self.options, seconds)
         if candidate is None:
@@ -130,6 +132,14 @@ class _Request:
         if isinstance(stages, str):
             return document.without_stages(stages)
         return document.with_stages(candidate, stages)
+
+    def _with_bound(self, candidate: Candidate | None) -> Candidate | None:
+        """The candidate with a bound of its own, if it has none: the mean work of its ranks."""
+        if candidate is None or candidate.bound > 0:
+            return candidate
+        devices = sub_mesh(self.mesh, candidate.stages[0].devices)
+        work = whole_bound(self.cutter.graph, devices, self.options, self.block_cache)
+        return replace(candidate, bound=max(work, 0.0) / candidate.schedule.num_ranks)
 
     def _best(self, search: PipelineSearch, number: int | None) -> Candidate | None:
         options, best = self.options, None
@@ -157,7 +167,6 @@ class _Request:
         self, search: PipelineSearch, candidate: Candidate
     ) -> list[PlannedStage] | str:
         """A plan for each stage, or the reason why one has none."""
-        budget = self.options.memory_budget or self.mesh.topology.device.memory
         schedule, places = candidate.schedule, candidate.stages
         programs = self.cutter.split([place.node for place in places[1:]])
         stages = []
@@ -168,9 +177,9 @@ class _Request:
                 program,
                 search.costs(place.devices).layouts,
                 in_flight=schedule.in_flight[number],
-                budget=budget // schedule.stages_per_rank,
+                budget=search.budget(schedule, number, place.devices),
             )
-            found = self.plan_stage(program, devices, limits)
+            found = self.stages.plan(program, devices, limits)
             if not found.found:
                 return f"stage {number} of {len(places)}: {found.reason}"
             stage = found.stages[0].model_copy(

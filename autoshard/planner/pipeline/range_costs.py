@@ -12,16 +12,17 @@ in backward (activation checkpointing).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.costs import GATHERED_ONCE, ForwardBackward, Frequency
-from autoshard.graph import CutPoint, Graph, InputKind, StageCutter
+from autoshard.costs import GATHERED_ONCE, Frequency
+from autoshard.graph import CutPoint, Graph, InputKind, Node, Shortened, StageCutter, shorten
 from autoshard.layouts import I, Kind, Layout, R
 from autoshard.mesh import Mesh
-from autoshard.ops import Strategy
+from autoshard.ops import Strategy, weights_of
 from autoshard.plan.document import Stage
 from autoshard.plan.lowering import lower
 from autoshard.plan.memory import MemoryOp, StageMemory
@@ -31,6 +32,8 @@ from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.stage_builder import Decisions, StageBuilder
 from autoshard.solve import KeyValueStore, solve_problem
 
+_LARGEST = frozenset({"working", "block"})
+"""Members of `Segments` that are maxima instead of sums."""
 _STATIC = ("parameters", "gradients", "optimizer", "buffers")
 _MEMORY_PRICE = 0.5
 """Price of storing parameters, gradients and optimizer state on one device in full, relative to the
@@ -50,6 +53,8 @@ class Segments(NamedTuple):
         recomputed: seconds of forward that checkpointing repeats in backward.
         kept: bytes of `saved` that checkpointing keeps.
         working: bytes of the largest operator.
+        block: bytes that one micro-batch keeps of the largest block that can be recomputed.
+        blocks: number of blocks that can be recomputed.
     """
 
     forward: FloatArray
@@ -61,6 +66,8 @@ class Segments(NamedTuple):
     recomputed: FloatArray
     kept: FloatArray
     working: FloatArray
+    block: FloatArray
+    blocks: FloatArray
 
 
 @dataclass(frozen=True)
@@ -70,13 +77,11 @@ class RangeCosts:
     Attributes:
         mesh: the sub-mesh.
         variants: segments of the fastest plan, and of the plan that saves memory.
-        bound: proven lower bound of the seconds of a step of the whole program on the sub-mesh.
         layouts: layout of each value that can cross a cut, as text.
     """
 
     mesh: Mesh
     variants: tuple[Segments, ...]
-    bound: float
     layouts: Mapping[str, str]
 
 
@@ -90,9 +95,11 @@ def range_costs(
 ) -> RangeCosts:
     """Plan the whole program on a sub-mesh, and read off the costs of its segments.
 
+    Repeated blocks are planned with four instances; the others cost as much as the second.
+
     Args:
         cutter: of the program.
-        points: P - 1 places where a stage may begin, ascending; the first stage begins at node 0.
+        points: P - 2 places where a stage may begin, ascending; the first stage begins at node 0.
         mesh: the sub-mesh.
         options: as for `make_plan`; `memory_budget` and pins of inputs and outputs do not matter.
         block_cache: as for `make_plan`.
@@ -100,15 +107,27 @@ def range_costs(
     Raises:
         OptionError: an option forbids all strategies of a variable.
     """
-    formulation = Formulation.of(cutter.graph, mesh, options)
+    short = shorten(cutter.graph)
+    formulation = Formulation.of(short.graph, mesh, options)
     choice, bound = _solved(formulation, options, 0.0, block_cache)
-    variants = [_Attribution(formulation, choice, cutter, points).segments()]
-    layouts = _layouts(formulation, choice, points)
+    segments = _SegmentSums(cutter, points, short)
+    variants = [segments.of(_NodeCosts(formulation, choice))]
     if mesh.num_devices > 1 and options.mode == "training":
         frugal, _ = _solved(formulation, options, _MEMORY_PRICE * bound, block_cache)
         if not np.array_equal(frugal, choice):
-            variants.append(_Attribution(formulation, frugal, cutter, points).segments())
-    return RangeCosts(mesh, tuple(variants), bound, layouts)
+            variants.append(segments.of(_NodeCosts(formulation, frugal)))
+    layouts = _layouts(formulation, choice, cutter, points, short)
+    return RangeCosts(mesh, tuple(variants), layouts)
+
+
+def whole_bound(
+    graph: Graph, mesh: Mesh, options: PlanOptions, block_cache: KeyValueStore | None = None
+) -> float:
+    """A lower bound of the seconds of a step of a program on a mesh, without a memory budget.
+
+    The stages of a pipeline on sub-meshes of one shape do at least as much work together.
+    """
+    return _solved(Formulation.of(graph, mesh, options), options, 0.0, block_cache)[1]
 
 
 def _solved(
@@ -143,153 +162,143 @@ def _state(usage: Mapping[str, FloatArray]) -> FloatArray:
 
 
 def _layouts(
-    formulation: Formulation, choice: IntArray, points: Sequence[CutPoint]
+    formulation: Formulation,
+    choice: IntArray,
+    cutter: StageCutter,
+    points: Sequence[CutPoint],
+    short: Shortened,
 ) -> dict[str, str]:
     """The layout of each value that can cross a cut: I or R, and S."""
-    wanted = {value for point in points for value in point.values}
+    graph = cutter.graph
+    twins: dict[str, str] = {}
+    for value in dict.fromkeys(value for point in points for value in point.values):
+        twins[value] = value
+        if value in graph.makers:
+            number = graph.makers[value]
+            position = graph.nodes[number].outputs.index(value)
+            twins[value] = short.graph.nodes[int(short.node_of[number])].outputs[position]
+    wanted = set(twins.values())
     candidates: dict[str, list[Layout]] = {value: [] for value in wanted}
     for use in formulation.uses:
         if use.value in wanted:
             source = formulation.variables[use.source].strategies[int(choice[use.source])]
             target = formulation.variables[use.target].strategies[int(choice[use.target])]
             candidates[use.value] += [target.inputs[use.position], source.outputs[use.output]]
-    num_axes = len(formulation.axes.sizes)
-    found = {}
-    for value, layouts in candidates.items():
-        has_gradient = formulation.gradients.exists(value)
-        whole = Layout((I if has_gradient else R,) * num_axes)
-        sent = next((x for x in layouts if _can_be_sent(x)), whole)
-        types = tuple(whole.types[0] if t.is_replicated else t for t in sent.types)
-        layout = Layout(types, sent.nesting)
-        found[value] = str(formulation.axes.widen(layout, differentiable=has_gradient))
-    return found
+    found = {value: _sent_layout(formulation, value, x) for value, x in candidates.items()}
+    return {value: found[twin] for value, twin in twins.items()}
+
+
+def _sent_layout(formulation: Formulation, value: str, candidates: Sequence[Layout]) -> str:
+    """The first layout that can be sent, with the types of a value between stages."""
+    has_gradient = formulation.gradients.exists(value)
+    whole = I if has_gradient else R
+    plain = Layout((whole,) * len(formulation.axes.sizes))
+    layout = next((x for x in candidates if _can_be_sent(x)), plain)
+    types = tuple(whole if t.is_replicated else t for t in layout.types)
+    widened = formulation.axes.widen(Layout(types, layout.nesting), differentiable=has_gradient)
+    return str(widened)
 
 
 def _can_be_sent(layout: Layout) -> bool:
     return not any(t.kind is Kind.PARTIAL or t.sub_shards for t in layout.types)
 
 
-class _Attribution:
-    """Adds the costs of a choice to the segments of a program."""
+class _NodeCosts:
+    """Costs of each node of a formulation's program for a choice, shape [nodes] each.
 
-    def __init__(
-        self,
-        formulation: Formulation,
-        choice: IntArray,
-        cutter: StageCutter,
-        points: Sequence[CutPoint],
-    ) -> None:
+    Attributes:
+        graph: the program.
+        sums: the members of `Segments` by name, for each node instead of each segment; `recomputed`
+            and `kept` are those of nodes in repeated blocks.
+    """
+
+    def __init__(self, formulation: Formulation, choice: IntArray) -> None:
         self._formulation = formulation
         self._choice = choice
-        graph = formulation.graph
+        self.graph = graph = formulation.graph
         self._inputs = {i.name: i for i in graph.inputs}
-        starts = np.array([point.node for point in points], dtype=np.intp)
-        self._segment_of_node: IntArray = np.searchsorted(
-            starts, np.arange(len(graph.nodes)), side="right"
-        )
-        placed = frozenset(cutter.placed)
-        self._segment_of_node = _with_copied(graph, placed, self._segment_of_node)
-        number = len(points) + 1
-        self._sums = {name: np.zeros(number) for name in Segments._fields}
         self._micro_batches = formulation.prices.micro_batches
-        self._known: dict[tuple[int, int], ForwardBackward[float]] = {}
-
-    def segments(self) -> Segments:
-        """The costs of each segment."""
-        for number, variable in enumerate(self._formulation.variables):
-            strategy = variable.strategies[int(self._choice[number])]
+        self._weights = weights_of(graph)
+        self._known: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self.sums = {name: np.zeros(len(graph.nodes)) for name in Segments._fields}
+        for number, variable in enumerate(formulation.variables):
             if variable.role is Role.OPERATOR:
-                self._add_operator(number, strategy)
+                self._add_operator(number)
             elif variable.role is Role.INPUT:
                 self._add_input(number)
-        builder = StageBuilder(self._formulation, Decisions(self._choice))
-        for number in range(len(self._formulation.uses)):
+        builder = StageBuilder(formulation, Decisions(choice))
+        for number in range(len(formulation.uses)):
             self._add_resharding(builder, number)
-        if self._formulation.prices.training:
+        if formulation.prices.training:
             self._add_saved(builder.stage())
         self._add_checkpoints()
-        return Segments(**self._sums)
 
-    def _add(self, name: str, segment: int, amount: float) -> None:
-        self._sums[name][segment] += amount
+    def _add(self, name: str, node: int, amount: float) -> None:
+        self.sums[name][node] += amount
 
-    def _add_operator(self, number: int, strategy: Strategy) -> None:
+    def _add_operator(self, number: int) -> None:
+        variable = self._formulation.variables[number]
+        # Equal nodes share their strategies.
+        node = self._formulation.node_of(variable)
+        weights = tuple(value in self._weights for value in node.inputs)
+        key = (id(variable.strategies), int(self._choice[number]), weights)
+        if key not in self._known:
+            self._known[key] = self._operator(node, variable.strategies[key[1]])
+        place = self.graph.numbers[node.name]
+        names = ("forward", "backward_input", "backward_weight", "working")
+        for name, amount in zip(names, self._known[key], strict=True):
+            self._add(name, place, amount)
+
+    def _operator(self, node: Node, strategy: Strategy) -> tuple[float, float, float, float]:
+        """Seconds of forward, of gradients of inputs and of weights, and bytes of its tensors."""
         formulation = self._formulation
-        variable = formulation.variables[number]
-        node = formulation.node_of(variable)
-        segment = int(self._segment_of_node[formulation.graph.numbers[node.name]])
-        compute = self._compute(number, strategy)
+        compute = formulation.prices.rank_compute(node, strategy.sizes)
         inside = {False: 0.0, True: 0.0}
         for collective in strategy.collectives:
             inside[collective.backward] += inner_time(collective, formulation.axes)
-        self._add("forward", segment, compute.forward + inside[False])
-        weight = compute.backward * self._weight_share(number)
-        self._add("backward_weight", segment, weight)
-        self._add("backward_input", segment, compute.backward - weight + inside[True])
-        sizes = formulation.axes.sizes
-        values = zip(
+        weights, weight = frozenset(v for v in node.inputs if v in self._weights), 0.0
+        if weights and formulation.gradients.flows(node):
+            seconds = formulation.prices.weight_gradients(node, strategy.sizes, weights)
+            weight = min(seconds, compute.backward)
+        nbytes = 0.0
+        pairs = zip(
             (*node.inputs, *node.outputs), (*strategy.inputs, *strategy.outputs), strict=True
         )
-        local = 0.0
-        for value, layout in values:
-            tensor = formulation.graph.values[value]
-            local += float(np.prod(layout.local_shape(tensor.shape, sizes))) * tensor.dtype.itemsize
-        self._sums["working"][segment] = max(self._sums["working"][segment], 2.0 * local)
-
-    def _compute(self, number: int, strategy: Strategy) -> ForwardBackward[float]:
-        """Seconds of an operator; equal nodes share their strategies."""
-        formulation = self._formulation
-        key = (id(formulation.variables[number].strategies), int(self._choice[number]))
-        if key not in self._known:
-            node = formulation.node_of(formulation.variables[number])
-            self._known[key] = formulation.prices.rank_compute(node, strategy.sizes)
-        return self._known[key]
-
-    def _weight_share(self, number: int) -> float:
-        """Share of an operator's backward that computes gradients of parameters."""
-        formulation = self._formulation
-        node = formulation.node_of(formulation.variables[number])
-        parameters = formulation.parameters
-        differentiable = [v for v in node.inputs if formulation.gradients.exists(v)]
-        if not differentiable:
-            return 0.0
-        return sum(v in parameters for v in differentiable) / len(differentiable)
+        for value, layout in pairs:
+            tensor = self.graph.values[value]
+            local = layout.local_shape(tensor.shape, formulation.axes.sizes)
+            nbytes += prod(local) * tensor.dtype.itemsize
+        backward = compute.backward - weight + inside[True]
+        # In backward, a gradient of each tensor as well.
+        return compute.forward + inside[False], backward, weight, 2.0 * nbytes
 
     def _add_input(self, number: int) -> None:
-        formulation = self._formulation
-        variable, pick = formulation.variables[number], int(self._choice[number])
-        graph_input = self._inputs[variable.name]
-        segments = self._users(variable.name)
-        if not segments:
+        variable, pick = self._formulation.variables[number], int(self._choice[number])
+        users = sorted(i for i, _ in self.graph.consumers[variable.name])
+        if not users:
             return
         seconds = float(variable.time[pick])
-        if graph_input.kind is InputKind.USER:
-            self._add("forward", segments[0], seconds / self._micro_batches)
+        if self._inputs[variable.name].kind is InputKind.USER:
+            self._add("forward", users[0], seconds / self._micro_batches)
             return
         state = float(_state(variable.usage)[pick]) if variable.usage else 0.0
-        # Every stage that uses a parameter holds it; a range counts it where it is used first and
-        # last, which differ for tied embeddings only.
-        for segment in sorted({segments[0], segments[-1]}):
-            self._add("end", segment, seconds)
-            self._add("state", segment, state)
-
-    def _users(self, value: str) -> list[int]:
-        uses = self._formulation.graph.consumers[value]
-        return sorted(int(self._segment_of_node[i]) for i, _ in uses)
+        # Stages far apart each hold a parameter that both use, such as a tied embedding.
+        is_tied = users[-1] - users[0] > len(self.graph.nodes) // 2
+        for place in (users[0], users[-1]) if is_tied else users[:1]:
+            self._add("end", place, seconds)
+            self._add("state", place, state)
 
     def _add_resharding(self, builder: StageBuilder, number: int) -> None:
         communication = builder.communication(number)
         if communication is None:
             return
         formulation = self._formulation
-        use = formulation.uses[number]
-        segment = self._segment_of_use(number)
-        every = communication.every
-        self._add("forward", segment, every.forward)
+        use, place, every = formulation.uses[number], self._place(number), communication.every
+        self._add("forward", place, every.forward)
         part = "backward_weight" if formulation.reads_parameter(use) else "backward_input"
-        self._add(part, segment, every.backward)
+        self._add(part, place, every.backward)
         once = communication.seconds() - self._micro_batches * (every.forward + every.backward)
-        self._add("end", segment, max(once, 0.0))
+        self._add("end", place, max(once, 0.0))
         if communication.frequency is Frequency.STEP and formulation.gradients.exists(use.value):
             # Full gradients are summed over micro-batches, instead of their shards.
             costs = formulation.edge_costs(use)
@@ -297,85 +306,111 @@ class _Attribution:
             growth = float(
                 costs.target_bytes[costs.cols[target]] - costs.source_bytes[costs.rows[source]]
             )
-            self._add("end", segment, costs.accumulation_time * growth)
-            self._add("state", segment, costs.accumulation_factor * growth)
+            self._add("end", place, costs.accumulation_time * growth)
+            self._add("state", place, costs.accumulation_factor * growth)
+
+    def _place(self, number: int) -> int:
+        """The node to which the resharding for a use belongs: its reader, or else its maker."""
+        use = self._formulation.uses[number]
+        for end in (use.target, use.source):
+            variable = self._formulation.variables[end]
+            if variable.role is Role.OPERATOR:
+                return self.graph.numbers[variable.name]
+        return self._maker_or_reader(use.value)
+
+    def _maker_or_reader(self, value: str) -> int:
+        if value in self.graph.makers:
+            return self.graph.makers[value]
+        return next((i for i, _ in self.graph.consumers[value]), 0)
 
     def _add_saved(self, stage: Stage) -> None:
-        """Tensors that autograd saves, in the segment of the operation that makes them."""
-        graph = self._formulation.graph
-        memory = StageMemory(lower(stage, graph), self._formulation.gradients)
-        saved: set[int] = set()
-        segment_of = [self._segment_of_operation(op) for op in memory.ops]
+        """Tensors that autograd saves, at the operation that makes them."""
+        memory = StageMemory(lower(stage, self.graph), self._formulation.gradients)
+        places = [self._place_of_operation(op) for op in memory.ops]
         nbytes: dict[int, int] = {}
         for storage, tensor in zip(memory.storages, memory.tensors, strict=True):
             nbytes.setdefault(storage, tensor.nbytes)
-        for op, segment in zip(memory.ops, segment_of, strict=True):
-            self._add("saved", segment, op.saved_bytes)
+        saved: set[int] = set()
+        once = {
+            memory.storages[tensor]
+            for op in memory.ops
+            if op.frequency in GATHERED_ONCE
+            for tensor in op.targets
+        }
+        for op, place in zip(memory.ops, places, strict=True):
+            self._add("saved", place, op.saved_bytes)
             saved.update(memory.storages[tensor] for tensor in op.saved)
         for storage in saved:
             maker = memory.made_by[storage]
             if maker >= 0:
-                once = memory.ops[maker].frequency in GATHERED_ONCE
-                self._add("state" if once else "saved", segment_of[maker], nbytes[storage])
+                kind = "state" if storage in once else "saved"
+                self._add(kind, places[maker], nbytes[storage])
 
-    def _segment_of_operation(self, op: MemoryOp) -> int:
-        graph = self._formulation.graph
+    def _place_of_operation(self, op: MemoryOp) -> int:
+        numbers = self.graph.numbers
         if not op.uses:
-            return int(self._segment_of_node[graph.numbers[op.name]])
+            return numbers[op.name]
         value, consumer, _ = op.uses[0]
-        if consumer is not None and consumer in graph.numbers:
-            return int(self._segment_of_node[graph.numbers[consumer]])
-        if value in graph.makers:
-            return int(self._segment_of_node[graph.makers[value]])
-        return next(iter(self._users(value)), 0)
-
-    def _segment_of_use(self, number: int) -> int:
-        formulation = self._formulation
-        use = formulation.uses[number]
-        reader, maker = formulation.variables[use.target], formulation.variables[use.source]
-        for variable in (reader, maker):
-            if variable.role is Role.OPERATOR:
-                return int(self._segment_of_node[formulation.graph.numbers[variable.name]])
-        graph = formulation.graph
-        if use.value in graph.makers:
-            return int(self._segment_of_node[graph.makers[use.value]])
-        users = self._users(use.value)
-        return users[0] if users else 0
+        if consumer is not None and consumer in numbers:
+            return numbers[consumer]
+        return self._maker_or_reader(value)
 
     def _add_checkpoints(self) -> None:
-        """Repeated blocks that are recomputed keep their first segment's crossing values only."""
-        formulation = self._formulation
-        self._sums["kept"] = self._sums["saved"].copy()
-        inside = {i for block in formulation.blocks for x in block.instances() for i in x}
-        if not inside or not formulation.prices.training:
+        """A recomputed block keeps what enters it, and runs forward again."""
+        sums, formulation = self.sums, self._formulation
+        sums["kept"] = sums["saved"].copy()
+        if not formulation.prices.training:
             return
-        forward = self._sums["forward"]
         for block in formulation.blocks:
             for nodes in block.instances():
-                segments = sorted({int(self._segment_of_node[i]) for i in nodes})
-                for segment in segments:
-                    self._sums["recomputed"][segment] = forward[segment]
-                    self._sums["kept"][segment] = 0.0
-                self._sums["kept"][segments[0]] = self._bytes_before(nodes.start)
+                inside = slice(nodes.start, nodes.stop)
+                sums["recomputed"][inside] = sums["forward"][inside]
+                sums["block"][nodes.start] = sums["saved"][inside].sum()
+                sums["blocks"][nodes.start] = 1.0
+                sums["kept"][inside] = 0.0
+                sums["kept"][nodes.start] = self._bytes_before(nodes.start)
 
     def _bytes_before(self, node: int) -> float:
-        """Local bytes of the activations that enter a block."""
-        formulation, graph = self._formulation, self._formulation.graph
-        total = 0.0
-        makers = graph.makers
-        for value in dict.fromkeys(graph.nodes[node].inputs):
-            if value in makers and makers[value] < node and formulation.gradients.exists(value):
-                tensor = graph.values[value]
-                shards = formulation.mesh.num_devices
-                total += tensor.nbytes / shards
-        return total
+        """Bytes of a rank's shards of the activations that enter a block, sharded fully."""
+        total = 0
+        for value in dict.fromkeys(self.graph.nodes[node].inputs):
+            maker = self.graph.makers.get(value)
+            if maker is not None and maker < node and self._formulation.gradients.exists(value):
+                total += self.graph.values[value].nbytes
+        return total / self._formulation.mesh.num_devices
 
 
-def _with_copied(graph: Graph, placed: frozenset[int], segments: IntArray) -> IntArray:
-    """Segments of nodes; a copied node counts where it is first used."""
-    found = segments.copy()
-    for i in reversed(range(len(graph.nodes))):
-        if i not in placed:
-            users = [u for value in graph.nodes[i].outputs for u, _ in graph.consumers[value]]
-            found[i] = min((found[u] for u in users), default=found[i])
-    return found
+class _SegmentSums:
+    """Sums costs of nodes over the segments between cut points.
+
+    Args:
+        cutter: of the whole program.
+        points: the cut points.
+        short: the program whose nodes have costs.
+    """
+
+    def __init__(self, cutter: StageCutter, points: Sequence[CutPoint], short: Shortened) -> None:
+        graph = cutter.graph
+        starts = np.array([point.node for point in points], dtype=np.intp)
+        segments: IntArray = np.searchsorted(starts, np.arange(len(graph.nodes)), side="right")
+        placed = frozenset(cutter.placed)
+        # A copied node counts where it is first used.
+        for i in reversed(range(len(graph.nodes))):
+            if i not in placed:
+                users = [u for value in graph.nodes[i].outputs for u, _ in graph.consumers[value]]
+                segments[i] = min((segments[u] for u in users), default=segments[i])
+        self._segments = segments
+        self._number = len(points) + 1
+        self._node_of = short.node_of
+
+    def of(self, costs: _NodeCosts) -> Segments:
+        """The costs of each segment."""
+        found: dict[str, FloatArray] = {}
+        for name, values in costs.sums.items():
+            whole = values[self._node_of]
+            found[name] = np.zeros(self._number)
+            if name in _LARGEST:
+                np.maximum.at(found[name], self._segments, whole)
+            else:
+                np.add.at(found[name], self._segments, whole)
+        return Segments(**found)

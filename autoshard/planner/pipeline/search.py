@@ -70,7 +70,7 @@ class Candidate:
         times: estimated seconds of each stage.
         simulation: of a step.
         bound: lower bound of the step time of all partitions under this schedule, for the same
-            estimates.
+            estimates; 0 if it is not known.
         num_points: number of places where stages could begin.
     """
 
@@ -112,10 +112,11 @@ class PipelineSearch:
         self._options = options
         self._cuts = tuple(cuts)
         self._block_cache = block_cache
-        self._budget = float(options.memory_budget or mesh.topology.device.memory)
+        self._budget = options.memory_budget or mesh.topology.device.memory
         self._costs: dict[int, RangeCosts] = {}
         self._sending: dict[int, tuple[FloatArray, FloatArray]] = {}
         self._tables: dict[tuple[int, int, int], StageTable] = {}
+        self._states: dict[int, float] = {}
 
     @cached_property
     def points(self) -> tuple[CutPoint, ...]:
@@ -241,13 +242,9 @@ class PipelineSearch:
             ),
             tuple(estimated),
             simulate_schedule(schedule, estimated),
-            found.bound if per_rank == 1 else self._work_bound(schedule, equal),
+            found.bound if per_rank == 1 else 0.0,
             len(self.points),
         )
-
-    def _work_bound(self, schedule: Schedule, devices: int) -> float:
-        """A rank does at least the mean of all work."""
-        return self.costs(devices).bound / schedule.num_ranks
 
     def _pinned(self, table: RangeTable) -> RangeTable:
         """The table without ranges that contain a cut that stages must have."""
@@ -263,20 +260,36 @@ class PipelineSearch:
         )
 
     def _table(self, schedule: Schedule, stage: int, devices: int) -> StageTable:
-        per_rank, in_flight = schedule.stages_per_rank, schedule.in_flight[stage]
-        key = (devices, per_rank, in_flight)
+        in_flight, budget = schedule.in_flight[stage], self.budget(schedule, stage, devices)
+        key = (devices, in_flight, budget)
         if key not in self._tables:
             if devices not in self._sending:
                 self._sending[devices] = self._transfers(devices)
             send, back = self._sending[devices]
             self._tables[key] = stage_table(
                 self.costs(devices),
-                budget=self._budget / per_rank,
+                budget=budget,
                 in_flight=in_flight,
                 send=send,
                 send_gradient=back,
             )
         return self._tables[key]
+
+    def budget(self, schedule: Schedule, stage: int, devices: int) -> int:
+        """Bytes per device of one stage.
+
+        The stages of a rank get equal parts for parameters and what belongs to them. The rest is
+        divided by the numbers of micro-batches that they hold.
+        """
+        if schedule.stages_per_rank == 1:
+            return self._budget
+        if devices not in self._states:
+            self._states[devices] = min(v.state.sum() for v in self.costs(devices).variants)
+        state = self._states[devices] / schedule.num_stages
+        left = max(self._budget - schedule.stages_per_rank * state, 0.0)
+        held = schedule.ranks[schedule.rank_of_stage[stage]]
+        share = schedule.in_flight[stage] / sum(schedule.in_flight[s] for s in held)
+        return int(min(state, self._budget / schedule.stages_per_rank) + left * share)
 
     def _transfers(self, devices: int) -> tuple[FloatArray, FloatArray]:
         """Seconds to send what crosses each cut between stages of equal sub-meshes."""

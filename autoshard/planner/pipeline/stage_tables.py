@@ -115,23 +115,23 @@ def stage_table(
 def _option(
     part: Segments, budget: float, in_flight: int
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    forward, saved = _ranges(part.forward), _ranges(part.saved)
+    saved = _MEMORY_MARGIN * in_flight * _ranges(part.saved)
+    kept = np.minimum(_MEMORY_MARGIN * in_flight * _ranges(part.kept), saved)
     fixed = _MEMORY_MARGIN * (_ranges(part.state) + _largest(part.working))
-    saved, kept = _MEMORY_MARGIN * in_flight * saved, _ranges(part.kept)
-    kept = np.minimum(_MEMORY_MARGIN * in_flight * kept, saved)
-    excess = np.maximum(fixed + saved - budget, 0.0)
+    is_larger = fixed + saved > budget
+    # A block that is recomputed is in memory as a whole for one micro-batch.
+    fixed = fixed + np.where(is_larger, _MEMORY_MARGIN * _largest(part.block), 0.0)
+    excess = np.where(is_larger, fixed + saved - budget, 0.0)
+    blocks = _ranges(part.blocks)
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(excess > 0, excess / (saved - kept), 0.0)
-    share = np.where(np.isfinite(share) & (share <= 1.0), share, np.inf)
-    fits = np.isfinite(share)
-    backward_input = _ranges(part.backward_input)
-    recomputed = np.where(fits, share, 0.0) * _ranges(part.recomputed)
-    nbytes = np.where(fits, fixed + saved - np.where(fits, excess, 0.0), np.inf)
-    empty = np.tri(len(forward), dtype=bool)
-    nbytes[empty] = np.inf
+        share = np.where(is_larger, np.ceil(excess / (saved - kept) * blocks) / blocks, 0.0)
+    fits = np.isfinite(share) & (share <= 1.0)
+    share = np.where(fits, share, 0.0)
+    nbytes = np.where(fits, fixed + saved - share * (saved - kept), np.inf)
+    nbytes[np.tri(len(nbytes), dtype=bool)] = np.inf
     return (
-        forward,
-        backward_input + recomputed,
+        _ranges(part.forward),
+        _ranges(part.backward_input) + share * _ranges(part.recomputed),
         _ranges(part.backward_weight),
         _ranges(part.end),
         nbytes,

@@ -1,0 +1,206 @@
+"""Planning equal stages once: stages that differ only in names, such as those of middle layers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from autoshard.errors import PlanError
+from autoshard.graph import Graph, InputKind, Node, Ref, graph_digest, graph_to_json
+from autoshard.graph.normalise.rewriting import rewire
+from autoshard.mesh import Mesh
+from autoshard.plan.document import Plan, Stage
+from autoshard.plan.options import Pins, PlanOptions
+from autoshard.plan.pricing import Prices
+from autoshard.plan.timeline import timeline
+from autoshard.planner.planner import plan_id
+from autoshard.planner.stage_builder import peak_memory
+from autoshard.solve import KeyValueStore
+
+_NAMED = frozenset({InputKind.PREPARED, InputKind.USER, InputKind.LITERAL})
+"""Inputs that keep their targets: equal stages have the same ones."""
+_NO_LIMIT = 1 << 62
+"""A memory budget that no stage reaches, bytes."""
+
+
+@dataclass(frozen=True)
+class NumberedGraph:
+    """A program whose names are numbers, so that programs that differ only in names are equal.
+
+    Attributes:
+        graph: the program with other names of values, nodes and stored tensors.
+        values: new name of each value.
+        nodes: new name of each node.
+    """
+
+    graph: Graph
+    values: Mapping[str, str]
+    nodes: Mapping[str, str]
+
+    @classmethod
+    def of(cls, graph: Graph) -> "NumberedGraph":
+        """Number the names of a program. Prepared tensors keep theirs."""
+        values = {i.name: f"i{n}" for n, i in enumerate(graph.inputs)}
+        values |= {i.name: i.name for i in graph.inputs if i.kind is InputKind.PREPARED}
+        for number, node in enumerate(graph.nodes):
+            values |= {value: f"v{number}.{n}" for n, value in enumerate(node.outputs)}
+        nodes = {node.name: f"n{number}" for number, node in enumerate(graph.nodes)}
+        numbered = replace(
+            graph,
+            inputs=tuple(
+                replace(
+                    i,
+                    name=values[i.name],
+                    target=i.target if i.kind in _NAMED else f"t{n}",
+                    aliases=(),
+                )
+                for n, i in enumerate(graph.inputs)
+            ),
+            nodes=tuple(_renamed(node, nodes[node.name], values) for node in graph.nodes),
+            outputs=tuple(
+                replace(
+                    output,
+                    name=None if output.name is None else values[output.name],
+                    updates=None if output.updates is None else values[output.updates],
+                )
+                for output in graph.outputs
+            ),
+            values={values[name]: tensor for name, tensor in graph.values.items()},
+            model=None,
+        )
+        return cls(numbered, values, nodes)
+
+
+def _renamed(node: Node, name: str, values: Mapping[str, str]) -> Node:
+    wired = rewire(node, lambda value: Ref(values[value]))
+    return replace(
+        wired, name=name, outputs=tuple(values[value] for value in node.outputs), module="", part=0
+    )
+
+
+class EqualStages:
+    """Plans stages, each kind once.
+
+    Args:
+        plan_stage: plans a program on a mesh.
+        store: of plans, used beside those of this object; None for none.
+    """
+
+    def __init__(
+        self,
+        plan_stage: Callable[[Graph, Mesh, PlanOptions], Plan],
+        store: KeyValueStore | None = None,
+    ) -> None:
+        self._plan_stage = plan_stage
+        self._store = store
+        self._known: dict[str, Plan] = {}
+
+    def plan(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> Plan:
+        """The plan of a program with its own names."""
+        pins = options.pins
+        if pins.parameters or pins.buffers or pins.nodes or options.algo != "optimal":
+            return self._plan_stage(graph, mesh, options)
+        numbered = NumberedGraph.of(graph)
+        inputs = {numbered.values.get(name, name): x for name, x in pins.inputs.items()}
+        options = options.model_copy(update={"pins": Pins(inputs=inputs, outputs=pins.outputs)})
+        plan = self._without_limit(numbered.graph, mesh, options)
+        if plan is None:
+            plan = self._known_or_new(numbered.graph, mesh, options)
+        return _with_names(plan, numbered, graph)
+
+    def _without_limit(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> Plan | None:
+        """The fastest plan, which is the same for all limits that it does not reach, if it fits."""
+        free = options.model_copy(update={"memory_budget": _NO_LIMIT, "in_flight": 1})
+        if options.mode != "training" or "always" in (
+            options.activation_checkpointing,
+            options.reshard_after_forward,
+        ):
+            return None
+        plan = self._known_or_new(graph, mesh, free)
+        if not plan.found:
+            return None
+        stage = plan.stages[0].model_copy(update={"in_flight": options.in_flight})
+        optimizer = Prices(graph, mesh, options).optimizer
+        peak = peak_memory(
+            timeline(stage, graph, training=True, optimizer=optimizer),
+            options.memory_budget or mesh.topology.device.memory,
+        )
+        if peak.budget is None or peak.peak > peak.budget:
+            return None
+        return plan.model_copy(update={"stages": (stage,), "memory": peak, "options": options})
+
+    def _known_or_new(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> Plan:
+        key = plan_id(graph, mesh, options)
+        plan = self._known.get(key) or self._stored(key, graph)
+        if plan is None:
+            plan = self._plan_stage(graph, mesh, options)
+            if self._store is not None and plan.found:
+                self._store.put(key, plan.to_json().encode())
+        self._known[key] = plan
+        return plan
+
+    def _stored(self, key: str, graph: Graph) -> Plan | None:
+        body = None if self._store is None else self._store.get(key)
+        if body is None:
+            return None
+        try:
+            plan = Plan.from_json(body)
+        except PlanError:
+            return None
+        # A damaged or foreign entry counts as missing.
+        is_same = plan.id == key and plan.graph.digest == graph_digest(graph) and plan.found
+        return plan if is_same and plan.stages[0].program == graph_to_json(graph) else None
+
+
+def _with_names(plan: Plan, numbered: NumberedGraph, graph: Graph) -> Plan:
+    """A plan of a numbered program with the names of the original one."""
+    if not plan.found:
+        return plan
+    (stage,) = plan.stages
+    values = {new: old for old, new in numbered.values.items()}
+    nodes = {new: old for old, new in numbered.nodes.items()}
+    memory = plan.memory
+    if memory is not None:
+        at = values.get(memory.at) or nodes.get(memory.at) or memory.at
+        memory = memory.model_copy(update={"at": at})
+    return plan.model_copy(
+        update={"stages": (_renamed_stage(stage, values, nodes, graph),), "memory": memory}
+    )
+
+
+def _renamed_stage(
+    stage: Stage, values: Mapping[str, str], nodes: Mapping[str, str], graph: Graph
+) -> Stage:
+    inputs = {i.name: i for i in graph.inputs}
+    placed = []
+    for one in stage.inputs:
+        own = inputs[values[one.name]]
+        update = {"name": own.name, "target": own.target, "aliases": own.aliases}
+        placed.append(one.model_copy(update=update))
+    return stage.model_copy(
+        update={
+            "program": graph_to_json(graph),
+            "inputs": tuple(placed),
+            "nodes": tuple(x.model_copy(update={"name": nodes[x.name]}) for x in stage.nodes),
+            "reshardings": tuple(
+                x.model_copy(
+                    update={
+                        "value": values[x.value],
+                        "consumer": nodes.get(x.consumer, x.consumer) if x.consumer else None,
+                    }
+                )
+                for x in stage.reshardings
+            ),
+            "outputs": tuple(
+                x.model_copy(
+                    update={
+                        "name": values[x.name],
+                        "updates": None if x.updates is None else values[x.updates],
+                    }
+                )
+                for x in stage.outputs
+            ),
+            "checkpoints": tuple(
+                x.model_copy(update={"first": nodes[x.first], "last": nodes[x.last]})
+                for x in stage.checkpoints
+            ),
+        }
+    )
