@@ -111,7 +111,8 @@ def plan_trace(plan: Plan) -> str:
 def schedule_svg(simulation: ScheduleSimulation) -> str:
     """A schedule as a picture: a row per rank, time to the right, micro-batch numbers.
 
-    Stages of a rank have the same colours, later stages in lighter shades.
+    Stages of a rank have the same colours, later stages in lighter shades. Actions that take no
+    time are left out.
 
     Args:
         simulation: a simulated step.
@@ -195,7 +196,7 @@ def _class(name: str, index: int) -> str:
 
 
 def _legend(simulation: ScheduleSimulation) -> Iterator[str]:
-    kinds = {a.kind for actions in simulation.schedule.actions for a in actions}
+    kinds = {e.action.kind for e in simulation.events if e.receiver is None and e.end > e.start}
     shown = [(kind, name) for kind, name in NAMES.items() if kind in kinds]
     items: list[tuple[str, str]] = [*shown, *([(_END, _END)] if any(_ends(simulation)) else [])]
     left = _LEFT
@@ -239,6 +240,8 @@ def _row(simulation: ScheduleSimulation, rank: int) -> Iterator[str]:
     yield f'<text class="label" x="{_LEFT - 8}" y="{top + 17}">rank {rank}</text>'
     yield f'<rect class="row" x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_ROW}"/>'
     for event in simulation.of_rank(rank):
+        if event.start == event.end:
+            continue
         action = event.action
         left, width = _LEFT + event.start * scale, (event.end - event.start) * scale
         label = (

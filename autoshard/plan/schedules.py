@@ -17,6 +17,9 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
+ALONE: ScheduleName = "LoopedBFS"
+"""The schedule that runs all stages on one rank, whatever a plan says."""
+
 
 class ComputeAction(NamedTuple):
     """Forward or backward of one micro-batch on one stage.

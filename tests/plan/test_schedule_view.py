@@ -39,7 +39,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def simulated(name: ScheduleName, micro_batches: int = 8) -> ScheduleSimulation:
     schedule = Schedule(name, 4, 1 if name in {"GPipe", "1F1B"} else 2, micro_batches)
-    return simulate_schedule(schedule, [TIMES] * schedule.num_stages)
+    return simulate_schedule(schedule, [TIMES] * schedule.num_stages, splits_backward=True)
 
 
 @pytest.fixture(params=SCHEDULE_NAMES)
@@ -106,7 +106,13 @@ def test_a_step_that_takes_no_time_has_a_picture() -> None:
     times = StageTimes(forward=0, backward_input=0, backward_weight=0, end=0)
     simulation = simulate_schedule(Schedule("GPipe", 2, 1, 2), [times] * 2)
     assert simulation.bubble == 0
-    assert schedule_svg(simulation).count("<rect") == 2 + 2 + 8
+    assert schedule_svg(simulation).count("<rect") == 2  # the rows
+
+
+def test_backward_of_weights_that_takes_no_time_is_not_drawn() -> None:
+    simulation = simulate_schedule(Schedule("ZBVZeroBubble", 2, 2, 4), [TIMES] * 4)
+    assert "backward of inputs" in schedule_svg(simulation)
+    assert "backward of weights" not in schedule_svg(simulation)
 
 
 def test_the_schedule_of_a_plan_is_simulated(planned: Planner) -> None:
@@ -118,6 +124,8 @@ def test_the_schedule_of_a_plan_is_simulated(planned: Planner) -> None:
     assert simulation.seconds == simulate_schedule(schedule, [TIMES] * 4).seconds
     assert plan_trace(pipeline) == schedule_trace(simulation)
     assert "schedule" not in plan_trace(plan)
+    alone = simulate_pipeline(equal_stages_plan(plan, Schedule("LoopedBFS", 1, 3, 4), TIMES))
+    assert alone.seconds == pytest.approx(4 * 3 * 4e-3 + 3 * 5e-4)
     with pytest.raises(PlanError, match="`simulate_pipeline`"):
         simulate(pipeline)
     with pytest.raises(PlanError, match="single stage"):
@@ -126,14 +134,16 @@ def test_the_schedule_of_a_plan_is_simulated(planned: Planner) -> None:
 
 def test_the_page_shows_what_is_simulated() -> None:
     page = (DOCS / "pipelines.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) % \| ([\d, ]+) \|$", page, re.MULTILINE)
-    assert [name for name, _, _ in rows] == list(SCHEDULE_NAMES)
-    for name, idle, in_flight in rows:
+    figures = r"([\d.]+) % \| ([\d.]+) % \| ([\d, ]+) \|$"
+    rows = re.findall(rf"^\| `(\w+)` \|.*\| {figures}", page, re.MULTILINE)
+    assert [row[0] for row in rows] == list(SCHEDULE_NAMES)
+    for name, idle, apart, in_flight in rows:
         per_rank = 1 if name in {"GPipe", "1F1B"} else 2
         schedule = Schedule(name, 4, per_rank, 16)
-        times = StageTimes(forward=1, backward_input=1, backward_weight=1, end=0)
-        simulation = simulate_schedule(schedule, [times] * schedule.num_stages)
-        assert f"{simulation.bubble:.1%}" == f"{idle}%"
+        times = [StageTimes(forward=1, backward_input=1, backward_weight=1, end=0)] * 4 * per_rank
+        assert f"{simulate_schedule(schedule, times).bubble:.1%}" == f"{idle}%"
+        split = simulate_schedule(schedule, times, splits_backward=True)
+        assert f"{split.bubble:.1%}" == f"{apart}%"
         held = [schedule.in_flight[stage] for stage in schedule.stages_of_rank(0)]
         assert ", ".join(map(str, held)) == in_flight
 
