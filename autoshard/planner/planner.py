@@ -13,7 +13,7 @@ from pydantic import Field
 
 from autoshard.collection import collection_of_new, collection_paused
 from autoshard.errors import GraphError, OptionError
-from autoshard.graph import RULES_VERSION, Graph, graph_digest
+from autoshard.graph import RULES_VERSION, Graph, InputKind, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.ops import has_rule
 from autoshard.outcome import SolveStatus, relative_gap
@@ -167,7 +167,7 @@ def _formulated(
     graph: Graph, mesh: Mesh, options: PlanOptions, max_strategies: int | None
 ) -> Formulation:
     if options.mode == "training":
-        _check_trainable(graph)
+        check_trainable(graph)
     elif options.micro_batches > 1:
         raise OptionError(
             "micro_batches is for training, where their gradients are summed; leave it out with "
@@ -188,9 +188,19 @@ def _formulated(
     return formulation
 
 
-def _check_trainable(graph: Graph) -> None:
-    """Check that a parameter requires a gradient, and that custom rules have a needed backward."""
-    if not any(graph.values[p.name].requires_grad for p in graph.parameters):
+def check_trainable(graph: Graph) -> None:
+    """Check that a parameter requires a gradient, and that custom rules have a needed backward.
+
+    A part of a program, which receives or sends values, may be without such a parameter.
+
+    Raises:
+        GraphError: one of both does not hold.
+    """
+    is_part = any(i.kind is InputKind.RECEIVED for i in graph.inputs) or any(
+        output.sent for output in graph.outputs
+    )
+    trained = any(graph.values[p.name].requires_grad for p in graph.parameters)
+    if not trained and not is_part:
         raise GraphError(
             "the graph has no parameter that requires a gradient, so there is nothing to train; "
             "plan with mode 'inference', or export the model with its parameters"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -13,6 +14,10 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from autoshard.graph import Graph, export_model, load_graph
@@ -129,6 +134,50 @@ def llama(*, layers: int = 2, batch: int = 4, sequence: int = 8) -> Case:
     )
     ids = torch.randint(0, 64, (batch, sequence))
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def t5(*, layers: int = 2, batch: int = 4, sequence: int = 8) -> Case:
+    """A small T5 with labels, whose decoder reads what the encoder makes in every layer."""
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=layers,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    ids = torch.randint(0, 64, (batch, sequence))
+    inputs = {"input_ids": ids, "labels": ids.flip(1), "use_cache": False}
+    return T5ForConditionalGeneration(config), inputs
+
+
+class ImageClassifier(nn.Module):
+    """A ResNet of bottleneck blocks with the loss of labels."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        config = ResNetConfig(
+            embedding_size=width,
+            hidden_sizes=[width, 2 * width],
+            depths=[1, 2],
+            num_labels=classes,
+        )
+        self.model = ResNetForImageClassification(config)
+
+    def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.model(pixels).logits, labels)
+
+
+def resnet(*, batch: int = 4, width: int = 8, size: int = 32) -> Case:
+    """A small ResNet with batch norms in training mode, which update running statistics."""
+    inputs = {
+        "pixels": torch.randn(batch, 3, size, size),
+        "labels": torch.randint(0, 8, (batch,)),
+    }
+    return ImageClassifier(width, 8), inputs
 
 
 def meta(build: Any, *args: Any, **kwargs: Any) -> Case:

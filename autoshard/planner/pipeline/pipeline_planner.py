@@ -21,6 +21,8 @@ from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule
+from autoshard.plan.stage_options import stage_options
+from autoshard.plan.sub_meshes import sub_mesh
 from autoshard.planner.pipeline.equal_stages import EqualStages
 from autoshard.planner.pipeline.policies import (
     cuts_of,
@@ -32,12 +34,11 @@ from autoshard.planner.pipeline.range_costs import whole_bound
 from autoshard.planner.pipeline.search import Candidate, PipelineSearch
 from autoshard.planner.pipeline.stage_plans import (
     PlannedStage,
+    pinned_options,
     pipeline_document,
     rank_memory,
-    stage_options,
 )
-from autoshard.planner.pipeline.sub_meshes import sub_mesh
-from autoshard.planner.planner import make_stage_plan, plan_id
+from autoshard.planner.planner import check_trainable, make_stage_plan, plan_id
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
@@ -100,6 +101,8 @@ def make_plan(
     number = num_stages(options, cutter)
     if number == 1:
         return plan_stage(graph, mesh, options)
+    if options.mode == "training":
+        check_trainable(graph)
     request = _Request(cutter, mesh, options, EqualStages(plan_stage, block_cache), block_cache)
     return request.plan(number)
 
@@ -175,10 +178,11 @@ class _Request:
             limits = stage_options(
                 self.options,
                 program,
-                search.costs(place.devices).layouts,
+                devices,
                 in_flight=schedule.in_flight[number],
                 budget=search.budget(schedule, number, place.devices),
             )
+            limits = pinned_options(limits, program, search.costs(place.devices).layouts)
             found = self.stages.plan(program, devices, limits)
             if not found.found:
                 return f"stage {number} of {len(places)}: {found.reason}"
@@ -224,6 +228,7 @@ class _Document:
         gap = relative_gap(costs.total, bound)
         is_optimal = gap <= self.options.relative_gap
         own = tuple(one.stage for one in stages)
+        budget = self.options.memory_budget or self.mesh.topology.device.memory
         return self._plan(
             certificate=Certificate(
                 status=SolveStatus.OPTIMAL if is_optimal else SolveStatus.FEASIBLE,
@@ -232,7 +237,7 @@ class _Document:
                 gap=gap,
             ),
             costs=costs,
-            memory=rank_memory(stages, schedule.ranks),
+            memory=rank_memory(stages, schedule.ranks, budget),
             collectives=count_collectives(own, [one.graph for one in stages]),
             stages=own,
             pipeline=pipeline,

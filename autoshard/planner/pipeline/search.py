@@ -16,11 +16,11 @@ from autoshard.plan.document import StageTimes
 from autoshard.plan.options import PlanOptions, ScheduleName
 from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
 from autoshard.plan.schedules import Schedule, schedule_error
+from autoshard.plan.sub_meshes import is_aligned, sub_mesh, sub_mesh_sizes
 from autoshard.plan.transfers import transfer_seconds
 from autoshard.planner.pipeline.partition import Partition, PartitionProblem, RangeTable
 from autoshard.planner.pipeline.range_costs import RangeCosts, range_costs
 from autoshard.planner.pipeline.stage_tables import StageTable, stage_table
-from autoshard.planner.pipeline.sub_meshes import is_aligned, sub_mesh, sub_mesh_sizes
 from autoshard.solve import KeyValueStore
 
 _MAX_POINTS = 160

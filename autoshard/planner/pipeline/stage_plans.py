@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import pairwise
 
-from autoshard.graph import Graph, Input, InputKind
+from autoshard.graph import Graph, InputKind
 from autoshard.mesh import Mesh
 from autoshard.plan.document import (
     Memory,
@@ -18,10 +17,11 @@ from autoshard.plan.document import (
     TiedParameter,
     Transfer,
 )
-from autoshard.plan.options import Pins, PlanOptions
+from autoshard.plan.options import PlanOptions
 from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
 from autoshard.plan.schedules import Schedule
 from autoshard.plan.stage_times import stage_times
+from autoshard.plan.timeline import KINDS
 from autoshard.plan.transfers import largest_load, messages, transfer_seconds
 from autoshard.planner.pipeline.search import StagePlace
 
@@ -57,80 +57,25 @@ class PlannedStage:
         return self.plan.stages[0]
 
 
-def stage_options(
-    options: PlanOptions,
-    graph: Graph,
-    layouts: Layouts,
-    *,
-    in_flight: int,
-    budget: int,
-) -> PlanOptions:
-    """Options for the program of one stage.
+def pinned_options(options: PlanOptions, graph: Graph, layouts: Layouts) -> PlanOptions:
+    """Options of a stage, with pins of what it receives and sends.
 
     Args:
-        options: of the whole program.
+        options: of the stage.
         graph: the stage's program.
         layouts: layouts on the stage's sub-mesh of the values that it receives and sends.
-        in_flight: number of micro-batches whose activations it holds.
-        budget: bytes per device.
     """
     received = [i.name for i in graph.inputs if i.kind is InputKind.RECEIVED]
     sent = [output.name for output in graph.outputs if output.sent and output.name]
     pins = options.pins
-    users = [i for i in graph.inputs if i.kind is InputKind.USER]
-    kinds = {InputKind.PARAMETER: pins.parameters, InputKind.BUFFER: pins.buffers}
-    state = {
-        kind: {
-            pattern: text
-            for pattern, text in table.items()
-            if _matches(pattern, (i for i in graph.inputs if i.kind is kind))
-        }
-        for kind, table in kinds.items()
-    }
-    results = {str(n): o.name for n, o in enumerate(graph.outputs) if o.name and not o.sent}
     update = {
-        "parameters": state[InputKind.PARAMETER],
-        "buffers": state[InputKind.BUFFER],
-        "inputs": {
-            **{pattern: text for pattern, text in pins.inputs.items() if _matches(pattern, users)},
-            **{value: layouts[value] for value in received},
-        },
+        "inputs": {**pins.inputs, **{value: layouts[value] for value in received}},
         "outputs": {
-            **{
-                k: v
-                for k, v in pins.outputs.items()
-                if not sent and k in {*results, *results.values()}
-            },
+            **pins.outputs,
             **{str(position): layouts[value] for position, value in enumerate(sent)},
         },
-        "nodes": {
-            pattern: text
-            for pattern, text in pins.nodes.items()
-            if any(
-                fnmatchcase(name, pattern)
-                for node in graph.nodes
-                for name in (node.name, node.module)
-            )
-        },
     }
-    return options.model_copy(
-        update={
-            "pins": Pins.model_validate(update),
-            "in_flight": in_flight,
-            "memory_budget": budget,
-            **_SINGLE_STAGE,
-        }
-    )
-
-
-_SINGLE_STAGE: dict[str, object] = {"stages": 1, "cuts": (), "balance": None}
-"""Options of the plan of one stage that differ from those of the pipeline."""
-
-
-def _matches(pattern: str, inputs: Iterable[Input]) -> bool:
-    return any(
-        fnmatchcase(known, pattern) for i in inputs for known in (i.target, i.name, *i.aliases)
-    )
+    return options.model_copy(update={"pins": pins.model_copy(update=update)})
 
 
 def pipeline_transfers(stages: Sequence[PlannedStage]) -> list[tuple[Transfer, ...]]:
@@ -284,16 +229,22 @@ def _arguments(whole: Graph) -> Iterable[PipelineArgument]:
             )
 
 
-def rank_memory(stages: Sequence[PlannedStage], ranks: Sequence[Sequence[int]]) -> Memory:
-    """Memory of the rank with the largest peak, an upper bound if it holds several stages."""
+def rank_memory(
+    stages: Sequence[PlannedStage], ranks: Sequence[Sequence[int]], budget: int
+) -> Memory:
+    """Memory of the rank with the largest peak, an upper bound if it holds several stages.
+
+    Args:
+        stages: all stages.
+        ranks: the stages of each pipeline rank.
+        budget: bytes per device of the request.
+    """
     found = []
     for held in ranks:
         parts = [memory for s in held if (memory := stages[s].plan.memory) is not None]
         most = max(parts, key=lambda memory: memory.peak)
-        names = [name for name in Memory.model_fields if name not in _NOT_ADDED]
-        sums = {name: sum(getattr(memory, name) or 0 for memory in parts) for name in names}
-        found.append(most.model_copy(update=sums))
+        sums = {name: sum(getattr(memory, name) for memory in parts) for name in (*KINDS, "peak")}
+        turns = [memory.turn for memory in parts if memory.turn is not None]
+        turn = sum(turns) if turns else None
+        found.append(most.model_copy(update={**sums, "turn": turn, "budget": budget}))
     return max(found, key=lambda memory: memory.peak)
-
-
-_NOT_ADDED = frozenset({"budget", "phase", "at"})

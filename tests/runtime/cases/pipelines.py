@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.comparison import TOLERANCE, close, device_mesh, whole
-from support.cut_plans import Cut, pipeline_plan
-from support.models import Case, bert, gpt2, graph_of, llama
+from support.meshes import slow_devices
+from support.models import Case, bert, gpt2, graph_of, llama, resnet, t5
 from torch import nn
 
-from autoshard.plan import Plan
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner import make_plan
 from autoshard.runtime import parallelize
 
 
@@ -22,22 +23,26 @@ class Trained:
 
     Attributes:
         build: a model with the arguments of a micro-batch.
-        cut: how it is cut.
+        axes: of the mesh.
+        options: of the plan.
     """
 
     build: Callable[[], Case]
-    cut: Cut
+    axes: Mapping[str, int]
+    options: Mapping[str, Any]
     plan: Plan = field(init=False)
 
     def prepare(self) -> None:
-        self.plan = pipeline_plan(graph_of(self.built()[0]), self.cut)
+        options = PlanOptions.model_validate({"micro_batches": 4, **self.options})
+        case, _ = self.built()
+        self.plan = make_plan(graph_of(case), slow_devices(**self.axes), options)
+        assert self.plan.found, self.plan.reason
 
     def built(self) -> tuple[Case, list[dict[str, Any]]]:
         """The model, and the arguments of all micro-batches."""
         torch.manual_seed(0)
         model, inputs = self.build()
-        others = [self.build()[1] for _ in range(self.cut.micro_batches - 1)]
-        return (model, inputs), [inputs, *others]
+        return (model, inputs), [inputs, *(self.build()[1] for _ in range(3))]
 
     def __call__(self) -> None:
         (reference, _), parts = self.built()
@@ -54,7 +59,8 @@ class Trained:
 
 def loss_of(result: Any) -> torch.Tensor:
     """The loss among the results of forward."""
-    return result["loss"] if isinstance(result, Mapping) else result
+    loss: torch.Tensor = result["loss"] if isinstance(result, Mapping) else result
+    return loss
 
 
 def joined_batch(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -82,12 +88,48 @@ def check_gradients(planned: nn.Module, reference: nn.Module) -> None:
     assert {name for names in held for name in names} == expected.keys()
 
 
-ON_2 = {
-    f"{name}, {schedule}": Trained(build, Cut(2, schedule))
-    for name, build in (
-        ("gpt2", partial(gpt2, batch=2)),
-        ("llama", partial(llama, batch=2)),
-        ("bert", partial(bert, batch=2)),
-    )
+MODELS: Mapping[str, Callable[[], Case]] = {
+    "gpt2": partial(gpt2, batch=4),
+    "llama": partial(llama, batch=4),
+    "bert": partial(bert, batch=4),
+    "t5": partial(t5, batch=4),
+    "resnet": partial(resnet, batch=4),
+}
+
+TP = {
+    "gpt2": {
+        "*.c_attn.weight": "S(1)/1+1+1",
+        "*.mlp.c_fc.weight": "S(1)",
+        "*c_proj.weight": "S(0)",
+    },
+    "llama": {"*.[qkv]_proj.weight": "S(0)", "*.up_proj.weight": "S(0)"},
+}
+LAYOUTS: Mapping[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "pp4": ({"pp": 4}, {"stages": 4}),
+    "pp2 dp2": ({"pp": 2, "dp": 2}, {"stages": 2, "batch_axis": "dp"}),
+    "pp2 tp2": ({"pp": 2, "tp": 2}, {"stages": 2, "pins": {"inputs": {"*": "I"}}}),
+}
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+ON_4 = {
+    f"{name}, {layout}, {schedule}": Trained(build, axes, {"schedule": schedule, **options})
+    for name, build in MODELS.items()
+    for layout, (axes, options) in LAYOUTS.items()
     for schedule in ("GPipe", "1F1B")
+} | {
+    f"gpt2, {layout}, {schedule}": Trained(
+        MODELS["gpt2"],
+        axes,
+        {"schedule": schedule, **options, "stages": 4},
+    )
+    for layout, (axes, options) in LAYOUTS.items()
+    if layout != "pp4"
+    for schedule in LOOPED
+}
+ON_2 = {
+    f"{name}, pp2, {schedule}": Trained(
+        build, {"pp": 2}, {"schedule": schedule, "stages": 4 if schedule in LOOPED else 2}
+    )
+    for name, build in MODELS.items()
+    for schedule in ("GPipe", "1F1B", *LOOPED)
 }

@@ -1,0 +1,659 @@
+"""Checks one stage of a plan by following its layouts through its program.
+
+It shares only the operator rules, the table of resharding steps and the prices of single
+operators and steps with the planner. It builds no optimization problem and enumerates no
+strategies.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from math import isclose, prod
+from types import MappingProxyType
+
+from autoshard.costs import (
+    GATHERED_ONCE,
+    ForwardBackward,
+    Frequency,
+    Overlap,
+    StepCommunication,
+)
+from autoshard.graph import (
+    Graph,
+    InputKind,
+    Node,
+    Tensor,
+    find_blocks,
+)
+from autoshard.graph.experts import RAGGED_DIMS, ragged_values
+from autoshard.layouts import (
+    STEPS,
+    Action,
+    Kind,
+    Layout,
+    Step,
+    has_placements,
+    is_padded,
+    parse_type,
+    placement_texts,
+)
+from autoshard.mesh import Mesh
+from autoshard.ops import (
+    InnerCollective,
+    SavedByAutograd,
+    Strategy,
+    call_of,
+    rule_for,
+    saved_tensors,
+)
+from autoshard.outcome import SolveStatus, relative_gap
+from autoshard.plan.buckets import bucket_fill_factors
+from autoshard.plan.constraints import PlanConstraints, plan_constraints
+from autoshard.plan.document import (
+    Certificate,
+    Costs,
+    InnerStep,
+    Memory,
+    PlacedInput,
+    PlacedNode,
+    PlannedStep,
+    Resharding,
+    Stage,
+    Use,
+)
+from autoshard.plan.gradients import Gradient
+from autoshard.plan.legality import share_of, without_invariant
+from autoshard.plan.nontrivial_axes import NontrivialAxes
+from autoshard.plan.options import PlanOptions
+from autoshard.plan.pricing import Prices, communication_of, inner_time
+from autoshard.plan.recompute import checkpoint_spans, recomputed
+from autoshard.plan.timeline import timeline
+
+TOLERANCE = 1e-6
+"""Maximum relative difference between stated and computed seconds."""
+
+NOTHING = 1e-15
+"""Maximum absolute difference between stated and computed seconds."""
+
+_NO_COMPUTE = ForwardBackward(0.0, 0.0)
+
+
+def certificate_findings(certificate: Certificate, costs: Costs) -> Iterator[str]:
+    """Errors of a certificate, and of the total cost that it is about."""
+    spent = costs.compute + costs.communication + costs.optimizer + costs.recompute + costs.idle
+    parts = spent - costs.overlapped
+    if not isclose(costs.total, parts, rel_tol=TOLERANCE):
+        yield f"total cost {costs.total} is not the sum of its parts {parts}"
+    if certificate.objective is None:
+        yield "a plan needs a certificate with an objective"
+        return
+    if not isclose(certificate.objective, costs.total, rel_tol=TOLERANCE):
+        yield f"objective {certificate.objective} is not the total cost {costs.total}"
+    if certificate.bound is None or certificate.gap is None:
+        if certificate.bound is not certificate.gap or certificate.status is SolveStatus.OPTIMAL:
+            yield "a gap needs a bound, a bound has a gap, and an optimum has both"
+        return
+    if certificate.bound > certificate.objective * (1 + TOLERANCE):
+        yield f"bound {certificate.bound} is above the objective {certificate.objective}"
+    gap = relative_gap(certificate.objective, certificate.bound)
+    if abs(gap - certificate.gap) > TOLERANCE:
+        yield f"gap {certificate.gap} does not follow from objective and bound ({gap})"
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalWork:
+    """The work of a rank for a node.
+
+    Attributes:
+        inputs: layout of each input.
+        outputs: layout of each output.
+        uses: gradient of the use of each input.
+        fault: reason why the layouts are invalid; empty if they are valid.
+        sizes: size of each index letter on the rank.
+        compute: seconds in a micro-batch, without the collectives inside the operator.
+        inside: the collectives inside the operator.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    uses: tuple[Gradient, ...]
+    fault: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    compute: ForwardBackward[float] = _NO_COMPUTE
+    inside: tuple[InnerStep, ...] = ()
+
+
+class StageCheck:
+    """Checks one stage by following the layouts through its program.
+
+    Args:
+        stage: the stage.
+        graph: its program.
+        mesh: its devices.
+        options: of its plan.
+        costs: its stated costs.
+        memory: its stated memory.
+
+    Raises:
+        PlanError: the stage's checkpoints do not fit the program.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        graph: Graph,
+        mesh: Mesh,
+        options: PlanOptions,
+        *,
+        costs: Costs,
+        memory: Memory,
+    ) -> None:
+        self._stage = stage
+        self._options = options
+        self._costs, self._memory = costs, memory
+        self._graph = graph
+        self._mesh = mesh
+        self._sizes = mesh.axis_sizes
+        self._prices = Prices(graph, mesh, options)
+        self._gradients = self._prices.gradients
+        self._num = self._prices.micro_batches
+        self._axes = NontrivialAxes.of(mesh)
+        self._constraints = plan_constraints(graph, mesh, options)
+        self._inputs = {i.name: i for i in graph.inputs if i.name in graph.values}
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._work: dict[Hashable, _LocalWork] = {}
+        self._reshardings = _ReshardingCheck(mesh, self._constraints, self._num)
+        self._ragged = ragged_values(graph)
+        self._fill_factors = bucket_fill_factors(graph, mesh)
+        self._made: dict[str, Layout] = {}
+        self._by_use = {c.use: c for c in stage.reshardings}
+        self._used: set[Use] = set()
+        self._again = recomputed(graph, stage)
+        self._is_sound = True  # its memory timeline can be computed
+        self._optimizer_time = self._loading_time = self._recompute_time = 0.0
+        self._overlap = Overlap(graph, mesh) if options.overlap else None
+
+    def findings(self) -> Iterator[str]:
+        """The errors of the stage."""
+        stage = self._stage
+        if tuple(stage.axes) != tuple(zip(self._mesh.axis_names, self._sizes, strict=True)):
+            yield f"{stage.name}: its axes are not the mesh's"
+            return
+        if stage.micro_batches != self._num:
+            yield f"{stage.name}: it runs {stage.micro_batches} micro-batches, not {self._num}"
+            return
+        yield from self._check_micro_batches()
+        if {i.name for i in stage.inputs} != self._inputs.keys():
+            yield f"{stage.name}: its inputs are not the program's"
+            return
+        for placed_input in stage.inputs:
+            yield from self._check_input(placed_input)
+        if [n.name for n in stage.nodes] != [n.name for n in self._graph.nodes]:
+            yield f"{stage.name}: its nodes are not the program's"
+            return
+        for number, placed in enumerate(stage.nodes):
+            yield from self._check_node(number, self._graph.nodes[number], placed)
+        values = [n for n, output in enumerate(self._graph.outputs) if output.name is not None]
+        if [output.position for output in stage.outputs] != values:
+            yield f"{stage.name}: its outputs are not the program's"
+            return
+        yield from self._check_outputs()
+        yield from self._check_recompute()
+        for value, consumer, position in self._by_use.keys() - self._used:
+            self._is_sound = False
+            yield f"resharding of {value} for {consumer} at {position} serves no use"
+        yield from self._check_costs(self._costs)
+        if self._is_sound:
+            yield from self._check_memory(self._memory)
+
+    def _check_micro_batches(self) -> Iterator[str]:
+        stage = self._stage
+        if stage.in_flight != self._prices.in_flight:
+            yield (
+                f"{stage.name}: {stage.in_flight} micro-batches are in flight, "
+                f"not {self._prices.in_flight}"
+            )
+        if stage.accumulation_dtype != self._options.accumulation_dtype:
+            yield f"{stage.name}: it sums gradients in {stage.accumulation_dtype}"
+
+    def _check_recompute(self) -> Iterator[str]:
+        options, stage = self._options, self._stage
+        if options.activation_checkpointing == "never" and stage.checkpoints:
+            yield f"{stage.name}: it has checkpoints, which the options rule out"
+        if options.reshard_after_forward == "never" and any(c.regather for c in stage.reshardings):
+            yield f"{stage.name}: it re-gathers in backward, which the options rule out"
+        kept = any(c.frequency in GATHERED_ONCE for c in stage.reshardings)
+        if options.reshard_after_forward == "always" and kept:
+            yield f"{stage.name}: parameters stay gathered, which the options rule out"
+        if options.activation_checkpointing == "always" and self._prices.training:
+            spans = checkpoint_spans(self._graph, stage)
+            blocks = find_blocks(self._graph)
+            for nodes in (nodes for block in blocks for nodes in block.instances()):
+                saves = any(self._saves(self._graph.nodes[i]) for i in nodes)
+                if saves and nodes not in spans:
+                    first, last = (self._graph.nodes[i].name for i in (nodes[0], nodes[-1]))
+                    yield f"the block from {first!r} to {last!r} is not checkpointed as asked for"
+
+    def _saves(self, node: Node) -> bool:
+        """True if autograd saves a tensor for a node."""
+        flags = [self._gradients.exists(value) for value in node.inputs]
+        return saved_tensors(call_of(self._graph, node), flags) != SavedByAutograd()
+
+    def _check_input(self, placed: PlacedInput) -> Iterator[str]:
+        tensor = self._graph.values[placed.name]
+        layout = Layout.parse(placed.layout)
+        local_shape = layout.local_shape(tensor.shape, self._sizes)
+        has_gradient = self._gradients.exists(placed.name)
+        if placed.shape != tensor.shape or placed.dtype != tensor.dtype:
+            yield f"input {placed.name} is {placed.dtype}{placed.shape}, not {tensor}"
+        if placed.local_shape != local_shape:
+            yield f"input {placed.name}: local shape {placed.local_shape} does not follow"
+        if placed.placements != placement_texts(layout, self._sizes):
+            yield f"input {placed.name}: placements {placed.placements} do not follow"
+        seen = layout if has_gradient else without_invariant(layout)
+        at_rest = Kind.INVARIANT if has_gradient else Kind.REPLICATE
+        if not {t.kind for t in seen.types} <= {at_rest, Kind.SHARD}:
+            yield f"input {placed.name} cannot be stored as {layout}: its gradient is incomplete"
+        seconds, _ = self._prices.input(self._inputs[placed.name], [local_shape])
+        if placed.kind == "parameter" and has_gradient:
+            self._optimizer_time += float(seconds[0])
+        else:
+            self._loading_time += float(seconds[0])
+        yield from self._check_constraints("input", placed.name, (), (layout,))
+        self._made[placed.name] = layout
+        yield from self._check_shared(placed.name)
+
+    def _check_shared(self, value: str) -> Iterator[str]:
+        resharding = self._by_use.get((value, None, 0))
+        if resharding is not None:
+            yield from self._check_resharding(resharding, self._made[value], _NO_COMPUTE)
+            self._made[value] = Layout.parse(resharding.target)
+
+    def _check_node(self, number: int, node: Node, placed: PlacedNode) -> Iterator[str]:
+        if (len(placed.inputs), len(placed.outputs)) != (len(node.inputs), len(node.outputs)):
+            yield f"node {node.name}: wrong number of layouts"
+            self._is_sound = False
+            return
+        work = self._local_work(number, node, placed)
+        uses = zip(node.inputs, work.inputs, work.uses, strict=True)
+        for position, (value, wanted, gradient) in enumerate(uses):
+            compute = self._compute_beside(node, position, work)
+            yield from self._check_use((value, node.name, position), wanted, gradient, compute)
+        if work.fault:
+            yield f"node {node.name}: {work.fault}"
+            return
+        yield from self._check_constraints(
+            "operator", node.name, work.inputs, work.outputs, work.sizes
+        )
+        if node.name in self._again.nodes:
+            self._recompute_time += self._num * work.compute.forward + sum(
+                step.time for step in work.inside if step.direction == "forward"
+            )
+        if placed.inside != work.inside:
+            yield f"node {node.name} runs {work.inside} inside, not {placed.inside}"
+        for step in work.inside:
+            axis = self._mesh.axis_names.index(step.axis)
+            for label in self._constraints.forbidding(step.action, self._axes, axis):
+                yield f"node {node.name} runs {step.action} on {step.axis} against the {label}"
+        seconds = self._num * (work.compute.forward + work.compute.backward)
+        if not isclose(seconds, placed.time, rel_tol=TOLERANCE):
+            yield f"node {node.name} takes {seconds} s, not {placed.time}"
+        for value, layout in zip(node.outputs, work.outputs, strict=True):
+            self._made[value] = layout
+            yield from self._check_shared(value)
+
+    def _compute_beside(
+        self, node: Node, position: int, work: _LocalWork
+    ) -> ForwardBackward[float]:
+        """Compute that the resharding of an input can overlap with."""
+        share = None if self._overlap is None else self._overlap.share(node, position)
+        if share is None:
+            return _NO_COMPUTE
+        return ForwardBackward(share * work.compute.forward, share * work.compute.backward)
+
+    def _local_work(self, number: int, node: Node, placed: PlacedNode) -> _LocalWork:
+        """The work of a rank for a node, computed once for equal nodes."""
+        flows = self._gradients.flows(node)
+        key = (self._graph.kinds[number], placed.inputs, placed.outputs, flows)
+        if key not in self._work:
+            self._work[key] = self._new_work(node, placed, backward=flows)
+        return self._work[key]
+
+    def _new_work(self, node: Node, placed: PlacedNode, *, backward: bool) -> _LocalWork:
+        inputs = tuple(Layout.parse(text) for text in placed.inputs)
+        outputs = tuple(Layout.parse(text) for text in placed.outputs)
+        uses = tuple(self._gradients.of_use(value, node) for value in node.inputs)
+        layouts = (*inputs, *outputs)
+        for value, layout in zip((*node.inputs, *node.outputs), layouts, strict=True):
+            if not layout.is_legal(self._graph.values[value].shape, self._sizes):
+                self._is_sound = False
+                fault = f"{layout} is illegal for {self._graph.values[value]}"
+                return _LocalWork(inputs, outputs, uses, fault)
+        gradients = (
+            *(gradient is not Gradient.NONE for gradient in uses),
+            *(self._gradients.exists(value) for value in node.outputs),
+        )
+        rule = rule_for(call_of(self._graph, node))
+        share = share_of(rule, layouts, gradients, self._sizes)
+        if share is None:
+            fault = f"no rule of {node.operator} allows {', '.join(map(str, layouts))}"
+            return _LocalWork(inputs, outputs, uses, fault)
+        compute = self._prices.rank_compute(node, share.sizes)
+        wanted = backward and gradients[0]
+        inside = tuple(self._inner_step(c) for c in share.collectives if wanted or not c.backward)
+        return _LocalWork(inputs, outputs, uses, "", share.sizes, compute, inside)
+
+    def _inner_step(self, collective: InnerCollective) -> InnerStep:
+        return InnerStep(
+            axis=self._mesh.axis_names[collective.axis],
+            action=collective.operation.action.value,
+            operation=collective.operation.value,
+            direction="backward" if collective.backward else "forward",
+            nbytes=collective.nbytes,
+            time=self._num * inner_time(collective, self._mesh),
+        )
+
+    def _check_use(
+        self, use: Use, wanted: Layout, gradient: Gradient, compute: ForwardBackward[float]
+    ) -> Iterator[str]:
+        value, consumer, _ = use
+        if value not in self._made:
+            yield f"{consumer} uses {value} before it is made"
+            return
+        arrived, resharding = self._made[value], self._by_use.get(use)
+        if resharding is not None:
+            yield from self._check_resharding(resharding, arrived, compute)
+            arrived = Layout.parse(resharding.target)
+        if _as_seen(arrived, gradient) != _as_seen(wanted, gradient):
+            yield f"{consumer} wants {value} as {wanted}, but it arrives as {arrived}"
+
+    def _gradient(self, value: str, consumer: str | None, position: int) -> Gradient:
+        if consumer is None:
+            return self._gradients.of_value(value)
+        if consumer in self._nodes:
+            return self._gradients.of_use(value, self._nodes[consumer])
+        return self._gradients.of_output(position)
+
+    def _check_resharding(
+        self, resharding: Resharding, source: Layout, compute: ForwardBackward[float]
+    ) -> Iterator[str]:
+        self._used.add(resharding.use)
+        where = f"resharding of {resharding.value} for {resharding.consumer or 'all'}"
+        gradient = self._gradient(*resharding.use)
+        found = self._reshardings.check(
+            resharding,
+            self._graph.values[resharding.value],
+            gradient,
+            fixed_dims=RAGGED_DIMS if resharding.value in self._ragged else frozenset(),
+            fill_factor=self._fill_factors.get(resharding.value, 1.0),
+            of_parameter=self._reads_parameter(resharding),
+        )
+        if _as_seen(found.source, gradient) != _as_seen(source, gradient):
+            yield f"{where} starts from {found.source}, but the value is made as {source}"
+        yield from (f"{where}: {finding}" for finding in found.findings)
+        self._is_sound &= found.is_sound
+        again = resharding.use in self._again.reshardings
+        if again:
+            self._recompute_time += found.communication.again()
+        overlapped = float(found.communication.overlapped(compute, again=again))
+        if not isclose(overlapped, resharding.overlapped, rel_tol=TOLERANCE, abs_tol=NOTHING):
+            yield f"{where} overlaps {overlapped} s with compute, not {resharding.overlapped}"
+
+    def _reads_parameter(self, resharding: Resharding) -> bool:
+        """True if a resharding reads a parameter in the layout in which it is stored."""
+        entering = self._inputs.get(resharding.value)
+        first = resharding.consumer is None or (resharding.value, None, 0) not in self._by_use
+        return entering is not None and entering.kind is InputKind.PARAMETER and first
+
+    def _check_outputs(self) -> Iterator[str]:
+        stored = {placed.name: placed.layout for placed in self._stage.inputs}
+        for placed in self._stage.outputs:
+            layout = Layout.parse(placed.layout)
+            gradient = self._gradients.of_output(placed.position)
+            use = placed.name, "output", placed.position
+            yield from self._check_use(use, layout, gradient, _NO_COMPUTE)
+            updates = self._graph.outputs[placed.position].updates
+            if placed.updates != updates:
+                yield f"output {placed.name} updates {updates}, not {placed.updates}"
+            if updates is not None and placed.layout != stored[updates]:
+                yield (
+                    f"output {placed.name} leaves as {layout}, and the buffer {updates} that it "
+                    f"updates is stored as {stored[updates]}"
+                )
+            if layout.is_partial:
+                yield f"output {placed.name} leaves as {layout}: it is not summed"
+            if not has_placements(layout):
+                yield f"output {placed.name} leaves as {layout}: DTensor has no placement for it"
+            yield from self._check_constraints("output", str(placed.position), (layout,), ())
+
+    def _check_constraints(
+        self,
+        role: str,
+        name: str,
+        inputs: Sequence[Layout],
+        outputs: Sequence[Layout],
+        sizes: Mapping[str, int] = MappingProxyType({}),
+    ) -> Iterator[str]:
+        if not self._constraints.constraints:
+            return
+        taken, made = (tuple(self._axes.narrow(x) for x in side) for side in (inputs, outputs))
+        for label in self._constraints.violated((role, name), Strategy(taken, made, sizes)):
+            yield f"{role} {name} does not obey the {label}"
+
+    def _check_costs(self, stated: Costs) -> Iterator[str]:
+        nodes, reshardings = self._stage.nodes, self._stage.reshardings
+        inside = sum(node.communication for node in nodes)
+        full_gradients = self._prices.full_accumulation(reshardings)
+        sums = {
+            "compute": self._loading_time + sum(node.time for node in nodes),
+            "communication": sum(resharding.time for resharding in reshardings) + inside,
+            "optimizer": self._optimizer_time + full_gradients,
+            "recompute": self._recompute_time,
+            "overlapped": sum(resharding.overlapped for resharding in reshardings),
+            "idle": 0.0,
+        }
+        for name, found in sums.items():
+            seconds = getattr(stated, name)
+            if not isclose(found, seconds, rel_tol=TOLERANCE, abs_tol=NOTHING):
+                yield f"{name} adds up to {found} s, not {seconds}"
+
+    def _check_memory(self, stated: Memory) -> Iterator[str]:
+        found = timeline(
+            self._stage,
+            self._graph,
+            training=self._prices.training,
+            optimizer=self._prices.optimizer,
+        )
+        for value, consumer, _ in sorted(found.unneeded, key=str):
+            where = f"resharding of {value} for {consumer or 'all'}"
+            yield f"{where}: it is re-gathered, but backward does not need it"
+        if found.peak != stated.peak:
+            yield f"memory peaks at {found.peak} bytes, not {stated.peak}"
+        for kind, nbytes in found.at_peak.items():
+            if nbytes != getattr(stated, kind):
+                yield f"{kind} take {nbytes} bytes at the peak, not {getattr(stated, kind)}"
+        moment, turn = found.moments[found.peak_moment], found.turn
+        if (stated.phase, stated.at) != moment:
+            yield f"the peak is in {moment[0]} at {moment[1]!r}, not as stated"
+        if stated.turn != (None if turn is None else found.total[turn]):
+            yield f"{stated.turn} bytes at the turn from forward to backward do not follow"
+        budget = self._prices.memory_budget
+        if stated.budget != budget:
+            yield f"the budget is {budget} bytes, not {stated.budget}"
+        budget = min(budget, stated.budget or budget)
+        if found.peak > budget:
+            yield f"peak memory {found.peak} is over the budget {budget}"
+
+
+def _as_seen(layout: Layout, gradient: Gradient) -> Layout:
+    return without_invariant(layout) if gradient is Gradient.NONE else layout
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedResharding:
+    """The result of checking one resharding.
+
+    Attributes:
+        source: layout before its first step.
+        findings: errors in its steps.
+        is_sound: True if its memory can be computed.
+        communication: its seconds.
+    """
+
+    source: Layout
+    findings: tuple[str, ...]
+    is_sound: bool
+    communication: StepCommunication[float]
+
+
+class _ReshardingCheck:
+    """Checks the steps of reshardings and their stated costs; equal reshardings once.
+
+    Args:
+        mesh: the devices.
+        constraints: the constraints of the plan, which may forbid collectives.
+        micro_batches: number of micro-batches of a training step.
+    """
+
+    def __init__(self, mesh: Mesh, constraints: PlanConstraints, micro_batches: int) -> None:
+        self._mesh = mesh
+        self._num = micro_batches
+        self._axes = NontrivialAxes.of(mesh)
+        self._constraints = constraints
+        self._checked: dict[Hashable, _CheckedResharding] = {}
+
+    def check(
+        self,
+        resharding: Resharding,
+        tensor: Tensor,
+        gradient: Gradient,
+        *,
+        fixed_dims: AbstractSet[int],
+        fill_factor: float,
+        of_parameter: bool,
+    ) -> _CheckedResharding:
+        """Check one resharding of a tensor.
+
+        Args:
+            resharding: the planned resharding.
+            tensor: the resharded value.
+            gradient: its gradient.
+            fixed_dims: dims that must not be resharded.
+            fill_factor: bytes of a full bucket relative to the tensor's; 1 without a bucket.
+            of_parameter: True if it reshards a parameter as it is stored.
+        """
+        what = tensor, gradient, fixed_dims, fill_factor, of_parameter
+        chain = resharding.source, resharding.target, resharding.steps
+        key = (*what, *chain, resharding.frequency)
+        if key not in self._checked:
+            self._checked[key] = self._check(
+                resharding,
+                tensor,
+                gradient,
+                fixed_dims=fixed_dims,
+                fill_factor=fill_factor,
+                of_parameter=of_parameter,
+            )
+        return self._checked[key]
+
+    def _check(
+        self,
+        resharding: Resharding,
+        tensor: Tensor,
+        gradient: Gradient,
+        *,
+        fixed_dims: AbstractSet[int],
+        fill_factor: float,
+        of_parameter: bool,
+    ) -> _CheckedResharding:
+        source = Layout.parse(resharding.source)
+        findings: list[str] = []
+        path: list[Step] = []
+        end = source
+        is_sound = True
+        for stated in resharding.steps:
+            try:
+                step, after = self._follow(stated, end, tensor)
+            except ValueError as error:
+                findings.append(str(error))
+                is_sound = False
+                break
+            findings += self._step_findings(stated, step, end, gradient)
+            if {step.source.dim, step.target.dim} & fixed_dims:
+                findings.append(f"{stated.source} -> {stated.target} moves rows of experts")
+            path.append(step)
+            end = after
+        communication, times = communication_of(
+            path,
+            self._mesh,
+            fill_factor=fill_factor,
+            of_parameter=of_parameter,
+            micro_batches=self._num,
+            frequency=resharding.frequency,
+        )
+        if not is_sound:
+            return _CheckedResharding(source, tuple(findings), False, communication)
+        for stated, seconds in zip(resharding.steps, times, strict=True):
+            if not isclose(seconds, stated.time, rel_tol=TOLERANCE):
+                findings.append(f"a step takes {seconds} s, not {stated.time}")
+        findings += self._frequency_findings(resharding, path, of_parameter=of_parameter)
+        if str(end) != resharding.target:
+            findings.append(f"it ends in {end}, not {resharding.target}")
+        return _CheckedResharding(source, tuple(findings), True, communication)
+
+    def _frequency_findings(
+        self, resharding: Resharding, path: Sequence[Step], *, of_parameter: bool
+    ) -> Iterator[str]:
+        """Only reshardings of parameters that are in a bucket can run once per training step."""
+        if resharding.frequency is Frequency.MICRO_BATCH:
+            return
+        gathered = resharding.frequency in GATHERED_ONCE
+        gathers = any(step.forward is not Action.NOTHING for step in path)
+        in_bucket = of_parameter and all(step.is_bucketable for step in path)
+        fits = in_bucket and (not gathered or (gathers and not resharding.regather))
+        if self._num == 1 or not fits:
+            yield f"it runs {resharding.frequency.value!r}, which is for gathers of parameters"
+
+    def _follow(self, stated: PlannedStep, layout: Layout, tensor: Tensor) -> tuple[Step, Layout]:
+        """A stated step with the bytes computed from the layout before it, and the layout after it.
+
+        Raises:
+            ValueError: the axis, a type or an action does not exist, or the layout after the step
+                is illegal for the tensor.
+        """
+        axis = self._mesh.axis_names.index(stated.axis)
+        source, target = parse_type(stated.source), parse_type(stated.target)
+        after = layout.replace(axis, target)
+        sizes = self._mesh.axis_sizes
+        before, behind = (x.local_shape(tensor.shape, sizes) for x in (layout, after))
+        elements = prod(before)
+        # Uneven slices are padded to the largest one.
+        if target.is_shard and source.is_shard:
+            elements = elements // before[target.dim] * behind[target.dim] * sizes[axis]
+        elif target.is_shard or source.is_shard:
+            elements = prod(behind if target.is_shard else before) * sizes[axis]
+        actions = Action(stated.forward), Action(stated.backward)
+        padded = is_padded(source, target, tensor.shape, sizes[axis])
+        nbytes = elements * tensor.dtype.itemsize
+        return Step(axis, source, target, nbytes, *actions, padded), after
+
+    def _step_findings(
+        self, stated: PlannedStep, step: Step, before: Layout, gradient: Gradient
+    ) -> Iterator[str]:
+        found = before.types[step.axis]
+        if step.source != found:
+            yield f"a step on {stated.axis} starts from {step.source}, not {found}"
+        actions = STEPS.get((step.source.kind, step.target.kind))
+        if actions is None:
+            yield f"there is no step from {step.source} to {step.target}"
+            return
+        backward = actions[1] if gradient is Gradient.FLOWS else Action.NOTHING
+        if (step.forward, step.backward) != (actions[0], backward):
+            yield (
+                f"{step.source} -> {step.target} runs {actions[0]} and {backward}, not as stated"
+            )
+        if stated.nbytes != step.nbytes:
+            yield f"a step moves {step.nbytes} bytes, not {stated.nbytes}"
+        for action in (step.forward, step.backward):
+            for label in self._constraints.forbidding(action, self._axes, step.axis):
+                yield f"a step runs {action} on {stated.axis} against the {label}"

@@ -1,0 +1,70 @@
+"""Options of one stage of a pipeline, from those of the whole program."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from autoshard.graph import Graph, Input, InputKind
+from autoshard.mesh import Mesh
+from autoshard.plan.options import PlanOptions
+
+_SINGLE_STAGE: dict[str, object] = {"stages": 1, "cuts": (), "balance": None}
+"""Options of the plan of one stage that differ from those of the pipeline."""
+
+
+def stage_options(
+    options: PlanOptions, program: Graph, mesh: Mesh, *, in_flight: int, budget: int
+) -> PlanOptions:
+    """The options that concern one stage: pins of what it has, collectives on its axes.
+
+    Args:
+        options: of the whole program.
+        program: the stage's program.
+        mesh: the stage's devices.
+        in_flight: number of micro-batches whose activations it holds.
+        budget: bytes per device.
+    """
+    pins, inputs = options.pins, program.inputs
+    users = [i for i in inputs if i.kind is InputKind.USER]
+    parameters = [i for i in inputs if i.kind is InputKind.PARAMETER]
+    buffers = [i for i in inputs if i.kind is InputKind.BUFFER]
+    results = set[str]()
+    if not any(output.sent for output in program.outputs):
+        for position, output in enumerate(program.outputs):
+            results |= {str(position)} if output.name is None else {str(position), output.name}
+    paths = {name for node in program.nodes for name in (node.name, *_module_paths(node.module))}
+    own = {
+        "inputs": _matching(pins.inputs, _names(users)),
+        "parameters": _matching(pins.parameters, _names(parameters)),
+        "buffers": _matching(pins.buffers, _names(buffers)),
+        "outputs": _matching(pins.outputs, results),
+        "nodes": _matching(pins.nodes, paths),
+    }
+    return options.model_copy(
+        update={
+            "pins": pins.model_copy(update=own),
+            "forbid": tuple(f for f in options.forbid if f.axis in (None, *mesh.axis_names)),
+            "in_flight": in_flight,
+            "memory_budget": budget,
+            **_SINGLE_STAGE,
+        }
+    )
+
+
+def _names(inputs: Iterable[Input]) -> set[str]:
+    return {name for i in inputs for name in (i.target, i.name, *i.aliases)}
+
+
+def _matching(pins: Mapping[str, str], names: Iterable[str]) -> Mapping[str, str]:
+    known = tuple(names)
+    return {
+        pattern: text
+        for pattern, text in pins.items()
+        if any(fnmatchcase(name, pattern) for name in known)
+    }
+
+
+def _module_paths(module: str) -> Iterator[str]:
+    """The paths of a module and of its parent modules, outermost first."""
+    parts = module.split(".") if module else []
+    for end in range(1, len(parts) + 1):
+        yield ".".join(parts[:end])
