@@ -96,40 +96,62 @@ MODELS: Mapping[str, Callable[[], Case]] = {
     "resnet": partial(resnet, batch=4),
 }
 
-TP = {
+TENSOR_PARALLEL: Mapping[str, dict[str, str]] = {
     "gpt2": {
         "*.c_attn.weight": "S(1)/1+1+1",
+        "*.attn.c_proj.weight": "S(0)",
         "*.mlp.c_fc.weight": "S(1)",
-        "*c_proj.weight": "S(0)",
+        "*.mlp.c_proj.weight": "S(0)",
     },
     "llama": {"*.[qkv]_proj.weight": "S(0)", "*.up_proj.weight": "S(0)"},
+    "bert": {"*.attention.self.*.weight": "S(0)", "*.intermediate.*.weight": "S(0)"},
+    "t5": {"*.[qkv].weight": "S(0)", "*.wi.weight": "S(0)"},
+    "resnet": {"*.convolution.weight": "S(0)"},
 }
-LAYOUTS: Mapping[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "pp4": ({"pp": 4}, {"stages": 4}),
-    "pp2 dp2": ({"pp": 2, "dp": 2}, {"stages": 2, "batch_axis": "dp"}),
-    "pp2 tp2": ({"pp": 2, "tp": 2}, {"stages": 2, "pins": {"inputs": {"*": "I"}}}),
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "bert": ("input_ids", "attention_mask", "labels"),
+    "resnet": ("pixels", "labels"),
 }
+SCHEDULES = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
+
+def in_stages(name: str, axis: str, schedule: str, stages: int) -> Trained:
+    """A model in stages on 4 ranks, or on 2 without another axis; the other axis has 2."""
+    arguments = ARGUMENTS.get(name, ("input_ids", "labels"))
+    layout = {"dp": "S(0)", "tp": "I"}.get(axis, "I")
+    pins: dict[str, Any] = {"inputs": dict.fromkeys(arguments, layout)}
+    if axis == "tp":
+        pins["parameters"] = TENSOR_PARALLEL[name]
+    ranks = stages if schedule in SCHEDULES else stages // 2
+    axes = {"pp": ranks} | ({axis: 2} if axis else {})
+    return Trained(MODELS[name], axes, {"stages": stages, "schedule": schedule, "pins": pins})
+
+
 ON_4 = {
-    f"{name}, {layout}, {schedule}": Trained(build, axes, {"schedule": schedule, **options})
-    for name, build in MODELS.items()
-    for layout, (axes, options) in LAYOUTS.items()
-    for schedule in ("GPipe", "1F1B")
-} | {
-    f"gpt2, {layout}, {schedule}": Trained(
-        MODELS["gpt2"],
-        axes,
-        {"schedule": schedule, **options, "stages": 4},
-    )
-    for layout, (axes, options) in LAYOUTS.items()
-    if layout != "pp4"
-    for schedule in LOOPED
+    **{
+        f"{name}, pp4, {schedule}": in_stages(name, "", schedule, 4)
+        for name, schedule in zip(MODELS, ("GPipe", "1F1B") * 3, strict=False)
+    },
+    **{
+        f"{name}, pp2 {axis}2, {schedule}": in_stages(name, axis, schedule, 2)
+        for name in MODELS
+        for axis, schedule in (("dp", "1F1B"), ("tp", "GPipe"))
+    },
+    **{
+        f"gpt2, pp2 {axis}2, {schedule}": in_stages("gpt2", axis, schedule, 4)
+        for schedule in LOOPED
+        for axis in ("dp", "tp")
+    },
 }
 ON_2 = {
-    f"{name}, pp2, {schedule}": Trained(
-        build, {"pp": 2}, {"schedule": schedule, "stages": 4 if schedule in LOOPED else 2}
-    )
-    for name, build in MODELS.items()
-    for schedule in ("GPipe", "1F1B", *LOOPED)
+    **{
+        f"{name}, {schedule}": in_stages(name, "", schedule, 2)
+        for name, schedule in zip(MODELS, ("1F1B", "GPipe") * 3, strict=False)
+    },
+    **{
+        f"{name}, {schedule}": in_stages(name, "", schedule, 4)
+        for name in MODELS
+        for schedule in (LOOPED if name == "t5" else LOOPED[:1] + LOOPED[3:4])
+    },
 }
