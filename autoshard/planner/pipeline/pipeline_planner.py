@@ -37,6 +37,7 @@ from autoshard.planner.pipeline.stage_plans import (
     pinned_options,
     pipeline_document,
     rank_memory,
+    with_stored_layouts,
 )
 from autoshard.planner.planner import check_trainable, make_stage_plan, plan_id
 from autoshard.solve import CancelToken, KeyValueStore, Progress
@@ -172,7 +173,7 @@ class _Request:
         """A plan for each stage, or the reason why one has none."""
         schedule, places = candidate.schedule, candidate.stages
         programs = self.cutter.split([place.node for place in places[1:]])
-        stages = []
+        stages: list[PlannedStage] = []
         for number, (place, program) in enumerate(zip(places, programs, strict=True)):
             devices = sub_mesh(self.mesh, place.devices)
             limits = stage_options(
@@ -183,6 +184,7 @@ class _Request:
                 budget=search.budget(schedule, number, place.devices),
             )
             limits = pinned_options(limits, program, search.costs(place.devices).layouts)
+            limits = with_stored_layouts(limits, place, program, stages)
             found = self.stages.plan(program, devices, limits)
             if not found.found:
                 return f"stage {number} of {len(places)}: {found.reason}"

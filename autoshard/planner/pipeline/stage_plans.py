@@ -78,6 +78,34 @@ def pinned_options(options: PlanOptions, graph: Graph, layouts: Layouts) -> Plan
     return options.model_copy(update={"pins": pins.model_copy(update=update)})
 
 
+def with_stored_layouts(
+    options: PlanOptions, place: StagePlace, graph: Graph, earlier: Iterable[PlannedStage]
+) -> PlanOptions:
+    """Options that store parameters as earlier stages on the same devices do.
+
+    A rank has one copy of a parameter, whichever of its stages use it.
+
+    Args:
+        options: of the stage.
+        place: of the stage.
+        graph: its program.
+        earlier: stages that are planned.
+    """
+    read = {parameter.target for parameter in graph.parameters}
+    stored = {
+        placed.target: placed.layout
+        for one in earlier
+        if one.place[1:] == place[1:]
+        for placed in one.stage.parameters
+        if placed.target in read
+    }
+    if not stored:
+        return options
+    parameters = {**options.pins.parameters, **stored}
+    pins = options.pins.model_copy(update={"parameters": parameters})
+    return options.model_copy(update={"pins": pins})
+
+
 def pipeline_transfers(stages: Sequence[PlannedStage]) -> list[tuple[Transfer, ...]]:
     """What each stage but the last sends to the next one."""
     return [tuple(_transfers(one, following)) for one, following in pairwise(stages)]
