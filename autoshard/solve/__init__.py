@@ -1,6 +1,12 @@
 """The optimization core: a `Problem` in, a certified `Solution` out; numpy only, no tensors."""
 
-from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
+from autoshard.solve.block_cache import (
+    KeyValueStore,
+    SolvedBlock,
+    content_key,
+    read_sealed,
+    write_sealed,
+)
 from autoshard.solve.elimination import MinMarginals
 from autoshard.solve.iopddl import read_iopddl
 from autoshard.solve.minimum_usage import minimum_usage
@@ -26,8 +32,11 @@ __all__ = [
     "SolverSettings",
     "WarmStart",
     "brute_force",
+    "content_key",
     "minimum_usage",
     "read_iopddl",
+    "read_sealed",
     "solve_problem",
     "solve_reference",
+    "write_sealed",
 ]

@@ -121,23 +121,33 @@ class CachedTable:
         return content_key(self._key.encode(), repr(tuple(seen)).encode())
 
     def _read(self, key: str, dtype: type[_Number]) -> NDArray[_Number] | None:
-        body = self._store.get(key)
-        if body is None:
-            return None
-        seal, numbers = body[:_SEAL_SIZE], body[_SEAL_SIZE:]
-        if seal != _seal(key, numbers):
+        numbers = read_sealed(self._store, key)
+        if numbers is None:
             return None
         return np.frombuffer(numbers, np.dtype(dtype).newbyteorder("<")).astype(dtype)
 
     def _write(self, key: str, numbers: NDArray[np.float64] | NDArray[np.int32]) -> None:
         little = numbers.dtype.newbyteorder("<")
-        body = np.ascontiguousarray(numbers, little).tobytes()
-        self._store.put(key, _seal(key, body) + body)
+        write_sealed(self._store, key, np.ascontiguousarray(numbers, little).tobytes())
 
 
-def _seal(key: str, numbers: bytes) -> bytes:
+def read_sealed(store: KeyValueStore, key: str) -> bytes | None:
+    """The bytes under a key; None if there are none, or they do not match their digest."""
+    stored = store.get(key)
+    if stored is None:
+        return None
+    seal, body = stored[:_SEAL_SIZE], stored[_SEAL_SIZE:]
+    return body if seal == _seal(key, body) else None
+
+
+def write_sealed(store: KeyValueStore, key: str, body: bytes) -> None:
+    """Store bytes with a digest of them and of the key."""
+    store.put(key, _seal(key, body) + body)
+
+
+def _seal(key: str, body: bytes) -> bytes:
     """Digest of an entry and its key, so that the entry of another key does not match."""
-    return bytes.fromhex(content_key(key.encode(), numbers))
+    return bytes.fromhex(content_key(key.encode(), body))
 
 
 _SEAL_SIZE = len(_seal("", b""))

@@ -1,19 +1,22 @@
 """Planning equal stages once: stages that differ only in names, such as those of middle layers."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind, Node, Ref, graph_digest, graph_to_json
 from autoshard.graph.normalise.rewriting import rewire
 from autoshard.mesh import Mesh
-from autoshard.plan.document import Plan, Stage
+from autoshard.plan.document import Plan, Stage, StageTimes
 from autoshard.plan.options import Pins, PlanOptions
 from autoshard.plan.pricing import Prices
+from autoshard.plan.stage_times import stage_times
 from autoshard.plan.timeline import timeline
 from autoshard.planner.planner import plan_id
 from autoshard.planner.stage_builder import peak_memory
-from autoshard.solve import KeyValueStore
+from autoshard.solve import KeyValueStore, content_key, read_sealed, write_sealed
 
 _NAMED = frozenset({InputKind.PREPARED, InputKind.USER, InputKind.LITERAL})
 """Inputs that keep their targets: equal stages have the same ones."""
@@ -76,6 +79,13 @@ def _renamed(node: Node, name: str, values: Mapping[str, str]) -> Node:
     )
 
 
+class StagePlan(NamedTuple):
+    """The plan of a stage, and its seconds by pass; None if it has no plan."""
+
+    plan: Plan
+    times: StageTimes | None
+
+
 class EqualStages:
     """Plans stages, each kind once.
 
@@ -91,22 +101,22 @@ class EqualStages:
     ) -> None:
         self._plan_stage = plan_stage
         self._store = store
-        self._known: dict[str, Plan] = {}
+        self._known: dict[str, StagePlan] = {}
 
-    def plan(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> Plan:
+    def plan(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
         """The plan of a program with its own names."""
         pins = options.pins
         if pins.parameters or pins.buffers or pins.nodes or options.algo != "optimal":
-            return self._plan_stage(graph, mesh, options)
+            return self._new(graph, mesh, options)
         numbered = NumberedGraph.of(graph)
         inputs = {numbered.values.get(name, name): x for name, x in pins.inputs.items()}
         options = options.model_copy(update={"pins": Pins(inputs=inputs, outputs=pins.outputs)})
-        plan = self._without_limit(numbered.graph, mesh, options)
-        if plan is None:
-            plan = self._known_or_new(numbered.graph, mesh, options)
-        return _with_names(plan, numbered, graph)
+        found = self._without_limit(numbered.graph, mesh, options)
+        if found is None:
+            found = self._known_or_new(numbered.graph, mesh, options)
+        return found._replace(plan=_with_names(found.plan, numbered, graph))
 
-    def _without_limit(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> Plan | None:
+    def _without_limit(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan | None:
         """The fastest plan, which is the same for all limits that it does not reach, if it fits."""
         free = options.model_copy(update={"memory_budget": _NO_LIMIT, "in_flight": 1})
         if options.mode != "training" or "always" in (
@@ -114,40 +124,52 @@ class EqualStages:
             options.reshard_after_forward,
         ):
             return None
-        plan = self._known_or_new(graph, mesh, free)
-        if not plan.found:
+        found = self._known_or_new(graph, mesh, free)
+        if not found.plan.found:
             return None
-        stage = plan.stages[0].model_copy(update={"in_flight": options.in_flight})
+        stage = found.plan.stages[0].model_copy(update={"in_flight": options.in_flight})
         optimizer = Prices(graph, mesh, options).optimizer
-        peak = peak_memory(
-            timeline(stage, graph, training=True, optimizer=optimizer),
-            options.memory_budget or mesh.topology.device.memory,
-        )
-        if peak.budget is None or peak.peak > peak.budget:
+        budget = options.memory_budget or mesh.topology.device.memory
+        peak = peak_memory(timeline(stage, graph, training=True, optimizer=optimizer), budget)
+        if peak.peak > budget:
             return None
-        return plan.model_copy(update={"stages": (stage,), "memory": peak, "options": options})
+        update = {"stages": (stage,), "memory": peak, "options": options}
+        return found._replace(plan=found.plan.model_copy(update=update))
 
-    def _known_or_new(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> Plan:
+    def _known_or_new(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
         key = plan_id(graph, mesh, options)
-        plan = self._known.get(key) or self._stored(key, graph)
-        if plan is None:
-            plan = self._plan_stage(graph, mesh, options)
-            if self._store is not None and plan.found:
-                self._store.put(key, plan.to_json().encode())
-        self._known[key] = plan
-        return plan
+        if key not in self._known:
+            stored = self._stored(key, graph)
+            self._known[key] = stored or self._new(graph, mesh, options)
+            if stored is None and self._store is not None and self._known[key].plan.found:
+                plan, times = self._known[key]
+                assert times is not None
+                body = {"plan": plan.to_json(), "times": times.model_dump()}
+                write_sealed(self._store, _store_key(key), json.dumps(body).encode())
+        return self._known[key]
 
-    def _stored(self, key: str, graph: Graph) -> Plan | None:
-        body = None if self._store is None else self._store.get(key)
+    def _new(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
+        plan = self._plan_stage(graph, mesh, options)
+        times = stage_times(plan.stages[0], graph, mesh, options) if plan.found else None
+        return StagePlan(plan, times)
+
+    def _stored(self, key: str, graph: Graph) -> StagePlan | None:
+        """A plan from the store; a damaged entry counts as missing."""
+        body = None if self._store is None else read_sealed(self._store, _store_key(key))
         if body is None:
             return None
         try:
-            plan = Plan.from_json(body)
-        except PlanError:
+            document = json.loads(body)
+            plan = Plan.from_json(document["plan"])
+            times = StageTimes.model_validate(document["times"])
+        except (ValueError, LookupError, TypeError, PlanError):
             return None
-        # A damaged or foreign entry counts as missing.
         is_same = plan.id == key and plan.graph.digest == graph_digest(graph) and plan.found
-        return plan if is_same and plan.stages[0].program == graph_to_json(graph) else None
+        return StagePlan(plan, times) if is_same else None
+
+
+def _store_key(key: str) -> str:
+    return content_key(b"stage plan", key.encode())
 
 
 def _with_names(plan: Plan, numbered: NumberedGraph, graph: Graph) -> Plan:

@@ -7,7 +7,7 @@ simulation tells. Every schedule takes at least
     last(0) + max over stages s of: through(0) + ... + through(s - 1) + busy(s),
 
 where a stage is busy with all micro-batches, and a micro-batch passes through all earlier stages
-before the first (and, if backward is not split, after the last) of them. Dynamic programming over
+before the first and after the last of them. Dynamic programming over
 suffixes minimises this bound exactly; a depth-first search that is guided by it enumerates
 partitions until the bound of all others exceeds the best simulated time.
 """

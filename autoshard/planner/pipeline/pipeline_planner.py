@@ -185,14 +185,14 @@ class _Request:
             )
             limits = pinned_options(limits, program, search.costs(place.devices).layouts)
             limits = with_stored_layouts(limits, place, program, stages)
-            found = self.stages.plan(program, devices, limits)
-            if not found.found:
+            found, times = self.stages.plan(program, devices, limits)
+            if times is None:
                 return f"stage {number} of {len(places)}: {found.reason}"
             stage = found.stages[0].model_copy(
                 update={"name": f"stage{number}", "first_device": place.first_device}
             )
             found = found.model_copy(update={"stages": (stage,)})
-            stages.append(PlannedStage(place, program, devices, found))
+            stages.append(PlannedStage(place, program, devices, found, times))
         return stages
 
 

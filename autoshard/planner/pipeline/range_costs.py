@@ -10,6 +10,7 @@ Two ways to save memory are counted beside the fastest plan: stored parameters a
 in backward (activation checkpointing).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -29,8 +30,15 @@ from autoshard.plan.memory import MemoryOp, StageMemory
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import inner_time
 from autoshard.planner.formulation import Formulation, Role
+from autoshard.planner.planner import plan_id
 from autoshard.planner.stage_builder import Decisions, StageBuilder
-from autoshard.solve import KeyValueStore, solve_problem
+from autoshard.solve import (
+    KeyValueStore,
+    content_key,
+    read_sealed,
+    solve_problem,
+    write_sealed,
+)
 
 _LARGEST = frozenset({"working", "block"})
 """Members of `Segments` that are maxima instead of sums."""
@@ -107,6 +115,10 @@ def range_costs(
     Raises:
         OptionError: an option forbids all strategies of a variable.
     """
+    key = _store_key(cutter.graph, [point.node for point in points], mesh, options)
+    stored = None if block_cache is None else read_sealed(block_cache, key)
+    if stored is not None:
+        return _from_json(mesh, stored)
     short = shorten(cutter.graph)
     formulation = Formulation.of(short.graph, mesh, options)
     choice, bound = _solved(formulation, options, 0.0, block_cache)
@@ -117,7 +129,29 @@ def range_costs(
         if not np.array_equal(frugal, choice):
             variants.append(segments.of(_NodeCosts(formulation, frugal)))
     layouts = _layouts(formulation, choice, cutter, points, short)
-    return RangeCosts(mesh, tuple(variants), layouts)
+    found = RangeCosts(mesh, tuple(variants), layouts)
+    if block_cache is not None:
+        write_sealed(block_cache, key, _to_json(found))
+    return found
+
+
+def _store_key(graph: Graph, cuts: Sequence[int], mesh: Mesh, options: PlanOptions) -> str:
+    texts = (plan_id(graph, mesh, options), repr(list(cuts)))
+    return content_key(b"range costs", *(text.encode() for text in texts))
+
+
+def _to_json(costs: RangeCosts) -> bytes:
+    variants = [{k: v.tolist() for k, v in part._asdict().items()} for part in costs.variants]
+    return json.dumps({"variants": variants, "layouts": dict(costs.layouts)}).encode()
+
+
+def _from_json(mesh: Mesh, body: bytes) -> RangeCosts:
+    document = json.loads(body)
+    variants = tuple(
+        Segments(**{name: np.array(values) for name, values in part.items()})
+        for part in document["variants"]
+    )
+    return RangeCosts(mesh, variants, document["layouts"])
 
 
 def whole_bound(
@@ -127,7 +161,14 @@ def whole_bound(
 
     The stages of a pipeline on sub-meshes of one shape do at least as much work together.
     """
-    return _solved(Formulation.of(graph, mesh, options), options, 0.0, block_cache)[1]
+    key = content_key(b"whole bound", plan_id(graph, mesh, options).encode())
+    stored = None if block_cache is None else read_sealed(block_cache, key)
+    if stored is not None:
+        return float(stored)
+    bound = _solved(Formulation.of(graph, mesh, options), options, 0.0, block_cache)[1]
+    if block_cache is not None:
+        write_sealed(block_cache, key, repr(bound).encode())
+    return bound
 
 
 def _solved(

@@ -20,13 +20,15 @@ from autoshard.plan.sub_meshes import is_aligned, sub_mesh, sub_mesh_sizes
 from autoshard.plan.transfers import transfer_seconds
 from autoshard.planner.pipeline.partition import Partition, PartitionProblem, RangeTable
 from autoshard.planner.pipeline.range_costs import RangeCosts, range_costs
-from autoshard.planner.pipeline.stage_tables import StageTable, stage_table
+from autoshard.planner.pipeline.stage_tables import RangeSums, StageTable, stage_table
 from autoshard.solve import KeyValueStore
 
-_MAX_POINTS = 160
+_MAX_POINTS = 96
 """Maximum number of places where stages may begin."""
 _MAX_SIMULATIONS = 100
 """Maximum number of partitions that are simulated for one schedule."""
+_MAX_GUIDED = 20
+"""The same, of schedules with several stages per rank."""
 _STAGES_PER_RANK: Mapping[ScheduleName, tuple[int, ...]] = {
     "GPipe": (1,),
     "1F1B": (1,),
@@ -116,6 +118,7 @@ class PipelineSearch:
         self._costs: dict[int, RangeCosts] = {}
         self._sending: dict[int, tuple[FloatArray, FloatArray]] = {}
         self._tables: dict[tuple[int, int, int], StageTable] = {}
+        self._sums: dict[int, list[RangeSums]] = {}
         self._states: dict[int, float] = {}
 
     @cached_property
@@ -193,7 +196,7 @@ class PipelineSearch:
         if unequal and per_rank == 1:
             most = total - schedule.num_ranks + 1
             sizes = tuple(n for n in sub_mesh_sizes(self._mesh) if n <= most)
-        if not sizes:
+        if not sizes or (sizes == (equal,) and self._mean_work(schedule, equal) >= below):
             return None
         stages = [
             [self._table(schedule, number, devices) for devices in sizes]
@@ -202,13 +205,7 @@ class PipelineSearch:
         problem = PartitionProblem(
             [
                 [
-                    self._pinned(
-                        table.range_table(
-                            schedule.micro_batches,
-                            splits_backward=schedule.splits_backward,
-                            per_rank=per_rank,
-                        )
-                    )
+                    self._pinned(table.range_table(schedule.micro_batches, per_rank=per_rank))
                     for table in row
                 ]
                 for row in stages
@@ -221,12 +218,13 @@ class PipelineSearch:
             row = [stages[schedule.num_stages - 1 - s][x.table] for s, x in enumerate(partition)]
             return [table.times(x.start, x.stop) for table, x in zip(row, partition, strict=True)]
 
+        # Of a rank with several stages, the bound only guides the search: it assumes equal stages.
         found = problem.best(
             lambda partition: simulate_schedule(schedule, times(partition)).seconds,
-            below=below,
-            max_simulations=_MAX_SIMULATIONS,
+            below=below if per_rank == 1 else inf,
+            max_simulations=_MAX_SIMULATIONS if per_rank == 1 else _MAX_GUIDED,
         )
-        if found is None:
+        if found is None or found.seconds >= below:
             return None
         estimated = times(found.partition)
         nodes = [0, *(point.node for point in self.points)]
@@ -245,6 +243,13 @@ class PipelineSearch:
             found.bound if per_rank == 1 else 0.0,
             len(self.points),
         )
+
+    def _mean_work(self, schedule: Schedule, devices: int) -> float:
+        """Mean seconds of a rank in the fastest plan of the program."""
+        part = self.costs(devices).variants[0]
+        work = part.forward.sum() + part.backward_input.sum() + part.backward_weight.sum()
+        total = schedule.micro_batches * work + part.end.sum()
+        return float(total) / schedule.num_ranks
 
     def _pinned(self, table: RangeTable) -> RangeTable:
         """The table without ranges that contain a cut that stages must have."""
@@ -267,13 +272,19 @@ class PipelineSearch:
                 self._sending[devices] = self._transfers(devices)
             send, back = self._sending[devices]
             self._tables[key] = stage_table(
-                self.costs(devices),
+                self._range_sums(devices),
+                devices,
                 budget=budget,
                 in_flight=in_flight,
                 send=send,
                 send_gradient=back,
             )
         return self._tables[key]
+
+    def _range_sums(self, devices: int) -> list[RangeSums]:
+        if devices not in self._sums:
+            self._sums[devices] = [RangeSums(part) for part in self.costs(devices).variants]
+        return self._sums[devices]
 
     def budget(self, schedule: Schedule, stage: int, devices: int) -> int:
         """Bytes per device of one stage.

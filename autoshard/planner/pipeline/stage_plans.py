@@ -20,7 +20,6 @@ from autoshard.plan.document import (
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
 from autoshard.plan.schedules import Schedule
-from autoshard.plan.stage_times import stage_times
 from autoshard.plan.timeline import KINDS
 from autoshard.plan.transfers import largest_load, messages, transfer_seconds
 from autoshard.planner.pipeline.search import StagePlace
@@ -38,12 +37,14 @@ class PlannedStage:
         graph: its program.
         mesh: its sub-mesh.
         plan: the plan of its program on its sub-mesh.
+        times: its seconds, without transfers.
     """
 
     place: StagePlace
     graph: Graph
     mesh: Mesh
     plan: Plan
+    times: StageTimes
 
     @property
     def devices(self) -> range:
@@ -185,7 +186,7 @@ def planned_times(
     """Predicted seconds of each stage."""
     times = []
     for number, one in enumerate(stages):
-        own = stage_times(one.stage, one.graph, one.mesh, one.plan.options)
+        own = one.times
         send = gradient = 0.0
         if number + 1 < len(stages):
             loads = [transfer.nbytes for transfer in transfers[number]]

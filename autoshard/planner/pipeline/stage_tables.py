@@ -1,5 +1,6 @@
 """Seconds of every range of a program as a stage that must fit into memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from autoshard.arrays import FloatArray
 from autoshard.plan.document import StageTimes
 from autoshard.planner.pipeline.partition import RangeTable
-from autoshard.planner.pipeline.range_costs import RangeCosts, Segments
+from autoshard.planner.pipeline.range_costs import Segments
 
 _MEMORY_MARGIN = 1.05
 """Factor on the estimated bytes of a range: a plan has temporary tensors that are not counted."""
@@ -48,33 +49,66 @@ class StageTable:
             send_gradient=float(self.send_gradient[start]),
         )
 
-    def range_table(
-        self, micro_batches: int, *, splits_backward: bool, per_rank: int = 1
-    ) -> RangeTable:
+    def range_table(self, micro_batches: int, *, per_rank: int = 1) -> RangeTable:
         """The table for the dynamic program over partitions.
 
         Args:
             micro_batches: number of micro-batches per step.
-            splits_backward: True if gradients of parameters may be computed later.
             per_rank: number of stages of a rank, which is busy with all of them.
         """
         fits = np.where(np.isfinite(self.nbytes), 0.0, np.inf)
         work = self.forward + self.backward_input + self.backward_weight
-        there = self.send[None, :]
-        if splits_backward:
-            through = self.forward + there
-            busy = per_rank * (micro_batches * work + self.end)
-            last = np.zeros_like(work)
-        else:
-            back = self.send_gradient[None, :]
-            through = work + there + back
-            busy = per_rank * micro_batches * work
-            last = self.end
-        return RangeTable(self.devices, through + fits, busy + fits, last)
+        through = work + self.send[None, :] + self.send_gradient[None, :]
+        busy = per_rank * micro_batches * work
+        return RangeTable(self.devices, through + fits, busy + fits, self.end)
+
+
+class RangeSums:
+    """Sums of the costs of segments over every range, shape [P, P] each.
+
+    Args:
+        part: costs of the segments between cut points.
+    """
+
+    def __init__(self, part: Segments) -> None:
+        self.forward = _ranges(part.forward)
+        self.backward_input = _ranges(part.backward_input)
+        self.backward_weight = _ranges(part.backward_weight)
+        self.end = _ranges(part.end)
+        self._saved = _MEMORY_MARGIN * _ranges(part.saved)
+        self._kept = np.minimum(_MEMORY_MARGIN * _ranges(part.kept), self._saved)
+        self._fixed = _MEMORY_MARGIN * (_ranges(part.state) + _largest(part.working))
+        self._block = _MEMORY_MARGIN * _largest(part.block)
+        self._blocks = _ranges(part.blocks)
+        self._recomputed = _ranges(part.recomputed)
+        self._is_empty = np.tri(len(self.forward), dtype=bool)
+
+    def fitted(self, budget: float, in_flight: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of recomputation of a micro-batch, and bytes; inf for ranges that do not fit.
+
+        As many blocks are recomputed as the budget needs.
+
+        Args:
+            budget: bytes per device.
+            in_flight: number of micro-batches whose activations a stage holds.
+        """
+        is_larger = self._fixed + in_flight * self._saved > budget
+        # A block that is recomputed is in memory as a whole for one micro-batch.
+        fixed = self._fixed + np.where(is_larger, self._block, 0.0)
+        saving = in_flight * (self._saved - self._kept)
+        excess = np.where(is_larger, fixed + in_flight * self._saved - budget, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.ceil(excess / saving * self._blocks) / self._blocks
+        share = np.where(is_larger, share, 0.0)
+        fits = np.isfinite(share) & (share <= 1.0) & ~self._is_empty
+        share = np.where(fits, share, 0.0)
+        nbytes = np.where(fits, fixed + in_flight * self._saved - share * saving, np.inf)
+        return share * self._recomputed, nbytes
 
 
 def stage_table(
-    costs: RangeCosts,
+    sums: Sequence[RangeSums],
+    devices: int,
     *,
     budget: float,
     in_flight: int,
@@ -83,59 +117,38 @@ def stage_table(
 ) -> StageTable:
     """Seconds of every range, with as little recomputation as its memory needs.
 
-    Of the two plans of the program the faster one that fits is taken. If neither fits, a part of
-    the blocks is recomputed.
+    Of the plans of the program the fastest one that fits is taken.
 
     Args:
-        costs: of the ranges.
+        sums: costs of all ranges in each plan.
+        devices: number of devices of a stage.
         budget: bytes per device.
         in_flight: number of micro-batches whose activations the stage holds.
         send: seconds to send what crosses each cut, shape [P].
         send_gradient: the same of its gradient.
     """
-    options = [_option(part, budget, in_flight) for part in costs.variants]
-    total = [np.where(np.isfinite(o[4]), o[0] + o[1] + o[2] + 1e-3 * o[3], np.inf) for o in options]
-    best = np.argmin(np.stack(total), axis=0)
-    picked = [
-        np.take_along_axis(np.stack(x), best[None], axis=0)[0] for x in zip(*options, strict=True)
-    ]
+    options: list[tuple[FloatArray, ...]] = []
+    for plan in sums:
+        recomputed, nbytes = plan.fitted(budget, in_flight)
+        backward = plan.backward_input + recomputed
+        options.append((plan.forward, backward, plan.backward_weight, plan.end, nbytes))
+    picked = options[0]
+    for other in options[1:]:
+        better = _seconds(other) < _seconds(picked)
+        pairs = zip(other, picked, strict=True)
+        picked = tuple(np.where(better, new, old) for new, old in pairs)
     forward, backward_input, backward_weight, end, nbytes = picked
     return StageTable(
-        costs.mesh.num_devices,
-        forward,
-        backward_input,
-        backward_weight,
-        end,
-        nbytes,
-        send,
-        send_gradient,
+        devices, forward, backward_input, backward_weight, end, nbytes, send, send_gradient
     )
 
 
-def _option(
-    part: Segments, budget: float, in_flight: int
-) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-    saved = _MEMORY_MARGIN * in_flight * _ranges(part.saved)
-    kept = np.minimum(_MEMORY_MARGIN * in_flight * _ranges(part.kept), saved)
-    fixed = _MEMORY_MARGIN * (_ranges(part.state) + _largest(part.working))
-    is_larger = fixed + saved > budget
-    # A block that is recomputed is in memory as a whole for one micro-batch.
-    fixed = fixed + np.where(is_larger, _MEMORY_MARGIN * _largest(part.block), 0.0)
-    excess = np.where(is_larger, fixed + saved - budget, 0.0)
-    blocks = _ranges(part.blocks)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(is_larger, np.ceil(excess / (saved - kept) * blocks) / blocks, 0.0)
-    fits = np.isfinite(share) & (share <= 1.0)
-    share = np.where(fits, share, 0.0)
-    nbytes = np.where(fits, fixed + saved - share * (saved - kept), np.inf)
-    nbytes[np.tri(len(nbytes), dtype=bool)] = np.inf
-    return (
-        _ranges(part.forward),
-        _ranges(part.backward_input) + share * _ranges(part.recomputed),
-        _ranges(part.backward_weight),
-        _ranges(part.end),
-        nbytes,
-    )
+def _seconds(option: Sequence[FloatArray]) -> FloatArray:
+    """Seconds of a micro-batch by which options are compared; inf where a range does not fit."""
+    forward, backward_input, backward_weight, _, nbytes = option
+    total = forward + backward_input + backward_weight
+    found: FloatArray = np.where(np.isfinite(nbytes), total, np.inf)
+    return found
 
 
 def _ranges(segments: FloatArray) -> FloatArray:
