@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed import ProcessGroup
@@ -63,16 +63,40 @@ class CollectiveRecord:
     direction: Direction
 
 
+Content = Literal["value", "gradient", "tied gradient"]
+"""What pipeline stages send: values, their gradients, or gradients of parameters they share."""
+
+CONTENTS: tuple[Content, ...] = get_args(Content)
+"""Contents of messages between pipeline stages; the position is the message's tag."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRecord:
+    """A message between pipeline stages that this rank sent or received.
+
+    Attributes:
+        content: what it contains.
+        sent: True if this rank sent it, False if it received it.
+        nbytes: its bytes.
+    """
+
+    content: Content
+    sent: bool
+    nbytes: int
+
+
 class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """A context manager that records the collectives of this thread and of its backward passes.
 
     Attributes:
         records: the collectives, in the order in which they were started.
+        messages: the messages between pipeline stages, likewise.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.records: list[CollectiveRecord] = []
+        self.messages: list[MessageRecord] = []
         self._messages: dict[str, int] = {}  # bytes sent and received since another operator ran
         self._message_group = ""
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
@@ -99,7 +123,12 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
             return result
         schema = func._schema  # noqa: SLF001  torch has no public access to an operator's schema
         if schema.name in (_SENDS, _RECEIVES):
-            self._record_message(schema.name, tensors=args[0], group=args[1])
+            tensors, group, _, tag = args
+            if _group_name(group) in self._axis_of_group:
+                self._record_message(schema.name, tensors, group)
+            else:
+                sent = schema.name == _SENDS
+                self.messages.append(MessageRecord(CONTENTS[tag], sent, _nbytes(tensors)))
             return result
         self._messages.clear()
         if schema.name.startswith(_NAMESPACES) and schema.name not in _IGNORED:

@@ -8,14 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import P2POp, ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autoshard.errors import PlanError
 from autoshard.runtime.pipelining.routes import Incoming, Route
 from autoshard.runtime.pipelining.stage_forward import MicroBatch, StageForward
+from autoshard.runtime.recorder import CONTENTS
 
-FORWARD_TAG, GRADIENT_TAG, TIED_TAG = 0, 1, 2
-"""Tags of messages: values, their gradients, and sums over stages."""
+_VALUE, _GRADIENT = CONTENTS.index("value"), CONTENTS.index("gradient")
+"""Tags of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,11 @@ class PlannedStage(_PipelineStageBase):
         self._gradients: dict[int, list[torch.Tensor | None]] = {}
         self._input_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The devices of the stage."""
+        return self.forward_program.mesh
+
     def clear_runtime_states(self) -> None:
         """Forget the micro-batches of the step before."""
         for one in (
@@ -125,7 +132,7 @@ class PlannedStage(_PipelineStageBase):
         """The messages with the values that the previous stage sends."""
         arriving = [Incoming(link.forward, self.device) for link in self._incoming]
         self._arriving[fwd_chunk_id] = arriving
-        return [op for one in arriving for op in one.operations(self._messages, FORWARD_TAG)]
+        return [op for one in arriving for op in one.operations(self._messages, _VALUE)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """The messages with this rank's parts of what the next stage receives."""
@@ -135,7 +142,7 @@ class PlannedStage(_PipelineStageBase):
         return [
             op
             for link, tensor in zip(self._outgoing, outputs, strict=True)
-            for op in link.forward.send(tensor.detach(), self._messages, FORWARD_TAG)
+            for op in link.forward.send(tensor.detach(), self._messages, _VALUE)
         ]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
@@ -151,7 +158,7 @@ class PlannedStage(_PipelineStageBase):
             op
             for one in arriving
             if one is not None
-            for op in one.operations(self._messages, GRADIENT_TAG)
+            for op in one.operations(self._messages, _GRADIENT)
         ]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
@@ -163,7 +170,7 @@ class PlannedStage(_PipelineStageBase):
             op
             for link, gradient in zip(self._incoming, gradients, strict=True)
             if link.gradient is not None and gradient is not None
-            for op in link.gradient.send(gradient, self._messages, GRADIENT_TAG)
+            for op in link.gradient.send(gradient, self._messages, _GRADIENT)
         ]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:

@@ -11,7 +11,9 @@ from autoshard.plan import PlacedInput, Plan
 from autoshard.runtime.dtensors import local_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.routes import End, Route, exchange
-from autoshard.runtime.pipelining.stage import TIED_TAG
+from autoshard.runtime.recorder import CONTENTS, not_recorded
+
+_TAG = CONTENTS.index("tied gradient")
 
 
 class TiedParameter:
@@ -63,7 +65,7 @@ class TiedParameter:
         """
         assert self._own is not None
         given = [own if a == self._own else None for a, _ in self._pairs]
-        arrived = exchange(given, self._routes, self._device, self._group, TIED_TAG)
+        arrived = exchange(given, self._routes, self._device, self._group, _TAG)
         copies = {self._own: own}
         for (source, target), tensor in zip(self._pairs, arrived, strict=True):
             if target == self._own and tensor is not None:
@@ -120,6 +122,7 @@ class TiedParameters:
         local_tensor(parameter.grad).copy_(total)
 
     @torch.no_grad()
+    @not_recorded()
     def _check_equal(self) -> None:
         """Check before the first step that all copies are equal.
 

@@ -1,8 +1,10 @@
 """Training in pipeline stages: losses, gradients and communication."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -13,8 +15,11 @@ from support.models import Case, bert, gpt2, graph_of, llama, resnet, t5
 from torch import nn
 
 from autoshard.plan import Plan, PlanOptions
+from autoshard.plan.transfers import messages
 from autoshard.planner import make_plan
-from autoshard.runtime import parallelize
+from autoshard.runtime import parallelize, record_collectives, summarize
+from autoshard.runtime.pipelining import Pipelined
+from autoshard.runtime.recorder import CollectiveRecorder
 
 
 @dataclass
@@ -51,9 +56,12 @@ class Trained:
         (model, _), _ = self.built()
         planned = parallelize(model, self.plan, device_mesh(self.plan))
         for _ in range(2):
-            loss = planned.step(**joined_batch(parts))
+            with record_collectives(planned[0].mesh) as recorder:
+                loss = planned.step(**joined_batch(parts))
             close(loss, losses.detach().mean().double(), "loss")
             check_gradients(planned, reference)
+            check_collectives(recorder, self.plan, planned)
+            check_messages(recorder, self.plan)
             planned.zero_grad()
 
 
@@ -86,6 +94,48 @@ def check_gradients(planned: nn.Module, reference: nn.Module) -> None:
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, sorted(own))
     assert {name for names in held for name in names} == expected.keys()
+
+
+def check_collectives(recorder: CollectiveRecorder, plan: Plan, planned: Pipelined) -> None:
+    """This rank runs the collectives of its stages."""
+    assert plan.pipeline is not None
+    counts: Counter[tuple[str, str, str]] = Counter()
+    nbytes: Counter[tuple[str, str, str]] = Counter()
+    for stage in planned:
+        for one in plan.pipeline.stages[stage.stage_index].collectives:
+            counts[one.kind, one.axis, one.direction] += one.count
+            nbytes[one.kind, one.axis, one.direction] += one.nbytes
+    found = summarize(recorder.records)
+    assert {(c.kind, c.axis, c.direction): c.count for c in found} == counts
+    assert {(c.kind, c.axis, c.direction): c.nbytes for c in found} == nbytes
+
+
+def check_messages(recorder: CollectiveRecorder, plan: Plan) -> None:
+    """All ranks together send the planned messages, and receive what was sent."""
+    assert plan.pipeline is not None
+    own = [(m.content, m.sent, m.nbytes) for m in recorder.messages]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    planned = {"value": Counter[int](), "gradient": Counter[int]()}
+    for number, transfers in enumerate(plan.pipeline.transfers):
+        for transfer in transfers:
+            ends = [
+                (layout, tuple(size for _, size in plan.stages[number + place].axes))
+                for place, layout in enumerate((transfer.source, transfer.target))
+            ]
+            for content, (source, target), planned_number in (
+                ("value", ends, transfer.messages),
+                ("gradient", ends[::-1], transfer.gradient_messages),
+            ):
+                sent = messages(transfer.shape, *source, *target) if planned_number else ()
+                assert len(sent) == planned_number
+                itemsize = getattr(torch, transfer.dtype).itemsize
+                planned[content].update(prod(m.shape) * itemsize for m in sent)
+    for content, sizes in planned.items():
+        expected = {size: 4 * number for size, number in sizes.items()}
+        for is_sent in (True, False):
+            found = [n for one in every for c, s, n in one if (c, s) == (content, is_sent)]
+            assert Counter(found) == expected, content
 
 
 MODELS: Mapping[str, Callable[[], Case]] = {
@@ -140,8 +190,7 @@ ON_4 = {
     },
     **{
         f"gpt2, pp2 {axis}2, {schedule}": in_stages("gpt2", axis, schedule, 4)
-        for schedule in LOOPED
-        for axis in ("dp", "tp")
+        for schedule, axis in zip(LOOPED, ("dp", "tp") * 3, strict=False)
     },
 }
 ON_2 = {
