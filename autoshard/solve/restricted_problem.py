@@ -468,19 +468,23 @@ class LimitedRestriction:
         return fits
 
 
-def solve_wide(state: SolveState, solve: SolveRestricted) -> RunOutcome:
+def solve_wide(
+    state: SolveState, solve: SolveRestricted, *, least_strategies: float = 0.0
+) -> RunOutcome:
     """Find choices and bounds of a wide problem.
 
     Args:
         state: of the problem.
         solve: solves restricted problems.
+        least_strategies: mean number of strategies of a node class below which a problem with
+            matrices is not wide.
     """
     problem, warm_start = state.problem, state.warm_start
     if problem.ties or not (problem.repeats or problem.has_path_costs):
         return RunOutcome.SKIPPED
     graph = QuotientGraph(problem, independent_runs(problem))
     sizes = [problem.nodes[node_class.nodes[0]].num_strategies for node_class in graph.node_classes]
-    if float(np.mean(sizes)) < state.settings.wide_strategies and not problem.has_path_costs:
+    if float(np.mean(sizes)) < least_strategies and not problem.has_path_costs:
         return RunOutcome.SKIPPED
     restricted_solver = RestrictedSolver(state, graph, solve)
     if warm_start.unlimited_bound is None:

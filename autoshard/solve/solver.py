@@ -133,14 +133,25 @@ def _solve(state: SolveState, solver: str) -> bool:
 
 def _solve_structured(state: SolveState) -> RunOutcome:
     """Solve by restricted problems and run contraction; SKIPPED unless that is the solution."""
-    outcome = solve_wide(state, partial(_solve_restricted, state))
-    done = (
-        outcome is RunOutcome.INFEASIBLE or state.closed or state.warm_start.restricted is not None
-    )
-    if done or (outcome is RunOutcome.UPDATED and state.problem.has_path_costs):
-        return outcome
+    solve = partial(_solve_restricted, state)
+    wide = solve_wide(state, solve, least_strategies=state.settings.wide_strategies)
+    if _is_solution(state, wide):
+        return wide
     outcome = _solve_repeated(state)
+    if outcome is RunOutcome.SKIPPED and wide is RunOutcome.SKIPPED:
+        # Tables are too large for run contraction.
+        outcome = solve_wide(state, solve)
+        if _is_solution(state, outcome):
+            return outcome
     return outcome if outcome is RunOutcome.INFEASIBLE or state.closed else RunOutcome.SKIPPED
+
+
+def _is_solution(state: SolveState, wide: RunOutcome) -> bool:
+    """True if restricted problems gave all that they can give."""
+    if wide is RunOutcome.UPDATED and state.problem.has_path_costs:
+        return True
+    is_limited = state.warm_start.restricted is not None
+    return wide is RunOutcome.INFEASIBLE or state.closed or is_limited
 
 
 def _solve_repeated(state: SolveState) -> RunOutcome:

@@ -61,9 +61,7 @@ class RunSolver:
         exact = self._contracted.minimise(costs, every, most_work=self._settings.eager_run_work)
         if exact is not None:
             return exact.value, exact.choice
-        relaxed = self._contracted.minimise(
-            costs, dict.fromkeys(shared_nodes), bounds_of=shared_nodes
-        )
+        relaxed = self._contracted.minimise(costs, dict.fromkeys(shared_nodes))
         if relaxed is None:
             return None
         best = self._fixed_at_best(costs, relaxed, self._candidate_boundary(costs, relaxed))
@@ -75,6 +73,11 @@ class RunSolver:
             slack = max(slack, self._state.gap)
         if _close(best.value, relaxed.value, slack):
             return relaxed.value, best.choice
+        # The same tables again; least prices by strategy take longer than the least of all.
+        relaxed = self._contracted.minimise(
+            costs, dict.fromkeys(shared_nodes), bounds_of=shared_nodes
+        )
+        assert relaxed is not None, "the same tables were joined before"
         return self._solve_narrowed(costs, relaxed, best, slack)
 
     @property
