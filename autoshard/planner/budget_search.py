@@ -6,14 +6,16 @@ peak is added to the problem; if the problem cannot model that time point, it is
 smaller usage limit. Counted memory is a lower bound of the peak, so a bound that is proven with the
 budget as the usage limit is valid for every plan that fits.
 
-In training, the best plan without recomputation is tried first. If it fits, it is optimal.
+In training, the best plan without recomputation is tried first. If it fits, it is optimal. If not,
+what is kept, recomputed, and run once per step is optimized for its layouts. That takes little time
+and gives the first plan that fits. Then all is optimized together.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import isfinite, isinf
+from math import isfinite
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from autoshard.plan.options import PlanOptions, Recomputing
 from autoshard.plan.timeline import timeline
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.frequencies import Frequencies, most_savings
+from autoshard.planner.limit_search import LimitSearch
 from autoshard.planner.memory_problem import MemoryProblem
 from autoshard.planner.saved_tensors import SavedTensors
 from autoshard.planner.stage_builder import Decisions, StageBuilder
@@ -39,10 +42,13 @@ from autoshard.solve import (
     Solution,
     WarmStart,
     minimum_usage,
+    restrict,
     solve_problem,
 )
 
 _MAX_ROUNDS = 8
+_FIRST_ROUNDS = 5
+"""Maximum number of rounds with given layouts."""
 _MAX_IMPROVEMENTS = 2
 """Maximum number of rounds after the first plan that fits."""
 _NEGLIGIBLE = 0.005
@@ -53,8 +59,6 @@ _TIME_SHARE = 0.3
 """Share of the remaining time for one solve under a limit."""
 _MIN_SECONDS = 1.0
 """Minimum time limit of a single solve, seconds, even after the deadline."""
-_SAME_LIMIT = 3e-3
-"""Relative difference below which two usage limits count as equal."""
 _ELASTICITIES = (0.4, 3.0)
 """Costs of using the whole budget, relative to the time of a step, for which candidate strategies
 are collected."""
@@ -114,47 +118,16 @@ class _CountedProblem:
     nodes_with: Callable[[Sequence[BoolArray]], list[BoolArray]] = list
     warm_start: WarmStart = field(default_factory=WarmStart)
 
+    def restricted(self, masks: Sequence[BoolArray]) -> "_CountedProblem":
+        """The problem with some strategies of each variable only.
 
-class _LimitSearch:
-    """Searches the largest usage limit for which the peak of the plan is within the budget.
-
-    Attributes:
-        limit: the next limit to try.
-        fits: the largest limit so far whose plan fits.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self.fits, self._exceeds = 0.0, float("inf")
-        self.limit = float(budget)
-
-    @property
-    def is_over(self) -> bool:
-        """True if no further limit is worth trying."""
-        close = _SAME_LIMIT * self._budget
-        return self._exceeds - self.fits < close or self.limit - self.fits < 0.1 * close
-
-    def record(self, usage: float, peak: int) -> None:
-        """Record the usage in the problem and the true peak of the plan for the current limit."""
-        excess = peak - self._budget
-        if excess <= 0:
-            self.fits = self.limit
-            promising = usage - excess
-        else:
-            # Any limit between its usage and this limit would give the same plan.
-            self._exceeds = min(self._exceeds, self.limit, usage)
-            promising = usage - excess - 0.5 * _SAME_LIMIT * self._budget
-        between = self.fits < promising < self._exceeds
-        self.limit = promising if between else self._middle
-
-    def record_failure(self) -> None:
-        """Record that no plan was found for the current limit."""
-        self.fits = self.limit
-        self.limit = self._middle
-
-    @property
-    def _middle(self) -> float:
-        return self.fits if isinf(self._exceeds) else 0.5 * (self.fits + self._exceeds)
+        Args:
+            masks: mask of the strategies of each variable to keep, shape [S].
+        """
+        part = restrict(self.problem, self.nodes_with(masks))
+        return _CountedProblem(
+            part.problem, lambda choice: self.decisions(part.whole(choice)), self.variable_of
+        )
 
 
 class _Rounds:
@@ -163,6 +136,9 @@ class _Rounds:
     Attributes:
         budget: bytes per device.
         bound: lower bound of the time of every plan that fits.
+        unlimited: the best plan without recomputation, which does not fit, and its solution; None
+            if there is no such plan.
+        first: a plan that fits with given layouts, and its solution; None if there is none.
         best: the fastest plan that fits, and its solution.
         points: time points of backward at which memory is counted.
         counted: the problem with these time points; None if it has to be built.
@@ -173,18 +149,20 @@ class _Rounds:
     def __init__(self, budget: int, bound: float) -> None:
         self.budget = budget
         self.bound = bound
+        self.unlimited: tuple[Solution, StagePlan] | None = None
+        self.first: tuple[Solution, StagePlan] | None = None
         self.best: tuple[Solution, StagePlan] | None = None
         self.points: list[BackwardPoint] = []
         self.counted: _CountedProblem | None = None
         self.num_improvements = 0
-        self.limits = _LimitSearch(budget)
+        self.limits = LimitSearch(budget)
 
     def add_points(self, points: Iterable[BackwardPoint]) -> bool:
         """Count memory at more time points; return True if any of them is new."""
         new = [point for point in dict.fromkeys(points) if point not in self.points]
         if new:
             self.points += new
-            self.counted, self.limits = None, _LimitSearch(self.budget)
+            self.counted, self.limits = None, LimitSearch(self.budget)
         return bool(new)
 
 
@@ -224,24 +202,76 @@ class BudgetSearch:
 
     def run(self, memory_budget: int) -> Outcome:
         """Search the fastest plan whose peak is within a budget, in bytes per device."""
+        if self._formulation.min_input_bytes > memory_budget:
+            return self._infeasible()
         if not self._formulation.prices.training or self.must_recompute:
-            return self._fit(_Rounds(memory_budget, -float("inf")), None)
+            return self._fit(_Rounds(memory_budget, -float("inf")))
         problem = self._formulation.problem
         solution = self._solve(problem, warm_start=self._unlimited)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         if plan is None or plan.memory.peak <= memory_budget:
             return Outcome(solution, problem, plan, lambda v: v)
         rounds = _Rounds(memory_budget, solution.bound)
+        rounds.unlimited = solution, plan
+        rounds.first = self._first_plan(solution, memory_budget)
+        if rounds.first is None:
+            return self._fit(rounds)
+        first = Outcome(rounds.first[0], problem, rounds.first[1], lambda v: v)
+        if self._is_late or first.solution.status is SolveStatus.OPTIMAL:
+            return first
+        return self._faster(self._fit(rounds), first)
+
+    def _first_plan(
+        self, unlimited: Solution, memory_budget: int
+    ) -> tuple[Solution, StagePlan] | None:
+        """A plan that fits with the layouts of the best plan, or of one that is small.
+
+        Args:
+            unlimited: the solution without memory.
+            memory_budget: bytes per device.
+        """
+        found = []
         if self._formulation.prices.micro_batches > 1:
-            frequent = self._with_frequencies(solution, memory_budget)
-            if frequent is not None:
-                outcome = Outcome(
-                    self._with_bound(frequent[0], solution.bound), problem, frequent[1], lambda v: v
-                )
-                if outcome.solution.status is SolveStatus.OPTIMAL:
-                    return outcome
-                return _faster(self._fit(rounds, plan), outcome)
-        return self._fit(rounds, plan)
+            found.append(self._with_frequencies(unlimited, memory_budget))
+        assert unlimited.choice is not None
+        found.append(self._with_layouts(unlimited.choice, memory_budget))
+        for elasticity in _ELASTICITIES:
+            if any(found):
+                break
+            priced = self._priced(elasticity * unlimited.bound / memory_budget)
+            if priced.choice is not None:
+                found.append(self._with_layouts(priced.choice, memory_budget))
+        plans = [plan for plan in found if plan is not None]
+        if not plans:
+            return None
+        solution, plan = min(plans, key=lambda pair: pair[1].costs.total)
+        return self._with_bound(solution, unlimited.bound), plan
+
+    def _with_layouts(
+        self, strategies: IntArray, memory_budget: int
+    ) -> tuple[Solution, StagePlan] | None:
+        """The best plan found with given strategies of all variables; None if none fits."""
+        masks = self._only(strategies)
+        rounds = _Rounds(memory_budget, -float("inf"))
+        rounds.add_points(self._block_points())
+        for _ in range(_FIRST_ROUNDS):
+            if rounds.counted is None:
+                counted = self._count(_NEGLIGIBLE * memory_budget, rounds.points)
+                rounds.counted = counted.restricted(masks)
+            limit = rounds.limits.limit
+            limited = replace(rounds.counted.problem, usage_limit=limit)
+            solution = self._solve(
+                limited, gap=self._loose_gap, warm_start=rounds.counted.warm_start
+            )
+            if solution.choice is not None:
+                self._record(rounds, rounds.counted, limited, solution)
+            elif limit == memory_budget:
+                break
+            else:
+                rounds.limits.record_failure()
+            if rounds.limits.is_over or (self._is_late and rounds.best is not None):
+                break
+        return rounds.best
 
     def _with_frequencies(
         self, solution: Solution, memory_budget: int
@@ -262,6 +292,12 @@ class BudgetSearch:
         plan = plans[tuple(found.items())]
         objective = plan.costs.total
         return replace(solution, status=SolveStatus.FEASIBLE, objective=objective), plan
+
+    def _infeasible(self) -> Outcome:
+        """The outcome for a budget that the inputs alone exceed."""
+        infinite = float("inf")
+        solution = Solution(SolveStatus.INFEASIBLE, None, infinite, infinite, 0.0, {}, ())
+        return Outcome(solution, self._formulation.problem, None, lambda v: v)
 
     def min_usage_plan(self) -> StagePlan | None:
         """The fastest plan with the minimum counted usage; its peak may exceed the budget."""
@@ -299,17 +335,24 @@ class BudgetSearch:
             return self.build(replace(decisions, regathered=decisions.regathered - idle))
         return StagePlan(stage, builder.costs(stage), builder.memory(memory))
 
-    def _fit(self, rounds: _Rounds, unlimited: StagePlan | None) -> Outcome:
+    def _only(self, strategies: IntArray) -> list[BoolArray]:
+        """Masks of given strategies of all variables, shape [S] each."""
+        variables = self._formulation.variables
+        return [
+            np.arange(len(variable.strategies)) == strategy
+            for variable, strategy in zip(variables, strategies, strict=True)
+        ]
+
+    def _fit(self, rounds: _Rounds) -> Outcome:
         """Solve with more and more time points, or lower usage limits, until a plan fits.
 
         Args:
             rounds: the initial state.
-            unlimited: the best plan without recomputation, which does not fit; None if there
-                is no such plan.
         """
-        points = self._peak_points(unlimited) if unlimited else iter(())
+        unlimited = rounds.unlimited
+        points = self._peak_points(unlimited[1]) if unlimited else iter(())
         rounds.add_points(chain(points, self._block_points()))
-        candidates = self._candidates(rounds.budget, rounds.bound)
+        candidates = self._candidates(rounds)
         bound_of_unlimited = rounds.bound
         relaxed: Solution | None = None  # with the budget itself as the limit
         for _ in range(_MAX_ROUNDS):
@@ -371,7 +414,8 @@ class BudgetSearch:
             rounds: the final state.
             relaxed: the last solution with the budget as the usage limit.
         """
-        if rounds.best is None and relaxed.status is not SolveStatus.INFEASIBLE:
+        has_plan = rounds.best is not None or rounds.first is not None
+        if not has_plan and relaxed.status is not SolveStatus.INFEASIBLE:
             fitting = (p for p in self._small_plans() if p and p.memory.peak <= rounds.budget)
             plan = next(fitting, None)
             if plan is not None:
@@ -451,6 +495,10 @@ class BudgetSearch:
         return max(self._deadline - time.perf_counter(), _MIN_SECONDS)
 
     @property
+    def _is_late(self) -> bool:
+        return time.perf_counter() > self._deadline
+
+    @property
     def _time_share(self) -> float:
         """Time limit of one solve under a usage limit, seconds."""
         return max(_TIME_SHARE * self._remaining, _MIN_SECONDS)
@@ -485,7 +533,7 @@ class BudgetSearch:
             for nodes in dict.fromkeys(formulation.instance_of.values()):
                 yield BackwardPoint(variable=formulation.first_of(nodes), starts_block=True)
 
-    def _candidates(self, budget: int, step_time: float) -> list[BoolArray] | None:
+    def _candidates(self, rounds: _Rounds) -> list[BoolArray] | None:
         """Masks of promising strategies of each variable, shape [S] each.
 
         The problem that counts memory is several times larger than the one without. Strategies
@@ -493,38 +541,54 @@ class BudgetSearch:
         They only guide the solver: the bound is proven over all strategies.
 
         Returns:
-            None if there are so few strategies that the solver considers all of them.
+            None if the solver considers all strategies at first. If the problem without memory has
+            so few strategies that the solver considers all of them there, the strategies of its
+            best plan.
         """
         formulation, first = self._formulation, self._unlimited.strategy_bounds
-        if not formulation.prices.training or not first:
+        if not formulation.prices.training or rounds.unlimited is None:
             return None
+        if not first:
+            choice = rounds.unlimited[0].choice
+            return None if choice is None else self._only(choice)
         masks = [_cheapest(bounds) for bounds in first]
-        usage = SavedTensors(formulation, checkpoints=False, negligible=0.0).bytes_as_made()
         for elasticity in _ELASTICITIES:
             warm_start = WarmStart()
-            priced = _with_memory_cost(formulation.problem, usage, elasticity * step_time / budget)
-            self._solve(priced, gap=self._loose_gap, warm_start=warm_start)
+            self._priced(elasticity * rounds.bound / rounds.budget, warm_start)
             if warm_start.strategy_bounds:
                 more = map(_cheapest, warm_start.strategy_bounds)
                 masks = [mask | new for mask, new in zip(masks, more, strict=True)]
         return masks
 
+    def _priced(self, cost: float, warm_start: WarmStart | None = None) -> Solution:
+        """The solution with a price per byte of memory, and without recomputation."""
+        usage = SavedTensors(self._formulation, checkpoints=False, negligible=0.0).bytes_as_made()
+        priced = _with_memory_cost(self._formulation.problem, usage, cost)
+        return self._solve(priced, gap=self._loose_gap, warm_start=warm_start)
+
     def _is_over(self, rounds: _Rounds) -> bool:
         """True if the search is cancelled, the plan is good enough, or time is up with a plan."""
         if self._cancel is not None and self._cancel.is_set():
             return True
+        if self._is_good(rounds):
+            return True
         if rounds.best is None:
-            return False
+            return self._is_late and rounds.first is not None
         rounds.num_improvements += 1
-        late = time.perf_counter() > self._deadline
-        return late or rounds.num_improvements > _MAX_IMPROVEMENTS or self._is_good(rounds)
+        return self._is_late or rounds.num_improvements > _MAX_IMPROVEMENTS
 
     def _is_good(self, rounds: _Rounds) -> bool:
         """True if the best plan that fits has at most the requested gap."""
-        if rounds.best is None:
-            return False
-        objective = rounds.best[0].objective
-        return objective - rounds.bound <= self._options.relative_gap * objective
+        plans = (found[1] for found in (rounds.best, rounds.first) if found is not None)
+        objective = min((plan.costs.total for plan in plans), default=float("inf"))
+        return objective - rounds.bound <= self._options.relative_gap * objective < np.inf
+
+    def _faster(self, one: Outcome, other: Outcome) -> Outcome:
+        """The outcome with the faster plan, with the better of both bounds."""
+        bound = max(one.solution.bound, other.solution.bound)
+        totals = [np.inf if x.plan is None else x.plan.costs.total for x in (one, other)]
+        faster = one if totals[0] <= totals[1] else other
+        return replace(faster, solution=self._with_bound(faster.solution, bound))
 
     def _with_bound(self, solution: Solution, bound: float) -> Solution:
         """A solution with another bound and the corresponding status."""
@@ -534,17 +598,6 @@ class BudgetSearch:
         if status in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE):
             status = SolveStatus.OPTIMAL if close else SolveStatus.FEASIBLE
         return replace(solution, status=status, bound=bound)
-
-
-def _faster(first: Outcome, second: Outcome) -> Outcome:
-    """The outcome with the faster plan, with the better of both bounds."""
-    bound = max(first.solution.bound, second.solution.bound)
-    if second.plan is None or (
-        first.plan is not None and first.plan.costs.total <= second.plan.costs.total
-    ):
-        return first
-    objective = second.solution.objective
-    return replace(second, solution=replace(second.solution, bound=min(bound, objective)))
 
 
 def _without_plan(solution: Solution, bound: float) -> Solution:

@@ -175,6 +175,14 @@ class Formulation:
             repeats=self.repeats(self.variables_of),
         )
 
+    @cached_property
+    def min_input_bytes(self) -> int:
+        """Lower bound of every plan's peak memory, bytes per device.
+
+        It has all inputs, with gradients and optimizer state, each sharded as far as possible.
+        """
+        return sum(_min_bytes(v) for v in self.variables if v.role is Role.INPUT)
+
     def repeats(self, members_of: Callable[[range], tuple[int, ...]]) -> tuple[Repeat, ...]:
         """The members of each instance of each repeated block, in corresponding order.
 
@@ -514,6 +522,13 @@ def _problem_node(variable: Variable, totals: dict[int, FloatArray]) -> ProblemN
         totals[key] = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
     name = f"{variable.role}:{variable.name}"
     return ProblemNode(variable.time, totals[key], variable.interval, name)
+
+
+def _min_bytes(variable: Variable) -> int:
+    """The minimum bytes per device over the allowed strategies."""
+    nbytes = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
+    allowed = nbytes[np.isfinite(variable.time)]
+    return int(allowed.min()) if allowed.size else 0
 
 
 def _last_use(graph: Graph, number: int) -> int:

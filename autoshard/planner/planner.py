@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 
-import numpy as np
 from pydantic import Field
 
 from autoshard.collection import collection_of_new, collection_paused
@@ -34,7 +33,7 @@ from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.conflicts import conflict_text, find_conflict
-from autoshard.planner.formulation import Formulation, Role, Variable
+from autoshard.planner.formulation import Formulation, Role
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
@@ -151,7 +150,7 @@ def problem_size(
     """
     formulation = _formulated(graph, mesh, options or PlanOptions(), max_strategies)
     variables, budget = formulation.variables, formulation.prices.memory_budget
-    bound = sum(_min_bytes(variable) for variable in variables if variable.role is Role.INPUT)
+    bound = formulation.min_input_bytes
     return ProblemSize(
         num_nodes=len(variables),
         num_edges=len(formulation.uses),
@@ -223,13 +222,6 @@ def _lacks_rules(graph: Graph) -> bool:
         node.inputs and not has_rule(node.operator) and graph.rule_of(node) is None
         for node in graph.nodes
     )
-
-
-def _min_bytes(variable: Variable) -> int:
-    """The minimum bytes per device over the allowed strategies."""
-    nbytes = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
-    allowed = nbytes[np.isfinite(variable.time)]
-    return int(allowed.min()) if allowed.size else 0
 
 
 @collection_paused()

@@ -12,6 +12,7 @@ from autoshard.solve.iopddl import read_iopddl
 from autoshard.solve.minimum_usage import minimum_usage
 from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem, Repeat, ShortestPathCost
 from autoshard.solve.reference import brute_force, solve_reference
+from autoshard.solve.restricted_problem import restrict
 from autoshard.solve.settings import SolverSettings
 from autoshard.solve.solver import solve_problem
 from autoshard.solve.state import CancelToken, Progress, Solution, WarmStart
@@ -36,6 +37,7 @@ __all__ = [
     "minimum_usage",
     "read_iopddl",
     "read_sealed",
+    "restrict",
     "solve_problem",
     "solve_reference",
     "write_sealed",

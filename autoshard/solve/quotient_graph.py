@@ -7,9 +7,12 @@ graph take the same time for any number of groups.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from autoshard.solve.problem import Edge, Problem
 from autoshard.solve.runs import Run, group_edges, uncovered_edges
+
+T = TypeVar("T")
 
 _LEAST_GROUPS = 4
 """Number of groups from which a quotient of the run has fewer node classes."""
@@ -115,6 +118,10 @@ class QuotientGraph:
         joined = Counter((self.class_of[u], self.class_of[v]) for u, v in alike)
         for (source, target), number in joined.items():
             self._add_edge_class(edge, source, target, number)
+
+    def by_node(self, by_class: Sequence[T]) -> list[T]:
+        """Values of node classes as values of nodes."""
+        return [by_class[self.class_of[v]] for v in range(len(self.class_of))]
 
     def _add_edge_class(self, edge: Edge, source: int, target: int, number: int) -> None:
         made = []

@@ -28,32 +28,25 @@ from autoshard.solve.state import RestrictedProblem, Solution, SolveState, WarmS
 
 
 def restrict(
-    problem: Problem,
-    graph: QuotientGraph,
-    masks: Sequence[BoolArray],
-    *,
-    costs: Sequence[FloatArray],
-    usage_limit: float = float("inf"),
+    problem: Problem, masks: Sequence[BoolArray], costs: Sequence[FloatArray] | None = None
 ) -> RestrictedProblem:
-    """The restricted problem of some strategies.
+    """The restricted problem of some strategies, without a usage limit.
 
     Args:
-        problem: the whole problem.
-        graph: its quotient graph.
-        masks: mask of the strategies of each node class to keep, shape [S].
-        costs: price of each strategy of a node of each node class, shape [S].
-        usage_limit: of the restricted problem.
+        problem: the whole problem, without ties.
+        masks: mask of the strategies of each node to keep, shape [S].
+        costs: price of each strategy of each node, shape [S]; those of the problem if None.
     """
+    assert not problem.ties
     shared = _Shared()
-    kept = tuple(shared.positions(masks[graph.class_of[v]]) for v in range(len(problem.nodes)))
+    kept = tuple(shared.positions(mask) for mask in masks)
     nodes = []
     for v, node in enumerate(problem.nodes):
-        cost = shared.part(costs[graph.class_of[v]], kept[v])
+        cost = shared.part(node.cost if costs is None else costs[v], kept[v])
         usage = shared.part(node.usage, kept[v])
         nodes.append(Node(cost, usage, node.interval, node.name))
     edges = tuple(shared.edge(edge, kept) for edge in problem.edges)
-    restricted = Problem(tuple(nodes), edges, usage_limit=usage_limit, repeats=problem.repeats)
-    return RestrictedProblem(restricted, kept)
+    return RestrictedProblem(Problem(tuple(nodes), edges, repeats=problem.repeats), kept)
 
 
 def one_per_run(graph: QuotientGraph, masks: Sequence[BoolArray]) -> list[BoolArray]:
@@ -307,7 +300,9 @@ class RestrictedSolver:
         state = self._state
         state.enter("solve a restricted problem")
         state.count("restricted.problems")
-        restricted = restrict(self._problem, self.graph, masks, costs=self._messages.costs)
+        restricted = restrict(
+            self._problem, self.graph.by_node(masks), self.graph.by_node(self._messages.costs)
+        )
         seconds = self._settings.restricted_share * state.remaining
         solution = self._solve(restricted.problem, seconds, gap=gap, bound=bound, warm_start=None)
         state.check()
@@ -400,12 +395,8 @@ class LimitedRestriction:
             masks = [mask.copy() for mask in masks]
             for node_class, mask in zip(self._graph.node_classes, masks, strict=True):
                 mask[warm_start.restricted[0].kept[node_class.nodes[0]]] = True
-        costs = [
-            self._problem.nodes[node_class.nodes[0]].cost for node_class in self._graph.node_classes
-        ]
-        restricted = restrict(
-            self._problem, self._graph, one_per_run(self._graph, masks), costs=costs
-        )
+        masks = one_per_run(self._graph, masks)
+        restricted = restrict(self._problem, self._graph.by_node(masks))
         if warm_start.restricted is not None:
             old, seen = warm_start.restricted
             inner.best_choices = [

@@ -134,7 +134,9 @@ def _solve(state: SolveState, solver: str) -> bool:
 def _solve_structured(state: SolveState) -> RunOutcome:
     """Solve by restricted problems and run contraction; SKIPPED unless that is the solution."""
     solve = partial(_solve_restricted, state)
-    wide = solve_wide(state, solve, least_strategies=state.settings.wide_strategies)
+    was_wide = state.warm_start.restricted is not None
+    least = 0.0 if was_wide else state.settings.wide_strategies
+    wide = solve_wide(state, solve, least_strategies=least)
     if _is_solution(state, wide):
         return wide
     outcome = _solve_repeated(state)

@@ -177,8 +177,7 @@ def test_core_is_the_problem_with_fewer_strategies(seed: int, sizes: tuple[int, 
     rng = np.random.default_rng(seed)
     masks = [rng.random(3) < 0.5 for _ in graph.node_classes]
     masks = one_per_run(graph, [mask | (np.arange(3) == 1) for mask in masks])
-    costs = [problem.nodes[node_class.nodes[0]].cost for node_class in graph.node_classes]
-    restricted = restrict(problem, graph, masks, costs=costs, usage_limit=np.inf)
+    restricted = restrict(problem, graph.by_node(masks))
     picks = np.array([int(rng.integers(0, len(kept))) for kept in restricted.kept])
     whole = np.array([kept[s] for kept, s in zip(restricted.kept, picks, strict=True)])
 
