@@ -165,6 +165,21 @@ MODELS: Mapping[str, Model] = MappingProxyType(
         "mixtral-8x7b": Model(
             "MixtralConfig", "MixtralForCausalLM", {}, torch.bfloat16, _decoder_inputs(8, 4096)
         ),
+        "llama-3-405b-micro-batch": _llama3(
+            126,
+            128,
+            8192,
+            hidden_size=16384,
+            intermediate_size=53248,
+            num_attention_heads=128,
+        ),
+        "deepseek-v3-micro-batch": Model(
+            "DeepseekV3Config",
+            "DeepseekV3ForCausalLM",
+            {"max_position_embeddings": 4096},
+            torch.bfloat16,
+            _decoder_inputs(128, 4096),
+        ),
         "deepseek-v3-6-layers": Model(
             "DeepseekV3Config",
             "DeepseekV3ForCausalLM",
