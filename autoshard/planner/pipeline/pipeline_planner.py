@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from math import inf
 from typing import Any
 
 from autoshard.errors import OptionError
@@ -43,6 +44,10 @@ from autoshard.planner.planner import check_trainable, make_stage_plan, plan_id
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
+_MAX_ROUNDS = 4
+"""Maximum number of pipelines whose stages are planned, if stages do not fit into memory."""
+_LEAST_TIME_LIMIT = 2.0
+"""Least time limit of the solver for one stage, seconds."""
 _WHY_NONE = (
     "no pipeline was found: none of the numbers of stages and schedules that the options allow "
     "fits the mesh, the micro-batches and the memory; allow more stages, other schedules or more "
@@ -126,20 +131,40 @@ class _Request:
         search = PipelineSearch(
             self.cutter, self.mesh, self.options, cuts=required, block_cache=self.block_cache
         )
-        candidate = self._with_bound(self._best(search, number))
-        seconds = {"search": round(time.perf_counter() - start, 6)}
+        seconds = {"search": 0.0, "plan stages": 0.0}
         document = _Document(self.cutter.graph, self.mesh, self.options, seconds)
-        if candidate is None:
-            return document.without_stages(_WHY_NONE)
-        stages = self._planned_stages(search, candidate)
-        seconds["plan stages"] = round(time.perf_counter() - start - seconds["search"], 6)
-        if isinstance(stages, str):
-            return document.without_stages(stages)
-        return document.with_stages(candidate, stages)
+        reason = _WHY_NONE
+        for _ in range(_MAX_ROUNDS):
+            candidate = self._best(search, number)
+            seconds["search"] += time.perf_counter() - start
+            start = time.perf_counter()
+            whole = self._whole(search, candidate) if number is None else None
+            if whole is not None:
+                return whole
+            if candidate is None:
+                break
+            stages = self._planned_stages(search, candidate)
+            seconds["plan stages"] += time.perf_counter() - start
+            start = time.perf_counter()
+            if not isinstance(stages, str):
+                return document.with_stages(self._with_bound(candidate), stages)
+            reason = stages
+            search.reserve_memory()
+        return document.without_stages(reason)
 
-    def _with_bound(self, candidate: Candidate | None) -> Candidate | None:
+    def _whole(self, search: PipelineSearch, candidate: Candidate | None) -> Plan | None:
+        """The plan of one stage on the whole mesh, if it is faster than a pipeline."""
+        pipeline = candidate.seconds if candidate else inf
+        if search.whole_seconds() >= pipeline:
+            return None
+        limits = self.options.model_copy(update={"stages": 1})
+        plan = self.stages.plan(self.cutter.graph, self.mesh, limits).plan
+        faster = plan.costs is not None and plan.costs.total < pipeline
+        return plan.model_copy(update={"options": self.options}) if faster else None
+
+    def _with_bound(self, candidate: Candidate) -> Candidate:
         """The candidate with a bound of its own, if it has none: the mean work of its ranks."""
-        if candidate is None or candidate.bound > 0:
+        if candidate.bound > 0:
             return candidate
         devices = sub_mesh(self.mesh, candidate.stages[0].devices)
         work = whole_bound(self.cutter.graph, devices, self.options, self.block_cache)
@@ -183,6 +208,8 @@ class _Request:
                 in_flight=schedule.in_flight[number],
                 budget=search.budget(schedule, number, place.devices),
             )
+            share = self.options.time_limit / (2 * len(places))
+            limits = limits.model_copy(update={"time_limit": max(share, _LEAST_TIME_LIMIT)})
             limits = pinned_options(limits, program, search.costs(place.devices).layouts)
             limits = with_stored_layouts(limits, place, program, stages)
             found, times = self.stages.plan(program, devices, limits)

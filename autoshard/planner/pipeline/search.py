@@ -27,6 +27,8 @@ _MAX_POINTS = 96
 """Maximum number of places where stages may begin."""
 _MAX_SIMULATIONS = 100
 """Maximum number of partitions that are simulated for one schedule."""
+_RESERVED_SHARE = 0.85
+"""Share of the memory that estimates use, after a stage did not fit."""
 _MAX_GUIDED = 20
 """The same, of schedules with several stages per rank."""
 _STAGES_PER_RANK: Mapping[ScheduleName, tuple[int, ...]] = {
@@ -118,6 +120,7 @@ class PipelineSearch:
         self._costs: dict[int, RangeCosts] = {}
         self._sending: dict[int, tuple[FloatArray, FloatArray]] = {}
         self._tables: dict[tuple[int, int, int], StageTable] = {}
+        self._share = 1.0
         self._sums: dict[int, list[RangeSums]] = {}
         self._states: dict[int, float] = {}
 
@@ -274,7 +277,7 @@ class PipelineSearch:
             self._tables[key] = stage_table(
                 self._range_sums(devices),
                 devices,
-                budget=budget,
+                budget=self._share * budget,
                 in_flight=in_flight,
                 send=send,
                 send_gradient=back,
@@ -285,6 +288,29 @@ class PipelineSearch:
         if devices not in self._sums:
             self._sums[devices] = [RangeSums(part) for part in self.costs(devices).variants]
         return self._sums[devices]
+
+    def reserve_memory(self) -> None:
+        """Leave more of the memory budget free, after a stage did not fit as estimated."""
+        self._share *= _RESERVED_SHARE
+        self._tables.clear()
+
+    def whole_seconds(self) -> float:
+        """Estimated step time of the program as one stage on the whole mesh; inf if too large."""
+        devices = self._mesh.num_devices
+        nothing = np.zeros(len(self.points) + 2)
+        table = stage_table(
+            self._range_sums(devices),
+            devices,
+            budget=self._share * self._budget,
+            in_flight=1,
+            send=nothing,
+            send_gradient=nothing,
+        )
+        if not np.isfinite(table.nbytes[0, -1]):
+            return inf
+        times = table.times(0, -1)
+        work = times.forward + times.backward_input + times.backward_weight
+        return self._options.micro_batches * work + times.end
 
     def budget(self, schedule: Schedule, stage: int, devices: int) -> int:
         """Bytes per device of one stage.
