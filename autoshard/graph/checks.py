@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 from autoshard.errors import SchemaError
@@ -97,6 +98,7 @@ def check_wiring(graph: Graph) -> None:
             raise SchemaError(f"the graph returns {output.name!r}, which nothing produces")
     _check_updates(graph)
     _check_contents(graph)
+    _check_dims(graph)
     _check_preparation(graph)
 
 
@@ -128,6 +130,18 @@ def _check_contents(graph: Graph) -> None:
                 f"{source.name!r} has contents of {len(source.contents)} bytes, but it is "
                 f"{tensor or f'a {source.kind}'}"
             )
+
+
+def _check_dims(graph: Graph) -> None:
+    """Check that only received tensors have factors of dims, whose products are their sizes."""
+    for source in graph.inputs:
+        if not source.dims:
+            continue
+        sizes = tuple(prod(size for size, _ in factors) for factors in source.dims)
+        is_negative = any(size < 0 for factors in source.dims for size, _ in factors)
+        is_received = source.kind is InputKind.RECEIVED
+        if not is_received or is_negative or sizes != graph.values[source.name].shape:
+            raise SchemaError(f"{source.name!r} has factors of dims of another tensor: {sizes}")
 
 
 def _check_preparation(graph: Graph) -> None:

@@ -432,6 +432,20 @@ def _attribute(argument: Argument) -> Hashable:
     return type(argument), argument
 
 
+class Origin(StrEnum):
+    """The origin of a factor of a dim."""
+
+    BATCH = "batch"
+    INPUT = "input"
+    """Another dim of a user input: a sequence, rows of pixels."""
+    MODEL = "model"
+    """A dim of a parameter, or of a tensor created inside the model."""
+
+
+DimFactors = tuple[tuple[int, Origin], ...]
+"""Sizes and origins of the factors of a dim, from the outermost to the innermost."""
+
+
 class InputKind(StrEnum):
     """Origin of a graph input."""
 
@@ -464,6 +478,7 @@ class Input:
             unknown.
         overwritten: True for an argument that the model's forward writes into, which the graph
             does not.
+        dims: factors of each dim of a received tensor; () if no option needs them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -475,6 +490,7 @@ class Input:
     literal: Literal = None
     contents: bytes | None = None
     overwritten: bool = False
+    dims: tuple[DimFactors, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from autoshard.errors import GraphError
 from autoshard.graph.blocks import find_blocks
-from autoshard.graph.ir import Graph, Input, InputKind, Node, Output
+from autoshard.graph.ir import DimFactors, Graph, Input, InputKind, Node, Output
 
 _DATA, _STATE, _PLACED = 1, 2, 4
 """What a value derives from: user inputs, parameters, and placed nodes."""
@@ -53,6 +53,7 @@ class StageCutter:
         runs_once: returns True for nodes that must not be copied, such as those that draw random
             numbers.
         transmitted: names of parameters that the first stage that uses them sends to the others.
+        dims: gives `Input.dims` of a value that a stage receives.
 
     Attributes:
         graph: the program.
@@ -69,8 +70,10 @@ class StageCutter:
         *,
         runs_once: Callable[[Node], bool] = lambda _: False,
         transmitted: Collection[str] = (),
+        dims: Callable[[str], tuple[DimFactors, ...]] = lambda _: (),
     ) -> None:
         self.graph = graph
+        self._dims = dims
         self._inputs = {i.name: i for i in graph.inputs if i.kind is not InputKind.LITERAL}
         self._transmitted = frozenset(transmitted)
         derived = self._derivations(runs_once)
@@ -287,7 +290,7 @@ class StageCutter:
         users = [i for i in passed if i.kind is InputKind.USER]
         inputs = (
             *(i for i in passed if i.kind not in (InputKind.USER, InputKind.LITERAL)),
-            *(Input(value, InputKind.RECEIVED, value) for value in received),
+            *(Input(v, InputKind.RECEIVED, v, dims=self._dims(v)) for v in received),
             *users,
         )
         made = [i.name for i in inputs] + [value for node in nodes for value in node.outputs]

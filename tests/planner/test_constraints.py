@@ -9,12 +9,12 @@ from support.meshes import slow_devices
 from support.models import Planner, bert, gpt2, graph_of, llama, meta, mlp, small_graph
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph
+from autoshard.graph import Graph, Origin
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import Pins, Plan, PlanOptions, check_plan
-from autoshard.plan.constraints import DimOrigins, LayoutPattern, Origin
+from autoshard.plan.constraints import DimOrigins, LayoutPattern
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.planner import make_plan
 

@@ -13,9 +13,17 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 from torch.distributed.pipelining._IR import annotate_split_points
 
-from autoshard import PlanOptions, make_mesh
-from autoshard.errors import OptionError
-from autoshard.graph import Graph, StageCutter, export_model, load_graph
+from autoshard import PlanOptions, make_mesh, make_plan
+from autoshard.errors import OptionError, SchemaError
+from autoshard.graph import (
+    Graph,
+    InputKind,
+    StageCutter,
+    export_model,
+    graph_from_json,
+    graph_to_json,
+    load_graph,
+)
 from autoshard.planner.pipeline.balance import balanced_cuts, node_weights
 from autoshard.planner.pipeline.named_cuts import cut_names, marked_cuts
 from autoshard.planner.pipeline.policies import cuts_of, num_stages, required_cuts, stage_cutter
@@ -278,3 +286,36 @@ def test_a_program_without_placed_nodes_has_one_stage() -> None:
         cuts(cutter, stages=2)
     with pytest.raises(OptionError, match="numbered modules"):
         cuts(cutter, balance=(1, 1))
+
+
+@pytest.mark.parametrize("options", [{"batch_axis": "dp"}, {"algo": "megatron"}])
+def test_options_about_the_batch_hold_in_each_stage(options: dict[str, object]) -> None:
+    mesh = make_mesh((2, 2, 2), axes=("pp", "dp", "tp"))
+    cut = {"cuts": ("before:model.layers.1",), "micro_batches": 4, **options}
+    plan = make_plan(small_graph(llama), mesh, PlanOptions.model_validate(cut))
+    assert plan.found, plan.reason
+    assert len(plan.stages) == 2
+    second = graph_from_json(plan.stages[1].program)
+    assert [i for i in second.inputs if i.kind is InputKind.RECEIVED]
+    for stage in plan.stages:
+        given = [i for i in stage.inputs if i.kind in {"user", "received"}]
+        assert all(i.layout.startswith("S(0),") for i in given)
+        assert any("S(0)" in layout for node in stage.nodes for layout in node.outputs)
+
+
+def test_dims_of_received_tensors_are_checked() -> None:
+    graph = small_graph(gpt2)
+    cutter = stage_cutter(graph, PlanOptions(batch_axis="dp"))
+    document = graph_to_json(cutter.split([cutter.cut_points[9].node])[1])
+    assert graph_to_json(graph_from_json(document)) == document
+    received = next(i for i in document["inputs"] if i["kind"] == "received")
+    for wrong in (
+        [[[7, "batch"]]],
+        [[[-4, "batch"], [-1, "model"]], [[8, "input"]], [[32, "model"]]],
+    ):
+        received["dims"] = wrong
+        with pytest.raises(SchemaError, match="factors of dims of another tensor"):
+            graph_from_json(document)
+    received["dims"] = [[[4, "unknown"]]]
+    with pytest.raises(SchemaError, match="batch"):
+        graph_from_json(document)

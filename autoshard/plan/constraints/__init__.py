@@ -1,6 +1,6 @@
 """Constraints on plans: pins, forbidden collectives, the batch axis, the Megatron-LM pattern."""
 
-from autoshard.plan.constraints.batch import DimOrigins, Origin
+from autoshard.plan.constraints.batch import DimOrigins
 from autoshard.plan.constraints.constraints import (
     UNCONSTRAINED,
     ChoiceId,
@@ -16,7 +16,6 @@ __all__ = [
     "Constraint",
     "DimOrigins",
     "LayoutPattern",
-    "Origin",
     "PlanConstraints",
     "StrategyConstraint",
     "plan_constraints",

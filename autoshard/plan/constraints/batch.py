@@ -5,10 +5,9 @@ factors, each with an origin; the index letters of operator rules propagate fact
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from enum import StrEnum
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph, InputKind, Node
+from autoshard.graph import DimFactors, Graph, InputKind, Node, Origin
 from autoshard.layouts import can_be_sharded, largest_shard
 from autoshard.ops import Dims, OperatorRule, call_of, rule_for
 from autoshard.plan.constraints.constraints import (
@@ -21,42 +20,36 @@ from autoshard.plan.constraints.constraints import (
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 
 
-class Origin(StrEnum):
-    """The origin of a factor of a dim."""
-
-    BATCH = "batch"
-    INPUT = "input"
-    """Another dim of a user input: a sequence, rows of pixels."""
-    MODEL = "model"
-    """A dim of a parameter, or of a tensor created inside the model."""
-
-
-_Factors = tuple[tuple[int, Origin], ...]
-"""Sizes and origins of the factors of a dim, from the outermost to the innermost."""
-
-
 class DimOrigins:
     """Origins of the dims of every value.
 
     Args:
         graph: the program. Its batch size is the size of dim 0 of its first user input that has
-            dims; every user input with this size in dim 0 has a batch there.
+            dims; every user input with this size in dim 0 has a batch there. The program of a
+            pipeline stage says for each tensor that it receives where its dims come from.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         shapes = {i: graph.values[i.name].shape for i in graph.inputs if i.name in graph.values}
-        user = (shape for i, shape in shapes.items() if i.kind is InputKind.USER)
-        self.batch_size = next((shape[0] for shape in user if shape), None)
-        self._factors: dict[str, tuple[_Factors, ...]] = {}
-        self._calls: dict[str, tuple[tuple[_Factors, ...], ...]] = {}
+        user = [shape[0] for i, shape in shapes.items() if i.kind is InputKind.USER and shape]
+        user += [n for i in shapes for dim in i.dims for n, origin in dim if origin is Origin.BATCH]
+        self.batch_size = next(iter(user), None)
+        self._factors: dict[str, tuple[DimFactors, ...]] = {}
+        self._calls: dict[str, tuple[tuple[DimFactors, ...], ...]] = {}
         for graph_input, shape in shapes.items():
             self._factors[graph_input.name] = tuple(
-                ((size, self._of_input(graph_input.kind, dim, size)),)
+                graph_input.dims[dim]
+                if graph_input.dims
+                else ((size, self._of_input(graph_input.kind, dim, size)),)
                 for dim, size in enumerate(shape)
             )
         for node in graph.nodes:
             self._propagate(node)
+
+    def of_value(self, value: str) -> tuple[DimFactors, ...]:
+        """Sizes and origins of the factors of each dim of a value."""
+        return self._factors[value]
 
     def of_input(self, value: str, *wanted: Origin) -> frozenset[Dim]:
         """The dims of a graph input whose outermost factor has one of these origins.
@@ -81,7 +74,7 @@ class DimOrigins:
 
     def _propagate(self, node: Node) -> None:
         rule = rule_for(call_of(self._graph, node))
-        letters: dict[str, _Factors] = {}
+        letters: dict[str, DimFactors] = {}
         for value, dims in zip(node.inputs, rule.inputs, strict=True):
             for factors, group in zip(self._factors[value], dims, strict=True):
                 for letter, found in _split_factors(factors, group, rule.sizes).items():
@@ -93,7 +86,7 @@ class DimOrigins:
         self._factors.update(zip(node.outputs, made, strict=True))
 
 
-def _dims(tensors: Iterable[Sequence[_Factors]], wanted: Collection[Origin]) -> frozenset[Dim]:
+def _dims(tensors: Iterable[Sequence[DimFactors]], wanted: Collection[Origin]) -> frozenset[Dim]:
     return frozenset(
         (i, dim)
         for i, dims in enumerate(tensors)
@@ -103,8 +96,8 @@ def _dims(tensors: Iterable[Sequence[_Factors]], wanted: Collection[Origin]) -> 
 
 
 def _factors_of(
-    rule: OperatorRule, dims: Dims, letters: Mapping[str, _Factors]
-) -> tuple[_Factors, ...]:
+    rule: OperatorRule, dims: Dims, letters: Mapping[str, DimFactors]
+) -> tuple[DimFactors, ...]:
     return tuple(
         tuple(
             factor
@@ -116,13 +109,13 @@ def _factors_of(
 
 
 def _split_factors(
-    factors: _Factors, group: Sequence[str], sizes: Mapping[str, int]
-) -> dict[str, _Factors]:
+    factors: DimFactors, group: Sequence[str], sizes: Mapping[str, int]
+) -> dict[str, DimFactors]:
     """The factors of each letter of a dim.
 
     If factors and letters do not divide each other, all letters have the most specific origin.
     """
-    split: dict[str, _Factors] = {}
+    split: dict[str, DimFactors] = {}
     rest = [factor for factor in factors if factor[0] != 1]
     for letter in group:
         taken: list[tuple[int, Origin]] = []

@@ -8,10 +8,10 @@ operand is sharded by an earlier weight, and column-parallel otherwise.
 
 from collections.abc import Collection
 
-from autoshard.graph import Graph, Node
+from autoshard.graph import Graph, InputKind, Node, Origin
 from autoshard.layouts import Action
 from autoshard.ops import Dims, OperatorRule, call_of, rule_for, weights_of
-from autoshard.plan.constraints.batch import DimOrigins, Origin
+from autoshard.plan.constraints.batch import DimOrigins
 from autoshard.plan.constraints.constraints import (
     ChoiceId,
     Dim,
@@ -43,7 +43,9 @@ def megatron_constraints(
     pattern = _Pattern(graph, axes, batch_axis)
     # Operators first, since they determine the parameters that are factors of products.
     operators = {("operator", node.name): pattern.node(node) for node in graph.nodes}
-    names = [i.name for i in graph.inputs if i.name in graph.values]
+    # What a stage receives has the layout in which the stage before sends it.
+    free = (InputKind.LITERAL, InputKind.RECEIVED)
+    names = [i.name for i in graph.inputs if i.kind not in free]
     return {**operators, **{("input", name): pattern.input(name) for name in names}}
 
 

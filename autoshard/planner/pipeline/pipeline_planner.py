@@ -103,7 +103,7 @@ def make_plan(
             max_strategies=max_strategies,
         )
 
-    cutter = stage_cutter(graph)
+    cutter = stage_cutter(graph, options)
     number = num_stages(options, cutter)
     if number == 1:
         return plan_stage(graph, mesh, options)

@@ -1,24 +1,37 @@
 """Where a program is cut into pipeline stages, as far as options say it without optimization."""
 
 from collections.abc import Collection
+from functools import cache
 
 from autoshard.errors import OptionError
 from autoshard.graph import OPAQUE_MODULE, Graph, Node, StageCutter
 from autoshard.mesh import Mesh
 from autoshard.ops import draws_random_numbers
+from autoshard.plan.constraints import DimOrigins
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.pipeline.balance import balanced_cuts, node_weights
 from autoshard.planner.pipeline.named_cuts import layer_cuts, marked_cuts, named_cuts
 
 
-def stage_cutter(graph: Graph, *, transmitted: Collection[str] = ()) -> StageCutter:
+def stage_cutter(
+    graph: Graph, options: PlanOptions | None = None, *, transmitted: Collection[str] = ()
+) -> StageCutter:
     """A `StageCutter` that copies neither nodes that draw random numbers nor opaque modules.
 
     Args:
         graph: the normalised program.
+        options: of planning; some need to know where the batch is in what a stage receives.
         transmitted: names of parameters that the first stage that uses them sends to the others.
     """
-    return StageCutter(graph, runs_once=_runs_once, transmitted=transmitted)
+    if options is None or (options.batch_axis is None and options.algo != "megatron"):
+        return StageCutter(graph, runs_once=_runs_once, transmitted=transmitted)
+    origins = cache(lambda: DimOrigins(graph))
+    return StageCutter(
+        graph,
+        runs_once=_runs_once,
+        transmitted=transmitted,
+        dims=lambda value: origins().of_value(value),
+    )
 
 
 def _runs_once(node: Node) -> bool:
