@@ -6,7 +6,7 @@ IMAGE ?= autoshard:latest
 BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
 
-.PHONY: help install demo test check serve generated bench faults prove prove-loading prove-image load conformance fuzz zoo zoo-ranks image audit format clean
+.PHONY: help install demo test check serve generated bench faults prove prove-pipelines prove-loading prove-image load conformance fuzz zoo zoo-ranks image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -47,6 +47,9 @@ faults: $(INSTALLED)  ## Kill servers, workers and databases while jobs run, int
 
 prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 	$(BIN)/python benchmarks/random_problems.py --count 100000 --processes 2
+
+prove-pipelines: $(INSTALLED)  ## Compare the pipeline search of 200 random models with brute force
+	$(BIN)/python -m benchmarks.random_pipelines --count 200
 
 prove-loading: $(INSTALLED)  ## Load 1.1 billion parameters onto 4 ranks: bytes read, and memory
 	$(BIN)/python -m benchmarks.loading

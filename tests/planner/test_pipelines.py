@@ -13,6 +13,7 @@ from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.schedule_simulation import simulate_schedule
 from autoshard.plan.schedules import Schedule
 from autoshard.planner import make_plan
+from benchmarks.random_pipelines import compare
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,12 @@ def test_more_stages_than_places_are_refused(graph: Graph) -> None:
         make_plan(graph, make_mesh((2,)), PlanOptions(stages=10_000))
 
 
+def test_a_schedule_that_needs_more_micro_batches_says_so(graph: Graph) -> None:
+    options = PlanOptions(stages=2, schedule="1F1B", micro_batches=1)
+    with pytest.raises(OptionError, match="micro"):
+        make_plan(graph, make_mesh((2,)), options)
+
+
 def test_inference_pipelines_have_no_backward() -> None:
     graph = graph_of(meta(llama, layers=2))
     options = PlanOptions(mode="inference", stages=2)
@@ -137,3 +144,9 @@ def test_inference_pipelines_have_no_backward() -> None:
     assert all(not t.has_gradient for t in plan.pipeline.transfers[0])
     received = [i for i in plan.stages[1].inputs if i.kind == InputKind.RECEIVED]
     assert received
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_finds_the_best_of_all_partitions_of_a_random_model(seed: int) -> None:
+    """`make prove-pipelines` compares 200."""
+    assert not compare(seed).failure

@@ -9,7 +9,7 @@ from support.models import Case, graph_of, meta
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autoshard import PlanOptions, make_mesh
+from autoshard import PlanOptions, make_mesh, make_plan
 from autoshard.graph import Graph, StageCutter, export_model, load_graph
 from autoshard.planner.pipeline.policies import cuts_of, stage_cutter
 
@@ -109,3 +109,47 @@ def test_g8_stages_of_gpt2_are_balanced_and_as_many_as_asked_for() -> None:
             parts = split(cutter, stages=stages, balance=weight)
             assert len(parts) == stages
             assert sum(new_parameters(parts)) == sum(by_size)
+
+
+class Perceptron(nn.Module):
+    """Linear layers with a loss."""
+
+    def __init__(self, layers: int, features: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(features, features) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return nn.functional.mse_loss(x, y)
+
+
+def perceptron(layers: int = 4, batch: int = 64, features: int = 64) -> Graph:
+    x = torch.zeros(batch, features)
+    return graph_of((Perceptron(layers, features), {"x": x, "y": x}))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_g1_gradients_are_reduced_once_per_step(micro_batches: int) -> None:
+    """Data parallel stages: as many gradient reductions for four micro-batches as for one."""
+    pins = {"inputs": {"x": "Shard(0)", "y": "Shard(0)"}, "parameters": {"*": "Replicate()"}}
+    options = PlanOptions.model_validate(
+        {"stages": 2, "schedule": "GPipe", "micro_batches": micro_batches, "pins": pins}
+    )
+    plan = make_plan(perceptron(), make_mesh((2, 2), topology="h100-sxm"), options)
+    assert plan.pipeline is not None
+    for summary in plan.pipeline.stages:
+        reductions = [c for c in summary.collectives if c.direction == "backward"]
+        assert {c.kind for c in reductions} == {"all_reduce"}
+        assert sum(c.count for c in reductions) == 1
+        # Of the loss, the mean over ranks.
+        forward = [c for c in summary.collectives if c.direction == "forward"]
+        assert sum(c.count for c in forward) <= micro_batches
+
+
+def test_g5_small_stages_use_all_devices() -> None:
+    options = PlanOptions(stages=2, micro_batches=2, sub_meshes="any")
+    plan = make_plan(perceptron(layers=3), make_mesh((4,), topology="h100-sxm"), options)
+    sizes = [math.prod(size for _, size in stage.axes) for stage in plan.stages]
+    assert sum(sizes) == 4
+    assert sizes == [2, 2]

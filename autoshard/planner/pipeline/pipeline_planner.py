@@ -21,7 +21,7 @@ from autoshard.plan.document import (
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.schedule_simulation import ScheduleSimulation
-from autoshard.plan.schedules import Schedule
+from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import stage_options
 from autoshard.plan.sub_meshes import sub_mesh
 from autoshard.planner.pipeline.equal_stages import EqualStages
@@ -142,6 +142,7 @@ class _Request:
             if whole is not None:
                 return whole
             if candidate is None:
+                self._check_schedule(number)
                 break
             stages = self._planned_stages(search, candidate)
             seconds["plan stages"] += time.perf_counter() - start
@@ -184,6 +185,20 @@ class _Request:
             )
             best = found or best
         return best
+
+    def _check_schedule(self, number: int | None) -> None:
+        """Raise OptionError if the schedule that is asked for allows none of the shapes."""
+        name, options = self.options.schedule, self.options
+        wanted = None if options.stages_per_rank == "auto" else options.stages_per_rank
+        if name == "auto":
+            return
+        errors = [
+            schedule_error(name, ranks, per_rank, options.micro_batches)
+            for ranks, per_rank in self._shapes(number, wanted)
+            if per_rank is not None
+        ]
+        if errors and all(errors):
+            raise OptionError(errors[0] or "")
 
     def _shapes(self, number: int | None, per_rank: int | None) -> list[tuple[int, int | None]]:
         """Numbers of pipeline ranks, and of stages per rank."""

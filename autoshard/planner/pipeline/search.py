@@ -46,8 +46,9 @@ _AUTOMATIC: tuple[ScheduleName, ...] = (
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
     "DualPipeV",
+    "GPipe",
 )
-"""Schedules that are tried if none is asked for; the others are never faster than these."""
+"""Schedules that are tried if none is asked for; LoopedBFS is not faster than Interleaved1F1B."""
 
 
 class StagePlace(NamedTuple):
@@ -76,6 +77,7 @@ class Candidate:
         bound: lower bound of the step time of all partitions under this schedule, for the same
             estimates; 0 if it is not known.
         num_points: number of places where stages could begin.
+        num_simulated: number of partitions that were simulated.
     """
 
     schedule: Schedule
@@ -84,6 +86,7 @@ class Candidate:
     simulation: ScheduleSimulation
     bound: float
     num_points: int
+    num_simulated: int
 
     @property
     def seconds(self) -> float:
@@ -202,7 +205,7 @@ class PipelineSearch:
         if not sizes or (sizes == (equal,) and self._mean_work(schedule, equal) >= below):
             return None
         stages = [
-            [self._table(schedule, number, devices) for devices in sizes]
+            [self.table(schedule, number, devices) for devices in sizes]
             for number in reversed(range(schedule.num_stages))
         ]
         problem = PartitionProblem(
@@ -245,6 +248,7 @@ class PipelineSearch:
             simulate_schedule(schedule, estimated),
             found.bound if per_rank == 1 else 0.0,
             len(self.points),
+            found.num_simulated,
         )
 
     def _mean_work(self, schedule: Schedule, devices: int) -> float:
@@ -267,7 +271,8 @@ class PipelineSearch:
             table.devices, table.through + forbidden, table.busy + forbidden, table.last
         )
 
-    def _table(self, schedule: Schedule, stage: int, devices: int) -> StageTable:
+    def table(self, schedule: Schedule, stage: int, devices: int) -> StageTable:
+        """Seconds of all ranges as one stage of a schedule on a number of devices."""
         in_flight, budget = schedule.in_flight[stage], self.budget(schedule, stage, devices)
         key = (devices, in_flight, budget)
         if key not in self._tables:
