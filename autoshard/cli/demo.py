@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from autoshard.cli.render import format_bytes, render_plan
+from autoshard.cli.render import render_plan
+from autoshard.cli.tables import format_bytes
 from autoshard.client import Client
 from autoshard.errors import OptionError, ServiceUnavailableError
 from autoshard.graph import export_model

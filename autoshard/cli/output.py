@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from autoshard.cli.render import milliseconds
+from autoshard.cli.tables import milliseconds
 from autoshard.client import JobProgress
 from autoshard.client.core import ProgressListener
 from autoshard.errors import AutoshardError, LaunchError

@@ -8,6 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.cli.render_pipeline import render_stages
+from autoshard.cli.tables import format_bytes, make_table, milliseconds, share_text
 from autoshard.client import MeshSearch, SearchedMesh
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.plan import (
@@ -17,10 +19,8 @@ from autoshard.plan import (
     Coverage,
     Figure,
     Memory,
-    Pipeline,
     Plan,
     PlanDifference,
-    ScheduleSimulation,
     Simulation,
     fold_parameters,
     mesh_text,
@@ -33,31 +33,6 @@ if TYPE_CHECKING:  # they need torch
     from autoshard.runtime.profiling import Profile
 
 _MAX_CHANGES = 40
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def format_bytes(nbytes: float) -> str:
-    """Format bytes with a decimal unit and three significant digits."""
-    for scale, unit in _UNITS:
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def milliseconds(seconds: float) -> str:
-    """Format seconds in milliseconds."""
-    return f"{seconds * 1e3:.3f} ms"
-
-
-def make_table(title: str, labels: Sequence[str], figures: Sequence[str] = ()) -> Table:
-    """Make an empty table: columns of text, the first of which may wrap, then of figures."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
-    table.add_column(labels[0], style="cyan", overflow="fold")
-    for label in labels[1:]:
-        table.add_column(label, no_wrap=True)
-    for figure in figures:
-        table.add_column(figure, justify="right", no_wrap=True)
-    return table
 
 
 def render_plan(plan: Plan) -> RenderableType:
@@ -73,6 +48,7 @@ def render_plan(plan: Plan) -> RenderableType:
     assert plan.memory is not None
     return Group(
         header,
+        *(() if plan.pipeline is None else render_stages(plan, plan.pipeline)),
         _parameters(plan),
         _collectives(plan),
         _costs(plan.costs),
@@ -81,6 +57,7 @@ def render_plan(plan: Plan) -> RenderableType:
         *_micro_batches(plan),
         *(Text(text, style="bold yellow") for text in _idle_axes(plan)),
         _certificate(plan.certificate),
+        *(() if plan.pipeline is None else [Text(f"Proven: {plan.pipeline.proof}")]),
     )
 
 
@@ -89,8 +66,11 @@ def render_explanation(explanation: Explanation, *, limit: int) -> RenderableTyp
     subject = f"{explanation.kind} {explanation.name}"
     if explanation.operator:
         subject += f": {explanation.operator} in {explanation.module or 'the root module'}"
+    takes = "a step of the plan takes"
+    if explanation.stage is not None:
+        takes = f"all micro-batches of stage {explanation.stage} take"
     table = make_table(
-        f"{subject}; a step of the plan takes {milliseconds(explanation.objective)}",
+        f"{subject}; {takes} {milliseconds(explanation.objective)}",
         ["layouts"],
         ["cost", "memory", "regret", "cost if changed alone"],
     )
@@ -117,6 +97,7 @@ def render_difference(difference: PlanDifference) -> RenderableType:
         return _bold("the plans are the same")
     parts: list[RenderableType] = [_bold(f"before: {before}; after: {after}")]
     for title, changes in (
+        ("Parts of the pipeline", difference.pipeline),
         ("Inputs and parameters", difference.inputs),
         ("Operators", difference.nodes),
         ("Outputs", difference.outputs),
@@ -183,7 +164,7 @@ def render_coverage(coverage: Coverage) -> RenderableType:
             "yes" if use.has_rule else "found" if use.found_rule else "none",
             str(use.num_calls),
             str(use.num_whole),
-            *(_share(time or 0.0, total or 0.0, digits=2) for time in times),
+            *(share_text(time or 0.0, total or 0.0, digits=2) for time in times),
             style=None if use.has_rule or use.found_rule else "bold",
         )
     text = f"{coverage.num_whole} of {coverage.num_calls} calls are replicated on every rank"
@@ -216,41 +197,6 @@ def render_simulation(simulation: Simulation, *, limit: int) -> RenderableType:
             f"{milliseconds(float(start))} into the step "
             f"({f'{phase} of {name}' if name else phase.value})"
         ),
-    )
-
-
-def render_schedule(pipeline: Pipeline, simulation: ScheduleSimulation) -> RenderableType:
-    """Show the step of a pipeline: times and memory of its stages, and idle time of its ranks."""
-    schedule = simulation.schedule
-    stages = make_table(
-        "Stages: seconds per micro-batch, and at the end of the step",
-        ["stage", "rank"],
-        ["forward", "backward", "end", "send", "in flight", "peak memory"],
-    )
-    for stage, (summary, times) in enumerate(zip(pipeline.stages, simulation.times, strict=True)):
-        stages.add_row(
-            str(stage),
-            str(schedule.rank_of_stage[stage]),
-            milliseconds(times.forward),
-            milliseconds(times.backward_input + times.backward_weight),
-            milliseconds(times.end),
-            milliseconds(times.send),
-            str(schedule.in_flight[stage]),
-            format_bytes(summary.memory.peak),
-        )
-    ranks = make_table("Pipeline ranks", ["rank", "stages"], ["idle", "share of step"])
-    for rank, held in enumerate(schedule.ranks):
-        idle = float(simulation.idle[rank])
-        share = _share(idle, simulation.seconds)
-        ranks.add_row(str(rank), ", ".join(map(str, held)), milliseconds(idle), share)
-    return Group(
-        _bold(f"One step takes {milliseconds(simulation.seconds)}"),
-        Text(
-            f"Schedule {schedule.name}, {schedule.micro_batches} micro-batches: ranks are idle for "
-            f"{simulation.bubble:.1%} of the step"
-        ),
-        stages,
-        ranks,
     )
 
 
@@ -323,7 +269,8 @@ def _bold(text: str) -> Text:
 
 
 def _parameters(plan: Plan) -> Table:
-    names = ", ".join(axis.name for axis in plan.mesh.axes)
+    axes = {tuple(name for name, _ in stage.axes) for stage in plan.stages}
+    names = ", ".join(next(iter(axes))) if len(axes) == 1 else "the axes of its stage"
     table = make_table(
         "Parameters: I = Replicate (gradient all-reduced), R = Replicate, S(d) = Shard(d), "
         "S(d)/1+1+1 = Shard(d), interleaved (fused QKV)",
@@ -353,6 +300,8 @@ def _costs(costs: Costs) -> Table:
         figures["recompute"] = milliseconds(costs.recompute)
     if costs.overlapped:
         figures["overlapped"] = f"-{milliseconds(costs.overlapped)}"
+    if costs.idle:
+        figures["waiting"] = milliseconds(costs.idle)
     figures["total"] = milliseconds(costs.total)
     table = make_table("Predicted time of a step", list(figures))
     table.add_row(*figures.values())
@@ -371,13 +320,14 @@ def _memory(memory: Memory) -> Table:
 
 def _recomputation(plan: Plan, costs: Costs) -> Iterator[Text]:
     """List activation checkpointing and re-gathering in backward, if the plan has any."""
-    (stage,) = plan.stages
-    regathers = [resharding for resharding in stage.reshardings if resharding.regather]
-    if regathers or stage.checkpoints:
-        parameters = {parameter.name for parameter in stage.parameters}
+    num_blocks = sum(len(stage.checkpoints) for stage in plan.stages)
+    moved = [resharding for stage in plan.stages for resharding in stage.reshardings]
+    regathers = [resharding for resharding in moved if resharding.regather]
+    if regathers or num_blocks:
+        parameters = {parameter.name for stage in plan.stages for parameter in stage.parameters}
         num_parameters = sum(resharding.value in parameters for resharding in regathers)
         yield _bold(
-            f"Activation checkpointing on {len(stage.checkpoints)} blocks to fit memory; backward "
+            f"Activation checkpointing on {num_blocks} blocks to fit memory; backward "
             f"re-gathers {num_parameters} parameters and {len(regathers) - num_parameters} "
             f"activations: {milliseconds(costs.recompute)}"
         )
@@ -385,24 +335,24 @@ def _recomputation(plan: Plan, costs: Costs) -> Iterator[Text]:
 
 def _micro_batches(plan: Plan) -> Iterator[Text]:
     """Say which communication of parameters runs once per step, if there are micro-batches."""
-    (stage,) = plan.stages
-    if stage.micro_batches == 1:
+    number = plan.stages[0].micro_batches
+    if number == 1:
         return
-    parameters = {parameter.name for parameter in stage.parameters}
-    moved = [c for c in stage.reshardings if c.value in parameters]
+    parameters = {parameter.name for stage in plan.stages for parameter in stage.parameters}
+    moved = [c for stage in plan.stages for c in stage.reshardings if c.value in parameters]
     gathered = {c.value for c in moved if c.frequency in GATHERED_ONCE}
     reduced = {c.value for c in moved if c.frequency is Frequency.STEP}
     yield _bold(
-        f"{stage.micro_batches} micro-batches per step: {len(gathered)} of {len(parameters)} "
+        f"{number} micro-batches per step: {len(gathered)} of {len(parameters)} "
         f"parameters are gathered once per step, and the gradients of {len(reduced)} of them are "
         f"reduced once"
     )
 
 
 def _idle_axes(plan: Plan) -> Iterator[str]:
-    for stage in plan.stages:
+    for number, stage in enumerate(plan.stages):
         if text := stage.idle_text:
-            yield text
+            yield text if plan.pipeline is None else f"stage {number}: {text}"
 
 
 def _certificate(certificate: Certificate) -> Text:
@@ -449,7 +399,7 @@ def _lanes(simulation: Simulation) -> Table:
         events = [event for event in simulation.events if event.lane == lane]
         busy = sum(event.seconds for event in events)
         overlapped = sum(event.seconds for event in events if event.overlapped)
-        share = _share(busy, simulation.seconds)
+        share = share_text(busy, simulation.seconds)
         table.add_row(lane, str(len(events)), milliseconds(busy), share, milliseconds(overlapped))
     return table
 
@@ -473,7 +423,7 @@ def _longest(simulation: Simulation, limit: int) -> Table:
     longest = sorted(found.items(), key=lambda item: -sum(item[1]))
     for (name, lane), times in longest[:limit]:
         seconds = sum(times)
-        share = _share(seconds, simulation.seconds)
+        share = share_text(seconds, simulation.seconds)
         count = str(len(times))
         table.add_row(name.removeprefix("aten."), lane, count, milliseconds(seconds), share)
     return table
@@ -482,10 +432,6 @@ def _longest(simulation: Simulation, limit: int) -> Table:
 def _predicted_measured(predicted: float, measured: float) -> tuple[str, str, str]:
     ratio = f"{measured / predicted:.2f}" if predicted else "-"
     return milliseconds(predicted), milliseconds(measured), ratio
-
-
-def _share(seconds: float, total: float, *, digits: int = 1) -> str:
-    return f"{seconds / total:.{digits}%}" if total else "-"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

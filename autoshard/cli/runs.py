@@ -21,12 +21,18 @@ from autoshard.cli.output import calibration_progress, console, reported
 from autoshard.cli.render import (
     render_calibration,
     render_profile,
-    render_schedule,
     render_simulation,
 )
+from autoshard.cli.render_pipeline import render_schedule
 from autoshard.errors import OptionError
 from autoshard.mesh import get_topology, topology_to_json
-from autoshard.plan import chrome_trace, schedule_svg, schedule_trace, simulate_pipeline
+from autoshard.plan import (
+    chrome_trace,
+    only_stage,
+    schedule_svg,
+    schedule_trace,
+    simulate_pipeline,
+)
 from autoshard.plan import simulate as simulate_plan
 
 PASSED_ON = {
@@ -198,6 +204,8 @@ def profile(
 
     with reported(), TemporaryDirectory(prefix="autoshard-plan-") as folder:
         made = connection.read_plan(plan)
+        if made.found:
+            only_stage(made, "a profile")
         if "WORLD_SIZE" not in os.environ:
             launcher.check_world(made, made.mesh.num_devices)
             path = Path(folder) / "plan.json"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from autoshard.cli import options
 from autoshard.cli.output import console, errors, marked, reported
-from autoshard.cli.render import format_bytes, make_table
+from autoshard.cli.tables import format_bytes, make_table
 from autoshard.errors import InputError
 from autoshard_solver_cache import (
     Cache,

@@ -15,7 +15,7 @@ from typing import Any
 
 from autoshard.client.results import JobProgress, MeshSearch, SearchedMesh, Validation
 from autoshard.errors import PlanError
-from autoshard.graph import ArchiveLimits, Graph, graph_from_json, load_graph, rules_from_json
+from autoshard.graph import ArchiveLimits, Graph, load_graph, rules_from_json
 from autoshard.mesh import Mesh, Topology
 from autoshard.ops import has_rule, with_rules
 from autoshard.outcome import SolveStatus
@@ -183,7 +183,9 @@ def load_planned_graph(graph: bytes, made: Plan) -> Graph:
         GraphError: the graph or the plan's rules cannot be read.
     """
     rules = (rules_from_json(stage.program.get("rules", [])) for stage in made.stages)
-    return with_rules(load_graph(graph), [rule for found in rules for rule in found])
+    # Several stages may have the same rule.
+    distinct = dict.fromkeys(rule for found in rules for rule in found)
+    return with_rules(load_graph(graph), [*distinct])
 
 
 def plan_coverage(graph: bytes, made: Plan) -> Coverage:
@@ -210,8 +212,7 @@ def explain(
     """
     if not made.found:
         raise PlanError(f"there is no plan to explain: {made.reason}")
-    graph = graph_from_json(made.stages[0].program)
-    found = explain_choice(graph, made, name, value=value, time_limit=time_limit)
+    found = explain_choice(None, made, name, value=value, time_limit=time_limit)
     return found, all(alternative.exact for alternative in found.alternatives)
 
 

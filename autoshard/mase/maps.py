@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.mase.solution import RESULT, MaseNode, node_name
-from autoshard.plan import Plan
+from autoshard.plan import Plan, only_stage
 
 
 def sharding_map(
@@ -29,12 +29,12 @@ def sharding_map(
         mesh: the devices; not needed by the launcher.
 
     Raises:
-        PlanError: the document has no plan, or the model lacks a parameter of the plan.
+        PlanError: the document has no plan, the plan is a pipeline, or the model lacks a parameter
+            of the plan.
     """
-    if not plan.found:
-        raise PlanError(f"the document has no plan: {plan.reason}")
+    stage = only_stage(plan, "a map of MASE")
     found: dict[nn.Module, dict[str, Any]] = {}
-    names = ((n, p) for s in plan.stages for p in s.parameters for n in (p.target, *p.aliases))
+    names = ((n, p) for p in stage.parameters for n in (p.target, *p.aliases))
     for name, placed in names:
         path, _, attribute = name.rpartition(".")
         try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from autoshard.errors import LayoutError, OptionError, PlanError
 from autoshard.graph import Graph
 from autoshard.layouts import Layout, layout_of_texts, to_placements
-from autoshard.plan import Pins, Plan
+from autoshard.plan import Pins, Plan, only_stage
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -61,14 +61,11 @@ def solution_of_plan(plan: Plan) -> dict[str, MaseNode]:
     """Convert the weights and inputs of a plan to a solution; tied weights under all their names.
 
     Raises:
-        PlanError: the document has no plan.
+        PlanError: the document has no plan, or the plan is a pipeline, which MASE has not.
     """
-    if not plan.found:
-        raise PlanError(f"the document has no plan: {plan.reason}")
     return {
         node_name(name): MaseNode(results={RESULT: placed.placements})
-        for stage in plan.stages
-        for placed in stage.inputs
+        for placed in only_stage(plan, "a solution of MASE").inputs
         for name in (placed.target, *placed.aliases)
     }
 

@@ -42,6 +42,9 @@ from autoshard.plan.schedule_simulation import (
 from autoshard.plan.schedule_view import plan_trace, schedule_svg, schedule_trace
 from autoshard.plan.schedules import Schedule, schedule_error, schedule_name
 from autoshard.plan.simulation import Event, Simulation, chrome_trace, simulate
+from autoshard.plan.stage_modules import StageModules, stage_modules
+from autoshard.plan.stage_plans import only_stage, stage_plan
+from autoshard.plan.sub_meshes import stage_devices
 from autoshard.plan.summary import ParameterRow, fold_parameters
 
 __all__ = [
@@ -80,6 +83,7 @@ __all__ = [
     "ScheduleSimulation",
     "Simulation",
     "Stage",
+    "StageModules",
     "StageTimes",
     "check_plan",
     "chrome_trace",
@@ -87,6 +91,7 @@ __all__ = [
     "export_plan",
     "fold_parameters",
     "mesh_text",
+    "only_stage",
     "operator_coverage",
     "plan_trace",
     "schedule_error",
@@ -96,5 +101,8 @@ __all__ = [
     "simulate",
     "simulate_pipeline",
     "simulate_schedule",
+    "stage_devices",
+    "stage_modules",
+    "stage_plan",
     "step_time_lower_bound",
 ]

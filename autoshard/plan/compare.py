@@ -6,10 +6,12 @@ from typing import TypeVar
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
-from autoshard.plan.document import CollectiveCount, Plan
+from autoshard.plan.document import CollectiveCount, Costs, Plan
+from autoshard.plan.stage_modules import stage_modules
+from autoshard.plan.sub_meshes import stage_devices
 from autoshard.plan.timeline import KINDS
 
-_COSTS = ("compute", "communication", "optimizer", "recompute", "overlapped", "total")
+_COSTS = ("compute", "communication", "optimizer", "recompute", "overlapped", "idle", "total")
 _MEMORY = (*KINDS, "peak")
 
 Key = TypeVar("Key")
@@ -78,6 +80,8 @@ class PlanDifference:
         nodes: operators with different layouts of inputs or outputs.
         outputs: outputs with different layouts.
         collectives: collectives whose number or bytes differ.
+        pipeline: schedule, and stages with other devices or another first operator, if one of the
+            plans is a pipeline.
         costs: seconds by kind.
         memory: bytes per device at the peak by kind.
     """
@@ -89,12 +93,13 @@ class PlanDifference:
     collectives: tuple[CollectiveChange, ...]
     costs: tuple[Figure, ...]
     memory: tuple[Figure, ...]
+    pipeline: tuple[Change, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """True if both plans are equal and on equal meshes."""
         same_mesh = self.meshes[0] == self.meshes[1]
-        changes = (self.inputs, self.nodes, self.outputs, self.collectives)
+        changes = (self.inputs, self.nodes, self.outputs, self.collectives, self.pipeline)
         figures = (*self.costs, *self.memory)
         return same_mesh and not any(changes) and not any(f.difference for f in figures)
 
@@ -116,7 +121,8 @@ def compare_plans(before: Plan, after: Plan) -> PlanDifference:
         nodes=_changes(_nodes(before), _nodes(after)),
         outputs=_changes(_outputs(before), _outputs(after)),
         collectives=tuple(_collectives(before.collectives, after.collectives)),
-        costs=_figures(_COSTS, before.costs, after.costs),
+        pipeline=_changes(_pipeline(before), _pipeline(after)),
+        costs=_costs(before.costs, after.costs),
         memory=_figures(_MEMORY, before.memory, after.memory),
     )
 
@@ -127,19 +133,58 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def _inputs(plan: Plan) -> dict[str, str]:
-    return {i.target: i.layout for stage in plan.stages for i in stage.inputs}
+    """Layouts by name; those of a value that several stages hold, one after the other."""
+    placed = ((i.target, i.layout) for s in plan.stages for i in s.inputs if i.kind != "received")
+    return _joined(placed)
 
 
 def _nodes(plan: Plan) -> dict[str, str]:
-    return {
-        node.name: f"{' '.join(node.inputs)} -> {' '.join(node.outputs)}".strip()
+    return _joined(
+        (node.name, f"{' '.join(node.inputs)} -> {' '.join(node.outputs)}".strip())
         for stage in plan.stages
         for node in stage.nodes
-    }
+    )
+
+
+def _joined(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """All different texts of each name."""
+    found: dict[str, list[str]] = {}
+    for name, text in pairs:
+        if text not in found.setdefault(name, []):
+            found[name].append(text)
+    return {name: " and ".join(texts) for name, texts in found.items()}
 
 
 def _outputs(plan: Plan) -> dict[str, str]:
-    return {str(o.position): o.layout for stage in plan.stages for o in stage.outputs}
+    """Layouts by position of results, and by name of updated buffers."""
+    if plan.pipeline is None:
+        return {str(o.position): o.layout for o in plan.stages[0].outputs}
+    updated = {
+        f"update of {o.updates}": o.layout
+        for stage in plan.stages
+        for o in stage.outputs
+        if o.updates is not None
+    }
+    results = (o for o in plan.stages[-1].outputs if o.updates is None)
+    return {str(o.position): o.layout for o in results} | updated
+
+
+def _pipeline(plan: Plan) -> dict[str, str]:
+    """Schedule and stages; empty for a plan of one stage."""
+    if plan.pipeline is None:
+        return {}
+    pipeline = plan.pipeline
+    found = {
+        "schedule": pipeline.schedule,
+        "ranks": str(len(pipeline.ranks)),
+        "micro-batches": str(pipeline.micro_batches),
+    }
+    for number, (stage, modules) in enumerate(zip(plan.stages, stage_modules(plan), strict=True)):
+        devices = stage_devices(stage)
+        found[f"stage {number}"] = (
+            f"{modules.first} to {modules.last} on devices {devices.start} to {devices[-1]}"
+        )
+    return found
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
@@ -166,6 +211,12 @@ def _collectives(
     for (kind, axis, direction), old, new in _pairs(first, second, (0, 0)):
         if old != new:
             yield CollectiveChange(kind, axis, direction, old[0], new[0], old[1], new[1])
+
+
+def _costs(before: Costs | None, after: Costs | None) -> tuple[Figure, ...]:
+    """Seconds by kind; those of waiting only if one of the plans is a pipeline."""
+    figures = _figures(_COSTS, before, after)
+    return tuple(f for f in figures if f.name != "idle" or f.before or f.after)
 
 
 def _figures(names: Iterable[str], before: object, after: object) -> tuple[Figure, ...]:

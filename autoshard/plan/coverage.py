@@ -47,7 +47,10 @@ class Coverage(Document):
     operators: tuple[OperatorUse, ...] = Field(
         description="operators with calls that fall back first, then by time or frequency"
     )
-    total: Seconds | None = Field(description="predicted time of a step; null without a plan")
+    total: Seconds | None = Field(
+        description="predicted time of a step; of a pipeline, the sum over its stages, although "
+        "they run at the same time; null without a plan"
+    )
 
     @property
     def num_calls(self) -> int:
@@ -96,7 +99,7 @@ def operator_coverage(
         raise PlanError("the plan was made for another graph")
     if not plan.found:
         raise PlanError(f"the document has no plan to take times from: {plan.reason}")
-    sizes = {size for size in plan.mesh.axis_sizes if size > 1}
+    sizes = {size for stage in plan.stages for _, size in stage.axes if size > 1}
     return _Survey(graph, axis_sizes=sizes).coverage(plan)
 
 
@@ -127,13 +130,14 @@ class _Survey:
         times: dict[str, float] | None = None
         around: dict[str, float] = {}
         if plan is not None:
-            placed = [node for stage in plan.stages for node in stage.nodes]
-            times = {node.name: node.time + node.communication for node in placed}
+            times = dict.fromkeys(self._graph.numbers, 0.0)
+            for placed in (node for stage in plan.stages for node in stage.nodes):
+                times[placed.name] += placed.time + placed.communication
             around = self._around([c for stage in plan.stages for c in stage.reshardings])
         uses = [self._use(name, nodes, times, around) for name, nodes in calls.items()]
         return Coverage(
             operators=tuple(sorted(uses, key=_weight, reverse=True)),
-            total=plan.costs.total if plan is not None and plan.costs is not None else None,
+            total=None if plan is None else _total(plan),
         )
 
     def _use(
@@ -189,6 +193,13 @@ class _Survey:
         """True if an axis of one of these sizes (any size if empty) can shard an index letter."""
         sizes = axis_sizes or {size for size in rule.sizes.values() if size > 1}
         return any(option.letter for size in sizes for option in axis_rules(rule, size))
+
+
+def _total(plan: Plan) -> float:
+    if plan.pipeline is not None:
+        return sum(summary.costs.total for summary in plan.pipeline.stages)
+    assert plan.costs is not None
+    return plan.costs.total
 
 
 def _weight(use: OperatorUse) -> tuple[bool, float, float, int]:

@@ -1,7 +1,7 @@
 """Checks a pipeline: its stages, what they exchange, its schedule, step time and memory."""
 
 from collections.abc import Iterator, Sequence
-from math import isclose, prod
+from math import isclose
 
 from autoshard.graph import Graph, Input, InputKind, graph_from_json
 from autoshard.layouts import Kind, Layout
@@ -12,7 +12,6 @@ from autoshard.plan.document import (
     Pipeline,
     PipelineArgument,
     Plan,
-    Stage,
     StageSummary,
     StageTimes,
     Transfer,
@@ -25,7 +24,7 @@ from autoshard.plan.schedules import Schedule
 from autoshard.plan.stage_checker import NOTHING, TOLERANCE, StageCheck, certificate_findings
 from autoshard.plan.stage_options import stage_options
 from autoshard.plan.stage_times import stage_times
-from autoshard.plan.sub_meshes import is_aligned, sub_mesh
+from autoshard.plan.sub_meshes import is_aligned, stage_devices, stage_mesh
 from autoshard.plan.timeline import KINDS
 from autoshard.plan.transfers import largest_load, messages, transfer_seconds
 
@@ -86,7 +85,7 @@ def _device_findings(plan: Plan, schedule: Schedule) -> Iterator[str]:
     free = set(range(plan.mesh.num_devices))
     for number, stage in enumerate(plan.stages):
         devices = stage_devices(stage)
-        expected = sub_mesh(plan.mesh, len(devices))
+        expected = stage_mesh(plan.mesh, stage)
         if stage.axes != tuple(zip(expected.axis_names, expected.axis_sizes, strict=True)):
             yield f"stage {number}: its axes {stage.axes} are not a part of the mesh"
         elif not is_aligned(plan.mesh, stage.first_device, len(devices)):
@@ -104,12 +103,6 @@ def _device_findings(plan: Plan, schedule: Schedule) -> Iterator[str]:
     sizes = {len(stage_devices(stage)) for stage in plan.stages}
     if plan.options.sub_meshes == "equal" and len(sizes) > 1:
         yield f"stages have {sorted(sizes)} devices, but the options ask for equal sub-meshes"
-
-
-def stage_devices(stage: Stage) -> range:
-    """Numbers of a stage's devices."""
-    size = prod(size for _, size in stage.axes)
-    return range(stage.first_device, stage.first_device + size)
 
 
 def _argument_findings(pipeline: Pipeline, graph: Graph) -> Iterator[str]:
@@ -153,7 +146,7 @@ class _PipelineCheck:
         self._training = schedule.training
         self._budget = plan.options.memory_budget or plan.mesh.topology.device.memory
         self._devices = [stage_devices(stage) for stage in plan.stages]
-        self._meshes = [sub_mesh(plan.mesh, len(devices)) for devices in self._devices]
+        self._meshes = [stage_mesh(plan.mesh, stage) for stage in plan.stages]
 
     def findings(self) -> Iterator[str]:
         """All errors."""

@@ -131,7 +131,7 @@ def simulate(plan: Plan, *, bucketed: bool = True) -> Simulation:
         raise PlanError(f"the document has no plan to simulate: {plan.reason}")
     if plan.pipeline is not None:
         raise PlanError("the plan is a pipeline: `simulate_pipeline` simulates its schedule")
-    (stage,) = plan.stages
+    stage = plan.stages[0]
     number = len(stage.nodes) * stage.micro_batches
     if stage.micro_batches > 1 and number > _MAX_OPERATORS:
         raise PlanError(

@@ -1,11 +1,12 @@
 """Options of one stage of a pipeline, from those of the whole program."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from autoshard.graph import Graph, Input, InputKind
 from autoshard.mesh import Mesh
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.stage_modules import module_paths
 
 _SINGLE_STAGE: dict[str, object] = {"stages": 1, "cuts": (), "balance": None}
 """Options of the plan of one stage that differ from those of the pipeline."""
@@ -31,7 +32,7 @@ def stage_options(
     if not any(output.sent for output in program.outputs):
         for position, output in enumerate(program.outputs):
             results |= {str(position)} if output.name is None else {str(position), output.name}
-    paths = {name for node in program.nodes for name in (node.name, *_module_paths(node.module))}
+    paths = {name for node in program.nodes for name in (node.name, *module_paths(node.module))}
     own = {
         "inputs": _matching(pins.inputs, _names(users)),
         "parameters": _matching(pins.parameters, _names(parameters)),
@@ -50,6 +51,29 @@ def stage_options(
     )
 
 
+def with_pinned_ends(
+    options: PlanOptions, program: Graph, layouts: Mapping[str, str]
+) -> PlanOptions:
+    """Options of a stage, with pins of what it receives and sends.
+
+    Args:
+        options: of the stage.
+        program: its program.
+        layouts: layout on its devices of each value that it receives or sends.
+    """
+    received = [i.name for i in program.inputs if i.kind is InputKind.RECEIVED]
+    sent = [output.name for output in program.outputs if output.sent and output.name]
+    pins = options.pins
+    own = {
+        "inputs": {**pins.inputs, **{value: layouts[value] for value in received}},
+        "outputs": {
+            **pins.outputs,
+            **{str(position): layouts[value] for position, value in enumerate(sent)},
+        },
+    }
+    return options.model_copy(update={"pins": pins.model_copy(update=own)})
+
+
 def _names(inputs: Iterable[Input]) -> set[str]:
     return {name for i in inputs for name in (i.target, i.name, *i.aliases)}
 
@@ -61,10 +85,3 @@ def _matching(pins: Mapping[str, str], names: Iterable[str]) -> Mapping[str, str
         for pattern, text in pins.items()
         if any(fnmatchcase(name, pattern) for name in known)
     }
-
-
-def _module_paths(module: str) -> Iterator[str]:
-    """The paths of a module and of its parent modules, outermost first."""
-    parts = module.split(".") if module else []
-    for end in range(1, len(parts) + 1):
-        yield ".".join(parts[:end])

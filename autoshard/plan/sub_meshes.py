@@ -6,6 +6,7 @@ from math import prod
 
 from autoshard.errors import OptionError
 from autoshard.mesh import Axis, Mesh
+from autoshard.plan.document import Stage
 
 
 def sub_mesh(mesh: Mesh, devices: int) -> Mesh:
@@ -61,3 +62,22 @@ def _sizes(mesh: Mesh) -> Iterator[int]:
 def is_aligned(mesh: Mesh, offset: int, devices: int) -> bool:
     """True if a stage may begin at a device: its sub-mesh then is a block of the whole mesh."""
     return offset % devices == 0 and offset + devices <= prod(mesh.axis_sizes)
+
+
+def stage_devices(stage: Stage) -> range:
+    """Numbers of a stage's devices."""
+    size = prod(size for _, size in stage.axes)
+    return range(stage.first_device, stage.first_device + size)
+
+
+def stage_mesh(mesh: Mesh, stage: Stage) -> Mesh:
+    """The mesh of a stage's devices.
+
+    Args:
+        mesh: the mesh of the whole plan.
+        stage: one of its stages.
+
+    Raises:
+        OptionError: the stage's devices are not a part of the mesh.
+    """
+    return sub_mesh(mesh, len(stage_devices(stage)))

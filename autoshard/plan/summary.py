@@ -33,13 +33,14 @@ class ParameterRow:
 
 def fold_parameters(plan: Plan) -> tuple[ParameterRow, ...]:
     """The parameters of a plan, with one row for equal parameters of all layers."""
-    groups: dict[tuple[object, ...], list[PlacedInput]] = {}
+    groups: dict[tuple[object, ...], dict[str, PlacedInput]] = {}
     for stage in plan.stages:
         for parameter in stage.parameters:
             pattern = _NUMBER.sub("*", parameter.target)
             key = (pattern, parameter.shape, parameter.layout, parameter.dtype)
-            groups.setdefault(key, []).append(parameter)
-    return tuple(_row(members) for members in groups.values())
+            # Several stages may hold the same parameter.
+            groups.setdefault(key, {})[parameter.target] = parameter
+    return tuple(_row([*members.values()]) for members in groups.values())
 
 
 def _row(members: list[PlacedInput]) -> ParameterRow:

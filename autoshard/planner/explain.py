@@ -10,12 +10,13 @@ import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.errors import OptionError, PlanError
-from autoshard.graph import Graph, graph_digest
+from autoshard.graph import Graph, graph_digest, graph_from_json
 from autoshard.layouts import Layout
 from autoshard.ops import Strategy
 from autoshard.outcome import SolveStatus
 from autoshard.plan.constraints import Constraint, PlanConstraints
 from autoshard.plan.document import Plan
+from autoshard.plan.stage_plans import stage_plan
 from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.formulation import Formulation, Role, Variable
 from autoshard.planner.stage_builder import Decisions, decisions_of
@@ -64,8 +65,10 @@ class Explanation:
         kind: input, operator, shared (the layout that several consumers share) or output.
         operator: the node's operator; empty for other kinds.
         module: dotted path of the node's module; empty for other kinds.
-        objective: seconds of the explained plan.
+        objective: seconds of the explained plan; of a pipeline, of all micro-batches of the stage.
         alternatives: the strategies in order of their regret; impossible ones come last.
+        stage: number of the pipeline stage, with the layouts of what it receives and sends; None
+            for a plan of one stage.
     """
 
     name: str
@@ -74,15 +77,19 @@ class Explanation:
     module: str
     objective: float
     alternatives: tuple[Alternative, ...]
+    stage: int | None = None
 
 
 def explain(
-    graph: Graph, plan: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
+    graph: Graph | None, plan: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
 ) -> Explanation:
     """Compute the cost of every strategy of one variable of a plan.
 
+    In a pipeline, it is the variable of the first stage that has it, and costs are those of this
+    stage by itself.
+
     Args:
-        graph: the program that was planned.
+        graph: the program that was planned; None for the one in the plan.
         plan: its plan.
         name: a node, an input (by argument or dotted name), a value, or the position of an
             output (`0`).
@@ -97,11 +104,28 @@ def explain(
     """
     if not plan.found or plan.certificate.objective is None:
         raise PlanError(f"there is no plan to explain: {plan.reason}")
-    if graph_digest(graph) != plan.graph.digest:
+    if graph is not None and graph_digest(graph) != plan.graph.digest:
         raise PlanError("the plan was made for another graph; pass the graph of the plan")
-    formulation = Formulation.of(graph, plan.mesh, plan.options)
+    if plan.pipeline is not None:
+        stage = _stage_of(plan, name)
+        own, program = stage_plan(plan, stage)
+        found = explain(program, own, name, value=value, time_limit=time_limit)
+        return replace(found, stage=stage)
+    program = graph_from_json(plan.stages[0].program, known=graph)
+    formulation = Formulation.of(program, plan.mesh, plan.options)
     number = _find(formulation, name, value=value)
     return _Explainer(formulation, plan, number, time_limit).explanation()
+
+
+def _stage_of(plan: Plan, name: str) -> int:
+    """The first stage that has a name; the last one, which has the outputs, if none has it."""
+    for number, stage in enumerate(plan.stages):
+        program = graph_from_json(stage.program)
+        known = {*program.numbers, *program.values}
+        known |= {name for i in program.inputs for name in (i.target, *i.aliases)}
+        if name in known:
+            return number
+    return len(plan.stages) - 1
 
 
 def _find(formulation: Formulation, name: str, *, value: bool) -> int:

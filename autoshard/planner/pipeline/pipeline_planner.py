@@ -22,7 +22,7 @@ from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
-from autoshard.plan.stage_options import stage_options
+from autoshard.plan.stage_options import stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import sub_mesh
 from autoshard.planner.pipeline.equal_stages import EqualStages
 from autoshard.planner.pipeline.policies import (
@@ -35,7 +35,6 @@ from autoshard.planner.pipeline.range_costs import whole_bound
 from autoshard.planner.pipeline.search import Candidate, PipelineSearch
 from autoshard.planner.pipeline.stage_plans import (
     PlannedStage,
-    pinned_options,
     pipeline_document,
     rank_memory,
     with_stored_layouts,
@@ -225,7 +224,7 @@ class _Request:
             )
             share = self.options.time_limit / (2 * len(places))
             limits = limits.model_copy(update={"time_limit": max(share, _LEAST_TIME_LIMIT)})
-            limits = pinned_options(limits, program, search.costs(place.devices).layouts)
+            limits = with_pinned_ends(limits, program, search.costs(place.devices).layouts)
             limits = with_stored_layouts(limits, place, program, stages)
             found, times = self.stages.plan(program, devices, limits)
             if times is None:

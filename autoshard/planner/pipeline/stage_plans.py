@@ -58,27 +58,6 @@ class PlannedStage:
         return self.plan.stages[0]
 
 
-def pinned_options(options: PlanOptions, graph: Graph, layouts: Layouts) -> PlanOptions:
-    """Options of a stage, with pins of what it receives and sends.
-
-    Args:
-        options: of the stage.
-        graph: the stage's program.
-        layouts: layouts on the stage's sub-mesh of the values that it receives and sends.
-    """
-    received = [i.name for i in graph.inputs if i.kind is InputKind.RECEIVED]
-    sent = [output.name for output in graph.outputs if output.sent and output.name]
-    pins = options.pins
-    update = {
-        "inputs": {**pins.inputs, **{value: layouts[value] for value in received}},
-        "outputs": {
-            **pins.outputs,
-            **{str(position): layouts[value] for position, value in enumerate(sent)},
-        },
-    }
-    return options.model_copy(update={"pins": pins.model_copy(update=update)})
-
-
 def with_stored_layouts(
     options: PlanOptions, place: StagePlace, graph: Graph, earlier: Iterable[PlannedStage]
 ) -> PlanOptions:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.costs.optimizer import Optimizer
 from autoshard.graph import Graph
 from autoshard.layouts import Action, Layout
-from autoshard.plan import Event, PlacedInput, Plan, Simulation, simulate
+from autoshard.plan import Event, PlacedInput, Plan, Simulation, only_stage, simulate
 from autoshard.plan.simulation import COMPUTE, Category
 from autoshard.plan.timeline import Phase
 from autoshard.runtime.launch import LaunchContext, StepTimer
@@ -91,10 +91,10 @@ def profile(
         custom_operators: custom operators that the plan may call, as in `parallelize`.
 
     Raises:
-        PlanError: the plan calls an operator that is not allowed.
+        PlanError: the plan calls an operator that is not allowed, or is a pipeline.
     """
     plan, mesh = context.plan, context.device_mesh
-    (stage,) = plan.stages
+    stage = only_stage(plan, "a profile")
     timer = StepTimer(plan, context.device)
     torch.manual_seed(seed)
     whole = SyntheticStep(plan, mesh, custom_operators=custom_operators)
@@ -181,7 +181,7 @@ class SyntheticStep:
         bucketed: bool = True,
         custom_operators: Collection[str] = (),
     ) -> None:
-        (stage,) = plan.stages
+        stage = only_stage(plan, "a synthetic step")
         self.program = LocalProgram(
             stage, mesh, bucketed=bucketed, custom_operators=custom_operators
         )
