@@ -49,6 +49,10 @@ from autoshard.solve import (
 _MAX_ROUNDS = 8
 _FIRST_ROUNDS = 5
 """Maximum number of rounds with given layouts."""
+_FIRST_SHARE = 0.3
+"""Largest share of the remaining time that is reserved for them."""
+_FIRST_SECONDS = 3.0
+"""Seconds that are reserved for them, and time limit of a single solve, even after the deadline."""
 _MAX_IMPROVEMENTS = 2
 """Maximum number of rounds after the first plan that fits."""
 _NEGLIGIBLE = 0.005
@@ -207,7 +211,9 @@ class BudgetSearch:
         if not self._formulation.prices.training or self.must_recompute:
             return self._fit(_Rounds(memory_budget, -float("inf")))
         problem = self._formulation.problem
-        solution = self._solve(problem, warm_start=self._unlimited)
+        reserved = min(_FIRST_SHARE * self._remaining, _FIRST_SECONDS)
+        seconds = max(self._remaining - reserved, _MIN_SECONDS)
+        solution = self._solve(problem, warm_start=self._unlimited, seconds=seconds)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         if plan is None or plan.memory.peak <= memory_budget:
             return Outcome(solution, problem, plan, lambda v: v)
@@ -261,7 +267,10 @@ class BudgetSearch:
             limit = rounds.limits.limit
             limited = replace(rounds.counted.problem, usage_limit=limit)
             solution = self._solve(
-                limited, gap=self._loose_gap, warm_start=rounds.counted.warm_start
+                limited,
+                gap=self._loose_gap,
+                warm_start=rounds.counted.warm_start,
+                seconds=max(self._time_share, _FIRST_SECONDS),
             )
             if solution.choice is not None:
                 self._record(rounds, rounds.counted, limited, solution)
@@ -475,13 +484,18 @@ class BudgetSearch:
         return minimum_usage(problem, time_limit=self._time_share, cancel=self._cancel)
 
     def _solve(
-        self, problem: Problem, *, gap: float | None = None, warm_start: WarmStart | None = None
+        self,
+        problem: Problem,
+        *,
+        gap: float | None = None,
+        warm_start: WarmStart | None = None,
+        seconds: float | None = None,
     ) -> Solution:
         # In inference nearly all memory is counted, so usually one round is enough.
         several = self._formulation.prices.training and isfinite(problem.usage_limit)
         return solve_problem(
             problem,
-            time_limit=self._time_share if several else self._remaining,
+            time_limit=seconds or (self._time_share if several else self._remaining),
             relative_gap=self._options.relative_gap if gap is None else gap,
             seed=self._options.seed,
             on_progress=self._on_progress,

@@ -19,6 +19,8 @@ from autoshard.solve import USAGE_TOLERANCE, CancelToken, solve_problem
 _MIN_SECONDS = 1.0
 """Minimum time limit of a single solve, seconds, even after the deadline."""
 _MAX_TRIES = 12
+_LEAST_BUDGET_SECONDS = 10.0
+"""Time limit of the search for the smallest feasible budget, seconds."""
 
 
 def find_conflict(
@@ -105,10 +107,9 @@ class _ConflictSearch:
         limit = formulation.prices.memory_budget * (1 + USAGE_TOLERANCE)
         return self._search(formulation).min_usage() > limit
 
-    def _search(self, formulation: Formulation) -> BudgetSearch:
-        return BudgetSearch(
-            formulation, self._options, seconds=self._remaining, cancel=self._cancel
-        )
+    def _search(self, formulation: Formulation, seconds: float | None = None) -> BudgetSearch:
+        seconds = self._remaining if seconds is None else seconds
+        return BudgetSearch(formulation, self._options, seconds=seconds, cancel=self._cancel)
 
     def _least_budget(self) -> int | None:
         """The smallest budget for which a plan is found.
@@ -116,13 +117,15 @@ class _ConflictSearch:
         The plan with the minimum counted usage need not have the lowest peak, so smaller budgets
         are tried until no plan is found.
         """
-        search = self._search(self._formulation)
+        seconds = min(self._remaining, _LEAST_BUDGET_SECONDS)
+        end = time.perf_counter() + seconds
+        search = self._search(self._formulation, seconds)
         plan, budget = search.min_usage_plan(), None
         for _ in range(_MAX_TRIES):
             if plan is None:
                 break
             budget = plan.memory.peak
-            if self._is_over:
+            if self._is_over or time.perf_counter() > end:
                 break
             plan = search.run(budget - 1).plan
         return budget

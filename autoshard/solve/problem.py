@@ -255,6 +255,17 @@ class Problem:
         return any(isinstance(edge.prices, ShortestPathCost) for edge in self.edges)
 
     @cached_property
+    def min_price(self) -> float:
+        """Lower bound of the price of every choice: the least price of each node and edge."""
+        arrays = [*(node.cost for node in self.nodes), *(edge.prices for edge in self.edges)]
+        # Arrays that are shared are checked once; paths have no negative price.
+        known = {
+            id(a): 0.0 if isinstance(a, ShortestPathCost) else float(a.min(initial=np.inf))
+            for a in arrays
+        }
+        return sum(known[id(array)] for array in arrays)
+
+    @cached_property
     def max_price(self) -> float:
         """Upper bound of the price of every allowed choice."""
         arrays = [*(node.cost for node in self.nodes), *(edge.prices for edge in self.edges)]

@@ -94,6 +94,7 @@ def solve_problem(
         warm_start=warm_start,
         settings=settings,
     )
+    state.raise_bound(problem.min_price)
     infeasible = False
     try:
         infeasible = not _solve(state, solver)

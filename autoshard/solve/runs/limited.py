@@ -197,7 +197,12 @@ def _solve_contracted(
     state.enter("solve repeated groups")
     solver = RunSolver(state, contracted)
     if not state.warm_start.best_choices:
-        answer = solver.minimise([node.cost for node in problem.nodes], SLACK)
+        costs = [node.cost for node in problem.nodes]
+        if np.isinf(problem.usage_limit):
+            quick = solver.quick_choice(costs)
+            if quick is not None:
+                state.offer(quick)
+        answer = solver.minimise(costs, SLACK)
         if answer is None:
             return RunOutcome.SKIPPED
         bound, choice = answer

@@ -80,6 +80,22 @@ class RunSolver:
         assert relaxed is not None, "the same tables were joined before"
         return self._solve_narrowed(costs, relaxed, best, slack)
 
+    def quick_choice(self, costs: Sequence[FloatArray]) -> IntArray | None:
+        """The best choice with the cheapest strategy of each shared node, which takes little time.
+
+        Args:
+            costs: shape [S] for each node.
+
+        Returns:
+            None if there is no such choice, or tables would be too large.
+        """
+        fixed: Mapping[int, BoolArray] = {
+            v: np.arange(len(costs[v])) == int(costs[v].argmin())
+            for v in self._contracted.shared_nodes
+        }
+        answer = self._contracted.minimise(costs, fixed, most_work=self._settings.eager_run_work)
+        return None if answer is None or np.isinf(answer.value) else answer.choice
+
     @property
     def components(self) -> tuple[int | None, ...]:
         """Numbers of the components of groups; only None if there is one component."""
