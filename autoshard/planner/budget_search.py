@@ -251,7 +251,9 @@ class BudgetSearch:
         if not plans:
             return None
         solution, plan = min(plans, key=lambda pair: pair[1].costs.total)
-        return self._with_bound(solution, unlimited.bound), plan
+        solution = self._with_bound(solution, unlimited.bound)
+        # Its blocks are those of the problem without memory, as its layouts.
+        return replace(solution, blocks=unlimited.blocks), plan
 
     def _with_layouts(
         self, strategies: IntArray, memory_budget: int

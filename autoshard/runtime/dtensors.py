@@ -5,9 +5,10 @@ in mesh order.
 """
 
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -77,7 +78,18 @@ def store_full(full: torch.Tensor, target: DTensor) -> None:
         local_tensor(target.detach()).copy_(shard)
 
 
-def dcp_state_dict(state: T) -> T:
+@runtime_checkable
+class HasCopies(Protocol):
+    """A model of pipeline stages, in which several ranks may hold copies of a parameter.
+
+    Attributes:
+        tied_copies: names of the parameters on this rank that an earlier stage saves.
+    """
+
+    tied_copies: frozenset[str]
+
+
+def dcp_state_dict(state: T, model: nn.Module | None = None) -> T:
     """Prepare a state dict for `torch.distributed.checkpoint`.
 
     `dcp.save` does not support DTensors of which a rank has several slices (its part of each
@@ -87,12 +99,28 @@ def dcp_state_dict(state: T) -> T:
 
     Args:
         state: state dict of a model or an optimizer; not changed.
+        model: a model with pipeline stages, of whose tied parameters only the copies of the first
+            stage are saved, and all are loaded; None for others.
     """
-    mapped: T = pytree.tree_map_only(DTensor, _with_sub_shards, state)
+    copies = model.tied_copies if isinstance(model, HasCopies) else frozenset[str]()
+
+    def prepared(path: Sequence[Any], leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        is_copy = bool(copies) and any(_names_one_of(str(part), copies) for part in path)
+        return _with_sub_shards(leaf, is_saved=not is_copy)
+
+    mapped: T = pytree.tree_map_with_path(prepared, state)
     return mapped
 
 
-def _with_sub_shards(tensor: DTensor) -> torch.Tensor:
+def _names_one_of(key: str, names: frozenset[str]) -> bool:
+    """True if a key of a state dict is for one of some parameters, as in `['state.x.exp_avg']`."""
+    text = f".{key.strip('[]').strip(chr(39))}."
+    return any(f".{name}." in text for name in names)
+
+
+def _with_sub_shards(tensor: DTensor, *, is_saved: bool) -> torch.Tensor:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -102,7 +130,7 @@ def _with_sub_shards(tensor: DTensor) -> torch.Tensor:
     slices = layout.local_slices(tensor.shape, sizes, coordinate)
     # DTensor computes wrong offsets if the axes of a dim nest in another order than the mesh's.
     is_plain = all(len(parts) == 1 for parts in slices) and not layout.nesting
-    return tensor if is_plain else _CheckpointTensor(tensor, slices)
+    return tensor if is_plain and is_saved else _CheckpointTensor(tensor, slices, is_saved)
 
 
 class _CheckpointTensor(torch.Tensor):
@@ -113,11 +141,13 @@ class _CheckpointTensor(torch.Tensor):
     Args:
         tensor: the DTensor.
         slices: this rank's slices of each dim.
+        is_saved: False if another rank saves the tensor.
     """
 
     _sub_shards: dict[torch.Size, torch.Tensor]
+    _is_saved: bool
 
-    def __new__(cls, tensor: DTensor, slices: DimSlices) -> Self:
+    def __new__(cls, tensor: DTensor, slices: DimSlices, is_saved: bool) -> Self:  # noqa: FBT001  private
         """Make a wrapper that allocates no memory."""
         made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  torch has no public way
             cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
@@ -126,6 +156,7 @@ class _CheckpointTensor(torch.Tensor):
             torch.Size(part.start for part in piece.index): piece.local
             for piece in sub_shards(tensor.to_local().detach(), slices)
         }
+        made._is_saved = is_saved  # noqa: SLF001  as above
         return made
 
     def __init__(self, *_: object) -> None:
@@ -154,6 +185,7 @@ class _CheckpointTensor(torch.Tensor):
                 ),
             )
             for chunk in self.__create_chunk_list__()
+            if self._is_saved
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

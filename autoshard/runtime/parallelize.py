@@ -17,7 +17,7 @@ from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.parameters import check_parameters, check_stored_alike, distribute_state
-from autoshard.runtime.pipelining import pipeline
+from autoshard.runtime.pipelining import Pipelined, pipeline
 from autoshard.runtime.planned_forward import PlannedForward, Programs, RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.signature import ShapeError
@@ -68,7 +68,8 @@ def parallelize(
     Args:
         model: a model with the full weights on every rank, or on the meta device if
             `load_checkpoint` loads them afterwards.
-        plan: a plan made for this model and for a mesh of this shape; or several by name, which
+        plan: a plan made for this model and for a mesh of this shape (`autoshard.pipeline`
+            describes the result for one with pipeline stages); or several by name, which
             store parameters in one layout (`Plan.state_pins`). A call runs the plan that takes its
             arguments in the mode of the model: a training plan after `train()`, a plan for
             inference after `eval()`.
@@ -89,8 +90,7 @@ def parallelize(
         The same object; its class is now a subclass of its former class.
 
     Raises:
-        PlanError: the plan has no stage or several, or does not fit mesh or model. The model
-            is then unchanged.
+        PlanError: there is no plan, or it does not fit mesh or model. The model is then unchanged.
     """
     if isinstance(model, Planned):
         raise PlanError("the model is parallelized already; apply plans to a new model")
@@ -229,6 +229,11 @@ def planned_forward(model: nn.Module) -> PlannedForward:
     Raises:
         PlanError: the model does not run as planned.
     """
+    if isinstance(model, Pipelined):
+        raise PlanError(
+            "this works for models without pipeline stages; with stages, every rank passes the "
+            "arguments of the whole batch to model.step"
+        )
     if not isinstance(model, Planned):
         raise PlanError(
             f"{type(model).__name__} does not run as planned; apply a plan with parallelize first"
@@ -272,7 +277,7 @@ def rng_step(model: nn.Module) -> RngStep:
     Raises:
         PlanError: the model does not run as planned.
     """
-    return planned_forward(model).steps
+    return model.rng_step if isinstance(model, Pipelined) else planned_forward(model).steps
 
 
 def _only_stage(plan: Plan) -> Stage:
@@ -280,7 +285,7 @@ def _only_stage(plan: Plan) -> Stage:
         raise PlanError(f"the document contains no plan to apply: {plan.reason}")
     if len(plan.stages) > 1:
         raise PlanError(
-            f"the plan has {len(plan.stages)} pipeline stages; apply each stage to its part "
-            f"of the model"
+            f"one of several plans has {len(plan.stages)} pipeline stages; a model with stages "
+            f"runs one plan"
         )
     return plan.stages[0]

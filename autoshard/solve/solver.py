@@ -94,7 +94,6 @@ def solve_problem(
         warm_start=warm_start,
         settings=settings,
     )
-    state.raise_bound(problem.min_price)
     infeasible = False
     try:
         infeasible = not _solve(state, solver)
@@ -126,6 +125,8 @@ def _solve(state: SolveState, solver: str) -> bool:
     """Run all phases; False if the problem is infeasible."""
     if state.problem.usage_limit < 0:
         return False
+    state.check()
+    state.raise_bound(state.problem.min_price)
     outcome = _solve_structured(state)
     if outcome is not RunOutcome.SKIPPED:
         return outcome is RunOutcome.UPDATED

@@ -22,7 +22,9 @@ from autoshard.runtime.pipelining.model_part import (
     drop_removed,
     keep_own_part,
     removed_names,
+    saved_tensors,
 )
+from autoshard.runtime.pipelining.norms import clip_gradients, refuse_norms_of_one_rank
 from autoshard.runtime.pipelining.runner import LossFunction, PipelineRunner
 from autoshard.runtime.pipelining.stage import PlannedStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
@@ -41,6 +43,8 @@ class Pipelined:
     """
 
     _pipeline: PipelineRunner
+    _removed: frozenset[str]
+    _saved: tuple[dict[str, torch.Tensor], ...]
 
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any
@@ -110,7 +114,53 @@ class Pipelined:
             "types: convert the model before the plan is made, and choose devices by the mesh"
         )
 
-    cuda = cpu = half = float = double = bfloat16 = type = to
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of all stages so that their norm is at most `max_norm`.
+
+        Call it on every rank. A parameter that several stages hold counts once.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: of the norm; may be infinite.
+
+        Returns:
+            The norm of the gradients of the whole model before, a float64 tensor without dims.
+        """
+        assert isinstance(self, nn.Module)
+        parameters = dict(self.named_parameters())
+        counted = [p for name, p in parameters.items() if name not in self.tied_copies]
+        return clip_gradients(list(parameters.values()), counted, self.devices, max_norm, norm_type)
+
+    @property
+    def tied_copies(self) -> frozenset[str]:
+        """Names of the parameters of which an earlier stage on other ranks has a copy too."""
+        return self._pipeline.tied.copies
+
+    @property
+    def rng_step(self) -> RngStep:
+        """Index of the next micro-batch, which seeds random numbers."""
+        return self._pipeline.steps
+
+    @property
+    def removed_names(self) -> frozenset[str]:
+        """Names in the state dict of the tensors that only other ranks hold."""
+        return self._removed
+
+    @property
+    def saved_tensors(self) -> tuple[dict[str, torch.Tensor], ...]:
+        """The tensors that each pipeline rank saves, by name, on the meta device."""
+        return self._saved
+
+    @property
+    def read_buffers(self) -> frozenset[str]:
+        """Names of the buffers that the stages of this rank read."""
+        names = (stage.forward_program.buffers for stage in self._pipeline.stages)
+        return frozenset().union(*names)
+
+    @property
+    def devices(self) -> StageDevices:
+        """The devices of all stages."""
+        return self._pipeline.devices
 
     def no_sync(self) -> NoReturn:
         """Refuse: a step already reduces the gradients of its micro-batches once.
@@ -122,6 +172,10 @@ class Pipelined:
             "step() reduces the gradients of all its micro-batches once: plan more micro-batches "
             "instead of no_sync()"
         )
+
+
+for _name in ("cuda", "cpu", "half", "float", "double", "bfloat16", "type"):
+    setattr(Pipelined, _name, Pipelined.to)
 
 
 def pipeline(
@@ -198,6 +252,7 @@ def pipeline(
     for forward in forwards:
         forward.attach(model)
     held = HeldBuffers(model)
+    saved = saved_tensors(model, plan, devices)
     called = signature(model.forward)
     keep_own_part(model, plan, devices, forwards)
     held.follow()
@@ -219,7 +274,10 @@ def pipeline(
     vars(model)["_pipeline"] = runner
     install_dtensor_handlers()
     support_state_dicts(model)
-    drop_removed(model, removed_names(model, plan))
+    vars(model)["_saved"] = saved
+    vars(model)["_removed"] = removed_names(model, plan)
+    drop_removed(model, vars(model)["_removed"])
+    refuse_norms_of_one_rank(model)
     return model
 
 

@@ -79,6 +79,33 @@ def keep_own_part(
         _remove(model, {i.target for i in unread})
 
 
+def saved_tensors(
+    model: nn.Module, plan: Plan, devices: StageDevices
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """The tensors of the state dict that each pipeline rank saves, on the meta device.
+
+    The first rank that holds a tensor saves it, under the first of its names; the first of all
+    saves those of no stage.
+
+    Args:
+        model: has all tensors.
+        plan: with several stages.
+        devices: of the stages.
+    """
+    holders = {
+        name: position
+        for position, stages in reversed(list(enumerate(devices.positions)))
+        for name in _names(plan.stages[stage] for stage in stages)
+    }
+    saved: tuple[dict[str, torch.Tensor], ...] = tuple({} for _ in devices.positions)
+    known: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
+            known.add(id(tensor))
+            saved[holders.get(name, 0)][name] = torch.empty_like(tensor, device="meta")
+    return saved
+
+
 def _names(stages: Iterable[Stage]) -> set[str]:
     stored = chain.from_iterable(stage.inputs for stage in stages)
     return {name for i in stored if i.kind in _STORED for name in (i.target, *i.aliases)}

@@ -14,6 +14,7 @@ from autoshard.errors import CheckpointError
 from autoshard.runtime.dtensors import local_tensor
 from autoshard.runtime.parallelize import Planned, planned_forward
 from autoshard.runtime.parameters import first_of
+from autoshard.runtime.pipelining import Pipelined
 from autoshard.runtime.weights.model_tensors import (
     ModelTensor,
     empty_like,
@@ -101,7 +102,7 @@ def load_checkpoint(
     wanted = [_Wanted(tensor, tuple(map(rename, tensor.names))) for tensor in model_tensors(model)]
     differences = [
         *(text for one in wanted for text in one.differences(stored, optional, cast=cast)),
-        *_unexpected(wanted, stored, ignored),
+        *_unexpected(wanted, _without_removed(stored, model, rename), ignored),
     ]
     if differences:
         shown = first_of(differences, NUM_DIFFERENCES)
@@ -121,6 +122,8 @@ def load_checkpoint(
 def _check_non_persistent_buffers(model: nn.Module) -> None:
     """Check that non-persistent buffers have values, since checkpoints do not contain them."""
     needed = planned_forward(model).buffers if isinstance(model, Planned) else None
+    if isinstance(model, Pipelined):
+        needed = model.read_buffers
     empty = [
         name
         for name, buffer in non_persistent_buffers(model).items()
@@ -190,6 +193,14 @@ class _Wanted:
                 yield (
                     f"{name!r} is {dtype}, but {tensor.dtype} in the model (cast=True converts it)"
                 )
+
+
+def _without_removed(
+    stored: Iterable[str], model: nn.Module, rename: Callable[[str], str]
+) -> list[str]:
+    """Names in the checkpoint without those of tensors that other pipeline stages hold."""
+    removed = set(map(rename, model.removed_names)) if isinstance(model, Pipelined) else set()
+    return [name for name in stored if name not in removed]
 
 
 def _unexpected(

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from itertools import product, zip_longest
 from math import prod
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CheckpointError
 from autoshard.runtime.dtensors import local_tensor
+from autoshard.runtime.pipelining import Pipelined
 from autoshard.runtime.shards import (
     SubShard,
     dtensor_slices,
@@ -57,29 +59,80 @@ def save_checkpoint(
             or this or another rank cannot write a file. The checkpoint is then incomplete.
     """
     folder = Path(folder)
-    tensors = {one.names[0]: one.tensor.detach() for one in model_tensors(model)}
-    mesh = next((t.device_mesh for t in tensors.values() if isinstance(t, DTensor)), None)
-    ranks = [_own_rank()] if mesh is None else mesh.mesh.flatten().tolist()
-    division = _divide(tensors, max_file_bytes)
-    writers = {file: ranks[number % len(ranks)] for number, file in enumerate(division)}
+    files = _Files.of_stages(model, max_file_bytes) if isinstance(model, Pipelined) else None
+    files = files or _Files.of(model, max_file_bytes)
+    mesh, tensors = files.mesh, files.tensors
     own = {
-        file: FileWriter(folder / file, division[file])
-        for file, writer in writers.items()
+        file: FileWriter(folder / file, files.all[file])
+        for file, writer in files.writers.items()
         if writer == _own_rank()
     }
     _on_all_ranks(mesh, lambda: _check(tensors, folder))
     try:
         _on_all_ranks(mesh, lambda: _for_all(own, FileWriter.begin))
         gatherer = _Gatherer()
-        for file, name in _round_robin(division):
-            for sub_shard in gatherer.sub_shards(tensors[name], writers[file]):
+        for file, name in _round_robin({file: files.all[file] for file in files.writers}):
+            for sub_shard in gatherer.sub_shards(tensors[name], files.writers[file]):
                 own[file].write(name, sub_shard)
         _on_all_ranks(mesh, lambda: _for_all(own, FileWriter.check))
-        _on_all_ranks(mesh, lambda: _check_shared(folder, division))
+        _on_all_ranks(mesh, lambda: _check_shared(folder, files.all))
         _on_all_ranks(mesh, lambda: _for_all(own, FileWriter.finish))
     finally:
         _for_all(own, FileWriter.discard)
-    _on_all_ranks(mesh, lambda: _write_index(folder, division, is_first=_own_rank() == ranks[0]))
+    is_first = _own_rank() == files.first
+    _on_all_ranks(mesh, lambda: _write_index(folder, files.all, is_first=is_first))
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of a checkpoint, and who writes them.
+
+    Attributes:
+        tensors: those of this rank that are saved, by name.
+        all: all files.
+        writers: the rank that writes each file, of the files with tensors of this rank.
+        mesh: all ranks; None for a model without shards.
+        first: the rank that writes the index.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    all: Division
+    writers: Mapping[str, int]
+    mesh: DeviceMesh | None
+    first: int
+
+    @classmethod
+    def of(cls, model: nn.Module, max_file_bytes: int) -> "_Files":
+        """The files of a model whose tensors are on all ranks."""
+        tensors = {one.names[0]: one.tensor.detach() for one in model_tensors(model)}
+        mesh = next((t.device_mesh for t in tensors.values() if isinstance(t, DTensor)), None)
+        ranks = [_own_rank()] if mesh is None else mesh.mesh.flatten().tolist()
+        files = _named(_divide(tensors, max_file_bytes))
+        writers = {file: ranks[number % len(ranks)] for number, file in enumerate(files)}
+        return cls(tensors, files, writers, mesh, ranks[0])
+
+    @classmethod
+    def of_stages(cls, model: Pipelined, max_file_bytes: int) -> "_Files":
+        """The files of a model with pipeline stages: the ranks of a stage write its own."""
+        assert isinstance(model, nn.Module)
+        devices = model.devices
+        tensors = {name: one.tensor.detach() for one in model_tensors(model) for name in one.names}
+        groups = [
+            (position, group)
+            for position, saved in enumerate(model.saved_tensors)
+            for group in _divide(saved, max_file_bytes)
+            if group
+        ]
+        files = _named([group for _, group in groups])
+        ranks = devices.ranks[devices.own_stages[0]]
+        own = [f for f, (place, _) in zip(files, groups, strict=True) if place == devices.position]
+        return cls(
+            tensors={name: tensors[name] for name in model.saved_tensors[devices.position]},
+            all=files,
+            writers={file: ranks[number % len(ranks)] for number, file in enumerate(own)},
+            mesh=devices.whole,
+            first=int(devices.whole.mesh.flatten()[0]),
+        )
 
 
 def _check(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -92,7 +145,10 @@ def _check(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         raise CheckpointError(f"{folder} already has {existing[0]}; save into another folder")
 
 
-def _divide(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Division:
+def _divide(
+    tensors: Mapping[str, torch.Tensor], max_file_bytes: int
+) -> list[dict[str, TensorInfo]]:
+    """The tensors of each file."""
     groups: list[dict[str, TensorInfo]] = [{}]
     free = max_file_bytes
     for name, tensor in tensors.items():
@@ -102,6 +158,10 @@ def _divide(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> Divisio
             free = max_file_bytes
         groups[-1][name] = info
         free -= info.nbytes
+    return groups
+
+
+def _named(groups: Sequence[Mapping[str, TensorInfo]]) -> Division:
     if len(groups) == 1:
         return {MODEL: groups[0]}
     return {

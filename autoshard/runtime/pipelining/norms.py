@@ -1,0 +1,100 @@
+"""Norms of the gradients of all pipeline stages, and clipping by them."""
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from autoshard.errors import PlanError
+from autoshard.runtime.dtensors import local_tensor
+from autoshard.runtime.pipelining.devices import StageDevices
+from autoshard.runtime.recorder import not_recorded
+
+_MODELS: WeakSet[nn.Module] = WeakSet()
+"""The models whose gradients must not be clipped by the norm of one rank."""
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    counted: Sequence[nn.Parameter],
+    devices: StageDevices,
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """Scale gradients so that the norm over all stages is at most `max_norm`.
+
+    Args:
+        parameters: of this rank.
+        counted: those whose gradients are part of the norm: not copies of other ranks' parameters.
+        devices: of all stages.
+        max_norm: the largest norm.
+        norm_type: of the norm; may be infinite.
+
+    Returns:
+        The norm before, as a float64 tensor without dims; the same on all ranks.
+    """
+    gradients = [p.grad for p in counted if p.grad is not None]
+    parts = [_part(gradient, norm_type) for gradient in gradients]
+    total = torch.zeros((), dtype=torch.float64, device=devices.whole.device_type)
+    if parts:
+        stacked = torch.stack(parts).to(total)
+        total = stacked.max() if norm_type == inf else stacked.sum()
+    with not_recorded():
+        operation = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
+        dist.all_reduce(total, operation, devices.group)
+    norm = total if norm_type == inf else total ** (1.0 / norm_type)
+    # As torch.nn.utils.clip_grad_norm_ does.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_tensor(parameter.grad)
+            local.mul_(factor.to(local.dtype))
+    return norm
+
+
+def _part(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """This rank's part of a gradient in the norm of all; ranks with the same shard share it."""
+    local = local_tensor(gradient)
+    dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
+    if not local.numel():
+        return local.new_zeros((), dtype=torch.float64)
+    norm: torch.Tensor = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
+    norm = norm.double()
+    return norm if norm_type == inf else (norm**norm_type).div(_num_replicas(gradient))
+
+
+def _num_replicas(gradient: torch.Tensor) -> int:
+    number = 1
+    if isinstance(gradient, DTensor):
+        for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+            number *= size if placement.is_replicate() else 1
+    return number
+
+
+_torch_total_norm: Any = clip_grad._get_total_norm  # noqa: SLF001  what clip_grad_norm_ calls
+
+
+def refuse_norms_of_one_rank(model: nn.Module) -> None:
+    """Make `torch.nn.utils.clip_grad_norm_` refuse the gradients of a model with stages."""
+    _MODELS.add(model)
+    functions: Any = clip_grad
+    functions._get_total_norm = _total_norm  # noqa: SLF001  as above
+
+
+def _total_norm(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = {id(tensor) for tensor in tensors}
+    if any(id(p.grad) in given for model in _MODELS for p in model.parameters()):
+        raise PlanError(
+            "this rank has only the gradients of its own pipeline stages, so their norm is not "
+            "that of the model: call model.clip_grad_norm_(max_norm) on all ranks"
+        )
+    norm: torch.Tensor = _torch_total_norm(tensors, *args, **kwargs)
+    return norm
