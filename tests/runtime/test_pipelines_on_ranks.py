@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from runtime.cases.pipelines import ON_4
+from runtime.cases import pipeline_states, pipelines
+from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = ON_4
+CASES = joined(pipelines, pipeline_states)
 
 
 @pytest.mark.ranks

@@ -178,7 +178,7 @@ def in_stages(name: str, axis: str, schedule: str, stages: int) -> Trained:
     return Trained(MODELS[name], axes, {"stages": stages, "schedule": schedule, "pins": pins})
 
 
-ON_4 = {
+CASES = {
     **{
         f"{name}, pp4, {schedule}": in_stages(name, "", schedule, 4)
         for name, schedule in zip(MODELS, ("GPipe", "1F1B") * 3, strict=False)
