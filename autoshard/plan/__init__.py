@@ -32,6 +32,7 @@ from autoshard.plan.document import (
     StageTimes,
 )
 from autoshard.plan.exports import EXPORT_TARGETS, export_plan
+from autoshard.plan.megatron_arguments import MegatronLayout, read_megatron
 from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
 from autoshard.plan.schedule_simulation import (
     ScheduleSimulation,
@@ -64,6 +65,7 @@ __all__ = [
     "Figure",
     "ForbiddenCollective",
     "GraphSummary",
+    "MegatronLayout",
     "Memory",
     "Mode",
     "OperatorUse",
@@ -94,6 +96,7 @@ __all__ = [
     "only_stage",
     "operator_coverage",
     "plan_trace",
+    "read_megatron",
     "schedule_error",
     "schedule_name",
     "schedule_svg",

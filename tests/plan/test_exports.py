@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.meshes import slow_devices
-from support.models import Case, gpt2, graph_of, llama, mlp, small_graph
+from support.models import Case, gpt2, graph_of, llama, meta, mlp, small_graph
 from torch import nn
 from torch.nn import functional
 
 from autoshard.errors import OptionError, PlanError
-from autoshard.plan import EXPORT_TARGETS, Plan, PlanOptions, export_plan
+from autoshard.plan import EXPORT_TARGETS, Plan, PlanOptions, export_plan, read_megatron
 from autoshard.planner import make_plan
 
 BATCH = {"inputs": {"*": "S(0),*"}}
@@ -271,6 +271,110 @@ def megatron_arguments(plan: Plan) -> list[str]:
     code = export_plan(plan, "megatron") + 'printf "%s\n" "${MEGATRON_ARGUMENTS[@]}"'
     done = subprocess.run(["bash", "-euc", code], check=True, capture_output=True, text=True)  # noqa: S603, S607  ours
     return done.stdout.split()
+
+
+PIPELINES = {
+    "1F1B": (
+        (
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
+            "--micro-batch-size 2 --global-batch-size 16 --recompute-granularity full"
+        ),
+        {"stages": 2, "stages_per_rank": 1, "schedule": "1F1B", "balance": (2, 2)}
+        | {"algo": "megatron", "activation_checkpointing": "always"},
+    ),
+    "interleaved": (
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+            "--num-layers 4 --micro-batch-size 1 --global-batch-size 16 "
+            "--use-distributed-optimizer --lr 0.1"
+        ),
+        {"stages": 4, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "balance": (1,) * 4}
+        | {"algo": "optimal", "activation_checkpointing": "never"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_arguments_of_megatron_become_a_plan_and_come_back(name: str) -> None:
+    arguments, expected = PIPELINES[name]
+    found = read_megatron(arguments, num_ranks=8)
+    options = {"micro_batches": 4, "batch_axis": "dp", **expected}
+    assert found.options == PlanOptions.model_validate(options)
+    graph = graph_of(meta(llama, layers=4))
+    plan = make_plan(graph, slow_devices(**dict(found.axes)), found.options)
+    assert plan.found, plan.reason
+    given = dict(zip(arguments.split()[::2], arguments.split()[1::2], strict=False))
+    back = read_megatron(megatron_arguments(plan), num_ranks=8)
+    assert back.axes == found.axes
+    fields = ("stages", "stages_per_rank", "schedule", "micro_batches", "activation_checkpointing")
+    for field in fields:
+        assert getattr(back.options, field) == getattr(found.options, field)
+    assert given["--micro-batch-size"] in megatron_arguments(plan)
+    assert "where stages begin, model.layers." in export_plan(plan, "megatron").replace("\n# ", " ")
+    with pytest.raises(PlanError, match="which only these exports support: megatron"):
+        export_plan(plan, "fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "balance"),
+    [
+        ("--num-layers 6 --account-for-embedding-in-pipeline-split", None),
+        ("--num-layers 8", (2, 2, 2, 2)),
+        ("--num-layers 61 --decoder-first-pipeline-num-layers 16", (16, 15, 15, 15)),
+        ("--num-layers 9 --decoder-last-pipeline-num-layers 3", (2, 2, 2, 3)),
+        (
+            (
+                "--num-layers 126 --account-for-embedding-in-pipeline-split "
+                "--account-for-loss-in-pipeline-split"
+            ),
+            (31, 32, 32, 31),
+        ),
+    ],
+)
+def test_layers_of_uneven_pipelines_of_megatron(
+    arguments: str, balance: tuple[int, ...] | None
+) -> None:
+    text = f"--pipeline-model-parallel-size 4 {arguments}"
+    if balance is None:
+        with pytest.raises(OptionError, match="cannot be divided by 4"):
+            read_megatron(text, num_ranks=4)
+    else:
+        assert read_megatron(text, num_ranks=4).options.balance == balance
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--tensor-model-parallel-size 3", "8 ranks cannot be divided by 3"),
+        ("--tensor-model-parallel-size two", "invalid int value"),
+        ("--context-parallel-size 0", "is 0, which is not positive"),
+        ("--pipeline-model-parallel-layout Et|tL", "give `cuts` instead"),
+        ("--micro-batch-size 3 --global-batch-size 16", "16 sequences cannot be divided by 24"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "needs --num-layers"),
+    ],
+)
+def test_wrong_arguments_of_megatron_are_named(arguments: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        read_megatron(arguments, num_ranks=8)
+
+
+def test_what_options_cannot_fix_is_said() -> None:
+    found = read_megatron(
+        "--sequence-parallel --context-parallel-size 2 --expert-model-parallel-size 2 --bf16 "
+        "--recompute-granularity selective --use-megatron-fsdp",
+        num_ranks=8,
+    )
+    assert [text.partition(":")[0] for text in found.chosen] == [
+        "sequence parallelism",
+        "sharded state",
+        "context parallelism",
+        "expert parallelism",
+        "selective recomputation",
+    ]
+    assert found.axes == (("dp", 4), ("cp", 2))
+    assert found.options.master_weights
+    assert found.options.accumulation_dtype == "float32"
+    assert read_megatron("", num_ranks=1).axes == (("dp", 1),)
 
 
 def test_tables_hold_every_tensor_at_rest() -> None:

@@ -7,7 +7,7 @@ this package are imported here. Exports read only the plan, and do not need torc
 from importlib import import_module
 from pkgutil import iter_modules
 
-from autoshard.errors import OptionError
+from autoshard.errors import OptionError, PlanError
 from autoshard.plan.document import Plan
 from autoshard.plan.exports.outline import Outline
 from autoshard.plan.exports.target import EXPORT_TARGETS, ExportTarget
@@ -22,7 +22,7 @@ def export_plan(plan: Plan, target: str) -> str:
     The text starts with a comment that lists the parts of the plan that the target cannot express.
 
     Args:
-        plan: a plan with one stage.
+        plan: a plan; some targets support one stage only.
         target: a name in `EXPORT_TARGETS`.
 
     Raises:
@@ -32,6 +32,12 @@ def export_plan(plan: Plan, target: str) -> str:
     if target not in EXPORT_TARGETS:
         known = ", ".join(EXPORT_TARGETS)
         raise OptionError(f"unknown export target {target!r}; choose one of {known}")
+    if len(plan.stages) > 1 and not EXPORT_TARGETS[target].pipelines:
+        others = ", ".join(name for name, each in EXPORT_TARGETS.items() if each.pipelines)
+        raise PlanError(
+            f"the plan has {len(plan.stages)} pipeline stages, which only these exports support: "
+            f"{others}"
+        )
     return EXPORT_TARGETS[target].export(Outline(plan))
 
 

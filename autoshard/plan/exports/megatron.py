@@ -1,8 +1,9 @@
 """Export to Megatron-LM: a Bash array of command-line arguments."""
 
 from collections.abc import Iterator
-from math import prod
 
+from autoshard.graph import graph_from_json
+from autoshard.plan.document import Pipeline, Stage
 from autoshard.plan.exports.outline import Outline, Role, comment, folded, not_expressed
 from autoshard.plan.exports.target import export_target
 
@@ -20,6 +21,8 @@ _RECOMPUTED = (
     "--recompute-num-layers 1",
 )
 
+_SCHEDULES = ("1F1B", "Interleaved1F1B")
+
 _ORDER: tuple[Role, ...] = ("replicate", "shard", "context", "tensor")
 """Roles of axes in Megatron-LM's order, outermost first."""
 
@@ -32,9 +35,10 @@ _HIDDEN_STATES = 3
     media_type="text/x-shellscript",
     written_as="Bash, an array",
     content=(
-        "arguments of Megatron-LM: tensor, sequence and context parallelism, full sharding, "
-        "recomputation"
+        "arguments of Megatron-LM: tensor, sequence, context and pipeline parallelism, full "
+        "sharding, recomputation"
     ),
+    pipelines=True,
 )
 def to_megatron(outline: Outline) -> str:
     """A Bash array of the arguments that set the degree of each kind of parallelism.
@@ -53,7 +57,7 @@ def to_megatron(outline: Outline) -> str:
 
 def _arguments(outline: Outline) -> Iterator[str]:
     yield f"--tensor-model-parallel-size {outline.degree('tensor')}"
-    yield "--pipeline-model-parallel-size 1"
+    yield from _pipeline(outline)
     yield f"--context-parallel-size {outline.degree('context')}"
     if _shards_sequences(outline):
         yield "--sequence-parallel"
@@ -61,8 +65,27 @@ def _arguments(outline: Outline) -> Iterator[str]:
         yield from _FULLY_SHARDED
         if outline.degree("replicate") > 1:
             yield f"--num-distributed-optimizer-instances {outline.degree('replicate')}"
-    if outline.stage.checkpoints:
+    if _recomputes(outline):
         yield from _RECOMPUTED
+
+
+def _pipeline(outline: Outline) -> Iterator[str]:
+    pipeline = outline.plan.pipeline
+    if pipeline is None:
+        yield "--pipeline-model-parallel-size 1"
+        return
+    yield f"--pipeline-model-parallel-size {len(pipeline.ranks)}"
+    if len(pipeline.ranks[0]) > 1:
+        yield f"--num-virtual-stages-per-pipeline-rank {len(pipeline.ranks[0])}"
+    batch = next((a.shape[0] for a in pipeline.arguments if a.shape), 0)
+    replicas = outline.degree("replicate") * outline.degree("shard")
+    if batch and batch % replicas == 0:
+        yield f"--micro-batch-size {batch // replicas}"
+        yield f"--global-batch-size {batch * pipeline.micro_batches}"
+
+
+def _recomputes(outline: Outline) -> bool:
+    return any(stage.checkpoints for stage in outline.plan.stages)
 
 
 def _shards_sequences(outline: Outline) -> bool:
@@ -78,7 +101,7 @@ def _shards_sequences(outline: Outline) -> bool:
 
 def _header(outline: Outline) -> Iterator[str]:
     yield f"Arguments of Megatron-LM, from autoshard's {outline.title}."
-    yield f"Source this file, and start {prod(outline.sizes)} ranks with torchrun:"
+    yield f"Source this file, and start {outline.plan.mesh.num_devices} ranks with torchrun:"
     yield 'pretrain_gpt.py "${MEGATRON_ARGUMENTS[@]}" and the arguments of model, data, optimizer.'
     yield ""
     yield from not_expressed(outline, _missing(outline))
@@ -93,8 +116,28 @@ def _missing(outline: Outline) -> Iterator[str]:
         )
     if outline.degree("shard") > 1:
         yield from _missing_of_sharding(outline)
-    if outline.stage.checkpoints:
+    if outline.plan.pipeline is not None:
+        yield from _missing_of_pipeline(outline, outline.plan.pipeline)
+    if _recomputes(outline):
         yield "the choice of checkpointed blocks: every layer runs again in backward"
+
+
+def _missing_of_pipeline(outline: Outline, pipeline: Pipeline) -> Iterator[str]:
+    if pipeline.schedule not in _SCHEDULES:
+        yield f"the schedule {pipeline.schedule}: Megatron-LM runs 1F1B, or interleaved 1F1B"
+    places = ", ".join(map(_begin, outline.plan.stages[1:]))
+    yield (
+        f"where stages begin, {places}: Megatron-LM gives all stages the same number of layers, "
+        f"unless its arguments of uneven pipelines are set"
+    )
+
+
+def _begin(stage: Stage) -> str:
+    """The module of the first operator of a stage that reads a parameter."""
+    nodes = graph_from_json(stage.program).nodes
+    parameters = {placed.name for placed in stage.parameters}
+    first = next((x for x in nodes if not parameters.isdisjoint(x.inputs)), nodes[0])
+    return first.module or first.name
 
 
 def _missing_of_sharding(outline: Outline) -> Iterator[str]:

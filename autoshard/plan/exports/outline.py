@@ -44,20 +44,21 @@ class OwnedParameter:
 class Outline:
     """View of a plan for exports.
 
+    Of a pipeline, the purpose of axes is that in its first stage, and parameters are those of all
+    stages.
+
     Args:
-        plan: a plan with one stage.
+        plan: a plan.
 
     Raises:
-        PlanError: the document has no plan, or the plan has several stages.
+        PlanError: the document has no plan, or stages have different sub-meshes.
     """
 
     def __init__(self, plan: Plan) -> None:
         if not plan.found:
             raise PlanError(f"the document has no plan to export: {plan.reason}")
-        if len(plan.stages) > 1:
-            raise PlanError(
-                f"the plan has {len(plan.stages)} pipeline stages; exports support only one"
-            )
+        if len({stage.axes for stage in plan.stages}) > 1:
+            raise PlanError('stages have different sub-meshes: plan with sub_meshes="equal"')
         self.plan = plan
         self.stage: Stage = plan.stages[0]
         self.axes = tuple(name for name, _ in self.stage.axes)
@@ -78,9 +79,18 @@ class Outline:
         """Every parameter under each of its names, in the order of the program."""
         return tuple(
             OwnedParameter(*_split(name), placed=placed, layout=Layout.parse(placed.layout))
-            for placed in self.stage.parameters
+            for placed in self._placed
             for name in (placed.target, *placed.aliases)
         )
+
+    @property
+    def _placed(self) -> Iterable[PlacedInput]:
+        """The parameters of all stages; the first stage that holds one counts."""
+        found: dict[str, PlacedInput] = {}
+        for stage in self.plan.stages:
+            for placed in stage.parameters:
+                found.setdefault(placed.target, placed)
+        return found.values()
 
     @cached_property
     def readers(self) -> dict[str, tuple[Node, ...]]:
@@ -138,7 +148,7 @@ class Outline:
         sharded = {
             axis: sum(
                 prod(placed.shape)
-                for placed in self.stage.parameters
+                for placed in self._placed
                 if Layout.parse(placed.layout).types[axis].is_shard
             )
             for axis in axes
@@ -245,9 +255,11 @@ def not_expressed(outline: Outline, items: Iterable[str]) -> list[str]:
     """Paragraphs that list the parts of a plan that an export leaves out."""
     listed = [f"- {item}" for item in items]
     if outline.stage.micro_batches > 1:
+        number = outline.stage.micro_batches
+        what = "" if outline.plan.pipeline else f"the {number} micro-batches of a step, and "
         listed.append(
-            f"- the {outline.stage.micro_batches} micro-batches of a step, and which parameters "
-            f"stay gathered, and which gradients unreduced, between them"
+            f"- {what}which parameters stay gathered, and which gradients unreduced, between "
+            f"micro-batches"
         )
     if not listed:
         return ["Everything that the plan specifies for parameters is expressed."]

@@ -17,12 +17,14 @@ class ExportTarget:
         media_type: media type of the text.
         format: description of the text's format, for documentation.
         content: description of the text's content, for documentation.
+        pipelines: True if plans with several stages can be exported.
     """
 
     export: Export
     media_type: str
     format: str
     content: str
+    pipelines: bool = False
 
 
 EXPORT_TARGETS: dict[str, ExportTarget] = {}
@@ -30,7 +32,7 @@ EXPORT_TARGETS: dict[str, ExportTarget] = {}
 
 
 def export_target(
-    name: str, *, media_type: str, written_as: str, content: str
+    name: str, *, media_type: str, written_as: str, content: str, pipelines: bool = False
 ) -> Callable[[Export], Export]:
     """Decorator that registers a function as an export target.
 
@@ -39,10 +41,11 @@ def export_target(
         media_type: media type of the text.
         written_as: description of the text's format.
         content: description of the text's content.
+        pipelines: True if plans with several stages can be exported.
     """
 
     def add(export: Export) -> Export:
-        EXPORT_TARGETS[name] = ExportTarget(export, media_type, written_as, content)
+        EXPORT_TARGETS[name] = ExportTarget(export, media_type, written_as, content, pipelines)
         return export
 
     return add
