@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import pytest
+from runtime.cases import pipeline_cuts
 from runtime.cases.pipelines import ON_2
 
 NUM_RANKS = 2
-CASES = ON_2
+CASES = {**ON_2, **pipeline_cuts.CASES}
 
 
 @pytest.mark.ranks
