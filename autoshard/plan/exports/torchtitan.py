@@ -1,9 +1,14 @@
 """Export to torchtitan: the TOML table `[parallelism]` of its releases up to 0.2."""
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterable, Iterator
 
+from autoshard.errors import PlanError
 from autoshard.plan.exports.outline import Outline, Role, comment, folded, not_expressed
 from autoshard.plan.exports.target import export_target
+from autoshard.plan.stage_modules import stage_modules
+from autoshard.plan.stage_plans import stage_plan
 
 _DEGREES: dict[str, Role] = {
     "data_parallel_replicate_degree": "replicate",
@@ -13,11 +18,19 @@ _DEGREES: dict[str, Role] = {
 }
 
 
+_LAYER = re.compile(r"(?:.*\.)?\d+")
+"""Path of a module whose last part is a number."""
+
+
 @export_target(
     "torchtitan",
     media_type="application/toml",
     written_as="TOML",
-    content="degrees of parallelism, resharding after forward, activation checkpointing",
+    content=(
+        "degrees of parallelism, modules of pipeline stages, resharding after forward, activation "
+        "checkpointing"
+    ),
+    pipelines=True,
 )
 def to_torchtitan(outline: Outline) -> str:
     """TOML with the degrees of parallelism, resharding and activation checkpointing.
@@ -26,25 +39,58 @@ def to_torchtitan(outline: Outline) -> str:
     each axis can be configured.
 
     Raises:
-        PlanError: two axes are for the same kind of parallelism, which has only one degree.
+        PlanError: two axes are for the same kind of parallelism, which has only one degree, or a
+            pipeline stage begins inside a layer.
     """
     outline.require_one_axis("tensor", "torchtitan")
     outline.require_one_axis("context", "torchtitan")
+    stages = [outline]
+    if outline.plan.pipeline is not None:
+        numbers = range(len(outline.plan.stages))
+        stages = [Outline(stage_plan(outline.plan, number)[0]) for number in numbers]
     lines = ["", "[parallelism]"]
     lines += [f"{setting} = {outline.degree(role)}" for setting, role in _DEGREES.items()]
-    lines.append("pipeline_parallel_degree = 1")
-    lines.append(f'fsdp_reshard_after_forward = "{_resharding(outline)}"')
-    lines += ["", "[activation_checkpoint]", f'mode = "{_checkpointing(outline)}"', ""]
+    lines += _pipeline(outline)
+    lines.append(f'fsdp_reshard_after_forward = "{_resharding(stages)}"')
+    lines += ["", "[activation_checkpoint]", f'mode = "{_checkpointing(stages)}"', ""]
     return comment(_header(outline)) + "\n".join(lines)
 
 
-def _resharding(outline: Outline) -> str:
-    again = any(p.name in outline.regathered for p in outline.stage.parameters)
+def _pipeline(outline: Outline) -> Iterator[str]:
+    pipeline = outline.plan.pipeline
+    yield f"pipeline_parallel_degree = {len(pipeline.ranks) if pipeline else 1}"
+    if pipeline is None:
+        return
+    yield f'pipeline_parallel_schedule = "{pipeline.schedule}"'
+    yield "module_fqns_per_model_part = ["
+    for number, modules in enumerate(stage_modules(outline.plan)):
+        for path in (*modules.whole, *modules.parts):
+            if _is_inside_layer(path) or (path in modules.parts and _LAYER.fullmatch(path)):
+                raise PlanError(
+                    f"stage {number} has a part of a layer, {path}, but torchtitan cuts between "
+                    f"layers: plan with balance, such as the number of layers of each stage, or "
+                    f"with cuts before layers"
+                )
+        yield f"    {json.dumps(modules.whole)},"
+    yield "]"
+    batch = next((a.shape[0] for a in pipeline.arguments if a.shape), 0)
+    replicas = outline.degree("replicate") * outline.degree("shard")
+    if batch and batch % replicas == 0:
+        yield f"pipeline_parallel_microbatch_size = {batch // replicas}"
+
+
+def _is_inside_layer(path: str) -> bool:
+    parts = path.split(".")
+    return any(_LAYER.fullmatch(".".join(parts[:end])) for end in range(1, len(parts)))
+
+
+def _resharding(stages: Iterable[Outline]) -> str:
+    again = any(p.name in one.regathered for one in stages for p in one.stage.parameters)
     return "always" if again else "never"
 
 
-def _checkpointing(outline: Outline) -> str:
-    return "full" if outline.stage.checkpoints else "none"
+def _checkpointing(stages: Iterable[Outline]) -> str:
+    return "full" if any(one.stage.checkpoints for one in stages) else "none"
 
 
 def _header(outline: Outline) -> Iterator[str]:
@@ -66,5 +112,5 @@ def _missing(outline: Outline) -> Iterator[str]:
         ]
         if others:
             yield f"sharding of other dims than the first: {folded(others)}"
-    if outline.stage.checkpoints:
+    if any(stage.checkpoints for stage in outline.plan.stages):
         yield "the choice of checkpointed blocks: `full` means all of them"
