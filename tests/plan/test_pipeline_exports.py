@@ -58,7 +58,7 @@ def test_torchtitan_is_told_of_recomputation_in_any_stage(interleaved: Plan) -> 
 
 @pytest.mark.parametrize("target", sorted(set(EXPORT_TARGETS) - {"megatron", "torchtitan"}))
 def test_other_exports_say_which_have_stages(interleaved: Plan, target: str) -> None:
-    with pytest.raises(PlanError, match="4 pipeline stages, .* only .*: megatron, torchtitan"):
+    with pytest.raises(PlanError, match=r"4 pipeline stages, .* only .*: megatron, torchtitan"):
         export_plan(interleaved, target)
 
 
