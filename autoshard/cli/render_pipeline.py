@@ -86,18 +86,16 @@ def render_schedule(pipeline: Pipeline, simulation: ScheduleSimulation) -> Rende
     """Show the step of a pipeline: times and memory of its stages, and idle time of its ranks."""
     schedule = simulation.schedule
     stages = make_table(
-        "Stages: seconds per micro-batch, and at the end of the step",
-        ["stage", "rank"],
-        ["forward", "backward", "end", "send", "in flight", "peak memory"],
+        "Stages: times of a micro-batch, and of the end of the step",
+        ["stage"],
+        ["forward", "backward", "end", "in flight", "memory"],
     )
     for stage, (summary, times) in enumerate(zip(pipeline.stages, simulation.times, strict=True)):
         stages.add_row(
-            str(stage),
-            str(schedule.rank_of_stage[stage]),
+            f"{stage} on rank {schedule.rank_of_stage[stage]}",
             milliseconds(times.forward),
             milliseconds(times.backward_input + times.backward_weight),
             milliseconds(times.end),
-            milliseconds(times.send),
             str(schedule.in_flight[stage]),
             format_bytes(summary.memory.peak),
         )

@@ -16,7 +16,9 @@ What is assumed is what `torch.distributed.pipelining` does:
   without deadlock, and wait for sends at the end of the step. Transfers between two ranks, in both
   directions, run one after the other in the order of these lists (NCCL has one stream per pair of
   ranks).
-* After its last action and its last send, a rank reduces gradients and runs the optimizer.
+* What runs once per step comes after the last action and the last send of a rank. In the run, only
+  the optimizer does: parameters are gathered in the first forward of a stage, and gradients reduced
+  in its last backward. Other stages may have to wait for them.
 
 Transfers between different pairs of ranks do not slow each other down, and neither do transfers and
 collectives.
