@@ -244,7 +244,8 @@ class BudgetSearch:
         for elasticity in _ELASTICITIES:
             if any(found):
                 break
-            priced = self._priced(elasticity * unlimited.bound / memory_budget)
+            # The time limit may have ended before there was a bound.
+            priced = self._priced(elasticity * (unlimited.objective or 0.0) / memory_budget)
             if priced.choice is not None:
                 found.append(self._with_layouts(priced.choice, memory_budget))
         plans = [plan for plan in found if plan is not None]

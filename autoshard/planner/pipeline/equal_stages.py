@@ -18,6 +18,9 @@ from autoshard.planner.planner import plan_id
 from autoshard.planner.stage_builder import peak_memory
 from autoshard.solve import KeyValueStore, content_key, read_sealed, write_sealed
 
+_SHARED_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of micro-batches in flight for which stages are planned under a memory limit; a stage
+with another number gets the plan for the next one."""
 _NAMED = frozenset({InputKind.PREPARED, InputKind.USER, InputKind.LITERAL})
 """Inputs that keep their targets: equal stages have the same ones."""
 _NO_LIMIT = 1 << 62
@@ -113,6 +116,8 @@ class EqualStages:
         options = options.model_copy(update={"pins": Pins(inputs=inputs, outputs=pins.outputs)})
         found = self._without_limit(numbered.graph, mesh, options)
         if found is None:
+            found = self._for_more(numbered.graph, mesh, options)
+        if found is None:
             found = self._known_or_new(numbered.graph, mesh, options)
         return found._replace(plan=_with_names(found.plan, numbered, graph))
 
@@ -125,16 +130,16 @@ class EqualStages:
         ):
             return None
         found = self._known_or_new(graph, mesh, free)
-        if not found.plan.found:
+        return _if_it_fits(found, graph, mesh, options)
+
+    def _for_more(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan | None:
+        """A plan for a few more micro-batches in flight, which several stages can share."""
+        number = next((n for n in _SHARED_NUMBERS if n >= options.in_flight), options.in_flight)
+        number = min(number, options.micro_batches)
+        if options.mode != "training" or number == options.in_flight:
             return None
-        stage = found.plan.stages[0].model_copy(update={"in_flight": options.in_flight})
-        optimizer = Prices(graph, mesh, options).optimizer
-        budget = options.memory_budget or mesh.topology.device.memory
-        peak = peak_memory(timeline(stage, graph, training=True, optimizer=optimizer), budget)
-        if peak.peak > budget:
-            return None
-        update = {"stages": (stage,), "memory": peak, "options": options}
-        return found._replace(plan=found.plan.model_copy(update=update))
+        more = options.model_copy(update={"in_flight": number})
+        return _if_it_fits(self._known_or_new(graph, mesh, more), graph, mesh, options)
 
     def _known_or_new(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
         key = plan_id(graph, mesh, options)
@@ -166,6 +171,22 @@ class EqualStages:
             return None
         is_same = plan.id == key and plan.graph.digest == graph_digest(graph) and plan.found
         return StagePlan(plan, times) if is_same else None
+
+
+def _if_it_fits(
+    found: StagePlan, graph: Graph, mesh: Mesh, options: PlanOptions
+) -> StagePlan | None:
+    """A plan with another number of micro-batches in flight, if it fits into the budget then."""
+    if not found.plan.found:
+        return None
+    stage = found.plan.stages[0].model_copy(update={"in_flight": options.in_flight})
+    optimizer = Prices(graph, mesh, options).optimizer
+    budget = options.memory_budget or mesh.topology.device.memory
+    peak = peak_memory(timeline(stage, graph, training=True, optimizer=optimizer), budget)
+    if peak.peak > budget:
+        return None
+    update = {"stages": (stage,), "memory": peak, "options": options}
+    return found._replace(plan=found.plan.model_copy(update=update))
 
 
 def _store_key(key: str) -> str:

@@ -45,7 +45,7 @@ from autoshard.solve import CancelToken, KeyValueStore, Progress
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
 _MAX_ROUNDS = 4
 """Maximum number of pipelines whose stages are planned, if stages do not fit into memory."""
-_LEAST_TIME_LIMIT = 2.0
+_LEAST_TIME_LIMIT = 5.0
 """Least time limit of the solver for one stage, seconds."""
 _WHY_NONE = (
     "no pipeline was found: none of the numbers of stages and schedules that the options allow "

@@ -29,6 +29,8 @@ _MAX_SIMULATIONS = 100
 """Maximum number of partitions that are simulated for one schedule."""
 _RESERVED_SHARE = 0.85
 """Share of the memory that estimates use, after a stage did not fit."""
+_BUDGET_STEPS = 32
+"""Number of steps in which the memory of a rank is divided among its stages."""
 _MAX_GUIDED = 20
 """The same, of schedules with several stages per rank."""
 _STAGES_PER_RANK: Mapping[ScheduleName, tuple[int, ...]] = {
@@ -331,7 +333,10 @@ class PipelineSearch:
         left = max(self._budget - schedule.stages_per_rank * state, 0.0)
         held = schedule.ranks[schedule.rank_of_stage[stage]]
         share = schedule.in_flight[stage] / sum(schedule.in_flight[s] for s in held)
-        return int(min(state, self._budget / schedule.stages_per_rank) + left * share)
+        nbytes = min(state, self._budget / schedule.stages_per_rank) + left * share
+        # Rounded, so that similar stages have equal budgets and are planned once.
+        step = self._budget // _BUDGET_STEPS
+        return max(int(nbytes // step) * step, step) if step else int(nbytes)
 
     def _transfers(self, devices: int) -> tuple[FloatArray, FloatArray]:
         """Seconds to send what crosses each cut between stages of equal sub-meshes."""
