@@ -34,6 +34,7 @@ from autoshard.plan import (
     simulate_pipeline,
 )
 from autoshard.plan import simulate as simulate_plan
+from autoshard.plan.stage_plans import stage_plan
 
 PASSED_ON = {
     "ignore_unknown_options": True,
@@ -55,17 +56,30 @@ Picture = Annotated[
 ]
 
 
+OneStage = Annotated[
+    int | None,
+    typer.Option(
+        "--stage",
+        help="Show the operators and collectives of this stage of a pipeline, as if it had nothing "
+        "to wait for.",
+    ),
+]
+
+
 def simulate(
     plan: PlanSource,
     *,
     output: Trace = None,
     svg: Picture = None,
+    stage: OneStage = None,
     limit: Limit = 12,
     connection: Connection,
 ) -> None:
     """Show one step of a plan over time: compute, communication and memory; a pipeline by rank."""
     with reported():
         made = connection.read_plan(plan)
+        if stage is not None:
+            made, _ = stage_plan(made, stage)
         if made.pipeline is not None:
             schedule = simulate_pipeline(made)
             trace, shown = schedule_trace(schedule), render_schedule(made.pipeline, schedule)
@@ -73,7 +87,7 @@ def simulate(
                 svg.write_text(schedule_svg(schedule), encoding="utf-8")
         elif svg is not None:
             raise OptionError(
-                "--svg draws the schedule of a pipeline, but the plan has one stage: write a trace "
+                "--svg draws the schedule of a pipeline, and this is one stage: write a trace "
                 "with -o"
             )
         else:

@@ -45,7 +45,23 @@ def test_simulate_shows_the_schedule_of_a_pipeline(archive: Path, tmp_path: Path
     assert picture.read_text().startswith("<svg")
     result = autoshard("simulate", plan, "--svg", picture)
     assert result.exit_code == 1
-    assert "the plan has one stage" in result.output
+    assert "this is one stage" in result.output
+
+
+def test_simulate_shows_the_operators_of_a_stage(archive: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    options = ("--stages", "2", "--micro-batches", "2", "--no-cache", "-o", plan)
+    assert autoshard("plan", archive, "--mesh", "2", *options).exit_code == 0
+    pipeline = Plan.from_json(plan.read_bytes()).pipeline
+    assert pipeline is not None
+    for number, summary in enumerate(pipeline.stages):
+        result = autoshard("simulate", plan, "--stage", number)
+        assert result.exit_code == 0, result.output
+        assert f"takes {summary.costs.total * 1e3:.3f} ms" in result.output
+        assert "linear.default" in result.output
+    result = autoshard("simulate", plan, "--stage", 2)
+    assert result.exit_code == 1
+    assert "no pipeline stage 2" in result.output
 
 
 def test_simulate_names_a_file_without_a_plan(archive: Path) -> None:
