@@ -15,6 +15,7 @@ from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
+from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.micro_batches import Join
 from autoshard.runtime.pipelining.model_part import (
@@ -186,6 +187,7 @@ def pipeline(
     loss_fn: LossFunction | None = None,
     scale_grads: bool = True,
     checkpoint: Checkpointing = "always",
+    deferred_batch_norm: bool = False,
     join: Join | None = None,
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
@@ -216,6 +218,8 @@ def pipeline(
             losses that are means over the batch; False if it is their sum.
         checkpoint: the micro-batches for which the planned activation checkpoints run; memory is
             as planned with "always".
+        deferred_batch_norm: True to update the running statistics of batch norms once per step,
+            by those of the whole batch; otherwise each micro-batch updates them.
         join: makes one result of those of micro-batches. By default tensors are concatenated along
             the dim in which the arguments are divided, and scalars are averaged.
         constants: as for `parallelize`.
@@ -251,6 +255,8 @@ def pipeline(
     check_model(model, plan, forwards)
     for forward in forwards:
         forward.attach(model)
+        if deferred_batch_norm:
+            forward.norms = DeferredBatchNorms(model, forward.program.graph)
     held = HeldBuffers(model)
     saved = saved_tensors(model, plan, devices)
     called = signature(model.forward)

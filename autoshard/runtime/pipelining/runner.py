@@ -161,9 +161,14 @@ class PipelineRunner:
 
     def _run(self, run: Callable[..., Any]) -> None:
         number = self._batches.number
+        norms = [norms for s in self.stages if (norms := s.forward_program.norms) is not None]
+        for one in norms:
+            one.begin_step()
         try:
             # The target of a micro-batch is its number; the arguments are in the stages.
             run(target=torch.arange(number) if self.is_training else None, return_outputs=False)
+            for one in norms:
+                one.end_step()
         except RuntimeError as error:
             if isinstance(error.__cause__, PlanError):
                 raise error.__cause__ from None

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from autoshard.runtime.parameters import store_updates
+from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.planned_forward import PlannedForward
 
 Checkpointing = Literal["always", "except_last", "never"]
@@ -34,7 +35,13 @@ class StageForward(PlannedForward):
     """The program of a pipeline stage with its parameters and buffers.
 
     See `PlannedForward` for the arguments.
+
+    Attributes:
+        norms: batch norms whose statistics are updated once per step; None if they are updated
+            by each micro-batch.
     """
+
+    norms: DeferredBatchNorms | None = None
 
     def run(
         self,
@@ -64,12 +71,17 @@ class StageForward(PlannedForward):
             waits=micro_batch.waits, keeps=micro_batch.keeps
         )
         with torch.set_grad_enabled(self.is_training and torch.is_grad_enabled()), accumulation:
+            if self.norms is not None:
+                self.norms.begin_forward()
             outputs = call.program(
                 self._inputs(call, given),
                 step=micro_batch.step,
                 checkpoints=micro_batch.checkpoints,
             )
-            return store_updates(self._updated, outputs)
+            results = store_updates(self._updated, outputs)
+            if self.norms is not None:
+                self.norms.end_forward()
+            return results
 
     def nest(self, results: Sequence[Any]) -> Any:
         """The results of forward as the model returns them."""

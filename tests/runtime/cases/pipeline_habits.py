@@ -235,7 +235,41 @@ def check_checkpoints(habit: Habit) -> None:
     assert saved["always"] < saved["except_last"] < saved["never"]
 
 
+class Normalised(nn.Module):
+    """A batch norm between linear layers, and the mean of squares as loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu()).square().mean()
+
+
+def normalised() -> Case:
+    """A model with a batch norm, of rows whose mean is not zero."""
+    return Normalised(), {"x": torch.randn(8, 8) + torch.randn(1)}
+
+
+def check_deferred_norms(habit: Habit) -> None:
+    """Running statistics are those of the whole batch, or of one micro-batch after another."""
+    for deferred in (True, False):
+        model = habit.built()[0][0]
+        planned = pipeline(model, habit.plan, habit.mesh, deferred_batch_norm=deferred)
+        reference = habit.built()[0][0]
+        for _ in range(2):
+            planned.step(**habit.batch)
+            for batch in [habit.batch] if deferred else habit.parts:
+                reference(**batch)
+        for name, buffer in planned.named_buffers():
+            close(whole(buffer), reference.get_buffer(name), name)
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, [name for name, _ in planned.named_buffers()])
+    assert {name for names in held for name in names} == dict(reference.named_buffers()).keys()
+
+
 CASES = {
+    "deferred batch norm": Habit(check_deferred_norms, normalised),
     "loss function": Habit(check_loss_function, lambda: mlp(batch=16)),
     "sums of losses": Habit(check_sums, lambda: mlp(batch=16)),
     "accumulated steps": Habit(check_accumulated_steps),
