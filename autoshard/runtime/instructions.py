@@ -32,12 +32,15 @@ class Execution:
         regathers: the reshardings that backward runs again.
         checks_shapes: True if the shapes of outputs are compared with the planned ones.
         checkpoints: False if what activation checkpoints would recompute is saved instead.
+        apart: None, or the tensors whose gradients are computed apart, each with the leaf that
+            an operator reads in its place.
     """
 
     step: Step
     regathers: Regathers
     checks_shapes: bool = True
     checkpoints: bool = True
+    apart: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,18 +171,23 @@ class Call(Instruction):
         shapes: local shape of each output; a size that depends on data is None.
         kernel: the local kernel.
         reads_regathered: True if an input may share memory with a result that is re-gathered.
+        apart: positions in `reads` of tensors whose gradients can be computed apart.
     """
 
     node: str
     shapes: tuple[tuple[int | None, ...], ...]
     kernel: LocalKernel
     reads_regathered: bool = False
+    apart: tuple[int, ...] = ()
 
     def run(self, registers: Registers, execution: Execution) -> None:
         """Run the kernel."""
         tensors = [registers[slot] for slot in self.reads]
         for slot in self.last_reads:
             registers[slot] = None
+        if execution.apart is not None:
+            for position in self.apart:
+                tensors[position] = _cut_off(tensors[position], execution.apart)
         if self.reads_regathered:
             with execution.regathers.saving(tensors):
                 outputs = self.kernel(tensors, execution.step)
@@ -200,6 +208,15 @@ class Call(Instruction):
             message = f"{self.node} returned shape {shape}, not {planned}"
             assert len(shape) == len(planned), message
             assert tuple(known) == planned, message
+
+
+def _cut_off(tensor: torch.Tensor, apart: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """A leaf in place of a tensor that requires a gradient; others are returned unchanged."""
+    if not tensor.requires_grad:
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    apart.append((tensor, leaf))
+    return leaf
 
 
 @dataclass(slots=True, kw_only=True)
@@ -286,6 +303,23 @@ def execute(
                 registers[slot] = registers[slot].clone()
         instruction.run(registers, execution)
     execution.regathers.clear()
+
+
+def mark_apart(instructions: Iterable[Instruction], slots: Iterable[int]) -> None:
+    """Set `apart` of operators: their inputs that do not derive from some slots, of those that do.
+
+    Args:
+        instructions: instructions in order; changed in place.
+        slots: of the tensors whose gradients are computed first.
+    """
+    derived = set(slots)
+    for instruction in instructions:
+        if derived.isdisjoint(instruction.reads):
+            continue
+        derived.update(instruction.targets)
+        if isinstance(instruction, Call):
+            places = enumerate(instruction.reads)
+            instruction.apart = tuple(place for place, slot in places if slot not in derived)
 
 
 def mark_last_reads(instructions: Sequence[Instruction], kept: Iterable[int]) -> frozenset[int]:

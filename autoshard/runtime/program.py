@@ -25,6 +25,7 @@ from autoshard.runtime.instructions import (
     Registers,
     Reshard,
     execute,
+    mark_apart,
     mark_last_reads,
 )
 from autoshard.runtime.kernels import bind_kernel
@@ -87,6 +88,14 @@ class LocalProgram:
         self._unwritten = (None,) * (max([self._num_inputs - 1, *written]) + 1 - self._num_inputs)
         self._has_run = False
 
+    def compute_apart(self, slots: Iterable[int]) -> None:
+        """Allow gradients of what does not derive from some inputs to be computed apart.
+
+        Args:
+            slots: of these inputs.
+        """
+        mark_apart(self.instructions, slots)
+
     def registers(self, inputs: Iterable[torch.Tensor]) -> Registers:
         """The registers of a run before its first instruction.
 
@@ -99,7 +108,12 @@ class LocalProgram:
         return registers
 
     def __call__(
-        self, inputs: Iterable[torch.Tensor], *, step: Step = 0, checkpoints: bool = True
+        self,
+        inputs: Iterable[torch.Tensor],
+        *,
+        step: Step = 0,
+        checkpoints: bool = True,
+        apart: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[Any, ...]:
         """Run on this rank's tensors.
 
@@ -109,6 +123,7 @@ class LocalProgram:
             step: index of the training step. It and the seed determine the random numbers, so
                 that recomputing a step draws the same ones.
             checkpoints: False to save what the planned activation checkpoints would recompute.
+            apart: gets the tensors whose gradients are computed apart, after `compute_apart`.
 
         Returns:
             One entry per output of the graph: this rank's shard, or the literal.
@@ -116,7 +131,9 @@ class LocalProgram:
         registers = self.registers(inputs)
         # Shapes follow from those of the inputs, so they are compared in the first run only.
         checks = not torch.compiler.is_compiling() and not self._has_run
-        execute(self.instructions, registers, Execution(step, Regathers(), checks, checkpoints))
+        execute(
+            self.instructions, registers, Execution(step, Regathers(), checks, checkpoints, apart)
+        )
         if checks:
             self._has_run = True
         return tuple(

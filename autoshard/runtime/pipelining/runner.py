@@ -16,7 +16,7 @@ from autoshard.runtime.dtensors import full_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.micro_batches import Join, MicroBatches, join_results
 from autoshard.runtime.pipelining.routes import End, Route
-from autoshard.runtime.pipelining.schedules import last_backward, make_schedule
+from autoshard.runtime.pipelining.schedules import SPLIT, last_backward, make_schedule
 from autoshard.runtime.pipelining.stage import Link, PlannedStage, Step
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, MicroBatch, StageForward
 from autoshard.runtime.pipelining.tied import TiedParameters
@@ -267,6 +267,7 @@ def _stages(
             incoming=links[number - 1] if number else (),
             outgoing=[outgoing[name] for name in sent if name is not None],
             group=devices.group,
+            splits=plan.pipeline.schedule in SPLIT and len(devices.positions) > 1,
         )
         if number - 1 in devices.own_stages:
             stage.check_local(links[number - 1])

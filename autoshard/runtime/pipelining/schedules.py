@@ -15,7 +15,8 @@ from autoshard.runtime.pipelining.stage import PlannedStage
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """The loss of a micro-batch, from the results of forward and the micro-batch's number."""
 
-_BACKWARD = ("FULL_BACKWARD", "BACKWARD_INPUT")
+SPLIT = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
+"""Schedules that run backward in two parts."""
 
 
 def make_schedule(
@@ -62,7 +63,7 @@ def make_schedule(
 
 
 def last_backward(schedule: Any, stage: PlannedStage) -> int:
-    """The micro-batch whose backward comes last on a stage.
+    """The micro-batch whose gradients of parameters come last on a stage.
 
     Args:
         schedule: from `make_schedule`.
@@ -72,8 +73,9 @@ def last_backward(schedule: Any, stage: PlannedStage) -> int:
     number: int = schedule._n_microbatches - 1  # noqa: SLF001  torch has no public access to it
     if isinstance(schedule, schedules.PipelineScheduleSingle):
         return number
+    parts = ("FULL_BACKWARD", "BACKWARD_WEIGHT" if stage.splits_backward else "BACKWARD_INPUT")
     for action in order[stage.group_rank]:
         for one in () if action is None else action.sub_actions or (action,):
-            if one.stage_index == stage.stage_index and one.computation_type.name in _BACKWARD:
+            if one.stage_index == stage.stage_index and one.computation_type.name in parts:
                 number = one.microbatch_index
     return number

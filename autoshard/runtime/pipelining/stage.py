@@ -1,7 +1,8 @@
 """A planned stage as torch.distributed.pipelining runs it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autoshard.errors import PlanError
+from autoshard.runtime.pipelining.backward import (
+    SplitBackward,
+    can_split_backward,
+    run_backward,
+)
 from autoshard.runtime.pipelining.routes import Incoming, Route
 from autoshard.runtime.pipelining.stage_forward import MicroBatch, StageForward
 from autoshard.runtime.recorder import CONTENTS
@@ -64,9 +70,11 @@ class PlannedStage(_PipelineStageBase):
         incoming: what the previous stage sends.
         outgoing: what is sent to the next stage, in the order of the program's outputs.
         group: for the messages.
+        splits: True if the schedule runs backward in two parts.
 
     Attributes:
         step: what is run; set before each step.
+        splits_backward: True if gradients of parameters are computed apart.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class PlannedStage(_PipelineStageBase):
         incoming: Sequence[Link],
         outgoing: Sequence[Link],
         group: ProcessGroup,
+        splits: bool,
     ) -> None:
         # Schedules expect a group with one rank per stage. A stage has several here, so they
         # get the numbers of pipeline ranks instead.
@@ -93,6 +102,13 @@ class PlannedStage(_PipelineStageBase):
         self._arriving: dict[int, list[Incoming]] = {}
         self._received: dict[int, list[torch.Tensor]] = {}
         self._made: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._apart: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._second: dict[int, Callable[[], None]] = {}
+        self.splits_backward = splits and can_split_backward(forward.stage)
+        if self.splits_backward:
+            trained = {link.value for link in incoming if link.gradient is not None}
+            inputs = enumerate(forward.stage.inputs)
+            forward.program.compute_apart(slot for slot, i in inputs if i.name in trained)
         self._arriving_gradients: dict[int, list[Incoming | None]] = {}
         self._gradients: dict[int, list[torch.Tensor | None]] = {}
         self._input_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
@@ -108,6 +124,8 @@ class PlannedStage(_PipelineStageBase):
             self._arriving,
             self._received,
             self._made,
+            self._apart,
+            self._second,
             self._arriving_gradients,
             self._gradients,
             self._input_gradients,
@@ -206,10 +224,12 @@ class PlannedStage(_PipelineStageBase):
         trains = self.has_backward and torch.is_grad_enabled()
         for link, tensor in zip(self._incoming, received, strict=True):
             tensor.requires_grad_(trains and link.gradient is not None)
+        apart = self._apart.setdefault(fwd_chunk_id, []) if self.splits_backward else None
         outputs = self.forward_program.run(
             self.step.arguments[fwd_chunk_id],
             {link.value: x for link, x in zip(self._incoming, received, strict=True)},
             self.step.micro_batches[fwd_chunk_id],
+            apart if trains else None,
         )
         if self.is_last:
             if self.step.keeps_results:
@@ -224,7 +244,7 @@ class PlannedStage(_PipelineStageBase):
         self,
         bwd_chunk_id: int,
         loss: torch.Tensor | None = None,
-        full_backward: bool = True,  # noqa: ARG002, FBT001, FBT002  the base's
+        full_backward: bool = True,  # noqa: FBT001, FBT002  the base's
         last_backward: bool = False,  # noqa: ARG002, FBT001, FBT002  as above
     ) -> None:
         """Run backward of a micro-batch.
@@ -239,14 +259,27 @@ class PlannedStage(_PipelineStageBase):
             return
         made, received = self._made.pop(bwd_chunk_id)
         outputs, gradients = self._differentiated(bwd_chunk_id, made, loss)
-        if outputs:
-            torch.autograd.backward(outputs, gradients)
+        apart = self._apart.pop(bwd_chunk_id, [])
+        inputs = [tensor for tensor in received if tensor.requires_grad]
+        if full_backward or not self.splits_backward:
+            run_backward(outputs, gradients, apart)
+        elif inputs:
+            split = SplitBackward(outputs, gradients, inputs, apart)
+            self._second[bwd_chunk_id] = split.run_second
+        else:
+            self._second[bwd_chunk_id] = partial(run_backward, outputs, gradients, apart)
         self._input_gradients[bwd_chunk_id] = tuple(
             _gradient(tensor) if tensor.requires_grad else None for tensor in received
         )
 
-    def backward_weight_one_chunk(self, *_: Any, **__: Any) -> None:
-        """Do nothing: `backward_one_chunk` has computed all gradients."""
+    def backward_weight_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        last_backward: bool = False,  # noqa: ARG002, FBT001, FBT002  the base's
+    ) -> None:
+        """Compute the gradients of parameters that `backward_one_chunk` has left out, if any."""
+        if bwd_chunk_id in self._second:
+            self._second.pop(bwd_chunk_id)()
 
     def _differentiated(
         self, number: int, made: Sequence[torch.Tensor], loss: torch.Tensor | None

@@ -48,6 +48,7 @@ class StageForward(PlannedForward):
         arguments: Sequence[Any],
         received: Mapping[str, torch.Tensor],
         micro_batch: MicroBatch,
+        apart: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> Sequence[Any]:
         """Run forward of a micro-batch.
 
@@ -55,6 +56,7 @@ class StageForward(PlannedForward):
             arguments: the arguments of forward that the program reads, of the micro-batch.
             received: this rank's shards of what the previous stage sends, by name.
             micro_batch: which one it is.
+            apart: gets the tensors whose gradients are computed apart, if it is given.
 
         Returns:
             This rank's shards of what is sent to the next stage, or of the results of forward.
@@ -77,6 +79,7 @@ class StageForward(PlannedForward):
                 self._inputs(call, given),
                 step=micro_batch.step,
                 checkpoints=micro_batch.checkpoints,
+                apart=apart,
             )
             results = store_updates(self._updated, outputs)
             if self.norms is not None:

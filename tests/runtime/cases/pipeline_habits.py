@@ -235,6 +235,22 @@ def check_checkpoints(habit: Habit) -> None:
     assert saved["always"] < saved["except_last"] < saved["never"]
 
 
+class Losses(nn.Module):
+    """Linear layers, and the mean of squares as loss."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def mlp_with_loss(layers: int) -> Case:
+    """A model without tied parameters."""
+    return Losses(layers), {"x": torch.randn(8, 16)}
+
+
 class Normalised(nn.Module):
     """A batch norm between linear layers, and the mean of squares as loss."""
 
@@ -268,7 +284,22 @@ def check_deferred_norms(habit: Habit) -> None:
     assert {name for names in held for name in names} == dict(reference.named_buffers()).keys()
 
 
+def check_split_backward(habit: Habit) -> None:
+    """Gradients of parameters are computed in backward of weights, and only there."""
+    planned = parallelize(habit.model, habit.plan, habit.mesh)
+    assert all(stage.splits_backward for stage in planned)
+    for stage in planned:
+        stage.backward_weight_one_chunk = lambda *_, **__: None
+    planned.step(**habit.batch)
+    assert all(parameter.grad is None for parameter in planned.parameters())
+
+
 CASES = {
+    "split backward": Habit(
+        check_split_backward,
+        lambda: mlp_with_loss(layers=4),
+        {"stages": 4, "schedule": "ZBVZeroBubble"},
+    ),
     "deferred batch norm": Habit(check_deferred_norms, normalised),
     "loss function": Habit(check_loss_function, lambda: mlp(batch=16)),
     "sums of losses": Habit(check_sums, lambda: mlp(batch=16)),
