@@ -111,8 +111,9 @@ class Schedule:
     def in_flight(self) -> tuple[int, ...]:
         """Maximum number of micro-batches that each stage holds activations of.
 
-        A micro-batch is in flight from its forward to the end of its backward, of weights too. In
-        inference, none is kept after its forward.
+        A micro-batch is in flight from its forward to the end of its backward, or of its backward
+        of inputs, which computes all gradients in stages of autoshard. In inference, none is kept
+        after its forward.
         """
         if not self.training:
             return (1,) * self.num_stages
@@ -122,7 +123,7 @@ class Schedule:
             if action.kind == "F":
                 live[action.stage] += 1
                 most[action.stage] = max(most[action.stage], live[action.stage])
-            elif action.kind != "I":
+            elif action.kind != "W":
                 live[action.stage] -= 1
         return tuple(most[stage] for stage in range(self.num_stages))
 
