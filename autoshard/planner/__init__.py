@@ -8,6 +8,7 @@ from autoshard.planner.mesh_search import (
     candidate_meshes,
     search_meshes,
 )
+from autoshard.planner.pipeline.micro_batches import MicroBatches, choose_micro_batches
 from autoshard.planner.pipeline.named_cuts import cut_names
 from autoshard.planner.pipeline.pipeline_planner import make_plan
 from autoshard.planner.planner import (
@@ -22,9 +23,11 @@ __all__ = [
     "Candidate",
     "Explanation",
     "JointPlans",
+    "MicroBatches",
     "ProblemSize",
     "SearchProgress",
     "candidate_meshes",
+    "choose_micro_batches",
     "cut_names",
     "explain",
     "make_plan",

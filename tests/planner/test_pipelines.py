@@ -3,16 +3,25 @@
 from itertools import pairwise
 
 import pytest
+import torch
 from support.models import gpt2, graph_of, llama, meta
+from torch import nn
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph, InputKind, graph_from_json
+from autoshard.graph import (
+    Graph,
+    InputKind,
+    export_model,
+    graph_from_json,
+    load_graph,
+    resized,
+)
 from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.schedule_simulation import simulate_schedule
 from autoshard.plan.schedules import Schedule
-from autoshard.planner import make_plan
+from autoshard.planner import choose_micro_batches, make_plan
 from benchmarks.random_pipelines import compare
 
 
@@ -150,3 +159,28 @@ def test_inference_pipelines_have_no_backward() -> None:
 def test_the_search_finds_the_best_of_all_partitions_of_a_random_model(seed: int) -> None:
     """`make prove-pipelines` compares 200."""
     assert not compare(seed).failure
+
+
+def test_the_number_of_micro_batches_is_that_of_the_fastest_plan() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    batch = torch.export.Dim("batch", min=2, max=64)
+    archive = export_model(model, (torch.zeros(32, 64),), dynamic_shapes=({0: batch},))
+    graph, mesh = load_graph(archive), make_mesh((2,), topology="cpu-10gbe")
+    assert graph.dynamic is not None
+    (symbol,) = graph.dynamic.symbols
+    options = PlanOptions(stages=2, schedule="GPipe")
+    chosen = choose_micro_batches(graph, mesh, options)
+    times = {}
+    for number in (1, 2, 4, 8, 16):
+        program = resized(graph, {symbol.name: 32 // number})
+        plan = make_plan(program, mesh, options.model_copy(update={"micro_batches": number}))
+        assert plan.costs is not None
+        times[number] = plan.costs.total
+    assert times[chosen.number] == min(times.values())
+    assert chosen.seconds.items() <= times.items()
+    assert chosen.graph.values[chosen.graph.inputs[-1].name].shape == (32 // chosen.number, 64)
+
+
+def test_a_static_batch_size_cannot_be_divided(graph: Graph) -> None:
+    with pytest.raises(OptionError, match="dynamic_shapes"):
+        choose_micro_batches(graph, make_mesh((2,)))
