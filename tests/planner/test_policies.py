@@ -213,6 +213,7 @@ def test_further_cuts_are_added_to_those_that_are_named() -> None:
         ({"stages": 1, "cuts": ("before:transformer.h.1",)}, "make 2 stages"),
         ({"stages": 3, "balance": (1, 1)}, "lists 2 stages"),
         ({"balance": "time"}, "needs a number of stages"),
+        ({"balance": "bytes", "stages": "auto"}, "needs a number of stages"),
         ({"balance": (1, 1), "cuts": ("before:transformer.ln_f",)}, "leave out one of them"),
     ],
 )

@@ -60,9 +60,10 @@ def num_stages(options: PlanOptions, cutter: StageCutter) -> int | None:
     listed = len(options.balance) if isinstance(options.balance, tuple) else None
     if options.stages in (None, "auto") and listed is not None:
         return listed
+    is_open = options.stages == "auto" or (options.stages is None and required == 1)
+    if is_open and options.balance is not None:
+        raise OptionError(f"balance {options.balance!r} needs a number of stages")
     if options.stages is None:
-        if isinstance(options.balance, str) and required == 1:
-            raise OptionError(f"balance {options.balance!r} needs a number of stages")
         return required
     if options.stages == "auto":
         return None
