@@ -178,13 +178,22 @@ def _formulated(
             f"micro-batches; give at most as many"
         )
     formulation = Formulation.of(graph, mesh, options)
+    check_size(formulation, max_strategies)
+    return formulation
+
+
+def check_size(formulation: Formulation, max_strategies: int | None) -> None:
+    """Check that a problem is not larger than allowed.
+
+    Raises:
+        OptionError: it has more strategies.
+    """
     number = sum(len(variable.strategies) for variable in formulation.variables)
     if max_strategies is not None and number > max_strategies:
         raise OptionError(
             f"the problem has {number:,} strategies, but at most {max_strategies:,} are allowed; "
             "plan for fewer axes or a smaller graph"
         )
-    return formulation
 
 
 def check_trainable(graph: Graph) -> None:

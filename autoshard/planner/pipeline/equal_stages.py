@@ -9,6 +9,7 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind, Node, Ref, graph_digest, graph_to_json
 from autoshard.graph.normalise.rewriting import rewire
 from autoshard.mesh import Mesh
+from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Plan, Stage, StageTimes
 from autoshard.plan.options import Pins, PlanOptions
 from autoshard.plan.pricing import Prices
@@ -146,9 +147,9 @@ class EqualStages:
         if key not in self._known:
             stored = self._stored(key, graph)
             self._known[key] = stored or self._new(graph, mesh, options)
-            if stored is None and self._store is not None and self._known[key].plan.found:
-                plan, times = self._known[key]
-                assert times is not None
+            plan, times = self._known[key]
+            is_final = plan.certificate.status is not SolveStatus.CANCELLED
+            if stored is None and self._store is not None and times is not None and is_final:
                 body = {"plan": plan.to_json(), "times": times.model_dump()}
                 write_sealed(self._store, _store_key(key), json.dumps(body).encode())
         return self._known[key]

@@ -122,6 +122,7 @@ class PartitionProblem:
         *,
         below: float = float("inf"),
         max_simulations: int = MAX_SIMULATIONS,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> PartitionResult | None:
         """The partition with the least simulated step time.
 
@@ -130,6 +131,7 @@ class PartitionProblem:
             below: only partitions faster than this are of interest.
             max_simulations: maximum number of simulations; partitions that were left out then
                 lower the bound.
+            is_over: returns True if the search must end, with the same effect.
 
         Returns:
             None if there is no partition faster than `below`.
@@ -137,7 +139,7 @@ class PartitionProblem:
         best: Partition | None = None
         found, number = below, 0
         stack = [_Node(0.0, 0, self._num_devices, 0.0, 0.0, ())]
-        while stack and number < max_simulations:
+        while stack and number < max_simulations and not is_over():
             node = stack.pop()
             if node.bound >= found:
                 continue

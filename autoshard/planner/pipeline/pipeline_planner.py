@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from math import inf
 from typing import Any
@@ -25,6 +26,7 @@ from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import sub_mesh
 from autoshard.planner.pipeline.equal_stages import EqualStages
+from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.policies import (
     cuts_of,
     num_stages,
@@ -32,7 +34,7 @@ from autoshard.planner.pipeline.policies import (
     stage_cutter,
 )
 from autoshard.planner.pipeline.range_costs import whole_bound
-from autoshard.planner.pipeline.search import Candidate, PipelineSearch
+from autoshard.planner.pipeline.search import MAX_ACTIONS, Candidate, PipelineSearch
 from autoshard.planner.pipeline.stage_plans import (
     PlannedStage,
     pipeline_document,
@@ -52,6 +54,10 @@ _WHY_NONE = (
     "fits the mesh, the micro-batches and the memory; allow more stages, other schedules or more "
     "memory"
 )
+_WHY_STOPPED = {
+    SolveStatus.CANCELLED: "planning was cancelled before a pipeline was found",
+    SolveStatus.TIMED_OUT: "the time limit ended before a pipeline was found; raise time_limit",
+}
 
 
 def make_plan(
@@ -91,12 +97,17 @@ def make_plan(
     """
     options = options or PlanOptions()
 
-    def plan_stage(program: Graph, devices: Mesh, limits: PlanOptions) -> Plan:
+    def plan_stage(
+        program: Graph,
+        devices: Mesh,
+        own: PlanOptions,
+        report: Callable[[Progress], None] | None,
+    ) -> Plan:
         return make_stage_plan(
             program,
             devices,
-            limits,
-            on_progress=on_progress,
+            own,
+            on_progress=report,
             cancel=cancel,
             block_cache=block_cache,
             max_strategies=max_strategies,
@@ -105,11 +116,29 @@ def make_plan(
     cutter = stage_cutter(graph, options)
     number = num_stages(options, cutter)
     if number == 1:
-        return plan_stage(graph, mesh, options)
+        return plan_stage(graph, mesh, options, on_progress)
     if options.mode == "training":
         check_trainable(graph)
-    request = _Request(cutter, mesh, options, EqualStages(plan_stage, block_cache), block_cache)
-    return request.plan(number)
+    _check_number_of_actions(options, number)
+    # Half of the time is for the stages of the pipeline that is found.
+    limits = SearchLimits(options.time_limit / 2, cancel, max_strategies, on_progress)
+    stages = EqualStages(partial(plan_stage, report=limits.report), block_cache)
+    return _Request(cutter, mesh, options, stages, limits, block_cache).plan(number)
+
+
+def _check_number_of_actions(options: PlanOptions, stages: int | None) -> None:
+    """Check that a step can be simulated.
+
+    Raises:
+        OptionError: it has too many stages and micro-batches.
+    """
+    number = (stages or 2) * options.micro_batches
+    if number > MAX_ACTIONS:
+        raise OptionError(
+            f"{stages or 2} stages with {options.micro_batches:,} micro-batches run {number:,} "
+            f"forwards, but at most {MAX_ACTIONS:,} are simulated: take fewer micro-batches or "
+            f"stages"
+        )
 
 
 @dataclass(frozen=True)
@@ -120,6 +149,7 @@ class _Request:
     mesh: Mesh
     options: PlanOptions
     stages: EqualStages
+    limits: SearchLimits
     block_cache: KeyValueStore | None
 
     def plan(self, number: int | None) -> Plan:
@@ -128,10 +158,28 @@ class _Request:
         cuts = cuts_of(self.options, self.cutter, self.mesh)
         required = required_cuts(self.options, self.cutter) if cuts is None else cuts
         search = PipelineSearch(
-            self.cutter, self.mesh, self.options, cuts=required, block_cache=self.block_cache
+            self.cutter,
+            self.mesh,
+            self.options,
+            self.limits,
+            cuts=required,
+            block_cache=self.block_cache,
         )
         seconds = {"search": 0.0, "plan stages": 0.0}
         document = _Document(self.cutter.graph, self.mesh, self.options, seconds)
+        try:
+            return self._plan(search, document, seconds, number, start)
+        except Stopped as stopped:
+            return document.without_stages(_WHY_STOPPED[stopped.status], stopped.status)
+
+    def _plan(
+        self,
+        search: PipelineSearch,
+        document: "_Document",
+        seconds: dict[str, float],
+        number: int | None,
+        start: float,
+    ) -> Plan:
         reason = _WHY_NONE
         for _ in range(_MAX_ROUNDS):
             candidate = self._best(search, number)
@@ -140,6 +188,8 @@ class _Request:
             whole = self._whole(search, candidate) if number is None else None
             if whole is not None:
                 return whole
+            if candidate is None and self.limits.is_over:
+                raise self.limits.stopped()
             if candidate is None:
                 self._check_schedule(number)
                 break
@@ -155,7 +205,12 @@ class _Request:
     def _whole(self, search: PipelineSearch, candidate: Candidate | None) -> Plan | None:
         """The plan of one stage on the whole mesh, if it is faster than a pipeline."""
         pipeline = candidate.seconds if candidate else inf
-        if search.whole_seconds() >= pipeline:
+        try:
+            if search.whole_seconds() >= pipeline:
+                return None
+        except Stopped:
+            if candidate is None:
+                raise
             return None
         limits = self.options.model_copy(update={"stages": 1})
         plan = self.stages.plan(self.cutter.graph, self.mesh, limits).plan
@@ -167,7 +222,12 @@ class _Request:
         if candidate.bound > 0:
             return candidate
         devices = sub_mesh(self.mesh, candidate.stages[0].devices)
-        work = whole_bound(self.cutter.graph, devices, self.options, self.block_cache)
+        try:
+            work = whole_bound(
+                self.cutter.graph, devices, self.options, self.limits, self.block_cache
+            )
+        except Stopped:
+            return candidate
         return replace(candidate, bound=max(work, 0.0) / candidate.schedule.num_ranks)
 
     def _best(self, search: PipelineSearch, number: int | None) -> Candidate | None:
@@ -175,14 +235,22 @@ class _Request:
         schedule = None if options.schedule == "auto" else options.schedule
         wanted = None if options.stages_per_rank == "auto" else options.stages_per_rank
         for ranks, per_rank in self._shapes(number, wanted):
-            found = search.search(
-                ranks,
-                schedule=schedule,
-                stages_per_rank=per_rank,
-                unequal=options.sub_meshes == "any",
-                below=best.seconds if best else float("inf"),
-            )
+            if self.limits.is_over:
+                break
+            try:
+                found = search.search(
+                    ranks,
+                    schedule=schedule,
+                    stages_per_rank=per_rank,
+                    unequal=options.sub_meshes == "any",
+                    below=best.seconds if best else float("inf"),
+                )
+            except Stopped:
+                if best is None:
+                    raise
+                break
             best = found or best
+            self.limits.incumbent = best.seconds if best else inf
         return best
 
     def _check_schedule(self, number: int | None) -> None:
@@ -226,14 +294,21 @@ class _Request:
             limits = limits.model_copy(update={"time_limit": max(share, _LEAST_TIME_LIMIT)})
             limits = with_pinned_ends(limits, program, search.costs(place.devices).layouts)
             limits = with_stored_layouts(limits, place, program, stages)
+            if self.limits.is_cancelled:
+                raise self.limits.stopped()
+            self.limits.begin(f"stage {number} of {len(places)}")
             found, times = self.stages.plan(program, devices, limits)
             if times is None:
+                if found.certificate.status in _WHY_STOPPED:
+                    raise Stopped(found.certificate.status)
                 return f"stage {number} of {len(places)}: {found.reason}"
             stage = found.stages[0].model_copy(
                 update={"name": f"stage{number}", "first_device": place.first_device}
             )
             found = found.model_copy(update={"stages": (stage,)})
             stages.append(PlannedStage(place, program, devices, found, times))
+        if self.limits.is_cancelled:
+            raise self.limits.stopped()
         return stages
 
 
@@ -286,12 +361,10 @@ class _Document:
             pipeline=pipeline,
         )
 
-    def without_stages(self, reason: str) -> Plan:
+    def without_stages(self, reason: str, status: SolveStatus = SolveStatus.INFEASIBLE) -> Plan:
         """A document that says why there is no plan."""
         return self._plan(
-            certificate=Certificate(
-                status=SolveStatus.INFEASIBLE, objective=None, bound=None, gap=None
-            ),
+            certificate=Certificate(status=status, objective=None, bound=None, gap=None),
             reason=reason,
             costs=None,
             memory=None,

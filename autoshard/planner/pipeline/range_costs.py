@@ -30,13 +30,13 @@ from autoshard.plan.memory import MemoryOp, StageMemory
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import inner_time
 from autoshard.planner.formulation import Formulation, Role
-from autoshard.planner.planner import plan_id
+from autoshard.planner.pipeline.limits import SearchLimits
+from autoshard.planner.planner import check_size, plan_id
 from autoshard.planner.stage_builder import Decisions, StageBuilder
 from autoshard.solve import (
     KeyValueStore,
     content_key,
     read_sealed,
-    solve_problem,
     write_sealed,
 )
 
@@ -98,6 +98,7 @@ def range_costs(
     points: Sequence[CutPoint],
     mesh: Mesh,
     options: PlanOptions,
+    limits: SearchLimits,
     *,
     block_cache: KeyValueStore | None = None,
 ) -> RangeCosts:
@@ -110,10 +111,12 @@ def range_costs(
         points: P - 2 places where a stage may begin, ascending; the first stage begins at node 0.
         mesh: the sub-mesh.
         options: as for `make_plan`; `memory_budget` and pins of inputs and outputs do not matter.
+        limits: of the search.
         block_cache: as for `make_plan`.
 
     Raises:
-        OptionError: an option forbids all strategies of a variable.
+        OptionError: an option forbids all strategies of a variable, or the problem is too large.
+        Stopped: the search ended before there was a plan.
     """
     key = _store_key(cutter.graph, [point.node for point in points], mesh, options)
     stored = None if block_cache is None else read_sealed(block_cache, key)
@@ -121,16 +124,17 @@ def range_costs(
         return _from_json(mesh, stored)
     short = shorten(cutter.graph)
     formulation = Formulation.of(short.graph, mesh, options)
-    choice, bound = _solved(formulation, options, 0.0, block_cache)
+    check_size(formulation, limits.max_strategies)
+    choice, bound = _solved(formulation, options, 0.0, limits, block_cache)
     segments = _SegmentSums(cutter, points, short)
     variants = [segments.of(_NodeCosts(formulation, choice))]
     if mesh.num_devices > 1 and options.mode == "training":
-        frugal, _ = _solved(formulation, options, _MEMORY_PRICE * bound, block_cache)
+        frugal, _ = _solved(formulation, options, _MEMORY_PRICE * bound, limits, block_cache)
         if not np.array_equal(frugal, choice):
             variants.append(segments.of(_NodeCosts(formulation, frugal)))
     layouts = _layouts(formulation, choice, cutter, points, short)
     found = RangeCosts(mesh, tuple(variants), layouts)
-    if block_cache is not None:
+    if block_cache is not None and not limits.is_over:
         write_sealed(block_cache, key, _to_json(found))
     return found
 
@@ -155,7 +159,11 @@ def _from_json(mesh: Mesh, body: bytes) -> RangeCosts:
 
 
 def whole_bound(
-    graph: Graph, mesh: Mesh, options: PlanOptions, block_cache: KeyValueStore | None = None
+    graph: Graph,
+    mesh: Mesh,
+    options: PlanOptions,
+    limits: SearchLimits,
+    block_cache: KeyValueStore | None = None,
 ) -> float:
     """A lower bound of the seconds of a step of a program on a mesh, without a memory budget.
 
@@ -165,14 +173,20 @@ def whole_bound(
     stored = None if block_cache is None else read_sealed(block_cache, key)
     if stored is not None:
         return float(stored)
-    bound = _solved(Formulation.of(graph, mesh, options), options, 0.0, block_cache)[1]
-    if block_cache is not None:
+    formulation = Formulation.of(graph, mesh, options)
+    check_size(formulation, limits.max_strategies)
+    bound = _solved(formulation, options, 0.0, limits, block_cache)[1]
+    if block_cache is not None and not limits.is_over:
         write_sealed(block_cache, key, repr(bound).encode())
     return bound
 
 
 def _solved(
-    formulation: Formulation, options: PlanOptions, price: float, cache: KeyValueStore | None
+    formulation: Formulation,
+    options: PlanOptions,
+    price: float,
+    limits: SearchLimits,
+    cache: KeyValueStore | None,
 ) -> tuple[IntArray, float]:
     """The best choice if storing the whole state on a device costs `price`, and a lower bound."""
     problem = formulation.problem
@@ -186,15 +200,8 @@ def _solved(
                 prices[key] = node.cost + price * _state(variable.usage) / max(whole, 1.0)
             nodes.append(replace(node, cost=prices[key]))
         problem = replace(problem, nodes=tuple(nodes))
-    solution = solve_problem(
-        problem,
-        time_limit=options.time_limit,
-        relative_gap=options.relative_gap,
-        seed=options.seed,
-        block_cache=cache,
-    )
-    if solution.choice is None:
-        raise RuntimeError(f"a problem without a limit ended as {solution.status}")
+    solution = limits.solve(problem, options, cache)
+    assert solution.choice is not None
     return solution.choice, solution.bound
 
 

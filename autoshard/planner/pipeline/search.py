@@ -18,6 +18,7 @@ from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_sche
 from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.sub_meshes import is_aligned, sub_mesh, sub_mesh_sizes
 from autoshard.plan.transfers import transfer_seconds
+from autoshard.planner.pipeline.limits import SearchLimits
 from autoshard.planner.pipeline.partition import Partition, PartitionProblem, RangeTable
 from autoshard.planner.pipeline.range_costs import RangeCosts, range_costs
 from autoshard.planner.pipeline.stage_tables import RangeSums, StageTable, stage_table
@@ -33,6 +34,9 @@ _BUDGET_STEPS = 32
 """Number of steps in which the memory of a rank is divided among its stages."""
 _MAX_GUIDED = 20
 """The same, of schedules with several stages per rank."""
+MAX_ACTIONS = 1_000_000
+"""Maximum number of forwards in a step: stages times micro-batches. Larger ones are too slow to
+simulate."""
 _STAGES_PER_RANK: Mapping[ScheduleName, tuple[int, ...]] = {
     "GPipe": (1,),
     "1F1B": (1,),
@@ -103,6 +107,7 @@ class PipelineSearch:
         cutter: of the program.
         mesh: the devices.
         options: as for `make_plan`.
+        limits: of the search; only the time limit of the options if None.
         cuts: cuts that stages must have, ascending; other cuts are chosen.
         block_cache: as for `make_plan`.
     """
@@ -112,6 +117,7 @@ class PipelineSearch:
         cutter: StageCutter,
         mesh: Mesh,
         options: PlanOptions,
+        limits: SearchLimits | None = None,
         *,
         cuts: Sequence[int] = (),
         block_cache: KeyValueStore | None = None,
@@ -119,6 +125,7 @@ class PipelineSearch:
         self.cutter = cutter
         self._mesh = mesh
         self._options = options
+        self.limits = limits or SearchLimits(options.time_limit)
         self._cuts = tuple(cuts)
         self._block_cache = block_cache
         self._budget = options.memory_budget or mesh.topology.device.memory
@@ -163,6 +170,11 @@ class PipelineSearch:
         """
         best: Candidate | None = None
         for one in self._schedules(num_ranks, schedule, stages_per_rank):
+            if self.limits.is_over:
+                break
+            self.limits.begin(
+                f"{one.name} with {one.num_stages} stages on {num_ranks} pipeline ranks"
+            )
             found = self._best_partition(
                 one, unequal=unequal, below=below if best is None else best.seconds
             )
@@ -178,7 +190,8 @@ class PipelineSearch:
         for one in names:
             numbers = _STAGES_PER_RANK[one] if stages_per_rank is None else (stages_per_rank,)
             for number in numbers:
-                if num_ranks * number > len(self.points) + 1:
+                stages = num_ranks * number
+                if stages > len(self.points) + 1 or stages * micro_batches > MAX_ACTIONS:
                     continue
                 if schedule_error(one, num_ranks, number, micro_batches) is None:
                     yield Schedule(one, num_ranks, number, micro_batches, training)
@@ -191,6 +204,7 @@ class PipelineSearch:
                 self.points,
                 sub_mesh(self._mesh, devices),
                 self._options,
+                self.limits,
                 block_cache=self._block_cache,
             )
         return self._costs[devices]
@@ -231,6 +245,7 @@ class PipelineSearch:
             lambda partition: simulate_schedule(schedule, times(partition)).seconds,
             below=below if per_rank == 1 else inf,
             max_simulations=_MAX_SIMULATIONS if per_rank == 1 else _MAX_GUIDED,
+            is_over=lambda: self.limits.is_over,
         )
         if found is None or found.seconds >= below:
             return None
