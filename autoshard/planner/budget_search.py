@@ -6,14 +6,15 @@ peak is added to the problem; if the problem cannot model that time point, it is
 smaller usage limit. Counted memory is a lower bound of the peak, so a bound that is proven with the
 budget as the usage limit is valid for every plan that fits.
 
-In training, the best plan without recomputation is tried first. If it fits, it is optimal. If not,
-what is kept, recomputed, and run once per step is optimized for its layouts. That takes little time
-and gives the first plan that fits. Then all is optimized together.
+In training, the best plan without recomputation is made first. If it fits, it is optimal, unless
+the options ask for recomputation. If not, what is kept, recomputed, and run once per step is
+optimized for its layouts. That takes little time and gives the first plan that fits. Then all is
+optimized together.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import isfinite
 
@@ -23,12 +24,11 @@ from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.collection import collection_paused
 from autoshard.costs import Frequency
 from autoshard.outcome import SolveStatus
-from autoshard.plan.document import Costs, Memory, Stage
 from autoshard.plan.options import PlanOptions, Recomputing
 from autoshard.plan.timeline import timeline
+from autoshard.planner.budget_rounds import CountedProblem, Rounds, StagePlan
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.frequencies import Frequencies, most_savings
-from autoshard.planner.limit_search import LimitSearch
 from autoshard.planner.memory_problem import MemoryProblem
 from autoshard.planner.saved_tensors import SavedTensors
 from autoshard.planner.stage_builder import Decisions, StageBuilder
@@ -42,7 +42,6 @@ from autoshard.solve import (
     Solution,
     WarmStart,
     minimum_usage,
-    restrict,
     solve_problem,
 )
 
@@ -71,15 +70,6 @@ _NUM_CANDIDATES = 12
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """A finished plan: its only stage, its costs, and its memory from the timeline."""
-
-    stage: Stage
-    costs: Costs
-    memory: Memory
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Result of a search.
 
@@ -102,72 +92,6 @@ class Outcome:
             self.solution.status is SolveStatus.TIMED_OUT and "unfit" in self.solution.statistics
         )
         return self.solution.status is SolveStatus.INFEASIBLE or exceeds
-
-
-@dataclass(frozen=True)
-class _CountedProblem:
-    """A problem that counts memory as usage, without a limit.
-
-    Attributes:
-        problem: the problem.
-        decisions: maps a choice to decisions.
-        variable_of: maps a node to the formulation's variable; -1 if it has none.
-        nodes_with: maps strategies of variables to the compatible strategies of nodes.
-        warm_start: state of the solver between solves under different limits.
-    """
-
-    problem: Problem
-    decisions: Callable[[IntArray], Decisions]
-    variable_of: Callable[[int], int]
-    nodes_with: Callable[[Sequence[BoolArray]], list[BoolArray]] = list
-    warm_start: WarmStart = field(default_factory=WarmStart)
-
-    def restricted(self, masks: Sequence[BoolArray]) -> "_CountedProblem":
-        """The problem with some strategies of each variable only.
-
-        Args:
-            masks: mask of the strategies of each variable to keep, shape [S].
-        """
-        part = restrict(self.problem, self.nodes_with(masks))
-        return _CountedProblem(
-            part.problem, lambda choice: self.decisions(part.whole(choice)), self.variable_of
-        )
-
-
-class _Rounds:
-    """State of a search under one budget.
-
-    Attributes:
-        budget: bytes per device.
-        bound: lower bound of the time of every plan that fits.
-        unlimited: the best plan without recomputation, which does not fit, and its solution; None
-            if there is no such plan.
-        first: a plan that fits with given layouts, and its solution; None if there is none.
-        best: the fastest plan that fits, and its solution.
-        points: time points of backward at which memory is counted.
-        counted: the problem with these time points; None if it has to be built.
-        limits: the search of the usage limit.
-        num_improvements: number of rounds since the first plan that fits.
-    """
-
-    def __init__(self, budget: int, bound: float) -> None:
-        self.budget = budget
-        self.bound = bound
-        self.unlimited: tuple[Solution, StagePlan] | None = None
-        self.first: tuple[Solution, StagePlan] | None = None
-        self.best: tuple[Solution, StagePlan] | None = None
-        self.points: list[BackwardPoint] = []
-        self.counted: _CountedProblem | None = None
-        self.num_improvements = 0
-        self.limits = LimitSearch(budget)
-
-    def add_points(self, points: Iterable[BackwardPoint]) -> bool:
-        """Count memory at more time points; return True if any of them is new."""
-        new = [point for point in dict.fromkeys(points) if point not in self.points]
-        if new:
-            self.points += new
-            self.counted, self.limits = None, LimitSearch(self.budget)
-        return bool(new)
 
 
 class BudgetSearch:
@@ -208,21 +132,34 @@ class BudgetSearch:
         """Search the fastest plan whose peak is within a budget, in bytes per device."""
         if self._formulation.min_input_bytes > memory_budget:
             return self._infeasible()
-        if not self._formulation.prices.training or self.must_recompute:
-            return self._fit(_Rounds(memory_budget, -float("inf")))
+        rounds = Rounds(memory_budget, -float("inf"))
+        if not self._formulation.prices.training:
+            return self._fit(rounds)
         problem = self._formulation.problem
         reserved = min(_FIRST_SHARE * self._remaining, _FIRST_SECONDS)
         seconds = max(self._remaining - reserved, _MIN_SECONDS)
         solution = self._solve(problem, warm_start=self._unlimited, seconds=seconds)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
-        if plan is None or plan.memory.peak <= memory_budget:
-            return Outcome(solution, problem, plan, lambda v: v)
-        rounds = _Rounds(memory_budget, solution.bound)
-        rounds.unlimited = solution, plan
-        rounds.first = self._first_plan(solution, memory_budget)
+        rounds.bound = solution.bound
+        if not self.must_recompute:
+            if plan is None or plan.memory.peak <= memory_budget:
+                return Outcome(solution, problem, plan, lambda v: v)
+            rounds.unlimited = solution, plan
+        return self._fit_after_first(rounds, solution)
+
+    def _fit_after_first(self, rounds: Rounds, unlimited: Solution) -> Outcome:
+        """The first plan that fits, or a faster one.
+
+        Args:
+            rounds: the initial state.
+            unlimited: the solution without memory.
+        """
+        if unlimited.choice is not None:
+            rounds.first = self._first_plan(unlimited, rounds.budget)
         if rounds.first is None:
             return self._fit(rounds)
-        first = Outcome(rounds.first[0], problem, rounds.first[1], lambda v: v)
+        solution, plan = rounds.first
+        first = Outcome(solution, self._formulation.problem, plan, lambda v: v)
         if self._is_late or first.solution.status is SolveStatus.OPTIMAL:
             return first
         return self._faster(self._fit(rounds), first)
@@ -237,15 +174,14 @@ class BudgetSearch:
             memory_budget: bytes per device.
         """
         found = []
-        if self._formulation.prices.micro_batches > 1:
+        if self._formulation.prices.micro_batches > 1 and not self.must_recompute:
             found.append(self._with_frequencies(unlimited, memory_budget))
         assert unlimited.choice is not None
         found.append(self._with_layouts(unlimited.choice, memory_budget))
         for elasticity in _ELASTICITIES:
             if any(found):
                 break
-            # The time limit may have ended before there was a bound.
-            priced = self._priced(elasticity * (unlimited.objective or 0.0) / memory_budget)
+            priced = self._priced(elasticity * unlimited.objective / memory_budget)
             if priced.choice is not None:
                 found.append(self._with_layouts(priced.choice, memory_budget))
         plans = [plan for plan in found if plan is not None]
@@ -261,11 +197,11 @@ class BudgetSearch:
     ) -> tuple[Solution, StagePlan] | None:
         """The best plan found with given strategies of all variables; None if none fits."""
         masks = self._only(strategies)
-        rounds = _Rounds(memory_budget, -float("inf"))
+        rounds = Rounds(memory_budget, -float("inf"))
         rounds.add_points(self._block_points())
         for _ in range(_FIRST_ROUNDS):
             if rounds.counted is None:
-                counted = self._count(_NEGLIGIBLE * memory_budget, rounds.points)
+                counted = self._count(self._negligible(memory_budget), rounds.points)
                 rounds.counted = counted.restricted(masks)
             limit = rounds.limits.limit
             limited = replace(rounds.counted.problem, usage_limit=limit)
@@ -347,6 +283,10 @@ class BudgetSearch:
             return self.build(replace(decisions, regathered=decisions.regathered - idle))
         return StagePlan(stage, builder.costs(stage), builder.memory(memory))
 
+    def _negligible(self, memory_budget: int) -> float:
+        """Maximum total bytes of the values that are not counted."""
+        return 0.0 if self.must_recompute else _NEGLIGIBLE * memory_budget
+
     def _only(self, strategies: IntArray) -> list[BoolArray]:
         """Masks of given strategies of all variables, shape [S] each."""
         variables = self._formulation.variables
@@ -355,7 +295,7 @@ class BudgetSearch:
             for variable, strategy in zip(variables, strategies, strict=True)
         ]
 
-    def _fit(self, rounds: _Rounds) -> Outcome:
+    def _fit(self, rounds: Rounds) -> Outcome:
         """Solve with more and more time points, or lower usage limits, until a plan fits.
 
         Args:
@@ -369,8 +309,7 @@ class BudgetSearch:
         relaxed: Solution | None = None  # with the budget itself as the limit
         for _ in range(_MAX_ROUNDS):
             if rounds.counted is None:
-                negligible = 0.0 if self.must_recompute else _NEGLIGIBLE * rounds.budget
-                rounds.counted = self._count(negligible, rounds.points)
+                rounds.counted = self._count(self._negligible(rounds.budget), rounds.points)
                 warm_start = rounds.counted.warm_start
                 warm_start.unlimited_bound = bound_of_unlimited if unlimited else None
                 warm_start.candidates = rounds.counted.nodes_with(candidates) if candidates else []
@@ -394,7 +333,7 @@ class BudgetSearch:
         self._polish(rounds)
         return self._outcome(rounds, relaxed)
 
-    def _polish(self, rounds: _Rounds) -> None:
+    def _polish(self, rounds: Rounds) -> None:
         """Solve once more under the best limit and the full gap, if the gap is still open."""
         counted = rounds.counted
         if rounds.best is None or counted is None or self._is_good(rounds):
@@ -407,7 +346,7 @@ class BudgetSearch:
             self._record(rounds, counted, limited, solution)
 
     def _record(
-        self, rounds: _Rounds, counted: _CountedProblem, limited: Problem, solution: Solution
+        self, rounds: Rounds, counted: CountedProblem, limited: Problem, solution: Solution
     ) -> None:
         """Build the plan of a solution; keep it if it fits, else adjust time points or limits."""
         assert solution.choice is not None
@@ -419,7 +358,7 @@ class BudgetSearch:
             return
         rounds.limits.record(limited.peak_usage(solution.choice), plan.memory.peak)
 
-    def _outcome(self, rounds: _Rounds, relaxed: Solution) -> Outcome:
+    def _outcome(self, rounds: Rounds, relaxed: Solution) -> Outcome:
         """The result of the search; if no plan fits yet, plans with little memory are tried.
 
         Args:
@@ -456,7 +395,7 @@ class BudgetSearch:
         points: Sequence[BackwardPoint] = (),
         *,
         recompute_all: bool = False,
-    ) -> _CountedProblem:
+    ) -> CountedProblem:
         """The problem that counts memory as usage.
 
         Args:
@@ -466,7 +405,7 @@ class BudgetSearch:
         """
         formulation = self._formulation
         if not formulation.prices.training:
-            return _CountedProblem(formulation.problem, Decisions, lambda v: v)
+            return CountedProblem(formulation.problem, Decisions, lambda v: v)
 
         def allowed(option: Recomputing) -> Recomputing:
             return "always" if recompute_all and option == "auto" else option
@@ -479,7 +418,7 @@ class BudgetSearch:
                 negligible=negligible,
                 points=points,
             )
-            return _CountedProblem(
+            return CountedProblem(
                 memory.problem, memory.decisions, memory.variable_of, memory.nodes_with
             )
 
@@ -550,7 +489,7 @@ class BudgetSearch:
             for nodes in dict.fromkeys(formulation.instance_of.values()):
                 yield BackwardPoint(variable=formulation.first_of(nodes), starts_block=True)
 
-    def _candidates(self, rounds: _Rounds) -> list[BoolArray] | None:
+    def _candidates(self, rounds: Rounds) -> list[BoolArray] | None:
         """Masks of promising strategies of each variable, shape [S] each.
 
         The problem that counts memory is several times larger than the one without. Strategies
@@ -583,7 +522,7 @@ class BudgetSearch:
         priced = _with_memory_cost(self._formulation.problem, usage, cost)
         return self._solve(priced, gap=self._loose_gap, warm_start=warm_start)
 
-    def _is_over(self, rounds: _Rounds) -> bool:
+    def _is_over(self, rounds: Rounds) -> bool:
         """True if the search is cancelled, the plan is good enough, or time is up with a plan."""
         if self._cancel is not None and self._cancel.is_set():
             return True
@@ -594,7 +533,7 @@ class BudgetSearch:
         rounds.num_improvements += 1
         return self._is_late or rounds.num_improvements > _MAX_IMPROVEMENTS
 
-    def _is_good(self, rounds: _Rounds) -> bool:
+    def _is_good(self, rounds: Rounds) -> bool:
         """True if the best plan that fits has at most the requested gap."""
         plans = (found[1] for found in (rounds.best, rounds.first) if found is not None)
         objective = min((plan.costs.total for plan in plans), default=float("inf"))

@@ -1,0 +1,131 @@
+"""State of a search under a memory budget: what is counted, the usage limit, the plans found."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import isinf
+
+from autoshard.arrays import BoolArray, IntArray
+from autoshard.plan.document import Costs, Memory, Stage
+from autoshard.planner.stage_builder import Decisions
+from autoshard.planner.time_points import BackwardPoint
+from autoshard.solve import Problem, Solution, WarmStart, restrict
+
+_SAME_LIMIT = 3e-3
+"""Relative difference below which two usage limits count as equal."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A finished plan: its only stage, its costs, and its memory from the timeline."""
+
+    stage: Stage
+    costs: Costs
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class CountedProblem:
+    """A problem that counts memory as usage, without a limit.
+
+    Attributes:
+        problem: the problem.
+        decisions: maps a choice to decisions.
+        variable_of: maps a node to the formulation's variable; -1 if it has none.
+        nodes_with: maps strategies of variables to the compatible strategies of nodes.
+        warm_start: state of the solver between solves under different limits.
+    """
+
+    problem: Problem
+    decisions: Callable[[IntArray], Decisions]
+    variable_of: Callable[[int], int]
+    nodes_with: Callable[[Sequence[BoolArray]], list[BoolArray]] = list
+    warm_start: WarmStart = field(default_factory=WarmStart)
+
+    def restricted(self, masks: Sequence[BoolArray]) -> "CountedProblem":
+        """The problem with some strategies of each variable only.
+
+        Args:
+            masks: mask of the strategies of each variable to keep, shape [S].
+        """
+        part = restrict(self.problem, self.nodes_with(masks))
+        return CountedProblem(
+            part.problem, lambda choice: self.decisions(part.whole(choice)), self.variable_of
+        )
+
+
+class LimitSearch:
+    """Searches the largest usage limit for which the peak of the plan is within the budget.
+
+    Attributes:
+        limit: the next limit to try.
+        fits: the largest limit so far whose plan fits.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self.fits, self._exceeds = 0.0, float("inf")
+        self.limit = float(budget)
+
+    @property
+    def is_over(self) -> bool:
+        """True if no further limit is worth trying."""
+        close = _SAME_LIMIT * self._budget
+        return self._exceeds - self.fits < close or self.limit - self.fits < 0.1 * close
+
+    def record(self, usage: float, peak: int) -> None:
+        """Record the usage in the problem and the true peak of the plan for the current limit."""
+        excess = peak - self._budget
+        if excess <= 0:
+            self.fits = self.limit
+            promising = usage - excess
+        else:
+            # Any limit between its usage and this limit would give the same plan.
+            self._exceeds = min(self._exceeds, self.limit, usage)
+            promising = usage - excess - 0.5 * _SAME_LIMIT * self._budget
+        between = self.fits < promising < self._exceeds
+        self.limit = promising if between else self._middle
+
+    def record_failure(self) -> None:
+        """Record that no plan was found for the current limit."""
+        self.fits = self.limit
+        self.limit = self._middle
+
+    @property
+    def _middle(self) -> float:
+        return self.fits if isinf(self._exceeds) else 0.5 * (self.fits + self._exceeds)
+
+
+class Rounds:
+    """State of a search under one budget.
+
+    Attributes:
+        budget: bytes per device.
+        bound: lower bound of the time of every plan that fits.
+        unlimited: the best plan without recomputation, which does not fit, and its solution; None
+            if there is no such plan.
+        first: a plan that fits with given layouts, and its solution; None if there is none.
+        best: the fastest plan that fits, and its solution.
+        points: time points of backward at which memory is counted.
+        counted: the problem with these time points; None if it has to be built.
+        limits: the search of the usage limit.
+        num_improvements: number of rounds since the first plan that fits.
+    """
+
+    def __init__(self, budget: int, bound: float) -> None:
+        self.budget = budget
+        self.bound = bound
+        self.unlimited: tuple[Solution, StagePlan] | None = None
+        self.first: tuple[Solution, StagePlan] | None = None
+        self.best: tuple[Solution, StagePlan] | None = None
+        self.points: list[BackwardPoint] = []
+        self.counted: CountedProblem | None = None
+        self.num_improvements = 0
+        self.limits = LimitSearch(budget)
+
+    def add_points(self, points: Iterable[BackwardPoint]) -> bool:
+        """Count memory at more time points; return True if any of them is new."""
+        new = [point for point in dict.fromkeys(points) if point not in self.points]
+        if new:
+            self.points += new
+            self.counted, self.limits = None, LimitSearch(self.budget)
+        return bool(new)
