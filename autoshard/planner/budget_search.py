@@ -48,9 +48,11 @@ from autoshard.solve import (
 _MAX_ROUNDS = 8
 _FIRST_ROUNDS = 5
 """Maximum number of rounds with given layouts."""
+_FIRST_GAP = 0.01
+"""Least relative gap of their solutions."""
 _FIRST_SHARE = 0.3
 """Largest share of the remaining time that is reserved for them."""
-_FIRST_SECONDS = 3.0
+_FIRST_SECONDS = 2.0
 """Seconds that are reserved for them, and time limit of a single solve, even after the deadline."""
 _MAX_IMPROVEMENTS = 2
 """Maximum number of rounds after the first plan that fits."""
@@ -137,7 +139,7 @@ class BudgetSearch:
             return self._fit(rounds)
         problem = self._formulation.problem
         reserved = min(_FIRST_SHARE * self._remaining, _FIRST_SECONDS)
-        seconds = max(self._remaining - reserved, _MIN_SECONDS)
+        seconds = max(self._remaining - reserved, _FIRST_SECONDS)
         solution = self._solve(problem, warm_start=self._unlimited, seconds=seconds)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         rounds.bound = solution.bound
@@ -195,7 +197,7 @@ class BudgetSearch:
     def _with_layouts(
         self, strategies: IntArray, memory_budget: int
     ) -> tuple[Solution, StagePlan] | None:
-        """The best plan found with given strategies of all variables; None if none fits."""
+        """A plan that fits with given strategies of all variables; None if none was found."""
         masks = self._only(strategies)
         rounds = Rounds(memory_budget, -float("inf"))
         rounds.add_points(self._block_points())
@@ -207,9 +209,9 @@ class BudgetSearch:
             limited = replace(rounds.counted.problem, usage_limit=limit)
             solution = self._solve(
                 limited,
-                gap=self._loose_gap,
+                gap=max(self._loose_gap, _FIRST_GAP),
                 warm_start=rounds.counted.warm_start,
-                seconds=max(self._time_share, _FIRST_SECONDS),
+                seconds=_FIRST_SECONDS,
             )
             if solution.choice is not None:
                 self._record(rounds, rounds.counted, limited, solution)
@@ -217,7 +219,14 @@ class BudgetSearch:
                 break
             else:
                 rounds.limits.record_failure()
-            if rounds.limits.is_over or (self._is_late and rounds.best is not None):
+            if limit == memory_budget:
+                # A bound of the plans with these layouts.
+                rounds.bound = max(rounds.bound, solution.bound)
+            if rounds.best is not None:
+                total = rounds.best[1].costs.total
+                if self._is_late or total - rounds.bound <= _FIRST_GAP * total:
+                    break
+            if rounds.limits.is_over:
                 break
         return rounds.best
 
