@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import launched_program
 from support.meshes import slow_devices
-from support.models import graph_of, meta, mlp
+from support.models import graph_of, meta, mlp, residuals
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
@@ -97,14 +97,26 @@ def test_torchrun_trains_and_a_killed_rank_ends_the_others(
     axes: dict[str, int], tmp_path: Path
 ) -> None:
     pins = {"parameters": {"up.weight": ",".join(["S(0)"] * len(axes))}}
-    path = tmp_path / "plan.json"
-    path.write_text(
-        make_plan(graph_of(meta(mlp)), slow_devices(**axes), PlanOptions(pins=pins)).to_json()
-    )
+    plan = make_plan(graph_of(meta(mlp)), slow_devices(**axes), PlanOptions(pins=pins))
+    check_killed(plan, "kill", tmp_path)
+
+
+@pytest.mark.ranks
+def test_a_killed_rank_ends_the_other_pipeline_stages(tmp_path: Path) -> None:
+    options = PlanOptions(stages=4, schedule="1F1B", micro_batches=4)
+    plan = make_plan(graph_of(meta(residuals)), slow_devices(pp=4), options)
+    assert len(plan.stages) == 4
+    check_killed(plan, "kill a stage", tmp_path)
+
+
+def check_killed(plan: Plan, argument: str, folder: Path) -> None:
+    """The last rank is killed after a step, and the others end by themselves."""
+    path = folder / "plan.json"
+    path.write_text(plan.to_json())
     folders = os.pathsep.join(str(PROGRAM.parents[up]) for up in (1, 2))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
     done = subprocess.run(  # noqa: S603  our own program
-        [*command, "--monitor-interval=0.1", PROGRAM, "kill"],
+        [*command, "--monitor-interval=0.1", PROGRAM, argument],
         env={
             **os.environ,
             "AUTOSHARD_PLAN": str(path),

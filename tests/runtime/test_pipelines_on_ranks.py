@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from runtime.cases import pipeline_habits, pipeline_states, pipelines
+from runtime.cases import pipeline_habits, pipeline_states, pipelines, stage_messages
 from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = joined(pipelines, pipeline_states, pipeline_habits)
+CASES = joined(stage_messages, pipelines, pipeline_states, pipeline_habits)
 
 
 @pytest.mark.ranks

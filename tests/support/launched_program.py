@@ -1,7 +1,8 @@
 """A program for launched ranks; run by itself, or `train` called on every rank.
 
 As a program it fails on rank 1 if its argument is `fail`: in backward, while collectives are
-under way. If it is `kill`, the last rank is killed after a step, and the others go on.
+under way. If it is `kill`, the last rank is killed after a step, and the others go on; so they do
+in a pipeline if it is `kill a stage`.
 """
 
 import os
@@ -10,11 +11,12 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.models import mlp
+from support.models import mlp, residuals
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import LaunchContext, get_context, parallelize
@@ -73,13 +75,29 @@ def train_until_killed(run: LaunchContext) -> None:
     """A step on all ranks, then steps on all but the last one, which is killed."""
     _, _, loss, gradient = train(run, 0.1)
     assert abs(loss) + abs(gradient) < 1e-5
+    lose_last_rank(run, lambda: train(run, 0.1))
+
+
+def train_stages_until_killed(run: LaunchContext) -> None:
+    """Steps of a pipeline, until the last rank is killed."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, batch = residuals()
+    planned: Any = parallelize(model, run.plan, run.device_mesh)
+    whole = {name: torch.cat([x] * 4) for name, x in batch.items()}
+    planned.step(**whole)
+    lose_last_rank(run, lambda: [planned.step(**whole) for _ in range(100)])
+
+
+def lose_last_rank(run: LaunchContext, go_on: Callable[[], object]) -> None:
+    """Kill the last rank; the others go on, and say how they end."""
     print(f"rank {run.rank} has trained", flush=True)  # noqa: T201
     if run.rank == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     # The launcher would end this process; what counts is that the program ends by itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        train(run, 0.1)
+        go_on()
     except RuntimeError as error:
         print(f"rank {run.rank} ends: {str(error).splitlines()[0]}", flush=True)  # noqa: T201
         raise
@@ -94,6 +112,8 @@ def main() -> None:
             dist.barrier()
     if sys.argv[1:] == ["kill"]:
         train_until_killed(run)
+    if sys.argv[1:] == ["kill a stage"]:
+        train_stages_until_killed(run)
     if sys.argv[1:] == ["fail"]:
         torch.manual_seed(0)
         model, batch = mlp()

@@ -198,9 +198,9 @@ ON_2 = {
         f"{name}, {schedule}": in_stages(name, "", schedule, 2)
         for name, schedule in zip(MODELS, ("1F1B", "GPipe") * 3, strict=False)
     },
+    **{f"t5, {schedule}": in_stages("t5", "", schedule, 4) for schedule in LOOPED},
     **{
         f"{name}, {schedule}": in_stages(name, "", schedule, 4)
-        for name in MODELS
-        for schedule in (LOOPED if name == "t5" else LOOPED[:1] + LOOPED[3:4])
+        for name, schedule in zip(("gpt2", "llama", "bert", "resnet"), LOOPED[1:], strict=True)
     },
 }
