@@ -131,7 +131,7 @@ def table(seconds: Sequence[float]) -> str:
     lines.append("|---|---|---:|---:|---:|")
     figures = []
     for (kind, schedule, times), measured in zip(cases(), seconds, strict=True):
-        predicted = simulate_schedule(schedule, times, splits_backward=True).seconds
+        predicted = simulate_schedule(schedule, times).seconds
         figures.append((predicted, measured))
         lines.append(
             f"| {schedule.name} | {schedule.num_stages}, {kind} | {1e3 * predicted:.0f} ms | "

@@ -317,7 +317,10 @@ class StageTimes(Document):
     backward_input: Seconds = Field(
         description="gradients of activations of a micro-batch, with recomputation"
     )
-    backward_weight: Seconds = Field(description="gradients of parameters of a micro-batch")
+    backward_weight: Seconds = Field(
+        description="gradients of parameters of a micro-batch; 0 if they are not computed apart, "
+        "and are in backward_input"
+    )
     end: Seconds = Field(
         description="once per step: gathers of parameters and reductions of gradients that do not "
         "run in every micro-batch, and the optimizer's update"

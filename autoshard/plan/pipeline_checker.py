@@ -20,7 +20,7 @@ from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.program_checker import exchange_findings, program_findings
 from autoshard.plan.schedule_simulation import simulate_schedule
-from autoshard.plan.schedules import Schedule
+from autoshard.plan.schedules import Schedule, planned_schedule
 from autoshard.plan.stage_checker import NOTHING, TOLERANCE, StageCheck, certificate_findings
 from autoshard.plan.stage_options import stage_options
 from autoshard.plan.stage_times import stage_times
@@ -40,13 +40,7 @@ def pipeline_findings(plan: Plan, pipeline: Pipeline, graph: Graph | None) -> It
     Raises:
         InputError: a schedule, sub-mesh, layout or program does not exist.
     """
-    schedule = Schedule(
-        pipeline.schedule,
-        len(pipeline.ranks),
-        len(plan.stages) // max(len(pipeline.ranks), 1),
-        pipeline.micro_batches,
-        training=plan.options.mode == "training",
-    )
+    schedule = planned_schedule(plan, pipeline)
     wrong = [*_schedule_findings(plan, pipeline, schedule), *_device_findings(plan, schedule)]
     programs = [graph_from_json(stage.program) for stage in plan.stages]
     wrong += exchange_findings(programs)

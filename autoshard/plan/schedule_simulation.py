@@ -4,14 +4,14 @@ What is assumed is what `torch.distributed.pipelining` does:
 
 * A rank computes one action after the other; so it does with the two of an overlapped action
   (`OVERLAP_F_B`), which sends both results after the second.
-* Stages of autoshard compute all gradients in backward of inputs (I), and none in backward of
-  weights (W). With `splits_backward` they are computed apart, as by torch's own stages.
+* Backward of inputs takes `backward_input`, backward of weights `backward_weight`, which is 0 for a
+  stage that computes all gradients at once, and full backward both.
 * A transfer starts as soon as the sender has the result and the receiver has posted the receive. It
   takes its seconds and overlaps with the compute of both. Stages of one rank transfer nothing.
 * GPipe and 1F1B post a receive when the rank has nothing else to do before the receiving action. So
   the transfer overlaps with compute of the sender only. In 1F1B the next action also waits until
   the send before it is complete, if it goes in the other direction; in warm-up and cool-down, until
-  the send before the last one is.
+  the send before the last one is. In inference, 1F1B is simulated like GPipe.
 * The other schedules place receives in the lists of instructions of the ranks as early as they can
   without deadlock, and wait for sends at the end of the step. Transfers between two ranks, in both
   directions, run one after the other in the order of these lists (NCCL has one stream per pair of
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
 from autoshard.plan.document import Plan, StageTimes
-from autoshard.plan.schedules import ALONE, ComputeAction, Schedule
+from autoshard.plan.schedules import ComputeAction, Schedule, planned_schedule
 
 _NOTHING = -1
 """Stands for an action or transfer that is not waited for."""
@@ -102,21 +102,18 @@ class ScheduleSimulation:
         return tuple(e for e in self.events if e.rank == rank and e.receiver is None)
 
 
-def simulate_schedule(
-    schedule: Schedule, times: Sequence[StageTimes], *, splits_backward: bool = False
-) -> ScheduleSimulation:
+def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> ScheduleSimulation:
     """Simulate one step.
 
     Args:
         schedule: the schedule.
         times: seconds of each stage; `send` and `send_gradient` count only between stages on
             different ranks.
-        splits_backward: True if gradients of weights are computed in backward of weights.
 
     Raises:
         PlanError: there are times of another number of stages.
     """
-    table = _seconds(schedule, times, splits_backward=splits_backward)
+    table = _seconds(schedule, times)
     order = _order_of(schedule)
     durations = table[order.rows * schedule.num_stages + order.stages]
     starts, ends = _run(order, durations)
@@ -140,19 +137,11 @@ def simulate_pipeline(plan: Plan) -> ScheduleSimulation:
     pipeline = plan.pipeline
     if pipeline is None:
         raise PlanError(plan.reason or "the plan has a single stage, and so no schedule")
-    schedule = Schedule(
-        ALONE if len(pipeline.ranks) == 1 else pipeline.schedule,
-        len(pipeline.ranks),
-        len(pipeline.stages) // len(pipeline.ranks),
-        pipeline.micro_batches,
-        training=plan.options.mode == "training",
-    )
+    schedule = planned_schedule(plan, pipeline)
     return simulate_schedule(schedule, [summary.times for summary in pipeline.stages])
 
 
-def step_time_lower_bound(
-    schedule: Schedule, times: Sequence[StageTimes], *, splits_backward: bool = False
-) -> float:
+def step_time_lower_bound(schedule: Schedule, times: Sequence[StageTimes]) -> float:
     """A lower bound of the duration of a step.
 
     Proof. Let f be the first stage of a rank. The rank computes nothing before a micro-batch has
@@ -164,19 +153,17 @@ def step_time_lower_bound(
        goes through backward of inputs of all stages before f to rank 0, which has stage 0. There
        the last gradients of weights and what is due at the end of the step are still to come.
 
-    If backward is not split, 2 holds of full backward. In inference, its last forward on its last
-    stage comes after all its forwards, and then goes through all later stages.
+    If the schedule does not split backward, 2 holds of full backward. In inference, its last
+    forward on its last stage comes after all its forwards, and then goes through all later stages.
 
     Args:
         schedule: the schedule.
         times: as for `simulate_schedule`.
-        splits_backward: as for `simulate_schedule`.
 
     Raises:
         PlanError: there are times of another number of stages.
     """
-    table = _seconds(schedule, times, splits_backward=splits_backward)
-    table = table.reshape(-1, schedule.num_stages)
+    table = _seconds(schedule, times).reshape(-1, schedule.num_stages)
     ranks = np.array(schedule.rank_of_stage)
     sends = np.append(ranks[1:] != ranks[:-1], False)
     to_next, to_previous = table[_SEND] * sends, table[_SEND_GRADIENT] * np.roll(sends, 1)
@@ -205,19 +192,20 @@ def _sums_before(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.append(0.0, np.cumsum(values)[:-1])
 
 
-def _seconds(
-    schedule: Schedule, times: Sequence[StageTimes], *, splits_backward: bool
-) -> NDArray[np.float64]:
+def _seconds(schedule: Schedule, times: Sequence[StageTimes]) -> NDArray[np.float64]:
     """Seconds by kind and stage, flattened."""
     if len(times) != schedule.num_stages:
         raise PlanError(
             f"the schedule has {schedule.num_stages} stages, but there are times of {len(times)}"
         )
-    rows = []
-    for one in times:
-        full = one.backward_input + one.backward_weight
-        parts = (one.backward_input, one.backward_weight) if splits_backward else (full, 0.0)
-        rows.append((one.forward, full, *parts, one.send, one.send_gradient))
+    rows = [
+        (
+            *(t.forward, t.backward_input + t.backward_weight),
+            *(t.backward_input, t.backward_weight),
+            *(t.send, t.send_gradient),
+        )
+        for t in times
+    ]
     return np.array(rows, dtype=np.float64).T.ravel()
 
 

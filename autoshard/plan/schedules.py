@@ -10,15 +10,13 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from autoshard.errors import OptionError
+from autoshard.plan.document import Pipeline, Plan
 from autoshard.plan.options import ScheduleName
 
 ActionKind = Literal["F", "B", "I", "W"]
 """Forward, full backward, and its two parts: gradients of inputs, and gradients of weights."""
 
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-
-ALONE: ScheduleName = "LoopedBFS"
-"""The schedule that runs all stages on one rank, whatever a plan says."""
 
 
 class ComputeAction(NamedTuple):
@@ -111,9 +109,8 @@ class Schedule:
     def in_flight(self) -> tuple[int, ...]:
         """Maximum number of micro-batches that each stage holds activations of.
 
-        A micro-batch is in flight from its forward to the end of its backward, or of its backward
-        of inputs, which computes all gradients in stages of autoshard. In inference, none is kept
-        after its forward.
+        A micro-batch is in flight from its forward to the end of its backward, of weights too. In
+        inference, none is kept after its forward.
         """
         if not self.training:
             return (1,) * self.num_stages
@@ -123,9 +120,24 @@ class Schedule:
             if action.kind == "F":
                 live[action.stage] += 1
                 most[action.stage] = max(most[action.stage], live[action.stage])
-            elif action.kind != "W":
+            elif action.kind != "I":
                 live[action.stage] -= 1
         return tuple(most[stage] for stage in range(self.num_stages))
+
+
+def planned_schedule(plan: Plan, pipeline: Pipeline) -> Schedule:
+    """The schedule of a plan's pipeline.
+
+    Raises:
+        OptionError: torch has no such schedule.
+    """
+    return Schedule(
+        pipeline.schedule,
+        len(pipeline.ranks),
+        len(plan.stages) // max(len(pipeline.ranks), 1),
+        pipeline.micro_batches,
+        training=plan.options.mode == "training",
+    )
 
 
 def schedule_name(text: str) -> ScheduleName:

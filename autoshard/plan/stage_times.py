@@ -14,7 +14,8 @@ runs once per step comes at its end.
 
 A weight is a parameter, or a value that is computed from a single one, as in
 `autoshard.costs.Overlap`. Of an operator that computes gradients of activations and of weights,
-`backward_input` has the backward without the latter.
+`backward_input` has the backward without the latter. A stage that computes all gradients at once
+(`splits_backward`) has no `backward_weight`; `backward_input` is both.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,15 @@ from autoshard.plan.pricing import Prices
 from autoshard.plan.recompute import recomputed
 
 
+def splits_backward(stage: Stage) -> bool:
+    """True if a zero-bubble schedule computes a stage's gradients of parameters apart.
+
+    That is so if no collective and no recomputation would run in both parts of backward.
+    """
+    inside = any(step.direction == "backward" for node in stage.nodes for step in node.inside)
+    return not (inside or stage.checkpoints or any(r.regather for r in stage.reshardings))
+
+
 @collection_paused()
 def stage_times(stage: Stage, graph: Graph, mesh: Mesh, options: PlanOptions) -> StageTimes:
     """Seconds of a stage by pass; the transfers to other stages are 0.
@@ -71,10 +81,14 @@ def stage_times(stage: Stage, graph: Graph, mesh: Mesh, options: PlanOptions) ->
         backward_input += passes.backward - weight + inside.backward + again
         backward_weight += weight
     every, once = timing.communication()
+    backward_input += every.again
+    backward_weight += every.backward
+    if not splits_backward(stage):
+        backward_input, backward_weight = backward_input + backward_weight, 0.0
     return StageTimes(
         forward=forward + every.forward,
-        backward_input=backward_input + every.again,
-        backward_weight=backward_weight + every.backward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
         end=end + once,
     )
 

@@ -48,11 +48,9 @@ class TorchStep:
     Args:
         schedule: the schedule.
         times: seconds of its stages.
-        splits: True if gradients of weights are computed in backward of weights.
     """
 
-    def __init__(self, schedule: Schedule, times: Sequence[StageTimes], *, splits: bool) -> None:
-        self.splits = splits
+    def __init__(self, schedule: Schedule, times: Sequence[StageTimes]) -> None:
         case = (schedule.name, schedule.num_ranks, schedule.stages_per_rank, schedule.micro_batches)
         self.times = times
         self.steps = torch_steps(*case)
@@ -102,8 +100,8 @@ class TorchStep:
 
     def taken(self, times: StageTimes, kind: str) -> float:
         full = times.backward_input + times.backward_weight
-        late = times.backward_weight if self.splits else 0.0
-        return {"F": times.forward, "B": full, "I": full - late, "W": late}[kind]
+        first, second = times.backward_input, times.backward_weight
+        return {"F": times.forward, "B": full, "I": first, "W": second}[kind]
 
     def transferred(self) -> bool:
         """Complete one transfer; False if none is ready."""
@@ -133,11 +131,11 @@ class TorchStep:
 def test_actions_run_when_torch_runs_them(case: Case) -> None:
     generator = random.Random(str(case))
     schedule = Schedule(*case)
-    for splits in (True, False, True):
+    for _ in range(3):
         times = random_stages(generator, schedule.num_stages)
-        step = TorchStep(schedule, times, splits=splits)
+        step = TorchStep(schedule, times)
         step.run()
-        found = simulate_schedule(schedule, times, splits_backward=splits)
+        found = simulate_schedule(schedule, times)
         events = [e for e in found.events if e.receiver is None]
         assert {str(e.action): e.end for e in events} == pytest.approx(step.ends)
         assert {str(e.action): e.start for e in events} == pytest.approx(step.starts)
@@ -150,10 +148,10 @@ def test_the_bound_is_never_above_the_step() -> None:
     for case in CASES:
         for training in (True, False):
             schedule = Schedule(*case, training=training)
-            for number in range(12):
-                times, splits = random_stages(generator, schedule.num_stages), number % 2 == 0
-                bound = step_time_lower_bound(schedule, times, splits_backward=splits)
-                step = simulate_schedule(schedule, times, splits_backward=splits).seconds
+            for _ in range(12):
+                times = random_stages(generator, schedule.num_stages)
+                bound = step_time_lower_bound(schedule, times)
+                step = simulate_schedule(schedule, times).seconds
                 assert bound <= step * (1 + 1e-12)
                 reached += bound >= step * (1 - 1e-12)
     assert reached > 100
@@ -207,24 +205,14 @@ def test_interleaving_divides_the_bubble() -> None:
 
 
 def test_zero_bubble_needs_backward_of_weights_apart() -> None:
-    stages = equal_stages(8, backward_weight=1)
-    names: tuple[ScheduleName, ...] = (
-        "Interleaved1F1B",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-    )
-    whole, apart = (
-        {
-            name: simulate_schedule(
-                Schedule(name, 4, 2, 16), stages, splits_backward=splits
-            ).seconds
-            for name in names
-        }
-        for splits in (False, True)
+    names: tuple[ScheduleName, ...] = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    apart, at_once = (
+        {n: simulate_schedule(Schedule(n, 4, 2, 16), stages).seconds for n in names}
+        for stages in (equal_stages(8, backward_weight=1), equal_stages(8, backward_input=2))
     )
     assert apart["ZBVZeroBubble"] == 2 * 16 * 3 + 3  # filling the pipeline is all that is idle
-    assert apart["InterleavedZeroBubble"] < apart["Interleaved1F1B"] == whole["Interleaved1F1B"]
-    assert whole["ZBVZeroBubble"] > whole["Interleaved1F1B"]
+    assert apart["InterleavedZeroBubble"] < apart["Interleaved1F1B"] == at_once["Interleaved1F1B"]
+    assert at_once["ZBVZeroBubble"] > at_once["Interleaved1F1B"]
 
 
 def test_times_of_another_number_of_stages_are_refused() -> None:

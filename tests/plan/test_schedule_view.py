@@ -39,7 +39,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def simulated(name: ScheduleName, micro_batches: int = 8) -> ScheduleSimulation:
     schedule = Schedule(name, 4, 1 if name in {"GPipe", "1F1B"} else 2, micro_batches)
-    return simulate_schedule(schedule, [TIMES] * schedule.num_stages, splits_backward=True)
+    return simulate_schedule(schedule, [TIMES] * schedule.num_stages)
 
 
 @pytest.fixture(params=SCHEDULE_NAMES)
@@ -110,7 +110,8 @@ def test_a_step_that_takes_no_time_has_a_picture() -> None:
 
 
 def test_backward_of_weights_that_takes_no_time_is_not_drawn() -> None:
-    simulation = simulate_schedule(Schedule("ZBVZeroBubble", 2, 2, 4), [TIMES] * 4)
+    times = TIMES.model_copy(update={"backward_weight": 0.0})
+    simulation = simulate_schedule(Schedule("ZBVZeroBubble", 2, 2, 4), [times] * 4)
     assert "backward of inputs" in schedule_svg(simulation)
     assert "backward of weights" not in schedule_svg(simulation)
 
@@ -137,13 +138,13 @@ def test_the_page_shows_what_is_simulated() -> None:
     figures = r"([\d.]+) % \| ([\d.]+) % \| ([\d, ]+) \|$"
     rows = re.findall(rf"^\| `(\w+)` \|.*\| {figures}", page, re.MULTILINE)
     assert [row[0] for row in rows] == list(SCHEDULE_NAMES)
-    for name, idle, apart, in_flight in rows:
+    for name, apart, at_once, in_flight in rows:
         per_rank = 1 if name in {"GPipe", "1F1B"} else 2
         schedule = Schedule(name, 4, per_rank, 16)
-        times = [StageTimes(forward=1, backward_input=1, backward_weight=1, end=0)] * 4 * per_rank
-        assert f"{simulate_schedule(schedule, times).bubble:.1%}" == f"{idle}%"
-        split = simulate_schedule(schedule, times, splits_backward=True)
-        assert f"{split.bubble:.1%}" == f"{apart}%"
+        for weight, idle in ((1, apart), (0, at_once)):
+            times = StageTimes(forward=1, backward_input=2 - weight, backward_weight=weight, end=0)
+            simulation = simulate_schedule(schedule, [times] * schedule.num_stages)
+            assert f"{simulation.bubble:.1%}" == f"{idle}%"
         held = [schedule.in_flight[stage] for stage in schedule.stages_of_rank(0)]
         assert ", ".join(map(str, held)) == in_flight
 

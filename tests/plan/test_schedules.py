@@ -112,9 +112,9 @@ def test_micro_batches_in_flight_of_1f1b_decrease_along_the_pipeline() -> None:
             assert Schedule("GPipe", ranks, 1, number).in_flight == (number,) * ranks
 
 
-def test_a_micro_batch_is_in_flight_until_backward_of_inputs() -> None:
+def test_a_micro_batch_is_in_flight_until_its_gradients_of_weights() -> None:
     schedule = Schedule("InterleavedZeroBubble", 2, 1, 4)
     assert " ".join(map(str, schedule.actions[1])) == (
         "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3"
     )
-    assert schedule.in_flight == (2, 1)
+    assert schedule.in_flight == (2, 2)

@@ -17,18 +17,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from autoshard.plan import Stage
-
 Apart = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors whose gradients are computed apart, each with the leaf that is read in its place."""
 
 Gradients = Sequence[torch.Tensor | None]
-
-
-def can_split_backward(stage: Stage) -> bool:
-    """True if no collective and no recomputation would run in both parts of backward."""
-    inside = any(step.direction == "backward" for node in stage.nodes for step in node.inside)
-    return not (inside or stage.checkpoints or any(r.regather for r in stage.reshardings))
 
 
 def run_backward(outputs: Sequence[torch.Tensor], gradients: Gradients, apart: Apart) -> None:

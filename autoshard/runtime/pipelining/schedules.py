@@ -8,13 +8,13 @@ from torch.distributed.pipelining import schedules
 
 from autoshard.errors import PlanError
 from autoshard.plan.document import Pipeline
-from autoshard.plan.schedules import ALONE
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.stage import PlannedStage
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """The loss of a micro-batch, from the results of forward and the micro-batch's number."""
 
+_ALL_ON_ONE_RANK = "LoopedBFS"
 SPLIT = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
 """Schedules that run backward in two parts."""
 
@@ -35,7 +35,7 @@ def make_schedule(
             stages on other ranks than the plan.
     """
     alone = len(devices.positions) == 1
-    kind = schedules.get_schedule_class(ALONE if alone else pipeline.schedule)
+    kind = schedules.get_schedule_class(_ALL_ON_ONE_RANK if alone else pipeline.schedule)
     is_single = issubclass(kind, schedules.PipelineScheduleSingle)
     if is_single and len(stages) > 1:
         raise PlanError(

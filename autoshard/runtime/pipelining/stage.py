@@ -13,11 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autoshard.errors import PlanError
-from autoshard.runtime.pipelining.backward import (
-    SplitBackward,
-    can_split_backward,
-    run_backward,
-)
+from autoshard.plan.stage_times import splits_backward
+from autoshard.runtime.pipelining.backward import SplitBackward, run_backward
 from autoshard.runtime.pipelining.routes import Incoming, Route
 from autoshard.runtime.pipelining.stage_forward import MicroBatch, StageForward
 from autoshard.runtime.recorder import CONTENTS
@@ -104,7 +101,7 @@ class PlannedStage(_PipelineStageBase):
         self._made: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._apart: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._second: dict[int, Callable[[], None]] = {}
-        self.splits_backward = splits and can_split_backward(forward.stage)
+        self.splits_backward = splits and splits_backward(forward.stage)
         if self.splits_backward:
             trained = {link.value for link in incoming if link.gradient is not None}
             inputs = enumerate(forward.stage.inputs)
