@@ -171,6 +171,29 @@ def test_what_is_written_into_buffers_leaves_the_program(check_equal: Check) -> 
     assert all(output.updates for output in graph.outputs[graph.num_results :])
 
 
+class Previous(nn.Module):
+    """Returns buffers as they were before assignments, and one that is written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("last", "first", "seen"):
+            self.register_buffer(name, torch.arange(4.0))
+        self.shift = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x + self.shift
+        before, self.last = self.last, x.detach()[0]
+        part = self.first[1:]
+        self.first = self.first + before
+        self.seen.add_(1)
+        return x, before, part, self.first, self.last, self.seen
+
+
+def test_results_keep_what_a_buffer_had_before_an_assignment(check_equal: Check) -> None:
+    graph = check_equal(Previous(), x=torch.randn(2, 4))
+    assert len(graph.updated) == 3
+
+
 class Teacher(nn.Module):
     def __init__(self) -> None:
         super().__init__()

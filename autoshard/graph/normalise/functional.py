@@ -11,9 +11,10 @@ overwrites is marked: the caller's tensor keeps its contents.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 from typing import Protocol
 
 from autoshard.errors import SchemaError, UnsupportedError
@@ -330,14 +331,18 @@ def make_functional(graph: Graph) -> Graph:
     if not any(is_inplace(node.operator) for node in graph.nodes):
         return graph
     state = _Memory(graph)
-    for node in graph.nodes:
+    assignments = _assignments(graph)
+    for node in graph.nodes[: len(graph.nodes) - len(assignments)]:
         if is_inplace(node.operator):
             state.write(node)
         else:
             state.read(node)
+    # A result that was a buffer before an assignment keeps its contents.
     outputs = tuple(
         o if o.name is None else replace(o, name=state.now(o.name, _RETURN)) for o in graph.outputs
     )
+    for node in assignments:
+        state.write(node)
     outputs += tuple(state.updates())
     inputs = tuple(
         replace(i, overwritten=True) if i.kind is InputKind.USER and i.name in state.written else i
@@ -345,6 +350,20 @@ def make_functional(graph: Graph) -> Graph:
     )
     nodes = tuple(state.nodes)
     return replace(graph, inputs=inputs, nodes=nodes, outputs=outputs, values=state.values)
+
+
+def _assignments(graph: Graph) -> Sequence[Node]:
+    """The last nodes, by which an export expresses `module.buffer = tensor` in forward.
+
+    They have the default name of the operator, which traced calls of `copy_` have not.
+    """
+    found = takewhile(
+        lambda node: (
+            node.operator == "aten.copy_.default" and node.name.startswith("copy__default")
+        ),
+        reversed(graph.nodes),
+    )
+    return tuple(found)[::-1]
 
 
 _RETURN = Node("return", "return", (), ())
