@@ -11,10 +11,10 @@ from autoshard.planner.mesh_search import (
 from autoshard.planner.pipeline.micro_batches import MicroBatches, choose_micro_batches
 from autoshard.planner.pipeline.named_cuts import cut_names
 from autoshard.planner.pipeline.pipeline_planner import make_plan
+from autoshard.planner.pipeline.request_size import problem_size
 from autoshard.planner.planner import (
     ProblemSize,
     plan_id,
-    problem_size,
     torch_version,
 )
 

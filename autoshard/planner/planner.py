@@ -128,14 +128,14 @@ def make_stage_plan(
     return _document(formulation, outcome, conflict, options, seconds)
 
 
-def problem_size(
+def stage_problem_size(
     graph: Graph,
     mesh: Mesh,
     options: PlanOptions | None = None,
     *,
     max_strategies: int | None = None,
 ) -> ProblemSize:
-    """The size of a request's problem, without solving it.
+    """The size of the problem of a plan of one stage, without solving it.
 
     Args:
         graph: the normalised program.

@@ -34,6 +34,7 @@ from autoshard.planner.pipeline.policies import (
     stage_cutter,
 )
 from autoshard.planner.pipeline.range_costs import whole_bound
+from autoshard.planner.pipeline.request_size import largest_sub_mesh
 from autoshard.planner.pipeline.search import MAX_ACTIONS, Candidate, PipelineSearch
 from autoshard.planner.pipeline.stage_plans import (
     PlannedStage,
@@ -119,6 +120,7 @@ def make_plan(
         return plan_stage(graph, mesh, options, on_progress)
     if options.mode == "training":
         check_trainable(graph)
+    largest_sub_mesh(mesh, options, number)
     _check_number_of_actions(options, number)
     # Half of the time is for the stages of the pipeline that is found.
     limits = SearchLimits(options.time_limit / 2, cancel, max_strategies, on_progress)

@@ -34,7 +34,7 @@ _BUDGET_STEPS = 32
 """Number of steps in which the memory of a rank is divided among its stages."""
 _MAX_GUIDED = 20
 """The same, of schedules with several stages per rank."""
-MAX_ACTIONS = 1_000_000
+MAX_ACTIONS = 200_000
 """Maximum number of forwards in a step: stages times micro-batches. Larger ones are too slow to
 simulate."""
 _STAGES_PER_RANK: Mapping[ScheduleName, tuple[int, ...]] = {
