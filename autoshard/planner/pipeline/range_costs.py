@@ -5,9 +5,9 @@ reshardings of its inputs cost in that plan is added to the segment between two 
 a range costs a difference of prefix sums, however many ranges there are. The layouts of the plan at
 the cuts are those in which stages exchange activations.
 
-Two ways to save memory are counted beside the fastest plan: stored parameters are sharded further
-(a second plan, in which the memory of parameters has a price), and repeated blocks are recomputed
-in backward (activation checkpointing).
+Two ways to save memory are counted beside the fastest plan: parameters are sharded further and
+gathered more often (other plans, in which what is kept over micro-batches has a price), and
+repeated blocks are recomputed in backward (activation checkpointing).
 """
 
 import json
@@ -29,11 +29,13 @@ from autoshard.plan.lowering import lower
 from autoshard.plan.memory import MemoryOp, StageMemory
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import inner_time
+from autoshard.planner.edge_costs import EdgeCosts
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.pipeline.limits import SearchLimits
 from autoshard.planner.planner import check_size, plan_id
 from autoshard.planner.stage_builder import Decisions, StageBuilder
 from autoshard.solve import (
+    Edge,
     KeyValueStore,
     content_key,
     read_sealed,
@@ -43,9 +45,9 @@ from autoshard.solve import (
 _LARGEST = frozenset({"working", "block"})
 """Members of `Segments` that are maxima instead of sums."""
 _STATIC = ("parameters", "gradients", "optimizer", "buffers")
-_MEMORY_PRICE = 0.5
-"""Price of storing parameters, gradients and optimizer state on one device in full, relative to the
-time of a step, in the plan that saves memory."""
+_SHARES_OF_TIME = (0.3, 3.0)
+"""Costs of using the whole memory budget, relative to the time of a step, in the plans that save
+memory."""
 
 
 class Segments(NamedTuple):
@@ -84,7 +86,7 @@ class RangeCosts:
 
     Attributes:
         mesh: the sub-mesh.
-        variants: segments of the fastest plan, and of the plan that saves memory.
+        variants: segments of the fastest plan, and of plans that save memory.
         layouts: layout of each value that can cross a cut, as text.
     """
 
@@ -100,6 +102,7 @@ def range_costs(
     options: PlanOptions,
     limits: SearchLimits,
     *,
+    num_ranks: int,
     block_cache: KeyValueStore | None = None,
 ) -> RangeCosts:
     """Plan the whole program on a sub-mesh, and read off the costs of its segments.
@@ -112,25 +115,29 @@ def range_costs(
         mesh: the sub-mesh.
         options: as for `make_plan`; `memory_budget` and pins of inputs and outputs do not matter.
         limits: of the search.
+        num_ranks: number of such sub-meshes.
         block_cache: as for `make_plan`.
 
     Raises:
         OptionError: an option forbids all strategies of a variable, or the problem is too large.
         Stopped: the search ended before there was a plan.
     """
-    key = _store_key(cutter.graph, [point.node for point in points], mesh, options)
+    cuts = [num_ranks, *(point.node for point in points)]
+    key = _store_key(cutter.graph, cuts, mesh, options)
     stored = None if block_cache is None else read_sealed(block_cache, key)
     if stored is not None:
         return _from_json(mesh, stored)
     short = shorten(cutter.graph)
     formulation = Formulation.of(short.graph, mesh, options)
     check_size(formulation, limits.max_strategies)
-    choice, bound = _solved(formulation, options, 0.0, limits, block_cache)
+    choice, bound = _fastest(formulation, options, limits, block_cache)
     segments = _SegmentSums(cutter, points, short)
-    variants = [segments.of(_NodeCosts(formulation, choice))]
+    variants = [segments.of(_NodeCosts(formulation, Decisions(choice)))]
     if mesh.num_devices > 1 and options.mode == "training":
-        frugal, _ = _solved(formulation, options, _MEMORY_PRICE * bound, limits, block_cache)
-        if not np.array_equal(frugal, choice):
+        # The budget of all stages together, each on a sub-mesh.
+        budget = num_ranks * (options.memory_budget or mesh.topology.device.memory)
+        for share in _SHARES_OF_TIME:
+            frugal = _frugal(formulation, options, share * bound / budget, limits, block_cache)
             variants.append(segments.of(_NodeCosts(formulation, frugal)))
     layouts = _layouts(formulation, choice, cutter, points, short)
     found = RangeCosts(mesh, tuple(variants), layouts)
@@ -175,34 +182,85 @@ def whole_bound(
         return float(stored)
     formulation = Formulation.of(graph, mesh, options)
     check_size(formulation, limits.max_strategies)
-    bound = _solved(formulation, options, 0.0, limits, block_cache)[1]
+    bound = _fastest(formulation, options, limits, block_cache)[1]
     if block_cache is not None and not limits.is_over:
         write_sealed(block_cache, key, repr(bound).encode())
     return bound
 
 
-def _solved(
+def _fastest(
+    formulation: Formulation,
+    options: PlanOptions,
+    limits: SearchLimits,
+    cache: KeyValueStore | None,
+) -> tuple[IntArray, float]:
+    """The best choice without a memory budget, and a lower bound of its seconds."""
+    solution = limits.solve(formulation.problem, options, cache)
+    assert solution.choice is not None
+    return solution.choice, solution.bound
+
+
+def _frugal(
     formulation: Formulation,
     options: PlanOptions,
     price: float,
     limits: SearchLimits,
     cache: KeyValueStore | None,
-) -> tuple[IntArray, float]:
-    """The best choice if storing the whole state on a device costs `price`, and a lower bound."""
-    problem = formulation.problem
-    if price:
-        whole = sum(float(_state(v.usage).max(initial=0.0)) for v in formulation.variables)
-        prices: dict[tuple[int, int], FloatArray] = {}
-        nodes = []
-        for node, variable in zip(problem.nodes, formulation.variables, strict=True):
-            key = (id(variable.time), id(variable.usage))
-            if key not in prices:
-                prices[key] = node.cost + price * _state(variable.usage) / max(whole, 1.0)
-            nodes.append(replace(node, cost=prices[key]))
-        problem = replace(problem, nodes=tuple(nodes))
-    solution = limits.solve(problem, options, cache)
-    assert solution.choice is not None
-    return solution.choice, solution.bound
+) -> Decisions:
+    """The best decisions if a byte that is kept over micro-batches costs `price` seconds.
+
+    These are bytes of parameters, gradients and optimizer state, of parameters that stay gathered,
+    and of sums of full gradients.
+    """
+    problem, edges = formulation.problem, list(formulation.problem.edges)
+    nodes: dict[tuple[int, int], FloatArray] = {}
+    for node, variable in zip(problem.nodes, formulation.variables, strict=True):
+        key = (id(variable.time), id(variable.usage))
+        if key not in nodes:
+            nodes[key] = node.cost + price * _state(variable.usage)
+    priced: dict[int, FloatArray] = {}
+    reading = [
+        (number, formulation.edge_costs(use))
+        for number, use in enumerate(formulation.uses)
+        if formulation.reads_parameter(use) and formulation.prices.micro_batches > 1
+    ]
+    for number, costs in reading:
+        if id(costs) not in priced:
+            every = [costs.seconds_of(f) + price * _kept(costs, f) for f in Frequency]
+            priced[id(costs)] = np.minimum.reduce(every)
+        edge = edges[number]
+        edges[number] = Edge(edge.source, edge.target, priced[id(costs)], costs.rows, costs.cols)
+    changed = replace(
+        problem,
+        nodes=tuple(
+            replace(node, cost=nodes[id(variable.time), id(variable.usage)])
+            for node, variable in zip(problem.nodes, formulation.variables, strict=True)
+        ),
+        edges=tuple(edges),
+    )
+    choice = limits.solve(changed, options, cache).choice
+    assert choice is not None
+    frequencies = {}
+    for number, costs in reading:
+        use = formulation.uses[number]
+        source, target = int(choice[use.source]), int(choice[use.target])
+        pair = costs.rows[source], costs.cols[target]
+        frequencies[number] = min(
+            costs.frequencies(source, target),
+            key=lambda f: float((costs.seconds_of(f) + price * _kept(costs, f))[pair]),
+        )
+    return Decisions(choice, frequencies=frequencies)
+
+
+def _kept(costs: EdgeCosts, frequency: Frequency) -> FloatArray:
+    """Bytes that a resharding keeps over micro-batches, shape [R, C]."""
+    gathered = np.broadcast_to(costs.target_bytes[None, :], costs.seconds.shape)
+    if frequency not in GATHERED_ONCE:
+        return np.zeros_like(gathered)
+    if frequency is Frequency.GATHER_STEP:
+        return gathered
+    growth = costs.target_bytes[None, :] - costs.source_bytes[:, None]
+    return gathered + costs.accumulation_factor * growth
 
 
 def _state(usage: Mapping[str, FloatArray]) -> FloatArray:
@@ -260,9 +318,9 @@ class _NodeCosts:
             and `kept` are those of nodes in repeated blocks.
     """
 
-    def __init__(self, formulation: Formulation, choice: IntArray) -> None:
+    def __init__(self, formulation: Formulation, decisions: Decisions) -> None:
         self._formulation = formulation
-        self._choice = choice
+        self._choice = decisions.choice
         self.graph = graph = formulation.graph
         self._inputs = {i.name: i for i in graph.inputs}
         self._micro_batches = formulation.prices.micro_batches
@@ -274,7 +332,7 @@ class _NodeCosts:
                 self._add_operator(number)
             elif variable.role is Role.INPUT:
                 self._add_input(number)
-        builder = StageBuilder(formulation, Decisions(choice))
+        builder = StageBuilder(formulation, decisions)
         for number in range(len(formulation.uses)):
             self._add_resharding(builder, number)
         if formulation.prices.training:

@@ -205,6 +205,7 @@ class PipelineSearch:
                 sub_mesh(self._mesh, devices),
                 self._options,
                 self.limits,
+                num_ranks=self._mesh.num_devices // devices,
                 block_cache=self._block_cache,
             )
         return self._costs[devices]
