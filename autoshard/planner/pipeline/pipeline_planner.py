@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from math import inf
+from math import inf, log2
 from typing import Any
 
 from autoshard.errors import OptionError
@@ -46,6 +46,8 @@ from autoshard.planner.planner import check_trainable, make_stage_plan, plan_id
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
+_USUAL_RANKS = 8
+"""A number of pipeline ranks that is often best; those that are close to it are tried first."""
 _MAX_ROUNDS = 4
 """Maximum number of pipelines whose stages are planned, if stages do not fit into memory."""
 _LEAST_TIME_LIMIT = 5.0
@@ -315,7 +317,7 @@ class _Request:
 
 
 def _rank_numbers(mesh: Mesh) -> list[int]:
-    """Numbers of pipeline ranks that divide the outermost axes of a mesh."""
+    """Numbers of pipeline ranks that divide the outermost axes of a mesh, usual ones first."""
     total = mesh.num_devices
     found = []
     for number in range(2, total + 1):
@@ -325,7 +327,7 @@ def _rank_numbers(mesh: Mesh) -> list[int]:
             except OptionError:
                 continue
             found.append(number)
-    return found
+    return sorted(found, key=lambda number: abs(log2(number / _USUAL_RANKS)))
 
 
 @dataclass(frozen=True)
