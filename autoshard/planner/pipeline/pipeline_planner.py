@@ -55,7 +55,7 @@ _LEAST_TIME_LIMIT = 5.0
 _WHY_NONE = (
     "no pipeline was found: none of the numbers of stages and schedules that the options allow "
     "fits the mesh, the micro-batches and the memory; allow more stages, other schedules or more "
-    "memory"
+    "memory, or ask for stages=1, which also ignores calls of pipe_split() in forward"
 )
 _WHY_STOPPED = {
     SolveStatus.CANCELLED: "planning was cancelled before a pipeline was found",
