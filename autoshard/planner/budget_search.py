@@ -52,7 +52,7 @@ _FIRST_GAP = 0.01
 """Least relative gap of their solutions."""
 _FIRST_SHARE = 0.3
 """Largest share of the remaining time that is reserved for them."""
-_FIRST_SECONDS = 2.0
+_FIRST_SECONDS = 3.0
 """Seconds that are reserved for them, and time limit of a single solve, even after the deadline."""
 _MAX_IMPROVEMENTS = 2
 """Maximum number of rounds after the first plan that fits."""
@@ -211,7 +211,7 @@ class BudgetSearch:
                 limited,
                 gap=max(self._loose_gap, _FIRST_GAP),
                 warm_start=rounds.counted.warm_start,
-                seconds=_FIRST_SECONDS,
+                seconds=max(self._time_share, _FIRST_SECONDS),
             )
             if solution.choice is not None:
                 self._record(rounds, rounds.counted, limited, solution)
@@ -482,7 +482,7 @@ class BudgetSearch:
                 instance = formulation.instance_of.get(i)
                 if instance is None:
                     yield BackwardPoint(variable=i)
-                else:
+                elif formulation.prices.micro_batches == 1:
                     yield BackwardPoint(variable=formulation.first_of(instance), starts_block=True)
         resharded = {c.use for c in plan.stage.reshardings if c.value == plan.memory.at}
         inside = formulation.inside_blocks
@@ -494,7 +494,9 @@ class BudgetSearch:
     def _block_points(self) -> Iterator[BackwardPoint]:
         """The time points at which the backward of each block that may be checkpointed starts."""
         formulation = self._formulation
-        if formulation.prices.training and self._options.activation_checkpointing != "never":
+        # With several micro-batches, gradients of parameters do not grow during backward.
+        grows = formulation.prices.training and formulation.prices.micro_batches == 1
+        if grows and self._options.activation_checkpointing != "never":
             for nodes in dict.fromkeys(formulation.instance_of.values()):
                 yield BackwardPoint(variable=formulation.first_of(nodes), starts_block=True)
 

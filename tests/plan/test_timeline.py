@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.costs import OptimizerSpec
-from autoshard.graph import Graph, graph_from_json
+from autoshard.graph import Graph, InputKind, StageCutter, graph_from_json
 from autoshard.plan import Plan
 from autoshard.plan.timeline import KINDS, Phase, Timeline, timeline
 from autoshard.runtime.constants import prepared_inputs
@@ -158,6 +158,24 @@ def measure_in_flight(plan: Plan, case: Case, mesh: DeviceMesh) -> Measured:
                 outputs[0].backward(torch.ones_like(outputs[0]))
                 del outputs
     return Measured(turn, memory.peak, 0)
+
+
+def test_received_tensors_wait_and_their_gradients_are_no_parameters(planned: Planner) -> None:
+    cutter = StageCutter(exported("llama"))
+    second = cutter.split([cutter.cut_points[len(cutter.cut_points) // 2].node])[1]
+    times = {
+        number: predicted(planned(second, slow_devices(d=1), micro_batches=6, in_flight=number))
+        for number in (2, 5)
+    }
+    received = sum(
+        second.values[i.name].nbytes for i in second.inputs if i.kind is InputKind.RECEIVED
+    )
+    assert received > 0
+    few, many = (time.nbytes["inputs"] for time in times.values())
+    assert set(many - few) == {3 * received}
+    for time in times.values():
+        parameters = time.nbytes["parameters"][0]
+        assert set(time.nbytes["gradients"]) == {parameters}  # all are trained, in float32
 
 
 @pytest.mark.parametrize("name", CASES)
