@@ -276,11 +276,11 @@ def megatron_arguments(plan: Plan) -> list[str]:
 PIPELINES = {
     "1F1B": (
         (
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
-            "--micro-batch-size 2 --global-batch-size 16 --recompute-granularity full"
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 "
+            "--micro-batch-size 2 --global-batch-size 16"
         ),
-        {"stages": 2, "stages_per_rank": 1, "schedule": "1F1B", "balance": (2, 2)}
-        | {"algo": "megatron", "activation_checkpointing": "always"},
+        {"stages": 2, "stages_per_rank": 1, "schedule": "1F1B", "balance": (1, 1)}
+        | {"algo": "megatron", "activation_checkpointing": "never"},
     ),
     "interleaved": (
         (
@@ -300,7 +300,7 @@ def test_arguments_of_megatron_become_a_plan_and_come_back(name: str) -> None:
     found = read_megatron(arguments, num_ranks=8)
     options = {"micro_batches": 4, "batch_axis": "dp", **expected}
     assert found.options == PlanOptions.model_validate(options)
-    graph = graph_of(meta(llama, layers=4))
+    graph = graph_of(meta(llama, layers=expected["stages"]))
     plan = make_plan(graph, slow_devices(**dict(found.axes)), found.options)
     assert plan.found, plan.reason
     given = dict(zip(arguments.split()[::2], arguments.split()[1::2], strict=False))
@@ -375,6 +375,9 @@ def test_what_options_cannot_fix_is_said() -> None:
     assert found.options.master_weights
     assert found.options.accumulation_dtype == "float32"
     assert read_megatron("", num_ranks=1).axes == (("dp", 1),)
+    recomputed = read_megatron("--recompute-granularity full", num_ranks=1)
+    assert recomputed.options.activation_checkpointing == "always"
+    assert not recomputed.chosen
 
 
 def test_tables_hold_every_tensor_at_rest() -> None:
