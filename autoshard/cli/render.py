@@ -130,8 +130,13 @@ def render_search(search: MeshSearch, plans: Sequence[Plan | None]) -> Renderabl
     kinds = ["total", "compute", "communication"]
     if any(plan is not None and plan.options.overlap for plan in plans):
         kinds.append("overlapped")
+    has_pipelines = any(plan is not None and plan.pipeline is not None for plan in plans)
+    if has_pipelines:
+        kinds.append("idle")
     table = make_table("Meshes, best first", ["mesh"], [*kinds, "memory"])
     table.add_column("certificate")
+    if has_pipelines:
+        table.add_column("pipeline")
     for mesh, plan in zip(search.meshes, plans, strict=True):
         name = mesh_text(mesh.mesh)
         if plan is None or plan.costs is None or plan.memory is None:
@@ -144,8 +149,15 @@ def render_search(search: MeshSearch, plans: Sequence[Plan | None]) -> Renderabl
             *(milliseconds(getattr(plan.costs, kind)) for kind in kinds),
             format_bytes(plan.memory.peak),
             f"{plan.certificate.status}, {'no bound' if gap is None else f'gap {gap:.2%}'}",
+            *([_pipeline(plan)] if has_pipelines else []),
         )
     return table
+
+
+def _pipeline(plan: Plan) -> str:
+    if plan.pipeline is None:
+        return "one stage"
+    return f"{len(plan.stages)} stages, {plan.pipeline.schedule}"
 
 
 def render_coverage(coverage: Coverage) -> RenderableType:

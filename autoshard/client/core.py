@@ -271,7 +271,7 @@ def search(
     )
     found = []
     for candidate in candidates:
-        known = plan_id(graph, candidate.mesh, options)
+        known = plan_id(graph, candidate.mesh, candidate.options)
         found.append(_searched_mesh(candidate, known, keep, is_complete=is_complete))
     plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
     is_final = is_complete and all(_is_final(made) for made in plans)

@@ -8,6 +8,15 @@ from autoshard.errors import OptionError
 from autoshard.mesh import Axis, Mesh
 from autoshard.plan.document import Stage
 
+PIPELINE_AXIS = "pp"
+"""Name of the outermost axis of a mesh whose size is the number of pipeline ranks."""
+
+
+def num_pipeline_ranks(mesh: Mesh) -> int | None:
+    """Number of pipeline ranks that a mesh asks for by the name of its outermost axis."""
+    axis = mesh.axes[0]
+    return axis.size if axis.name == PIPELINE_AXIS else None
+
 
 def sub_mesh(mesh: Mesh, devices: int) -> Mesh:
     """The mesh of a stage: the outermost axes of the whole mesh are cut.

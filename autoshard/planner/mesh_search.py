@@ -19,6 +19,7 @@ from autoshard.mesh import Mesh, Topology, make_mesh, mesh_to_json
 from autoshard.plan.compare import mesh_text
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.sub_meshes import PIPELINE_AXIS, num_pipeline_ranks
 from autoshard.solve import CancelToken, KeyValueStore
 
 _WORKER = (sys.executable, "-m", "autoshard.planner.search_worker")
@@ -36,12 +37,14 @@ class Candidate:
 
     Attributes:
         mesh: the mesh.
+        options: those of its plan, which is of one stage if no axis of the mesh is for a pipeline.
         plan: its plan, a document without stages if none was found; None if the options do not
             fit this mesh, or the process died.
         error: reason why `plan` is None; empty otherwise.
     """
 
     mesh: Mesh
+    options: PlanOptions
     plan: Plan | None
     error: str = ""
 
@@ -87,7 +90,9 @@ def search_meshes(
 ) -> tuple[Candidate, ...]:
     """Make a plan of a program for every mesh of a number of devices.
 
-    Plans are made in separate processes, so a search can be stopped at any time.
+    Plans are made in separate processes, so a search can be stopped at any time. If the options
+    ask for pipelines, the outermost axis `pp` of a mesh has the pipeline ranks; with `stages`
+    'auto', meshes without it are planned as one stage.
 
     Args:
         graph: the normalised program.
@@ -112,15 +117,15 @@ def search_meshes(
     """
     if num_workers < 1:
         raise OptionError(f"num_workers is {num_workers}; a search needs 1 process or more")
-    meshes = candidate_meshes(num_devices, topology=topology, max_axes=max_axes)
-    waiting: queue.SimpleQueue[Mesh] = queue.SimpleQueue()
+    options = options or PlanOptions()
+    meshes = candidate_meshes(num_devices, topology=topology, max_axes=max_axes, options=options)
+    waiting: queue.SimpleQueue[_Question] = queue.SimpleQueue()
     results: queue.SimpleQueue[Candidate] = queue.SimpleQueue()
     for mesh in meshes:
-        waiting.put(mesh)
+        waiting.put((mesh, _options_of(mesh, options)))
     request = json.dumps(
         {
             "graph": graph_to_json(graph),
-            "options": (options or PlanOptions()).model_dump(mode="json"),
             "block_cache": block_cache is not None,
             "max_strategies": max_strategies,
         }
@@ -151,6 +156,7 @@ def candidate_meshes(
     topology: str | Topology | None = None,
     max_axes: int = 3,
     most: int | None = None,
+    options: PlanOptions | None = None,
 ) -> tuple[Mesh, ...]:
     """All meshes of a number of devices, in order of the number of axes.
 
@@ -162,6 +168,8 @@ def candidate_meshes(
         topology: name of a preset, or a topology.
         max_axes: maximum number of axes.
         most: maximum number of meshes; None for all.
+        options: of planning. If they ask for pipelines, the outermost axis of a mesh is `pp`; with
+            `stages` 'auto', meshes without it come first.
 
     Raises:
         OptionError: a number is out of its range.
@@ -171,14 +179,38 @@ def candidate_meshes(
         raise OptionError(f"num_devices is {num_devices}; a mesh has 1 device or more")
     if not 1 <= max_axes <= _MAX_AXES:
         raise OptionError(f"max_axes is {max_axes}; give a number from 1 to {_MAX_AXES}")
+    options = options or PlanOptions()
     distinct: dict[object, Mesh] = {}
     for shape in _shapes(num_devices, max_axes):
-        mesh = make_mesh(shape, topology=topology)
-        axes = Counter((size, mesh.spans(axis)) for axis, size in enumerate(shape))
-        distinct.setdefault(frozenset(axes.items()), mesh)
-        if len(distinct) == most:
+        for mesh in _meshes(shape, topology, options):
+            ranks = num_pipeline_ranks(mesh)
+            first = 0 if ranks is None else 1
+            axes = Counter((shape[axis], mesh.spans(axis)) for axis in range(first, len(shape)))
+            distinct.setdefault((ranks, frozenset(axes.items())), mesh)
+        if most is not None and len(distinct) >= most:
             break
-    return tuple(distinct.values())
+    return tuple(distinct.values())[:most]
+
+
+def _meshes(
+    shape: tuple[int, ...], topology: str | Topology | None, options: PlanOptions
+) -> Iterator[Mesh]:
+    """The meshes of one shape: without a pipeline, and with its outermost axis for one."""
+    stages = len(options.balance) if isinstance(options.balance, tuple) else options.stages
+    is_cut = bool(options.cuts) or options.balance is not None or stages not in (None, 1)
+    if not is_cut or (stages == "auto" and not options.cuts):
+        yield make_mesh(shape, topology=topology)
+    ranks = shape[0]
+    if is_cut and ranks > 1 and (not isinstance(stages, int) or stages % ranks == 0):
+        inner = make_mesh(shape[1:]).axis_names if len(shape) > 1 else ()
+        yield make_mesh(shape, axes=(PIPELINE_AXIS, *inner), topology=topology)
+
+
+def _options_of(mesh: Mesh, options: PlanOptions) -> PlanOptions:
+    """Options for one mesh: without an axis for a pipeline, `stages` 'auto' is one stage."""
+    if options.stages == "auto" and num_pipeline_ranks(mesh) is None:
+        return options.model_copy(update={"stages": 1})
+    return options
 
 
 def _shapes(number: int, most: int) -> Iterator[tuple[int, ...]]:
@@ -203,18 +235,21 @@ def _factorisations(number: int, count: int, divisors: list[int]) -> Iterator[tu
                 yield (first, *rest)
 
 
+_Question = tuple[Mesh, PlanOptions]
+
+
 class _Worker:
     """A thread that plans one mesh after the other in a process that can be killed."""
 
     def __init__(
         self,
         request: str,
-        meshes: "queue.SimpleQueue[Mesh]",
+        questions: "queue.SimpleQueue[_Question]",
         results: "queue.SimpleQueue[Candidate]",
         block_cache: KeyValueStore | None,
     ) -> None:
         self._request = request
-        self._meshes = meshes
+        self._questions = questions
         self._results = results
         self._block_cache = block_cache
         self._process: subprocess.Popen[str] | None = None
@@ -234,23 +269,24 @@ class _Worker:
     def _run(self) -> None:
         with suppress(queue.Empty):
             while not self._stopped:
-                self._results.put(self._plan(self._meshes.get_nowait()))
+                self._results.put(self._plan(*self._questions.get_nowait()))
         self._close()
 
-    def _plan(self, mesh: Mesh) -> Candidate:
+    def _plan(self, mesh: Mesh, options: PlanOptions) -> Candidate:
         reply: dict[str, str] | None = None
         # A process that died does not reply; the error then has its exit status.
         with suppress(OSError):
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            _write(process.stdin, mesh_to_json(mesh))
+            question = {"mesh": mesh_to_json(mesh), "options": options.model_dump(mode="json")}
+            _write(process.stdin, question)
             reply = self._reply(process.stdin, process.stdout)
         if reply is None:
-            return Candidate(mesh, None, self._close())
+            return Candidate(mesh, options, None, self._close())
         if "error" in reply:
-            return Candidate(mesh, None, reply["error"])
-        return Candidate(mesh, Plan.from_json(reply["plan"]))
+            return Candidate(mesh, options, None, reply["error"])
+        return Candidate(mesh, options, Plan.from_json(reply["plan"]))
 
     def _reply(self, stdin: IO[str], stdout: IO[str]) -> dict[str, str] | None:
         """The reply of the process, after its requests to the block cache; None if it ended."""

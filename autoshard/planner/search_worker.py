@@ -1,8 +1,8 @@
 """Worker process of a mesh search, which exchanges lines of JSON over stdin and stdout.
 
-The first line contains graph and options, every further line a mesh; the reply is a plan or an
-error. While it plans, the worker may send requests to the block cache of its parent. It exits when
-its stdin is closed, even while it plans.
+The first line contains the graph, every further line a mesh and its options; the reply is a plan
+or an error. While it plans, the worker may send requests to the block cache of its parent. It exits
+when its stdin is closed, even while it plans.
 """
 
 import json
@@ -44,16 +44,15 @@ def main() -> None:
     Thread(target=_listen, args=(lines,), daemon=True).start()
     request = json.loads(lines.get())
     graph = graph_from_json(request["graph"])
-    options = PlanOptions.model_validate(request["options"])
     block_cache = _RemoteBlockCache(lines, replies) if request["block_cache"] else None
     max_strategies = request["max_strategies"]
     while True:
-        mesh = json.loads(lines.get())
+        question = json.loads(lines.get())
         try:
             plan = make_plan(
                 graph,
-                mesh_from_json(mesh),
-                options,
+                mesh_from_json(question["mesh"]),
+                PlanOptions.model_validate(question["options"]),
                 block_cache=block_cache,
                 max_strategies=max_strategies,
             )

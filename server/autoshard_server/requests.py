@@ -292,6 +292,7 @@ def search_task(
         topology=inline or stored or (given if isinstance(given, str) else None),
         max_axes=request.max_axes,
         most=settings.max_search_meshes + 1,
+        options=request.options,
     )
     check_limit("max_search_meshes", len(meshes), "or more meshes of a search", settings)
     fields = {

@@ -177,3 +177,19 @@ def test_a_schedule_that_does_not_fit_is_refused(model: Path) -> None:
     result = autoshard("plan", model, "--mesh", "2", "--stages", "2", "--schedule", "2F2B")
     assert result.exit_code == 1
     assert "schedule" in result.output
+
+
+def test_a_search_shows_which_meshes_have_a_pipeline(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    best = tmp_path / "best.json"
+    result = autoshard(
+        *("search", model, "--devices", "4", "--stages", "auto", "--micro-batches", "4"),
+        *("--max-axes", "2", "--cache", tmp_path / "cache", "--schedule", "1F1B"),
+        *("-o", best),
+    )
+    assert result.exit_code == 0, result.output
+    for text in ("pp=2 x tp=2", "pp=4", "one stage", "2 stages, 1F1B", "idle"):
+        assert text in result.output
+    assert Plan.from_json(best.read_bytes()).found

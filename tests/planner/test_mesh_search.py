@@ -12,9 +12,15 @@ from support.meshes import slow_devices
 from support.models import Planner, llama, mlp, small_graph
 
 from autoshard.errors import MeshError, OptionError
-from autoshard.mesh import Topology, get_topology
+from autoshard.mesh import Topology, get_topology, make_mesh
 from autoshard.plan import Pins, PlanOptions, check_plan
-from autoshard.planner import SearchProgress, candidate_meshes, search_meshes
+from autoshard.planner import (
+    SearchProgress,
+    candidate_meshes,
+    make_plan,
+    plan_id,
+    search_meshes,
+)
 from autoshard_solver_cache import NamespacedCache, SolverCache
 
 FLAT: Topology = slow_devices(a=2).topology
@@ -38,6 +44,57 @@ def test_orders_that_lie_alike_over_the_links_are_one() -> None:
     assert shapes(64, topology=FLAT, max_axes=2) == [(64,), (2, 32), (4, 16), (8, 8)]
     # Between nodes it matters which axis crosses.
     assert {(2, 8), (8, 2)} <= set(shapes(16, topology="h100-sxm"))
+
+
+def named(num_devices: int, **options: object) -> list[dict[str, int]]:
+    found = candidate_meshes(
+        num_devices, topology=FLAT, max_axes=2, options=PlanOptions.model_validate(options)
+    )
+    return [{axis.name: axis.size for axis in mesh.axes} for mesh in found]
+
+
+def test_the_outermost_axis_may_be_for_a_pipeline() -> None:
+    with_pipelines = [
+        {"tp": 8},
+        {"pp": 8},
+        {"dp": 2, "tp": 4},
+        {"pp": 2, "tp": 4},
+        {"pp": 4, "tp": 2},
+    ]
+    assert named(8, stages="auto") == with_pipelines
+    assert named(8) == named(8, stages=1) == [m for m in with_pipelines if "pp" not in m]
+    only = [m for m in with_pipelines if "pp" in m]
+    assert named(8, stages=8) == named(8, cuts=("before:a",)) == only
+    assert named(8, stages=4) == named(8, balance=(1, 1, 1, 1)) == only[1:]
+    assert len(candidate_meshes(8, most=2, options=PlanOptions(stages="auto"))) == 2
+
+
+def test_a_search_goes_over_pipeline_ranks() -> None:
+    graph = small_graph(partial(llama, layers=4))
+    options = PlanOptions(stages="auto", micro_batches=4)
+    found = search_meshes(graph, 4, topology=FLAT, options=options, max_axes=2)
+    assert [c.objective for c in found] == sorted(c.objective for c in found)
+    assert len(found) == 4
+    for candidate in found:
+        plan = candidate.plan
+        assert plan is not None
+        assert check_plan(plan, graph) == ()
+        assert plan.id == plan_id(graph, candidate.mesh, candidate.options)
+        if candidate.mesh.axis_names[0] == "pp":
+            assert plan.pipeline is not None
+            assert len(plan.pipeline.ranks) == candidate.mesh.axis_sizes[0]
+            assert candidate.options == options
+        else:
+            assert plan.pipeline is None
+            assert candidate.options.stages == 1
+    alone = make_plan(graph, found[0].mesh, found[0].options)
+    assert alone.certificate.objective == pytest.approx(found[0].objective)
+
+
+def test_stages_that_pipeline_ranks_do_not_divide_are_refused() -> None:
+    mesh = make_mesh((2, 2), axes=("pp", "tp"))
+    with pytest.raises(OptionError, match="3 stages cannot be divided among the 2 pipeline ranks"):
+        make_plan(small_graph(mlp), mesh, PlanOptions(stages=3, micro_batches=2))
 
 
 def test_orders_that_are_one_have_one_price(planned: Planner) -> None:

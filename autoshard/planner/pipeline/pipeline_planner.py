@@ -24,7 +24,7 @@ from autoshard.plan.options import PlanOptions
 from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import stage_options, with_pinned_ends
-from autoshard.plan.sub_meshes import sub_mesh
+from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.planner.pipeline.equal_stages import EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.policies import (
@@ -77,7 +77,8 @@ def make_plan(
 
     Args:
         graph: the normalised program, from `load_graph`; of a pipeline, that of a micro-batch.
-        mesh: the devices and the links between them; pipeline stages cut the outermost axes.
+        mesh: the devices and the links between them. Pipeline stages cut the outermost axes; if
+            the outermost one is named `pp`, its size is the number of pipeline ranks.
         options: mode, optimizer, memory budget, pipeline stages, limits of the solver.
         on_progress: called with phase, incumbent and bound while the solver runs.
         cancel: an event; setting it stops the solver.
@@ -189,7 +190,8 @@ class _Request:
             candidate = self._best(search, number)
             seconds["search"] += time.perf_counter() - start
             start = time.perf_counter()
-            whole = self._whole(search, candidate) if number is None else None
+            may_be_one = number is None and num_pipeline_ranks(self.mesh) is None
+            whole = self._whole(search, candidate) if may_be_one else None
             if whole is not None:
                 return whole
             if candidate is None and self.limits.is_over:
@@ -273,8 +275,12 @@ class _Request:
 
     def _shapes(self, number: int | None, per_rank: int | None) -> list[tuple[int, int | None]]:
         """Numbers of pipeline ranks, and of stages per rank."""
+        wanted = num_pipeline_ranks(self.mesh)
         if number is None:
-            return [(ranks, per_rank) for ranks in _rank_numbers(self.mesh)]
+            ranks = _rank_numbers(self.mesh) if wanted is None else [wanted]
+            return [(one, per_rank) for one in ranks]
+        if wanted is not None:
+            return [(wanted, number // wanted)] if per_rank in (None, number // wanted) else []
         numbers = [per_rank] if per_rank else [v for v in range(1, number + 1) if number % v == 0]
         return [(number // v, v) for v in numbers if number % v == 0 and number // v > 1]
 

@@ -1,10 +1,17 @@
 """What a request for a pipeline needs: sub-meshes of its stages, and the size of its problem."""
 
+from collections.abc import Sequence
+
 from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.sub_meshes import sub_mesh, sub_mesh_sizes
+from autoshard.plan.sub_meshes import (
+    PIPELINE_AXIS,
+    num_pipeline_ranks,
+    sub_mesh,
+    sub_mesh_sizes,
+)
 from autoshard.planner.pipeline.policies import cuts_of, num_stages, stage_cutter
 from autoshard.planner.planner import ProblemSize, stage_problem_size
 
@@ -64,11 +71,18 @@ def largest_sub_mesh(mesh: Mesh, options: PlanOptions, number: int | None) -> Me
     Raises:
         OptionError: the devices cannot be divided so.
     """
+    total, ranks = mesh.num_devices, num_pipeline_ranks(mesh)
     if number is None:
-        return mesh
-    total = mesh.num_devices
+        return mesh if ranks is None else sub_mesh(mesh, total // ranks)
+    if ranks is not None and number % ranks:
+        raise OptionError(
+            f"{number} stages cannot be divided among the {ranks} pipeline ranks of the mesh, the "
+            f"size of its axis {PIPELINE_AXIS}: take a multiple of {ranks} stages, or another mesh"
+        )
     per_rank = options.stages_per_rank
-    numbers = range(1, number) if per_rank == "auto" else (per_rank,)
+    numbers: Sequence[int] = range(1, number) if per_rank == "auto" else (per_rank,)
+    if ranks is not None:
+        numbers = (number // ranks,)
     sizes = set(sub_mesh_sizes(mesh))
     if options.sub_meshes == "any":
         return sub_mesh(mesh, max(n for n in sizes if n <= max(total - number + 1, 1)))
