@@ -309,8 +309,8 @@ class _Request:
             self.limits.begin(f"stage {number} of {len(places)}")
             found, times = self.stages.plan(program, devices, limits)
             if times is None:
-                if found.certificate.status in _WHY_STOPPED:
-                    raise Stopped(found.certificate.status)
+                if self.limits.is_cancelled:
+                    raise self.limits.stopped()
                 return f"stage {number} of {len(places)}: {found.reason}"
             stage = found.stages[0].model_copy(
                 update={"name": f"stage{number}", "first_device": place.first_device}
