@@ -47,7 +47,8 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
     """Find all repeated blocks of a program, in program order and without overlap.
 
     If a run can be divided into instances in several ways, the division with the fewest values
-    passed from one instance to the next is used.
+    passed from one instance to the next is used. In a part of a larger program, a block that is
+    repeated only there has one instance.
     """
     kinds = np.array(graph.kinds, dtype=np.intp)
     wiring = _Wiring(graph)
@@ -59,6 +60,12 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
         if block is not None:
             found.append(block)
         free[first : first + size] = False
+    covered = {i for block in found for i in range(block.start, block.stop)}
+    found += [
+        Block(first, last - first, 1)
+        for first, last in graph.layers
+        if covered.isdisjoint(range(first, last))
+    ]
     return tuple(sorted(found, key=lambda block: block.start))
 
 

@@ -550,6 +550,8 @@ class Graph:
             are the prepared inputs, in order. None if there are none.
         dynamic: dynamic sizes; None if all sizes are static.
         model: the exported model; None if `export_model` did not make the archive.
+        layers: of a part of a larger program, first and last index, exclusive, of each sequence of
+            nodes that is repeated in the larger one.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -564,6 +566,7 @@ class Graph:
     preparation: "Graph | None" = None
     dynamic: Dynamic | None = None
     model: ExportedModel | None = None
+    layers: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:

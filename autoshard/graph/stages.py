@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from autoshard.errors import GraphError
-from autoshard.graph.blocks import find_blocks
+from autoshard.graph.blocks import Block, find_blocks
 from autoshard.graph.ir import DimFactors, Graph, Input, InputKind, Node, Output
 
 _DATA, _STATE, _PLACED = 1, 2, 4
@@ -113,7 +113,7 @@ class StageCutter:
         graph = self.graph
         starts = {
             nodes.start: number
-            for block in find_blocks(graph)
+            for block in self._blocks
             for number, nodes in enumerate(block.instances())
         }
         crossing = dict(self._crossing())
@@ -304,7 +304,26 @@ class StageCutter:
             rules=tuple(rule for rule in graph.rules if rule.call in calls),
             preparation=self._preparation([i.name for i in inputs if i.kind is InputKind.PREPARED]),
             model=graph.model,
+            layers=self._layers(placed, nodes),
         )
+
+    @cached_property
+    def _blocks(self) -> tuple[Block, ...]:
+        return find_blocks(self.graph)
+
+    def _layers(self, placed: Sequence[Node], nodes: Sequence[Node]) -> tuple[tuple[int, int], ...]:
+        """Indices among the nodes of a stage of the instances that are in it as a whole."""
+        numbers = self.graph.numbers
+        own = {numbers[node.name] for node in placed}
+        order = [numbers[node.name] for node in nodes]
+        every = frozenset(self.placed)
+        whole = (
+            x
+            for block in self._blocks
+            for x in block.instances()
+            if 0 < len(every & {*x}) == len(own & {*x})
+        )
+        return tuple((bisect_left(order, x.start), bisect_left(order, x.stop)) for x in whole)
 
     def _with_copied(
         self, placed: Sequence[Node], wanted: Iterable[str], received: Collection[str]

@@ -184,3 +184,20 @@ def test_the_number_of_micro_batches_is_that_of_the_fastest_plan() -> None:
 def test_a_static_batch_size_cannot_be_divided(graph: Graph) -> None:
     with pytest.raises(OptionError, match="dynamic_shapes"):
         choose_micro_batches(graph, make_mesh((2,)))
+
+
+def test_a_stage_of_one_layer_can_recompute_it(graph: Graph) -> None:
+    options = PlanOptions(
+        stages=4,
+        cuts=tuple(f"before:transformer.h.{layer}" for layer in (1, 2, 3)),
+        schedule="GPipe",
+        micro_batches=8,
+        activation_checkpointing="always",
+    )
+    plan = make_plan(graph, make_mesh((4,)), options)
+    assert [len(stage.checkpoints) for stage in plan.stages] == [1, 1, 1, 1]
+    without = options.model_copy(update={"activation_checkpointing": "never"})
+    assert plan.memory is not None
+    kept = make_plan(graph, make_mesh((4,)), without).memory
+    assert kept is not None
+    assert plan.memory.activations < kept.activations
