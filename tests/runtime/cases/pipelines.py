@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.comparison import TOLERANCE, close, device_mesh, whole
 from support.meshes import slow_devices
-from support.models import Case, bert, gpt2, graph_of, llama, resnet, t5
+from support.models import Case, bert, gpt2, llama, resnet, small_graph, t5
 from torch import nn
 
 from autoshard.plan import Plan, PlanOptions
@@ -39,8 +39,7 @@ class Trained:
 
     def prepare(self) -> None:
         options = PlanOptions.model_validate({"micro_batches": 4, **self.options})
-        case, _ = self.built()
-        self.plan = make_plan(graph_of(case), slow_devices(**self.axes), options)
+        self.plan = make_plan(small_graph(self.build), slow_devices(**self.axes), options)
         assert self.plan.found, self.plan.reason
 
     def built(self) -> tuple[Case, list[dict[str, Any]]]:
