@@ -94,7 +94,8 @@ def parallelize(
     """
     if isinstance(model, Planned):
         raise PlanError("the model is parallelized already; apply plans to a new model")
-    if isinstance(plan, Plan) and plan.pipeline is not None:
+    given = [plan] if isinstance(plan, Plan) else list(plan.values())
+    if any(one.pipeline is not None for one in given):
         settings: Any = {"constants": constants, "custom_operators": custom_operators}
         return pipeline(model, plan, device_mesh, seed=seed, **settings)
     plans = {"": plan} if isinstance(plan, Plan) else dict(plan)
@@ -283,9 +284,4 @@ def rng_step(model: nn.Module) -> RngStep:
 def _only_stage(plan: Plan) -> Stage:
     if not plan.found:
         raise PlanError(f"the document contains no plan to apply: {plan.reason}")
-    if len(plan.stages) > 1:
-        raise PlanError(
-            f"one of several plans has {len(plan.stages)} pipeline stages; a model with stages "
-            f"runs one plan"
-        )
     return plan.stages[0]

@@ -34,7 +34,9 @@ class StageDevices:
     group: ProcessGroup
 
     @classmethod
-    def of(cls, plan: Plan, mesh: DeviceMesh) -> "StageDevices":
+    def of(
+        cls, plan: Plan, mesh: DeviceMesh, known: "StageDevices | None" = None
+    ) -> "StageDevices":
         """Create the meshes and the group; all ranks must call it.
 
         A plan whose stages have one device each also runs in one process, which then has all
@@ -43,6 +45,7 @@ class StageDevices:
         Args:
             plan: with several stages.
             mesh: the devices of the plan.
+            known: devices of another plan, with meshes that can be used and the group.
 
         Raises:
             PlanError: the mesh does not have the plan's axes, or this rank is not part of it.
@@ -60,27 +63,39 @@ class StageDevices:
             tuple(devices[start : start + size]) for start, size in zip(first, sizes, strict=True)
         )
         made: dict[object, DeviceMesh] = {}
+        if known is not None:
+            made.update(
+                ((own, _axes(one)), one) for own, one in zip(known.ranks, known.meshes, strict=True)
+            )
         for stage, own in zip(plan.stages, ranks, strict=True):
             if (own, stage.axes) not in made:
                 made[own, stage.axes] = _stage_mesh(stage, own, mesh.device_type)
         positions = (tuple(range(len(sizes))),) if alone else plan.pipeline.ranks
-        group = dist.new_group(devices, group_desc="pipeline stages")
-        assert isinstance(group, ProcessGroup)
-        # The first message of a group must not be one that some ranks take no part in.
-        dist.barrier(group)
         return cls(
             whole=mesh,
             meshes=tuple(made[o, s.axes] for s, o in zip(plan.stages, ranks, strict=True)),
             ranks=ranks,
             positions=positions,
             position=_position(positions, ranks),
-            group=group,
+            group=_message_group(devices) if known is None else known.group,
         )
 
     @property
     def own_stages(self) -> tuple[int, ...]:
         """Numbers of the stages that this rank runs."""
         return self.positions[self.position]
+
+
+def _axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
+    return tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+def _message_group(devices: list[int]) -> ProcessGroup:
+    group = dist.new_group(devices, group_desc="pipeline stages")
+    assert isinstance(group, ProcessGroup)
+    # The first message of a group must not be one that some ranks take no part in.
+    dist.barrier(group)
+    return group
 
 
 def _check_axes(plan: Plan, mesh: DeviceMesh) -> None:

@@ -1,9 +1,10 @@
 """`pipeline`: makes a model run as planned in several stages."""
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from inspect import signature
+from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.micro_batches import Join
 from autoshard.runtime.pipelining.model_part import (
+    check_held_alike,
     check_model,
     drop_removed,
     keep_own_part,
@@ -43,7 +45,7 @@ class Pipelined:
     the stages of this rank.
     """
 
-    _pipeline: PipelineRunner
+    _runners: Sequence[PipelineRunner]
     _removed: frozenset[str]
     _saved: tuple[dict[str, torch.Tensor], ...]
 
@@ -72,7 +74,10 @@ class Pipelined:
             PlanError: the arguments do not fit the plan, or the program would compute something
                 else than the model.
         """
-        loss, result = self._pipeline.train(args, kwargs, target=target, keeps=return_outputs)
+        training = next((one for one in self._runners if one.is_training), None)
+        if training is None:
+            raise PlanError("the plan is for inference and computes no gradients: call the model")
+        loss, result = training.train(args, kwargs, target=target, keeps=return_outputs)
         return (loss, result) if return_outputs else loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,12 +90,20 @@ class Pipelined:
             PlanError: the arguments do not fit, or gradients are enabled and the plan is for
                 training.
         """
-        if self._pipeline.is_training and torch.is_grad_enabled():
+        runners = [one for one in self._runners if not one.is_training] or self._runners
+        if runners[0].is_training and torch.is_grad_enabled():
             raise PlanError(
                 "forward of a model with pipeline stages computes no gradients: call "
                 "model.step(...), which runs forward and backward, or use torch.no_grad()"
             )
-        return self._pipeline.infer(args, kwargs)
+        fitting = (one for one in runners if len(runners) == 1 or one.fits(args, kwargs))
+        runner = next(fitting, runners[0])
+        return runner.infer(args, kwargs)
+
+    @property
+    def _pipeline(self) -> PipelineRunner:
+        """The runner of the plan that was given first."""
+        return self._runners[0]
 
     def __len__(self) -> int:
         """Number of stages of this rank."""
@@ -155,7 +168,8 @@ class Pipelined:
     @property
     def read_buffers(self) -> frozenset[str]:
         """Names of the buffers that the stages of this rank read."""
-        names = (stage.forward_program.buffers for stage in self._pipeline.stages)
+        stages = (stage for runner in self._runners for stage in runner.stages)
+        names = (stage.forward_program.buffers for stage in stages)
         return frozenset().union(*names)
 
     @property
@@ -181,7 +195,7 @@ for _name in ("cuda", "cpu", "half", "float", "double", "bfloat16", "type"):
 
 def pipeline(
     model: ModelT,
-    plan: Plan,
+    plan: Plan | Mapping[str, Plan],
     device_mesh: DeviceMesh,
     *,
     loss_fn: LossFunction | None = None,
@@ -209,7 +223,9 @@ def pipeline(
     Args:
         model: a model with the full weights on every rank, or on the meta device if
             `load_checkpoint` loads them afterwards.
-        plan: a plan with several stages, made for this model and for a mesh of this shape.
+        plan: a plan with several stages, made for this model and for a mesh of this shape; or
+            several by name, such as one for training and one for evaluation, which hold the same
+            parameters on each rank (`Plan.state_pins`, and the same cuts).
         device_mesh: a mesh with the axis names and sizes of the plan. In a single process, with a
             mesh of one device, a plan whose stages have one device each runs too.
         loss_fn: the loss of a micro-batch, from the result of forward and the target; None if
@@ -230,61 +246,96 @@ def pipeline(
         The same object; its class is now a subclass of its former class.
 
     Raises:
-        PlanError: the plan has no stages, or does not fit mesh, model or schedule.
+        PlanError: a plan has no stages, or does not fit mesh, model, schedule or another plan.
     """
     if isinstance(model, Pipelined):
         raise PlanError("the model has pipeline stages already; apply plans to a new model")
-    if plan.pipeline is None:
-        raise PlanError("the plan has a single stage: apply it with parallelize")
-    devices = StageDevices.of(plan, device_mesh)
-    steps = RngStep()
-    compiling = partial(LocalProgram, seed=seed, custom_operators=custom_operators, model=model)
-    forwards = [
-        StageForward(
-            plan.stages[number],
-            partial(compiling, mesh=devices.meshes[number]),
-            devices.meshes[number],
-            training=plan.options.mode == "training",
+    plans = {"": plan} if isinstance(plan, Plan) else dict(plan)
+    if not plans or any(one.pipeline is None for one in plans.values()):
+        raise PlanError("a plan has a single stage, or there is none: apply it with parallelize")
+    first, *_ = plans.values()
+    devices = _devices_of(plans, device_mesh)
+    check_held_alike(plans, devices)
+    steps, called = RngStep(), signature(model.forward)
+    forwards = {
+        name: _forwards(
+            one,
+            devices[name],
+            partial(LocalProgram, seed=seed, custom_operators=custom_operators, model=model),
             constants=dict(constants or {}),
-            signature=signature(model.forward),
+            signature=called,
             steps=steps,
-            accumulation=GradientAccumulation(_dtype(plan.stages[number])),
         )
-        for number in devices.own_stages
-    ]
-    check_model(model, plan, forwards)
-    for forward in forwards:
+        for name, one in plans.items()
+    }
+    for name, one in plans.items():
+        check_model(model, one, forwards[name])
+    for forward in chain.from_iterable(forwards.values()):
         forward.attach(model)
         if deferred_batch_norm:
             forward.norms = DeferredBatchNorms(model, forward.program.graph)
     held = HeldBuffers(model)
-    saved = saved_tensors(model, plan, devices)
-    called = signature(model.forward)
-    keep_own_part(model, plan, devices, forwards)
+    own = next(iter(devices.values()))
+    saved = saved_tensors(model, first, own)
+    keep_own_part(model, first, own, next(iter(forwards.values())))
     held.follow()
-    runner = PipelineRunner(
-        model,
-        plan,
-        devices,
-        forwards,
-        signature=called,
-        steps=steps,
-        loss_fn=loss_fn,
-        scale_grads=scale_grads,
-        checkpoint=checkpoint,
-        join=join,
-    )
-    for text in filter(None, (forward.stage.idle_text for forward in forwards)):
-        warnings.warn(text, stacklevel=2)
+    runners = [
+        PipelineRunner(
+            model,
+            one,
+            devices[name],
+            forwards[name],
+            signature=called,
+            steps=steps,
+            loss_fn=loss_fn,
+            scale_grads=scale_grads,
+            checkpoint=checkpoint,
+            join=join,
+        )
+        for name, one in plans.items()
+    ]
+    for forward in chain.from_iterable(forwards.values()):
+        if forward.stage.idle_text:
+            warnings.warn(forward.stage.idle_text, stacklevel=2)
     model.__class__ = _pipelined_class(type(model))
-    vars(model)["_pipeline"] = runner
+    vars(model)["_runners"] = runners
     install_dtensor_handlers()
     support_state_dicts(model)
     vars(model)["_saved"] = saved
-    vars(model)["_removed"] = removed_names(model, plan)
+    vars(model)["_removed"] = removed_names(model, first)
     drop_removed(model, vars(model)["_removed"])
     refuse_norms_of_one_rank(model)
     return model
+
+
+def _forwards(
+    plan: Plan,
+    devices: StageDevices,
+    compile_stage: Callable[..., LocalProgram],
+    **settings: Any,
+) -> list[StageForward]:
+    """The programs of this rank's stages."""
+    training = plan.options.mode == "training"
+    return [
+        StageForward(
+            plan.stages[number],
+            partial(compile_stage, mesh=devices.meshes[number]),
+            devices.meshes[number],
+            training=training,
+            accumulation=GradientAccumulation(_dtype(plan.stages[number])),
+            **settings,
+        )
+        for number in devices.own_stages
+    ]
+
+
+def _devices_of(plans: Mapping[str, Plan], mesh: DeviceMesh) -> dict[str, StageDevices]:
+    """The devices of each plan; equal stages share a mesh."""
+    devices: dict[str, StageDevices] = {}
+    for name, plan in plans.items():
+        known = next(iter(devices.values()), None)
+        devices[name] = StageDevices.of(plan, mesh, known)
+    return devices
 
 
 def _pipelined_class(original: type[ModelT]) -> type[ModelT]:

@@ -1,12 +1,13 @@
 """The part of a model that a rank holds: the parameters and buffers of its stages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoshard.errors import PlanError
 from autoshard.plan import PlacedInput, Plan, Stage
 from autoshard.runtime.parameters import check_parameters, distribute_state
 from autoshard.runtime.pipelining.devices import StageDevices
@@ -26,6 +27,32 @@ def check_model(model: nn.Module, plan: Plan, forwards: Sequence[StageForward]) 
     merged = plan.stages[0].model_copy(update={"inputs": (*stored.values(), *unread)})
     frozen = (name for forward in forwards for name in forward.frozen)
     check_parameters(model, merged, frozen=frozenset(frozen))
+
+
+def check_held_alike(plans: Mapping[str, Plan], devices: Mapping[str, StageDevices]) -> None:
+    """Check that each rank stores the same parameters and buffers under all plans.
+
+    Raises:
+        PlanError: a plan stores one that the first plan does not, or stores it otherwise.
+    """
+    known: dict[tuple[tuple[int, ...], str], str] = {}
+    for name, plan in plans.items():
+        found = {
+            (ranks, placed.target): (stage.axes, placed.layout.replace("I", "R"))
+            for stage, ranks in zip(plan.stages, devices[name].ranks, strict=True)
+            for placed in stage.inputs
+            if placed.kind in _STORED
+        }
+        texts = {key: str(value) for key, value in found.items()}
+        if not known:
+            known = texts
+        for (ranks, target), text in texts.items():
+            if known.get((ranks, target)) != text:
+                raise PlanError(
+                    f"the plan {name!r} stores {target!r} on ranks {list(ranks)} as {text}, and "
+                    f"the first plan as {known.get((ranks, target), 'nothing')}: make it with the "
+                    f"same cuts (PlanOptions.cuts), and with pins=plan.state_pins() of the first"
+                )
 
 
 def _unread_parameters(model: nn.Module, plan: Plan) -> list[PlacedInput]:

@@ -136,8 +136,6 @@ class PipelineRunner:
         Returns:
             The loss, on all ranks; the result of forward on the ranks of the last stage, or None.
         """
-        if not self.is_training:
-            raise PlanError("the plan is for inference and computes no gradients: call the model")
         if not torch.is_grad_enabled():
             raise PlanError("step() computes gradients, which torch.no_grad() turns off")
         divided = self._begin(args, kwargs, keeps=keeps)
@@ -147,6 +145,14 @@ class PipelineRunner:
         with self.tied.summing():
             self._run(self._schedule.step)
         return self._mean_loss(), self._result(divided) if keeps else None
+
+    def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """True if the plan is for these arguments."""
+        try:
+            self._batches.split([x for _, x in self._batches.flatten(args, kwargs)])
+        except PlanError:
+            return False
+        return True
 
     def infer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run forward of all micro-batches without gradients.

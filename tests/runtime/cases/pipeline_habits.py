@@ -294,7 +294,43 @@ def check_split_backward(habit: Habit) -> None:
     assert all(parameter.grad is None for parameter in planned.parameters())
 
 
+def check_evaluation(habit: Habit) -> None:
+    """A model is trained with dropout and evaluated without, under two plans."""
+    model, inputs = habit.built()[0]
+    graph = graph_of((model.eval(), inputs))
+    options = {
+        "mode": "inference",
+        "stages": 2,
+        "cuts": habit.options["cuts"],
+        "schedule": "1F1B",
+        "micro_batches": NUMBER,
+        "pins": habit.plan.state_pins(),
+    }
+    evaluated = make_plan(graph, slow_devices(**habit.axes), PlanOptions.model_validate(options))
+    assert evaluated.found, evaluated.reason
+    plans = {"train": habit.plan, "eval": evaluated}
+    planned = parallelize(habit.model, plans, habit.mesh)
+    for _ in range(2):
+        planned.train()
+        assert planned.step(**habit.batch) > 0
+        planned.zero_grad()
+        planned.eval()
+        result = planned(**habit.batch)
+        with torch.no_grad():
+            expected = [habit.reference.eval()(**part).logits for part in habit.parts]
+        if planned[0].is_last:
+            close(whole(result["logits"]), torch.cat(expected), "logits")
+    other = habit.plan.model_copy(update={"stages": habit.plan.stages[::-1]})
+    with pytest.raises(PlanError, match="with the same cuts"):
+        parallelize(habit.built()[0][0], {"train": habit.plan, "eval": other}, habit.mesh)
+
+
 CASES = {
+    "evaluation": Habit(
+        check_evaluation,
+        lambda: gpt2(batch=4, dropout=0.3),
+        {"cuts": ("before:transformer.h.1",), "pins": {"parameters": {"*": "I"}}},
+    ),
     "split backward": Habit(
         check_split_backward,
         lambda: mlp_with_loss(layers=4),
