@@ -11,6 +11,9 @@ from autoshard.plan.stage_modules import module_paths
 _SINGLE_STAGE: dict[str, object] = {"stages": 1, "cuts": (), "balance": None}
 """Options of the plan of one stage that differ from those of the pipeline."""
 
+_INFERENCE: dict[str, object] = {"micro_batches": 1, "in_flight": 1}
+"""Options in inference, where micro-batches have no sums of gradients and nothing is kept."""
+
 
 def stage_options(
     options: PlanOptions, program: Graph, mesh: Mesh, *, in_flight: int, budget: int
@@ -47,6 +50,7 @@ def stage_options(
             "in_flight": in_flight,
             "memory_budget": budget,
             **_SINGLE_STAGE,
+            **(_INFERENCE if options.mode == "inference" else {}),
         }
     )
 

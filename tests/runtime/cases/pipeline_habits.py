@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from autoshard.errors import PlanError
-from autoshard.plan import Plan, PlanOptions
+from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize, pipeline, rng_step
 
@@ -301,13 +301,19 @@ def check_evaluation(habit: Habit) -> None:
     options = {
         "mode": "inference",
         "stages": 2,
-        "cuts": habit.options["cuts"],
         "schedule": "1F1B",
         "micro_batches": NUMBER,
         "pins": habit.plan.state_pins(),
     }
-    evaluated = make_plan(graph, slow_devices(**habit.axes), PlanOptions.model_validate(options))
-    assert evaluated.found, evaluated.reason
+    evaluated, other = (
+        make_plan(
+            graph,
+            slow_devices(**habit.axes),
+            PlanOptions.model_validate({**options, "cuts": cuts}),
+        )
+        for cuts in (habit.options["cuts"], ("after:transformer.h.1",))
+    )
+    assert check_plan(evaluated, graph) == ()
     plans = {"train": habit.plan, "eval": evaluated}
     planned = parallelize(habit.model, plans, habit.mesh)
     for _ in range(2):
@@ -320,7 +326,6 @@ def check_evaluation(habit: Habit) -> None:
             expected = [habit.reference.eval()(**part).logits for part in habit.parts]
         if planned[0].is_last:
             close(whole(result["logits"]), torch.cat(expected), "logits")
-    other = habit.plan.model_copy(update={"stages": habit.plan.stages[::-1]})
     with pytest.raises(PlanError, match="with the same cuts"):
         parallelize(habit.built()[0][0], {"train": habit.plan, "eval": other}, habit.mesh)
 
