@@ -47,3 +47,12 @@ def test_the_example_of_where_to_cut_runs() -> None:
     exec(code, names)  # noqa: S102  our own page
     layers = [len(stage.parameters) // 2 for stage in names["plan"].stages]
     assert f"# layers: {layers}" in code
+
+
+def test_the_example_of_planning_runs() -> None:
+    code, *_ = re.findall(r"```python\n(.*?)```", section("Planning a pipeline"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102  our own page
+    pipeline = names["plan"].pipeline
+    assert len(names["plan"].stages) == 4
+    assert f"# {pipeline.ranks}" in code

@@ -22,6 +22,7 @@ from autoshard.plan.document import Plan
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.options import Pins, PlanOptions
 from autoshard.planner.formulation import Formulation, Role, same_label
+from autoshard.planner.pipeline.policies import num_stages, stage_cutter
 from autoshard.planner.planner import make_stage_plan
 from autoshard.solve import Edge, Node, Problem, Repeat, ShortestPathCost, solve_problem
 
@@ -81,6 +82,12 @@ def make_plans(
     if not programs:
         raise OptionError("no programs are given")
     weight_of = _weights(programs, weights or {})
+    for name, (graph, options) in programs.items():
+        if num_stages(options, stage_cutter(graph, options)) != 1:
+            raise OptionError(
+                f"program {name!r}: its options ask for pipeline stages, but programs are planned "
+                f"together as one stage each: plan it with make_plan, or with stages=1"
+            )
     own = {
         name: make_stage_plan(graph, mesh, options) for name, (graph, options) in programs.items()
     }

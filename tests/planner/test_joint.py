@@ -89,3 +89,5 @@ def test_what_cannot_be_planned_together_says_why(train: Graph) -> None:
         make_plans(programs, MESH, weights={"train": torch.nan})
     with pytest.raises(PlanError, match="program 'train': no plan fits"):
         make_plans({"train": (train, PlanOptions(memory_budget=10))}, MESH)
+    with pytest.raises(OptionError, match="'train': its options ask for pipeline stages"):
+        make_plans({"train": (train, PlanOptions(stages=2, micro_batches=2))}, MESH)
