@@ -82,12 +82,7 @@ def make_plans(
     if not programs:
         raise OptionError("no programs are given")
     weight_of = _weights(programs, weights or {})
-    for name, (graph, options) in programs.items():
-        if num_stages(options, stage_cutter(graph, options)) != 1:
-            raise OptionError(
-                f"program {name!r}: its options ask for pipeline stages, but programs are planned "
-                f"together as one stage each: plan it with make_plan, or with stages=1"
-            )
+    _check_stages(programs)
     own = {
         name: make_stage_plan(graph, mesh, options) for name, (graph, options) in programs.items()
     }
@@ -141,6 +136,15 @@ def _planned(
             return None
         found[name] = plan
     return found
+
+
+def _check_stages(programs: Mapping[str, tuple[Graph, PlanOptions]]) -> None:
+    for name, (graph, options) in programs.items():
+        if num_stages(options, stage_cutter(graph, options)) != 1:
+            raise OptionError(
+                f"program {name!r}: its options ask for pipeline stages, but programs are planned "
+                f"together as one stage each: plan it with make_plan, or with stages=1"
+            )
 
 
 def _with_layouts(graph: Graph, options: PlanOptions, layouts: Sequence[Pins]) -> PlanOptions:

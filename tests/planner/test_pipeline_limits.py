@@ -1,5 +1,6 @@
 """What bounds the work of making a pipeline, and what is reported on the way."""
 
+from dataclasses import replace
 from threading import Event
 
 import pytest
@@ -11,6 +12,7 @@ from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
+from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.solve import Progress
 
 OPTIONS = PlanOptions(stages=2, schedule="1F1B", micro_batches=4)
@@ -94,3 +96,25 @@ def test_a_step_that_is_too_long_to_simulate_is_refused(graph: Graph) -> None:
     options = PlanOptions(stages=20, micro_batches=65_536)
     with pytest.raises(OptionError, match="20 stages with 65,536 micro-batches run 1,310,720"):
         make_plan(graph, make_mesh((20,)), options)
+
+
+def test_the_schedule_says_what_is_in_flight(graph: Graph) -> None:
+    with pytest.raises(OptionError, match="in_flight is 2, but the schedule of a pipeline"):
+        make_plan(graph, MESH, OPTIONS.model_copy(update={"in_flight": 2}))
+
+
+def test_stages_without_a_plan_in_time_are_not_infeasible(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run may find a plan, so the answer must not be kept as final."""
+
+    def time_is_over(self: BudgetSearch, memory_budget: int) -> Outcome:
+        found = original(self, memory_budget)
+        solution = replace(found.solution, status=SolveStatus.TIMED_OUT, choice=None)
+        return replace(found, plan=None, solution=solution)
+
+    original = BudgetSearch.run
+    monkeypatch.setattr(BudgetSearch, "run", time_is_over)
+    plan = make_plan(graph, MESH, OPTIONS)
+    assert plan.certificate.status is SolveStatus.TIMED_OUT
+    assert plan.reason.startswith("stage 0 of 2: the time limit ended")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from math import inf, log2
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, StageCutter, graph_digest
@@ -124,19 +124,24 @@ def make_plan(
     if options.mode == "training":
         check_trainable(graph)
     largest_sub_mesh(mesh, options, number)
-    _check_number_of_actions(options, number)
+    _check_options(options, number)
     # Half of the time is for the stages of the pipeline that is found.
     limits = SearchLimits(options.time_limit / 2, cancel, max_strategies, on_progress)
     stages = EqualStages(partial(plan_stage, report=limits.report), block_cache)
     return _Request(cutter, mesh, options, stages, limits, block_cache).plan(number)
 
 
-def _check_number_of_actions(options: PlanOptions, stages: int | None) -> None:
-    """Check that a step can be simulated.
+def _check_options(options: PlanOptions, stages: int | None) -> None:
+    """Check that a step can be simulated, and that the schedule decides what is in flight.
 
     Raises:
-        OptionError: it has too many stages and micro-batches.
+        OptionError: it has too many stages and micro-batches, or `in_flight` is given.
     """
+    if options.in_flight > 1:
+        raise OptionError(
+            f"in_flight is {options.in_flight}, but the schedule of a pipeline says how many "
+            f"micro-batches each stage holds: leave it out"
+        )
     number = (stages or 2) * options.micro_batches
     if number > MAX_ACTIONS:
         raise OptionError(
@@ -144,6 +149,18 @@ def _check_number_of_actions(options: PlanOptions, stages: int | None) -> None:
             f"forwards, but at most {MAX_ACTIONS:,} are simulated: take fewer micro-batches or "
             f"stages"
         )
+
+
+class _Failure(NamedTuple):
+    """Why there is no plan.
+
+    Attributes:
+        reason: the reason.
+        status: infeasible, or timed out: then another run may find one.
+    """
+
+    reason: str
+    status: SolveStatus = SolveStatus.INFEASIBLE
 
 
 @dataclass(frozen=True)
@@ -185,7 +202,7 @@ class _Request:
         number: int | None,
         start: float,
     ) -> Plan:
-        reason = _WHY_NONE
+        failure = _Failure(_WHY_NONE)
         for _ in range(_MAX_ROUNDS):
             candidate = self._best(search, number)
             seconds["search"] += time.perf_counter() - start
@@ -202,11 +219,11 @@ class _Request:
             stages = self._planned_stages(search, candidate)
             seconds["plan stages"] += time.perf_counter() - start
             start = time.perf_counter()
-            if not isinstance(stages, str):
+            if not isinstance(stages, _Failure):
                 return document.with_stages(self._with_bound(candidate), stages)
-            reason = stages
+            failure = stages
             search.reserve_memory()
-        return document.without_stages(reason)
+        return document.without_stages(*failure)
 
     def _whole(self, search: PipelineSearch, candidate: Candidate | None) -> Plan | None:
         """The plan of one stage on the whole mesh, if it is faster than a pipeline."""
@@ -286,7 +303,7 @@ class _Request:
 
     def _planned_stages(
         self, search: PipelineSearch, candidate: Candidate
-    ) -> list[PlannedStage] | str:
+    ) -> "list[PlannedStage] | _Failure":
         """A plan for each stage, or the reason why one has none."""
         schedule, places = candidate.schedule, candidate.stages
         programs = self.cutter.split([place.node for place in places[1:]])
@@ -311,7 +328,8 @@ class _Request:
             if times is None:
                 if self.limits.is_cancelled:
                     raise self.limits.stopped()
-                return f"stage {number} of {len(places)}: {found.reason}"
+                reason = f"stage {number} of {len(places)}: {found.reason}"
+                return _Failure(reason, found.certificate.status)
             stage = found.stages[0].model_copy(
                 update={"name": f"stage{number}", "first_device": place.first_device}
             )
