@@ -24,6 +24,8 @@ class StageDevices:
         positions: the stages of each pipeline rank.
         position: number of this process's pipeline rank.
         group: all devices, for messages between stages.
+        gradient_group: all devices, for gradients sent back: messages of the two directions do
+            not wait for each other.
     """
 
     whole: DeviceMesh
@@ -32,6 +34,7 @@ class StageDevices:
     positions: tuple[tuple[int, ...], ...]
     position: int
     group: ProcessGroup
+    gradient_group: ProcessGroup
 
     @classmethod
     def of(
@@ -77,7 +80,8 @@ class StageDevices:
             ranks=ranks,
             positions=positions,
             position=_position(positions, ranks),
-            group=_message_group(devices) if known is None else known.group,
+            group=known.group if known else _message_group(devices),
+            gradient_group=known.gradient_group if known else _message_group(devices),
         )
 
     @property

@@ -107,6 +107,32 @@ class Route:
         ]
 
 
+class Messages:
+    """Messages that have been started.
+
+    All messages of an action are started together, also if they only send or only receive: NCCL
+    uses another communicator for single ones, and both sides must use the same.
+
+    Args:
+        operations: the messages, in an order that is the same on both sides.
+    """
+
+    def __init__(self, operations: Sequence[P2POp]) -> None:
+        self._tensors = [operation.tensor for operation in operations]  # until they are sent
+        self._works = dist.batch_isend_irecv(list(operations)) if operations else []
+
+    @property
+    def is_done(self) -> bool:
+        """True if nothing is under way."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Wait for all messages."""
+        for work in self._works:
+            work.wait()
+        self._tensors, self._works = [], []
+
+
 class Incoming:
     """This rank's shard of a tensor that arrives in parts.
 
@@ -163,8 +189,7 @@ def exchange(
             operations += route.send(tensor, group, tag)
         if incoming is not None:
             operations += incoming.operations(group, tag)
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    Messages(operations).wait()
     received = [None if incoming is None else incoming.tensor() for incoming in arriving]
     for tensor, route, whole in zip(tensors, routes, received, strict=True):
         for here, there in route.copies:

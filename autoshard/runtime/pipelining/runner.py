@@ -173,6 +173,8 @@ class PipelineRunner:
         try:
             # The target of a micro-batch is its number; the arguments are in the stages.
             run(target=torch.arange(number) if self.is_training else None, return_outputs=False)
+            for stage in self.stages:
+                stage.end_step()
             for one in norms:
                 one.end_step()
         except RuntimeError as error:
@@ -272,7 +274,7 @@ def _stages(
             position=position,
             incoming=links[number - 1] if number else (),
             outgoing=[outgoing[name] for name in sent if name is not None],
-            group=devices.group,
+            groups=(devices.group, devices.gradient_group),
             splits=plan.pipeline.schedule in SPLIT and len(devices.positions) > 1,
         )
         if number - 1 in devices.own_stages:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from autoshard.errors import PlanError
 from autoshard.plan.stage_times import splits_backward
 from autoshard.runtime.pipelining.backward import SplitBackward, run_backward
-from autoshard.runtime.pipelining.routes import Incoming, Route
+from autoshard.runtime.pipelining.routes import Incoming, Messages, Route
 from autoshard.runtime.pipelining.stage_forward import MicroBatch, StageForward
 from autoshard.runtime.recorder import CONTENTS
 
@@ -55,6 +55,26 @@ class Step:
     results: list[Any] = field(default_factory=list)
 
 
+class _Arriving:
+    """Tensors that are being received.
+
+    Args:
+        tensors: the tensors; None for values without a gradient.
+        group: for the messages.
+        tag: of the messages.
+    """
+
+    def __init__(self, tensors: Sequence[Incoming | None], group: ProcessGroup, tag: int) -> None:
+        self._incoming = tensors
+        given = (one for one in tensors if one is not None)
+        self._messages = Messages([op for one in given for op in one.operations(group, tag)])
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Wait for the messages, and return this rank's shards."""
+        self._messages.wait()
+        return [None if one is None else one.tensor() for one in self._incoming]
+
+
 class PlannedStage(_PipelineStageBase):
     """Runs the program of a stage for the schedules of torch, and sends the planned messages.
 
@@ -66,7 +86,7 @@ class PlannedStage(_PipelineStageBase):
         position: number of the pipeline rank, and of all pipeline ranks.
         incoming: what the previous stage sends.
         outgoing: what is sent to the next stage, in the order of the program's outputs.
-        group: for the messages.
+        groups: for the messages of each tag.
         splits: True if the schedule runs backward in two parts.
 
     Attributes:
@@ -84,7 +104,7 @@ class PlannedStage(_PipelineStageBase):
         position: tuple[int, int],
         incoming: Sequence[Link],
         outgoing: Sequence[Link],
-        group: ProcessGroup,
+        groups: Sequence[ProcessGroup],
         splits: bool,
     ) -> None:
         # Schedules expect a group with one rank per stage. A stage has several here, so they
@@ -95,8 +115,9 @@ class PlannedStage(_PipelineStageBase):
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(num_stages)}
         self.forward_program = forward
         self.step = Step()
-        self._incoming, self._outgoing, self._messages = incoming, outgoing, group
-        self._arriving: dict[int, list[Incoming]] = {}
+        self._incoming, self._outgoing, self._groups = incoming, outgoing, groups
+        self._sending: list[Messages] = []
+        self._arriving: dict[int, _Arriving] = {}
         self._received: dict[int, list[torch.Tensor]] = {}
         self._made: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._apart: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -106,7 +127,7 @@ class PlannedStage(_PipelineStageBase):
             trained = {link.value for link in incoming if link.gradient is not None}
             inputs = enumerate(forward.stage.inputs)
             forward.program.compute_apart(slot for slot, i in inputs if i.name in trained)
-        self._arriving_gradients: dict[int, list[Incoming | None]] = {}
+        self._arriving_gradients: dict[int, _Arriving] = {}
         self._gradients: dict[int, list[torch.Tensor | None]] = {}
         self._input_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
 
@@ -117,6 +138,7 @@ class PlannedStage(_PipelineStageBase):
 
     def clear_runtime_states(self) -> None:
         """Forget the micro-batches of the step before."""
+        self._sending = []
         for one in (
             self._arriving,
             self._received,
@@ -144,49 +166,57 @@ class PlannedStage(_PipelineStageBase):
         return []
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        """The messages with the values that the previous stage sends."""
+        """Start to receive the values that the previous stage sends.
+
+        Returns:
+            Nothing: schedules would mix messages of both directions in one call on some ranks only.
+        """
         arriving = [Incoming(link.forward, self.device) for link in self._incoming]
-        self._arriving[fwd_chunk_id] = arriving
-        return [op for one in arriving for op in one.operations(self._messages, _VALUE)]
+        self._arriving[fwd_chunk_id] = _Arriving(arriving, self._groups[_VALUE], _VALUE)
+        return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        """The messages with this rank's parts of what the next stage receives."""
-        if self.is_last:
-            return []
-        outputs, _ = self._made[fwd_chunk_id]
-        return [
-            op
-            for link, tensor in zip(self._outgoing, outputs, strict=True)
-            for op in link.forward.send(tensor.detach(), self._messages, _VALUE)
-        ]
+        """Start to send this rank's parts of what the next stage receives."""
+        if not self.is_last:
+            outputs, _ = self._made[fwd_chunk_id]
+            pairs = zip(self._outgoing, outputs, strict=True)
+            self._send([(link.forward, tensor.detach()) for link, tensor in pairs], _VALUE)
+        return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        """The messages with gradients of what was sent to the next stage."""
-        if not self.has_backward or self.is_last:
-            return []
-        arriving = [
-            None if link.gradient is None else Incoming(link.gradient, self.device)
-            for link in self._outgoing
-        ]
-        self._arriving_gradients[bwd_chunk_id] = arriving
-        return [
-            op
-            for one in arriving
-            if one is not None
-            for op in one.operations(self._messages, _GRADIENT)
-        ]
+        """Start to receive gradients of what was sent to the next stage."""
+        if self.has_backward and not self.is_last:
+            arriving = [
+                None if link.gradient is None else Incoming(link.gradient, self.device)
+                for link in self._outgoing
+            ]
+            group = self._groups[_GRADIENT]
+            self._arriving_gradients[bwd_chunk_id] = _Arriving(arriving, group, _GRADIENT)
+        return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        """The messages with gradients of what the previous stage has sent."""
-        if not self.has_backward or self.is_first:
-            return []
-        gradients = self._input_gradients.pop(bwd_chunk_id)
-        return [
-            op
-            for link, gradient in zip(self._incoming, gradients, strict=True)
-            if link.gradient is not None and gradient is not None
-            for op in link.gradient.send(gradient, self._messages, _GRADIENT)
-        ]
+        """Start to send gradients of what the previous stage has sent."""
+        if self.has_backward and not self.is_first:
+            gradients = self._input_gradients.pop(bwd_chunk_id)
+            pairs = [
+                (link.gradient, gradient)
+                for link, gradient in zip(self._incoming, gradients, strict=True)
+                if link.gradient is not None and gradient is not None
+            ]
+            self._send(pairs, _GRADIENT)
+        return []
+
+    def _send(self, tensors: Sequence[tuple[Route, torch.Tensor]], tag: int) -> None:
+        group = self._groups[tag]
+        operations = [op for route, tensor in tensors for op in route.send(tensor, group, tag)]
+        self._sending = [one for one in self._sending if not one.is_done]
+        self._sending.append(Messages(operations))
+
+    def end_step(self) -> None:
+        """Wait for the messages that this rank has sent."""
+        for one in self._sending:
+            one.wait()
+        self._sending = []
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Take what the previous stage has made on this rank."""
@@ -215,8 +245,8 @@ class PlannedStage(_PipelineStageBase):
             The values for the next stage, or the results of forward, flat.
         """
         if fwd_chunk_id in self._arriving:
-            arrived = self._arriving.pop(fwd_chunk_id)
-            self._received[fwd_chunk_id] = [one.tensor() for one in arrived]
+            arrived = self._arriving.pop(fwd_chunk_id).tensors()
+            self._received[fwd_chunk_id] = [one for one in arrived if one is not None]
         received = self._received.pop(fwd_chunk_id, [])
         trains = self.has_backward and torch.is_grad_enabled()
         for link, tensor in zip(self._incoming, received, strict=True):
@@ -286,8 +316,7 @@ class PlannedStage(_PipelineStageBase):
             assert loss is not None
             return [loss], [None]
         if number in self._arriving_gradients:
-            arrived = self._arriving_gradients.pop(number)
-            self._gradients[number] = [None if one is None else one.tensor() for one in arrived]
+            self._gradients[number] = self._arriving_gradients.pop(number).tensors()
         gradients = self._gradients.pop(number)
         pairs = [
             (tensor, gradient)
