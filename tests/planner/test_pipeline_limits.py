@@ -10,8 +10,8 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus
-from autoshard.plan import PlanOptions
-from autoshard.planner import make_plan
+from autoshard.plan import PlanOptions, check_plan
+from autoshard.planner import make_plan, plan_id
 from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.solve import Progress
 
@@ -71,6 +71,8 @@ def test_one_stage_is_found_within_any_time_limit(graph: Graph) -> None:
     options = PlanOptions(stages="auto", micro_batches=4, time_limit=1e-6)
     plan = make_plan(graph, MESH, options)
     assert len(plan.stages) == 1
+    assert check_plan(plan, graph) == ()
+    assert plan.id == plan_id(graph, MESH, options)
 
 
 def test_progress_names_schedules_and_stages(graph: Graph) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from math import inf, log2
 from typing import Any, NamedTuple
@@ -127,8 +127,8 @@ def make_plan(
     _check_options(options, number)
     # Half of the time is for the stages of the pipeline that is found.
     limits = SearchLimits(options.time_limit / 2, cancel, max_strategies, on_progress)
-    stages = EqualStages(partial(plan_stage, report=limits.report), block_cache)
-    return _Request(cutter, mesh, options, stages, limits, block_cache).plan(number)
+    plan_one = partial(plan_stage, report=limits.report)
+    return _Request(cutter, mesh, options, plan_one, limits, block_cache).plan(number)
 
 
 def _check_options(options: PlanOptions, stages: int | None) -> None:
@@ -170,9 +170,14 @@ class _Request:
     cutter: StageCutter
     mesh: Mesh
     options: PlanOptions
-    stages: EqualStages
+    plan_stage: Callable[[Graph, Mesh, PlanOptions], Plan]
     limits: SearchLimits
     block_cache: KeyValueStore | None
+
+    @cached_property
+    def stages(self) -> EqualStages:
+        """Plans stages, equal ones once."""
+        return EqualStages(self.plan_stage, self.block_cache)
 
     def plan(self, number: int | None) -> Plan:
         """The fastest pipeline with a number of stages, or with any number if it is None."""
@@ -236,9 +241,11 @@ class _Request:
                 raise
             return None
         limits = self.options.model_copy(update={"stages": 1})
-        plan = self.stages.plan(self.cutter.graph, self.mesh, limits).plan
-        faster = plan.costs is not None and plan.costs.total < pipeline
-        return plan.model_copy(update={"options": self.options}) if faster else None
+        plan = self.plan_stage(self.cutter.graph, self.mesh, limits)
+        if plan.costs is None or plan.costs.total >= pipeline:
+            return None
+        known = plan_id(self.cutter.graph, self.mesh, self.options)
+        return plan.model_copy(update={"options": self.options, "id": known})
 
     def _with_bound(self, candidate: Candidate) -> Candidate:
         """The candidate with a bound of its own, if it has none: the mean work of its ranks."""
