@@ -55,6 +55,19 @@ def stage_options(
     )
 
 
+def on_sub_mesh(options: PlanOptions, mesh: Mesh, whole: Mesh) -> PlanOptions:
+    """Options without collectives that are forbidden on axes which a sub-mesh does not have.
+
+    Args:
+        options: of the whole mesh.
+        mesh: the sub-mesh.
+        whole: the whole mesh; axes that it does not have either are left, and refused later.
+    """
+    absent = set(whole.axis_names) - set(mesh.axis_names)
+    kept = tuple(one for one in options.forbid if one.axis not in absent)
+    return options.model_copy(update={"forbid": kept})
+
+
 def with_pinned_ends(
     options: PlanOptions, program: Graph, layouts: Mapping[str, str]
 ) -> PlanOptions:

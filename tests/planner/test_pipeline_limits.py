@@ -11,7 +11,7 @@ from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions, check_plan
-from autoshard.planner import make_plan, plan_id
+from autoshard.planner import make_plan, plan_id, problem_size
 from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.solve import Progress
 
@@ -120,3 +120,17 @@ def test_stages_without_a_plan_in_time_are_not_infeasible(
     plan = make_plan(graph, MESH, OPTIONS)
     assert plan.certificate.status is SolveStatus.TIMED_OUT
     assert plan.reason.startswith("stage 0 of 2: the time limit ended")
+
+
+def test_collectives_are_forbidden_on_axes_that_stages_have(graph: Graph) -> None:
+    """An axis that is divided among the stages has no collectives."""
+    forbidden = [{"kind": "all_reduce", "axis": "dp"}, {"kind": "all_to_all", "axis": "tp"}]
+    options = PlanOptions.model_validate({**OPTIONS.model_dump(), "forbid": forbidden})
+    plan = make_plan(graph, MESH, options)
+    assert check_plan(plan, graph) == ()
+    assert problem_size(graph, MESH, options).num_strategies > 0
+    wrong = PlanOptions.model_validate(
+        {**OPTIONS.model_dump(), "forbid": [{"kind": "all_reduce", "axis": "nobody"}]}
+    )
+    with pytest.raises(OptionError, match="forbid names axis 'nobody'"):
+        make_plan(graph, MESH, wrong)

@@ -23,7 +23,7 @@ from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
-from autoshard.plan.stage_options import stage_options, with_pinned_ends
+from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.planner.pipeline.equal_stages import EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
@@ -253,9 +253,8 @@ class _Request:
             return candidate
         devices = sub_mesh(self.mesh, candidate.stages[0].devices)
         try:
-            work = whole_bound(
-                self.cutter.graph, devices, self.options, self.limits, self.block_cache
-            )
+            options = on_sub_mesh(self.options, devices, self.mesh)
+            work = whole_bound(self.cutter.graph, devices, options, self.limits, self.block_cache)
         except Stopped:
             return candidate
         return replace(candidate, bound=max(work, 0.0) / candidate.schedule.num_ranks)

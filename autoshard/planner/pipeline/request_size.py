@@ -6,6 +6,7 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.stage_options import on_sub_mesh
 from autoshard.plan.sub_meshes import (
     PIPELINE_AXIS,
     num_pipeline_ranks,
@@ -46,8 +47,9 @@ def problem_size(
         return stage_problem_size(graph, mesh, options, max_strategies=max_strategies)
     cuts_of(options, cutter, mesh)
     single = options.model_copy(update={"stages": 1, "cuts": (), "balance": None, "in_flight": 1})
+    largest = largest_sub_mesh(mesh, options, number)
     size = stage_problem_size(
-        graph, largest_sub_mesh(mesh, options, number), single, max_strategies=max_strategies
+        graph, largest, on_sub_mesh(single, largest, mesh), max_strategies=max_strategies
     )
     # The devices of all stages together hold at least the state of the program.
     alone = stage_problem_size(graph, sub_mesh(mesh, 1), _without_pins(single))

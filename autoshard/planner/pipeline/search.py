@@ -16,6 +16,7 @@ from autoshard.plan.document import StageTimes
 from autoshard.plan.options import PlanOptions, ScheduleName
 from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
 from autoshard.plan.schedules import Schedule, schedule_error
+from autoshard.plan.stage_options import on_sub_mesh
 from autoshard.plan.sub_meshes import is_aligned, sub_mesh, sub_mesh_sizes
 from autoshard.plan.transfers import transfer_seconds
 from autoshard.planner.pipeline.limits import SearchLimits
@@ -199,11 +200,12 @@ class PipelineSearch:
     def costs(self, devices: int) -> RangeCosts:
         """Costs of all ranges on the sub-mesh with a number of devices."""
         if devices not in self._costs:
+            mesh = sub_mesh(self._mesh, devices)
             self._costs[devices] = range_costs(
                 self.cutter,
                 self.points,
-                sub_mesh(self._mesh, devices),
-                self._options,
+                mesh,
+                on_sub_mesh(self._options, mesh, self._mesh),
                 self.limits,
                 num_ranks=self._mesh.num_devices // devices,
                 block_cache=self._block_cache,
