@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -46,6 +47,10 @@ _RANDOM = (
 
 _UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
 _NUMBER = _ATEN._local_scalar_dense.default  # noqa: SLF001  an operator
+
+
+FURTHER_GROUPS: list[Callable[[Sequence[torch.Tensor]], Sequence[ProcessGroup]]] = []
+"""Functions that name further ranks with gradients of the same model as some gradients."""
 
 
 def install_dtensor_handlers() -> None:
@@ -91,6 +96,8 @@ def _unscale(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any
         for axis, placement in enumerate(gradient.placements)
         if not placement.is_replicate()
     )
+    for find in FURTHER_GROUPS:
+        groups.update(dict.fromkeys(find(gradients)))
     for group in groups:
         dist.all_reduce(local_tensor(found), dist.ReduceOp.MAX, group)
 

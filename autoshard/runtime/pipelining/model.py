@@ -27,7 +27,7 @@ from autoshard.runtime.pipelining.model_part import (
     removed_names,
     saved_tensors,
 )
-from autoshard.runtime.pipelining.norms import clip_gradients, refuse_norms_of_one_rank
+from autoshard.runtime.pipelining.norms import clip_gradients, join_stages
 from autoshard.runtime.pipelining.runner import LossFunction, PipelineRunner
 from autoshard.runtime.pipelining.stage import PlannedStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
@@ -304,7 +304,7 @@ def pipeline(
     vars(model)["_saved"] = saved
     vars(model)["_removed"] = removed_names(model, first)
     drop_removed(model, vars(model)["_removed"])
-    refuse_norms_of_one_rank(model)
+    join_stages(model, own)
     return model
 
 

@@ -3,21 +3,23 @@
 from collections.abc import Sequence
 from math import inf
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from autoshard.errors import PlanError
+from autoshard.runtime.dtensor_handlers import FURTHER_GROUPS
 from autoshard.runtime.dtensors import local_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.recorder import not_recorded
 
-_MODELS: WeakSet[nn.Module] = WeakSet()
-"""The models whose gradients must not be clipped by the norm of one rank."""
+_GROUPS: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
+"""The models of which a rank has a part of the gradients, with all their ranks."""
 
 
 @torch.no_grad()
@@ -81,17 +83,32 @@ def _num_replicas(gradient: torch.Tensor) -> int:
 _torch_total_norm: Any = clip_grad._get_total_norm  # noqa: SLF001  what clip_grad_norm_ calls
 
 
-def refuse_norms_of_one_rank(model: nn.Module) -> None:
-    """Make `torch.nn.utils.clip_grad_norm_` refuse the gradients of a model with stages."""
-    _MODELS.add(model)
+def join_stages(model: nn.Module, devices: StageDevices) -> None:
+    """Make PyTorch treat the gradients of all stages as those of one model.
+
+    `torch.nn.utils.clip_grad_norm_` refuses those of one rank, and `torch.amp.GradScaler` skips a
+    step on all ranks if any stage has infinite gradients.
+    """
+    _GROUPS[model] = devices.group
     functions: Any = clip_grad
     functions._get_total_norm = _total_norm  # noqa: SLF001  as above
+    if _groups_of not in FURTHER_GROUPS:
+        FURTHER_GROUPS.append(_groups_of)
+
+
+def _groups_of(gradients: Sequence[torch.Tensor]) -> list[ProcessGroup]:
+    """All ranks of the models with stages that some gradients belong to."""
+    given = {id(gradient) for gradient in gradients}
+    return [
+        group
+        for model, group in _GROUPS.items()
+        if any(id(parameter.grad) in given for parameter in model.parameters())
+    ]
 
 
 def _total_norm(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    given = {id(tensor) for tensor in tensors}
-    if any(id(p.grad) in given for model in _MODELS for p in model.parameters()):
+    if _groups_of(tensors):
         raise PlanError(
             "this rank has only the gradients of its own pipeline stages, so their norm is not "
             "that of the model: call model.clip_grad_norm_(max_norm) on all ranks"

@@ -177,10 +177,6 @@ class PipelineRunner:
                 stage.end_step()
             for one in norms:
                 one.end_step()
-        except RuntimeError as error:
-            if isinstance(error.__cause__, PlanError):
-                raise error.__cause__ from None
-            raise
         except BaseException:
             for stage in self.stages:
                 stage.forward_program.accumulation.clear()

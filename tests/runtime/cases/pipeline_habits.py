@@ -330,7 +330,34 @@ def check_evaluation(habit: Habit) -> None:
         parallelize(habit.built()[0][0], {"train": habit.plan, "eval": other}, habit.mesh)
 
 
+def check_scaler(habit: Habit) -> None:
+    """A step of GradScaler is skipped on all ranks if one stage has an infinite gradient."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))  # a loss is scaled on the ranks of the last stage only
+    planned = pipeline(
+        habit.model,
+        habit.plan,
+        habit.mesh,
+        loss_fn=lambda result, _: scaler.scale(result.square().mean()),
+    )
+    optimizer = torch.optim.SGD(planned.parameters(), lr=0.1)
+    before = [whole(parameter.detach()).clone() for parameter in planned.parameters()]
+    planned.step(**habit.batch)
+    if planned[0].is_last:
+        next(planned.parameters()).grad.to_local().fill_(torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    for one, other in zip(before, planned.parameters(), strict=True):
+        close(whole(other.detach()), one, "skipped", 0)
+    optimizer.zero_grad()
+    planned.step(**habit.batch)
+    torch.stack([habit.reference(**p).square().mean() for p in habit.parts]).mean().backward()
+    scaler.unscale_(optimizer)
+    check_gradients(planned, habit.reference)
+
+
 CASES = {
+    "gradient scaler": Habit(check_scaler, lambda: mlp(batch=16)),
     "evaluation": Habit(
         check_evaluation,
         lambda: gpt2(batch=4, dropout=0.3),
