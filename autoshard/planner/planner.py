@@ -125,7 +125,7 @@ def make_stage_plan(
     if outcome.is_conflict:
         with _timed(seconds, "find conflict"):
             conflict = find_conflict(formulation, options, cancel=cancel)
-    return _document(formulation, outcome, conflict, options, seconds)
+    return plan_document(formulation, outcome, conflict, options, seconds)
 
 
 def stage_problem_size(
@@ -234,13 +234,14 @@ def _lacks_rules(graph: Graph) -> bool:
 
 
 @collection_paused()
-def _document(
+def plan_document(
     formulation: Formulation,
     outcome: Outcome,
     conflict: Conflict | None,
     options: PlanOptions,
     seconds: dict[str, float],
 ) -> Plan:
+    """The document of a search's outcome."""
     graph, mesh, plan = formulation.graph, formulation.mesh, outcome.plan
     stages: tuple[Stage, ...] = (plan.stage,) if plan else ()
     return Plan(

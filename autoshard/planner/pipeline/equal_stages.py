@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from autoshard.errors import PlanError
@@ -19,6 +20,9 @@ from autoshard.planner.planner import plan_id
 from autoshard.planner.stage_builder import peak_memory
 from autoshard.solve import KeyValueStore, content_key, read_sealed, write_sealed
 
+LEAST_TIME_LIMIT = 5.0
+"""Time limit of the search for a stage, seconds, if many stages share the time; then no search
+follows a quick plan."""
 _SHARED_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of micro-batches in flight for which stages are planned under a memory limit; a stage
 with another number gets the plan for the next one."""
@@ -95,15 +99,18 @@ class EqualStages:
 
     Args:
         plan_stage: plans a program on a mesh.
+        quick_plan: plans a program under a memory budget in little time; None if it finds no plan.
         store: of plans, used beside those of this object; None for none.
     """
 
     def __init__(
         self,
         plan_stage: Callable[[Graph, Mesh, PlanOptions], Plan],
+        quick_plan: Callable[[Graph, Mesh, PlanOptions], Plan | None],
         store: KeyValueStore | None = None,
     ) -> None:
         self._plan_stage = plan_stage
+        self._quick_plan = quick_plan
         self._store = store
         self._known: dict[str, StagePlan] = {}
 
@@ -155,7 +162,15 @@ class EqualStages:
         return self._known[key]
 
     def _new(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
-        plan = self._plan_stage(graph, mesh, options)
+        quick = None
+        if options.memory_budget != _NO_LIMIT and may_be_quick(options):
+            quick = self._quick_plan(graph, mesh, options)
+        if quick is not None and options.time_limit <= LEAST_TIME_LIMIT:
+            plan = quick
+        else:
+            plan = self._plan_stage(graph, mesh, options)
+            if quick is not None and _seconds(quick) < _seconds(plan):
+                plan = quick
         times = stage_times(plan.stages[0], graph, mesh, options) if plan.found else None
         return StagePlan(plan, times)
 
@@ -172,6 +187,16 @@ class EqualStages:
             return None
         is_same = plan.id == key and plan.graph.digest == graph_digest(graph) and plan.found
         return StagePlan(plan, times) if is_same else None
+
+
+def may_be_quick(options: PlanOptions) -> bool:
+    """True if options leave open what is recomputed and gathered again, in training."""
+    recomputing = options.activation_checkpointing, options.reshard_after_forward
+    return options.mode == "training" and set(recomputing) == {"auto"}
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.costs.total if plan.costs else inf
 
 
 def _if_it_fits(

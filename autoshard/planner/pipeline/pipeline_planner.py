@@ -25,7 +25,7 @@ from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
-from autoshard.planner.pipeline.equal_stages import EqualStages
+from autoshard.planner.pipeline.equal_stages import LEAST_TIME_LIMIT, EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.policies import (
     cuts_of,
@@ -33,6 +33,7 @@ from autoshard.planner.pipeline.policies import (
     required_cuts,
     stage_cutter,
 )
+from autoshard.planner.pipeline.quick_plans import quick_plan
 from autoshard.planner.pipeline.range_costs import whole_bound
 from autoshard.planner.pipeline.request_size import largest_sub_mesh
 from autoshard.planner.pipeline.search import MAX_ACTIONS, Candidate, PipelineSearch
@@ -50,8 +51,6 @@ _USUAL_RANKS = 8
 """A number of pipeline ranks that is often best; those that are close to it are tried first."""
 _MAX_ROUNDS = 4
 """Maximum number of pipelines whose stages are planned, if stages do not fit into memory."""
-_LEAST_TIME_LIMIT = 5.0
-"""Least time limit of the solver for one stage, seconds."""
 _WHY_NONE = (
     "no pipeline was found: none of the numbers of stages and schedules that the options allow "
     "fits the mesh, the micro-batches and the memory; allow more stages, other schedules or more "
@@ -177,7 +176,8 @@ class _Request:
     @cached_property
     def stages(self) -> EqualStages:
         """Plans stages, equal ones once."""
-        return EqualStages(self.plan_stage, self.block_cache)
+        quick = partial(quick_plan, limits=self.limits, block_cache=self.block_cache)
+        return EqualStages(self.plan_stage, quick, self.block_cache)
 
     def plan(self, number: int | None) -> Plan:
         """The fastest pipeline with a number of stages, or with any number if it is None."""
@@ -240,7 +240,8 @@ class _Request:
             if candidate is None:
                 raise
             return None
-        limits = self.options.model_copy(update={"stages": 1})
+        share = max(self.options.time_limit / 2, LEAST_TIME_LIMIT)
+        limits = self.options.model_copy(update={"stages": 1, "time_limit": share})
         plan = self.plan_stage(self.cutter.graph, self.mesh, limits)
         if plan.costs is None or plan.costs.total >= pipeline:
             return None
@@ -324,7 +325,7 @@ class _Request:
                 budget=search.budget(schedule, number, place.devices),
             )
             share = self.options.time_limit / (2 * len(places))
-            limits = limits.model_copy(update={"time_limit": max(share, _LEAST_TIME_LIMIT)})
+            limits = limits.model_copy(update={"time_limit": max(share, LEAST_TIME_LIMIT)})
             limits = with_pinned_ends(limits, program, search.costs(place.devices).layouts)
             limits = with_stored_layouts(limits, place, program, stages)
             if self.limits.is_cancelled:

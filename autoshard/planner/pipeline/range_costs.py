@@ -37,6 +37,7 @@ from autoshard.planner.stage_builder import Decisions, StageBuilder
 from autoshard.solve import (
     Edge,
     KeyValueStore,
+    Solution,
     content_key,
     read_sealed,
     write_sealed,
@@ -45,7 +46,7 @@ from autoshard.solve import (
 _LARGEST = frozenset({"working", "block"})
 """Members of `Segments` that are maxima instead of sums."""
 _STATIC = ("parameters", "gradients", "optimizer", "buffers")
-_SHARES_OF_TIME = (0.3, 3.0)
+SHARES_OF_TIME = (0.3, 3.0)
 """Costs of using the whole memory budget, relative to the time of a step, in the plans that save
 memory."""
 
@@ -130,15 +131,17 @@ def range_costs(
     short = shorten(cutter.graph)
     formulation = Formulation.of(short.graph, mesh, options)
     check_size(formulation, limits.max_strategies)
-    choice, bound = _fastest(formulation, options, limits, block_cache)
+    solution = fastest(formulation, options, limits, block_cache)
+    choice, bound = solution.choice, solution.bound
+    assert choice is not None
     segments = _SegmentSums(cutter, points, short)
     variants = [segments.of(_NodeCosts(formulation, Decisions(choice)))]
     if mesh.num_devices > 1 and options.mode == "training":
         # The budget of all stages together, each on a sub-mesh.
         budget = num_ranks * (options.memory_budget or mesh.topology.device.memory)
-        for share in _SHARES_OF_TIME:
-            frugal = _frugal(formulation, options, share * bound / budget, limits, block_cache)
-            variants.append(segments.of(_NodeCosts(formulation, frugal)))
+        for share in SHARES_OF_TIME:
+            saving = frugal(formulation, options, share * bound / budget, limits, block_cache)
+            variants.append(segments.of(_NodeCosts(formulation, saving)))
     layouts = _layouts(formulation, choice, cutter, points, short)
     found = RangeCosts(mesh, tuple(variants), layouts)
     if block_cache is not None and not limits.is_over:
@@ -182,25 +185,27 @@ def whole_bound(
         return float(stored)
     formulation = Formulation.of(graph, mesh, options)
     check_size(formulation, limits.max_strategies)
-    bound = _fastest(formulation, options, limits, block_cache)[1]
+    bound = fastest(formulation, options, limits, block_cache).bound
     if block_cache is not None and not limits.is_over:
         write_sealed(block_cache, key, repr(bound).encode())
     return bound
 
 
-def _fastest(
+def fastest(
     formulation: Formulation,
     options: PlanOptions,
     limits: SearchLimits,
     cache: KeyValueStore | None,
-) -> tuple[IntArray, float]:
-    """The best choice without a memory budget, and a lower bound of its seconds."""
-    solution = limits.solve(formulation.problem, options, cache)
-    assert solution.choice is not None
-    return solution.choice, solution.bound
+) -> Solution:
+    """The best choice without a memory budget.
+
+    Raises:
+        Stopped: the search ended before there was a choice.
+    """
+    return limits.solve(formulation.problem, options, cache)
 
 
-def _frugal(
+def frugal(
     formulation: Formulation,
     options: PlanOptions,
     price: float,
@@ -211,6 +216,9 @@ def _frugal(
 
     These are bytes of parameters, gradients and optimizer state, of parameters that stay gathered,
     and of sums of full gradients.
+
+    Raises:
+        Stopped: the search ended before there was a choice.
     """
     problem, edges = formulation.problem, list(formulation.problem.edges)
     nodes: dict[tuple[int, int], FloatArray] = {}
