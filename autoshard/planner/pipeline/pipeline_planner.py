@@ -33,7 +33,7 @@ from autoshard.planner.pipeline.policies import (
     required_cuts,
     stage_cutter,
 )
-from autoshard.planner.pipeline.quick_plans import quick_plan
+from autoshard.planner.pipeline.quick_plans import QuickPlanner
 from autoshard.planner.pipeline.range_costs import whole_bound
 from autoshard.planner.pipeline.request_size import largest_sub_mesh
 from autoshard.planner.pipeline.search import MAX_ACTIONS, Candidate, PipelineSearch
@@ -176,8 +176,8 @@ class _Request:
     @cached_property
     def stages(self) -> EqualStages:
         """Plans stages, equal ones once."""
-        quick = partial(quick_plan, limits=self.limits, block_cache=self.block_cache)
-        return EqualStages(self.plan_stage, quick, self.block_cache)
+        quick = QuickPlanner(self.limits, self.block_cache)
+        return EqualStages(self.plan_stage, quick.plan, self.block_cache)
 
     def plan(self, number: int | None) -> Plan:
         """The fastest pipeline with a number of stages, or with any number if it is None."""

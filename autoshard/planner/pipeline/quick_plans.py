@@ -7,7 +7,6 @@ ranges are estimated. A search under the limit finds better plans where it has t
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.graph import Graph
@@ -20,7 +19,7 @@ from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.formulation import Formulation
 from autoshard.planner.pipeline.limits import SearchLimits
 from autoshard.planner.pipeline.range_costs import SHARES_OF_TIME, fastest, frugal
-from autoshard.planner.planner import plan_document
+from autoshard.planner.planner import plan_document, plan_id
 from autoshard.planner.stage_builder import Decisions
 from autoshard.solve import KeyValueStore, Solution
 
@@ -28,62 +27,68 @@ _LEAST_TIME_LIMIT = 30.0
 """Least time limit of a quick plan, seconds; few need so much."""
 
 
-def quick_plan(
-    graph: Graph,
-    mesh: Mesh,
-    options: PlanOptions,
-    limits: SearchLimits,
-    block_cache: KeyValueStore | None = None,
-) -> Plan | None:
-    """A plan of a stage that fits into its budget; None if these plans do not.
+class QuickPlanner:
+    """Makes quick plans; stages that differ in their memory only share the solves.
 
     Args:
-        graph: the stage's program.
-        mesh: its sub-mesh.
-        options: of its plan, in training.
         limits: of the pipeline's search.
         block_cache: as for `make_plan`.
-
-    Raises:
-        Stopped: the search was cancelled, or a problem had no solution in time.
     """
-    start = time.perf_counter()
-    # The search of the pipeline may have used its time.
-    seconds = max(options.time_limit, _LEAST_TIME_LIMIT)
-    limits = SearchLimits(seconds, limits.cancel, limits.max_strategies)
-    formulation = Formulation.of(graph, mesh, options)
-    solution = fastest(formulation, options, limits, block_cache)
-    search = BudgetSearch(formulation, options)
-    best: StagePlan | None = None
-    for decisions in _decisions(formulation, options, solution, limits, block_cache):
-        found = _fitted(search, formulation, decisions)
-        if found is not None and (best is None or found.costs.total < best.costs.total):
-            best = found
-    if best is None:
-        return None
-    status = SolveStatus.FEASIBLE
-    outcome = Outcome(
-        replace(solution, status=status, objective=best.costs.total),
-        formulation.problem,
-        best,
-        lambda variable: variable,
-    )
-    spent = {"solve": round(time.perf_counter() - start, 6)}
-    return plan_document(formulation, outcome, None, options, spent)
 
+    def __init__(self, limits: SearchLimits, block_cache: KeyValueStore | None = None) -> None:
+        self._limits = limits
+        self._block_cache = block_cache
+        self._known: dict[str, tuple[Solution, list[Decisions]]] = {}
 
-def _decisions(
-    formulation: Formulation,
-    options: PlanOptions,
-    solution: Solution,
-    limits: SearchLimits,
-    block_cache: KeyValueStore | None,
-) -> Iterator[Decisions]:
-    assert solution.choice is not None
-    yield Decisions(solution.choice)
-    for share in SHARES_OF_TIME:
-        price = share * solution.objective / formulation.prices.memory_budget
-        yield frugal(formulation, options, price, limits, block_cache)
+    def plan(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> Plan | None:
+        """A plan of a stage that fits into its budget; None if these plans do not.
+
+        Args:
+            graph: the stage's program.
+            mesh: its sub-mesh.
+            options: of its plan, in training.
+
+        Raises:
+            Stopped: the search was cancelled, or a problem had no solution in time.
+        """
+        start = time.perf_counter()
+        formulation = Formulation.of(graph, mesh, options)
+        key = plan_id(graph, mesh, options.model_copy(update={"in_flight": 1}))
+        if key not in self._known:
+            self._known[key] = self._solved(formulation, options)
+        solution, every = self._known[key]
+        search = BudgetSearch(formulation, options)
+        found = [
+            plan
+            for decisions in every
+            if (plan := _fitted(search, formulation, decisions)) is not None
+        ]
+        if not found:
+            return None
+        best = min(found, key=lambda plan: plan.costs.total)
+        outcome = Outcome(
+            replace(solution, status=SolveStatus.FEASIBLE, objective=best.costs.total),
+            formulation.problem,
+            best,
+            lambda variable: variable,
+        )
+        seconds = {"solve": round(time.perf_counter() - start, 6)}
+        return plan_document(formulation, outcome, None, options, seconds)
+
+    def _solved(
+        self, formulation: Formulation, options: PlanOptions
+    ) -> tuple[Solution, list[Decisions]]:
+        # The search of the pipeline may have used its time.
+        seconds = max(options.time_limit, _LEAST_TIME_LIMIT)
+        limits = SearchLimits(seconds, self._limits.cancel, self._limits.max_strategies)
+        solution = fastest(formulation, options, limits, self._block_cache)
+        assert solution.choice is not None
+        prices = (
+            share * solution.objective / formulation.prices.memory_budget
+            for share in SHARES_OF_TIME
+        )
+        saving = [frugal(formulation, options, x, limits, self._block_cache) for x in prices]
+        return solution, [Decisions(solution.choice), *saving]
 
 
 def _fitted(
