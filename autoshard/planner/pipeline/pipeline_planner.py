@@ -430,10 +430,19 @@ class _Document:
 def _proof(candidate: Candidate) -> str:
     """Among which plans the bound of the certificate holds."""
     schedule = candidate.schedule
+    sizes = {stage.devices for stage in candidate.stages}
+    shape = "equal sub-meshes" if len(sizes) == 1 else "aligned sub-meshes"
+    if schedule.stages_per_rank > 1:
+        return (
+            f"no pipeline with {schedule.num_ranks} ranks on {shape} takes less than the bound, "
+            f"the mean work of a rank in the fastest plan of the whole program on a sub-mesh; "
+            f"other numbers of ranks, and schedules, were compared by estimated times"
+        )
     return (
         f"bound over all ways to cut the program at {candidate.num_points} places into "
-        f"{schedule.num_stages} stages on equal sub-meshes under {schedule.name}, for stages whose "
-        "operators cost what they cost in the fastest plan of the whole program on a sub-mesh"
+        f"{schedule.num_stages} stages on {shape} under {schedule.name}, for stages whose "
+        f"operators cost what they cost in the fastest plan of the whole program on a sub-mesh; "
+        f"other numbers of ranks, and schedules, were compared by estimated times"
     )
 
 
