@@ -242,11 +242,17 @@ class _Request:
             return None
         share = max(self.options.time_limit / 2, LEAST_TIME_LIMIT)
         limits = self.options.model_copy(update={"stages": 1, "time_limit": share})
-        plan = self.plan_stage(self.cutter.graph, self.mesh, limits)
+        graph = self.cutter.graph
+        # Names of dynamic sizes cannot be replaced by numbers.
+        if graph.dynamic is not None:
+            plan = self.plan_stage(graph, self.mesh, limits)
+        else:
+            plan = self.stages.plan(graph, self.mesh, limits).plan
         if plan.costs is None or plan.costs.total >= pipeline:
             return None
-        known = plan_id(self.cutter.graph, self.mesh, self.options)
-        return plan.model_copy(update={"options": self.options, "id": known})
+        known = plan_id(graph, self.mesh, self.options)
+        update = {"options": self.options, "id": known, "graph": _summary(graph)}
+        return plan.model_copy(update=update)
 
     def _with_bound(self, candidate: Candidate) -> Candidate:
         """The candidate with a bound of its own, if it has none: the mean work of its ranks."""
@@ -411,11 +417,7 @@ class _Document:
         graph = self.graph
         return Plan(
             id=plan_id(graph, self.mesh, self.options),
-            graph=GraphSummary(
-                digest=graph_digest(graph),
-                num_nodes=len(graph.nodes),
-                num_parameters=sum(graph.values[p.name].numel for p in graph.parameters),
-            ),
+            graph=_summary(graph),
             mesh=self.mesh,
             options=self.options,
             provenance=Provenance(
@@ -425,6 +427,14 @@ class _Document:
             ),
             **members,
         )
+
+
+def _summary(graph: Graph) -> GraphSummary:
+    return GraphSummary(
+        digest=graph_digest(graph),
+        num_nodes=len(graph.nodes),
+        num_parameters=sum(graph.values[p.name].numel for p in graph.parameters),
+    )
 
 
 def _proof(candidate: Candidate) -> str:
