@@ -7,6 +7,7 @@ ranges are estimated. A search under the limit finds better plans where it has t
 
 import time
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import replace
 
 from autoshard.graph import Graph
@@ -17,13 +18,13 @@ from autoshard.plan.options import PlanOptions
 from autoshard.planner.budget_rounds import StagePlan
 from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.formulation import Formulation
-from autoshard.planner.pipeline.limits import SearchLimits
+from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.range_costs import SHARES_OF_TIME, fastest, frugal
 from autoshard.planner.planner import plan_document, plan_id
 from autoshard.planner.stage_builder import Decisions
 from autoshard.solve import KeyValueStore, Solution
 
-_LEAST_TIME_LIMIT = 30.0
+_LEAST_TIME_LIMIT = 60.0
 """Least time limit of a quick plan, seconds; few need so much."""
 
 
@@ -87,8 +88,14 @@ class QuickPlanner:
             share * solution.objective / formulation.prices.memory_budget
             for share in SHARES_OF_TIME
         )
-        saving = [frugal(formulation, options, x, limits, self._block_cache) for x in prices]
-        return solution, [Decisions(solution.choice), *saving]
+        found = [Decisions(solution.choice)]
+        for price in prices:
+            # What is late is left out, unless the whole request is cancelled.
+            with suppress(Stopped):
+                found.append(frugal(formulation, options, price, limits, self._block_cache))
+        if limits.is_cancelled:
+            raise limits.stopped()
+        return solution, found
 
 
 def _fitted(
