@@ -96,7 +96,7 @@ def compare(seed: int) -> Compared:
         intra_latency=10.0 ** random_.uniform(-7, -5),
         backend="gloo",
     )
-    stages, micro_batches = random_.randint(2, min(3, devices)), random_.randint(1, 6)
+    stages, micro_batches = random_.randint(2, min(3, devices)), random_.randint(3, 6)
     options = PlanOptions(micro_batches=micro_batches)
     search = FewPoints(stage_cutter(graph), mesh, options)
     schedule = Schedule("1F1B", stages, 1, micro_batches)

@@ -13,6 +13,7 @@ from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions, check_plan
 from autoshard.planner import make_plan, plan_id, problem_size
 from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.pipeline.quick_plans import QuickPlanner
 from autoshard.solve import Progress
 
 OPTIONS = PlanOptions(stages=2, schedule="1F1B", micro_batches=4)
@@ -117,6 +118,7 @@ def test_stages_without_a_plan_in_time_are_not_infeasible(
 
     original = BudgetSearch.run
     monkeypatch.setattr(BudgetSearch, "run", time_is_over)
+    monkeypatch.setattr(QuickPlanner, "plan", lambda *_: None)
     plan = make_plan(graph, MESH, OPTIONS)
     assert plan.certificate.status is SolveStatus.TIMED_OUT
     assert plan.reason.startswith("stage 0 of 2: the time limit ended")
