@@ -7,6 +7,7 @@ import pytest
 from support.command_line import autoshard
 from support.models import gpt2, graph_of, meta
 
+from autoshard.cli.output import console
 from autoshard.graph import export_model
 from autoshard.plan import (
     Plan,
@@ -59,7 +60,7 @@ def pipeline(planned: Path) -> Plan:
 def test_a_pipeline_is_shown(
     planned: Path, pipeline: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(console, "width", 200)
     result = autoshard("show", planned)
     assert result.exit_code == 0, result.output
     described = pipeline.pipeline
@@ -182,7 +183,7 @@ def test_a_schedule_that_does_not_fit_is_refused(model: Path) -> None:
 def test_a_search_shows_which_meshes_have_a_pipeline(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(console, "width", 200)
     best = tmp_path / "best.json"
     result = autoshard(
         *("search", model, "--devices", "4", "--stages", "auto", "--micro-batches", "4"),
