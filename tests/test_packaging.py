@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from autoshard.cli import app
+from autoshard.cli.main import COMMANDS
 from autoshard_server import Settings, create_app
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +90,7 @@ def test_every_variable_is_a_setting() -> None:
 
 def test_all_speak_of_one_port() -> None:
     port = 8000
-    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    serve = COMMANDS["serve"].load("serve")
     assert {p.name: p.default for p in serve.params}["port"] == port
     assert instructions("EXPOSE") == [str(port)]
     assert f"127.0.0.1:{port}/livez" in text_of("Dockerfile")

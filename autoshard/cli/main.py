@@ -1,25 +1,127 @@
-"""The `autoshard` command: all its subcommands, and those that start the service."""
+"""The `autoshard` command and the table of its subcommands."""
 
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from autoshard.cli import planning, plans, runs, stores
-from autoshard.cli.options import expand_groups
-from autoshard.cli.output import console, reported
+from autoshard.cli.lazy import Deferred, LazyGroup
+
+PLANNING, PLANS, RUNNING, SERVICE = "Make plans", "Read plans", "Run plans", "Service and cache"
+
+_TORCHRUN = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+"""Settings of a command whose arguments are parsed by torchrun."""
+
+COMMANDS = {
+    "plan": Deferred(
+        "autoshard.cli.planning:plan",
+        "Plan a graph on a mesh, and show or write the plan.",
+        PLANNING,
+    ),
+    "search": Deferred(
+        "autoshard.cli.planning:search",
+        "Plan a graph on every mesh of a number of devices, and rank the meshes.",
+        PLANNING,
+    ),
+    "coverage": Deferred(
+        "autoshard.cli.planning:coverage",
+        "List the operators of a graph, those that cannot be sharded and why, and their cost.",
+        PLANNING,
+    ),
+    "show": Deferred("autoshard.cli.plans:show", "Show a plan as tables.", PLANS),
+    "check": Deferred(
+        "autoshard.cli.plans:check",
+        "Check a plan against its graph: every layout valid, the predicted cost correct.",
+        PLANS,
+    ),
+    "explain": Deferred(
+        "autoshard.cli.plans:explain",
+        "Show every alternative of one choice of a plan, with its cost.",
+        PLANS,
+    ),
+    "compare": Deferred(
+        "autoshard.cli.plans:compare", "Show the differences between two plans of one graph.", PLANS
+    ),
+    "export": Deferred(
+        "autoshard.cli.plans:export",
+        "Export a plan as code or settings of another framework.",
+        PLANS,
+    ),
+    "mase": Deferred(
+        "autoshard.cli.plans:mase",
+        "Read and write the ilp_solution.pkl of MASE's auto-sharding.",
+        PLANS,
+    ),
+    "simulate": Deferred(
+        "autoshard.cli.runs:simulate",
+        "Show one step of a plan over time: compute, communication and memory; a pipeline by rank.",
+        RUNNING,
+    ),
+    "launch": Deferred(
+        "autoshard.cli.runs:launch",
+        r"Run a program on the devices of a plan: --plan plan.json \[torchrun's options] PROGRAM.",
+        RUNNING,
+        _TORCHRUN,
+    ),
+    "calibrate": Deferred(
+        "autoshard.cli.runs:calibrate",
+        "Measure links and devices on the ranks, and write a topology for --topology.",
+        RUNNING,
+    ),
+    "profile": Deferred(
+        "autoshard.cli.runs:profile",
+        "Run a plan with synthetic inputs, and show predicted and measured times.",
+        RUNNING,
+    ),
+    "demo": Deferred(
+        "autoshard.cli.service:demo",
+        "Plan GPT-2 through the service, then run a small one sharded on 4 ranks.",
+        RUNNING,
+    ),
+    "serve": Deferred("autoshard.cli.service:serve", "Start the planning service.", SERVICE),
+    "worker": Deferred(
+        "autoshard.cli.service:worker",
+        "Run jobs of a service on this host too; after SIGTERM, running jobs may finish in time.",
+        SERVICE,
+    ),
+    "cache": Deferred(
+        "autoshard.cli.stores:cache",
+        "Inspect and manage the cache of plans and solved blocks: the folder of `autoshard plan`, "
+        "or the database of a service (--store).",
+        SERVICE,
+    ),
+    "keys": Deferred(
+        "autoshard.cli.stores:keys",
+        "Make, list and revoke the API keys of a service, in its database.",
+        SERVICE,
+    ),
+}
+"""The subcommands, in the order of the help."""
+
+
+class _Commands(LazyGroup):
+    deferred = COMMANDS
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Plan how a PyTorch model is sharded over a device mesh.",
+    epilog="Exit status: 0 success, 1 error, 2 the command line cannot be read, 3 there is no "
+    "plan, 4 Ctrl-C ended planning with the best plan so far, 130 Ctrl-C ended the command.",
 )
 
 
 def main() -> None:
     """Entry point of the `autoshard` command."""
-    app()
+    app(prog_name="autoshard")
 
 
 def _version(*, value: bool) -> None:
@@ -36,84 +138,3 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-for _command in (
-    planning.plan,
-    planning.search,
-    planning.coverage,
-    plans.show,
-    plans.check,
-    plans.explain,
-    plans.compare,
-    plans.export,
-    runs.simulate,
-    runs.calibrate,
-    runs.profile,
-):
-    app.command()(expand_groups(_command))
-app.command(context_settings=runs.PASSED_ON)(runs.launch)
-app.add_typer(plans.mase, name="mase")
-app.add_typer(stores.cache, name="cache")
-app.add_typer(stores.keys, name="keys")
-
-
-@app.command()
-def serve(
-    *,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
-    auth: Annotated[
-        bool | None,
-        typer.Option(
-            help="Require an API key of `autoshard keys`; default: on every address but loopback."
-        ),
-    ] = None,
-) -> None:
-    """Start the planning service."""
-    from autoshard_server.serve import serve as run  # noqa: PLC0415  the library works without it
-
-    run(host=host, port=port, auth=auth)
-
-
-@app.command()
-def worker(
-    *,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            help="Database of the service, as a SQLAlchemy URL; better in AUTOSHARD_STORE_URL, "
-            "where other users cannot read it."
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Number of jobs that run at once; default AUTOSHARD_NUM_WORKERS."),
-    ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(help="Address for --port; default AUTOSHARD_WORKER_HOST, or 127.0.0.1."),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            help="Serve /livez and /metrics on this port; default AUTOSHARD_WORKER_PORT, or none."
-        ),
-    ] = None,
-    log_level: Annotated[
-        str, typer.Option(help="Lowest level that is logged: debug, info, warning or error.")
-    ] = "info",
-) -> None:
-    """Run jobs of a service on this host too; after SIGTERM, running jobs may finish in time."""
-    from autoshard_server.serve import run_workers  # noqa: PLC0415  the library works without it
-
-    run_workers(store_url=store, num_workers=workers, host=host, port=port, log_level=log_level)
-
-
-@app.command()
-def demo() -> None:
-    """Plan GPT-2 through the service, then run a small one sharded on 4 ranks."""
-    from autoshard.cli.demo import run_demo  # noqa: PLC0415  it needs transformers
-
-    with reported():
-        run_demo(console)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import typer
 from httpx2 import codes
 
+from autoshard.cli.output import check_output
 from autoshard.client import Client
 from autoshard.client.requests import validate_options
 from autoshard.costs import parse_bytes
@@ -49,7 +50,10 @@ PlanSource = Annotated[
 Topology = Annotated[
     str | None, typer.Option(help="A preset by name, or a .json file of `autoshard calibrate`.")
 ]
-PlanOutput = Annotated[Path | None, typer.Option("-o", "--output", help="File for the plan.")]
+PlanOutput = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", callback=check_output, help="File for the plan."),
+]
 Cache = Annotated[
     Path | None,
     typer.Option(

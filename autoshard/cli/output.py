@@ -1,9 +1,12 @@
 """Terminal output of all commands: consoles, error reports, notes, the progress bar."""
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from rich.console import Console
@@ -17,10 +20,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from autoshard.cli.exit_codes import ExitCode
 from autoshard.cli.tables import milliseconds
 from autoshard.client import JobProgress
 from autoshard.client.core import ProgressListener
-from autoshard.errors import AutoshardError, LaunchError
+from autoshard.errors import AutoshardError, LaunchError, OptionError
 
 if TYPE_CHECKING:
     from autoshard.runtime.calibration import Progress as CalibrationProgress
@@ -39,7 +43,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Print errors and warnings of the library for users; exit with status 1 after an error."""
+    """Print errors and warnings of the library for users; exit with a status after an error."""
     log, notes = logging.getLogger("autoshard"), _Notes(logging.WARNING)
     log.addHandler(notes)
     try:
@@ -47,12 +51,77 @@ def reported() -> Iterator[None]:
     except LaunchError as error:
         # The message has the traceback of a rank.
         errors.print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
-        raise typer.Exit(1) from None
-    except (AutoshardError, OSError) as error:
-        errors.print(marked("error:", error), soft_wrap=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(ExitCode.FAILURE) from None
+    except AutoshardError as error:
+        _fail(str(error))
+    except BrokenPipeError:
+        # The program that read the output, such as `head`, has ended.
+        _discard_stdout()
+        raise typer.Exit(ExitCode.FAILURE) from None
+    except OSError as error:
+        _fail(describe(error))
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     finally:
         log.removeHandler(notes)
+
+
+def describe(error: OSError) -> str:
+    """Describe an error of the operating system in words: the file, and the reason."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {reason}" if error.filename is not None else reason
+
+
+def write_stdout(text: str) -> None:
+    """Write text to stdout, unless it is closed."""
+    if sys.stdout is not None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file.
+
+    Raises:
+        OptionError: it cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def check_output(context: typer.Context, path: Path | None) -> Path | None:
+    """Check, before any work, that a file can be written; a callback of options.
+
+    Raises:
+        OptionError: its folder is missing, or there is no permission.
+    """
+    if path is None or context.resilient_parsing:
+        return path
+    folder = path.parent
+    if path.is_dir():
+        raise OptionError(f"cannot write {path}: it is a folder; give the name of a file")
+    if not folder.exists():
+        raise OptionError(f"cannot write {path}: there is no folder {folder}; create it first")
+    if not folder.is_dir():
+        raise OptionError(f"cannot write {path}: {folder} is not a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise OptionError(f"cannot write {path}: permission denied")
+    return path
+
+
+def _fail(message: str) -> NoReturn:
+    errors.print(marked("error:", message), soft_wrap=True)
+    raise typer.Exit(ExitCode.FAILURE) from None
+
+
+def _discard_stdout() -> None:
+    """Send what is left of stdout nowhere, so that it is not written again at the exit."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def marked(word: str, message: object, style: str = "bold red") -> Text:

@@ -1,11 +1,11 @@
 """Commands that plan a graph: plan, search, coverage; in this process, or at a service."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from autoshard.cli.exit_codes import NO_PLAN
 from autoshard.cli.options import (
     Archive,
     Connection,
@@ -16,14 +16,18 @@ from autoshard.cli.options import (
     read_sizes,
     read_topology,
 )
-from autoshard.cli.output import console, errors, marked, progress_bar, reported
+from autoshard.cli.output import (
+    console,
+    errors,
+    marked,
+    progress_bar,
+    write_file,
+    write_stdout,
+)
 from autoshard.cli.render import render_coverage, render_plan, render_search
 from autoshard.client import PlanResult
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan
-
-NO_PLAN = 3
-"""Exit status if planning ended without a plan: infeasible, or out of time."""
 
 _SOURCES = {
     "service": "made by the service",
@@ -51,26 +55,25 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
-    with reported():
-        devices = make_mesh(
-            read_sizes(mesh),
-            axes=None if axes is None else axes.split(","),
-            topology=read_topology(topology),
-            intra_bandwidth=intra_bandwidth,
-            inter_bandwidth=inter_bandwidth,
+    devices = make_mesh(
+        read_sizes(mesh),
+        axes=None if axes is None else axes.split(","),
+        topology=read_topology(topology),
+        intra_bandwidth=intra_bandwidth,
+        inter_bandwidth=inter_bandwidth,
+    )
+    options, discover = planning.read(), custom.discover()
+    with connection.open() as client, progress_bar() as report:
+        result = client.request_plan(
+            graph, mesh=devices, options=options, discover=discover, on_progress=report
         )
-        options, discover = planning.read(), custom.discover()
-        with connection.open() as client, progress_bar() as report:
-            result = client.request_plan(
-                graph, mesh=devices, options=options, discover=discover, on_progress=report
-            )
-        found = result.plan
-        assert found is not None, "the request waits for the plan"
-        if connection.server:
-            errors.print(marked("plan:", _source(result), style="bold"), highlight=False)
-        _write(found, output)
+    found = result.plan
+    assert found is not None, "the request waits for the plan"
+    if connection.server:
+        errors.print(marked("plan:", _source(result), style="bold"), highlight=False)
+    _write(found, output)
     if json:
-        sys.stdout.write(found.to_json() + "\n")
+        write_stdout(found.to_json() + "\n")
     else:
         console.print(render_plan(found))
     if not found.found:
@@ -92,24 +95,23 @@ def search(
     output: PlanOutput = None,
 ) -> None:
     """Plan a graph on every mesh of a number of devices, and rank the meshes."""
-    with reported():
-        options, discover = planning.read(), custom.discover()
-        with connection.open(num_workers=workers) as client:
-            with progress_bar() as report:
-                found = client.search(
-                    graph,
-                    num_devices=devices,
-                    topology=read_topology(topology),
-                    max_axes=max_axes,
-                    options=options,
-                    discover=discover,
-                    on_progress=report,
-                )
-            ids = [mesh.plan_id for mesh in found.meshes]
-            plans = [None if known is None else client.get_plan(known) for known in ids]
-        best = plans[0]
-        if best is not None:
-            _write(best, output)
+    options, discover = planning.read(), custom.discover()
+    with connection.open(num_workers=workers) as client:
+        with progress_bar() as report:
+            found = client.search(
+                graph,
+                num_devices=devices,
+                topology=read_topology(topology),
+                max_axes=max_axes,
+                options=options,
+                discover=discover,
+                on_progress=report,
+            )
+        ids = [mesh.plan_id for mesh in found.meshes]
+        plans = [None if known is None else client.get_plan(known) for known in ids]
+    best = plans[0]
+    if best is not None:
+        _write(best, output)
     console.print(render_search(found, plans))
     if best is None or not best.found:
         raise typer.Exit(NO_PLAN)
@@ -130,12 +132,11 @@ def coverage(
 
     With a plan, the costs are worked out in this process.
     """
-    with reported():
-        made, discover = None if plan is None else connection.read_plan(plan), custom.discover()
-        with connection.open() as client:
-            found = client.coverage(graph, plan=made, discover=discover)
+    made, discover = None if plan is None else connection.read_plan(plan), custom.discover()
+    with connection.open() as client:
+        found = client.coverage(graph, plan=made, discover=discover)
     if json:
-        sys.stdout.write(found.model_dump_json() + "\n")
+        write_stdout(found.model_dump_json() + "\n")
     else:
         console.print(render_coverage(found))
 
@@ -148,4 +149,4 @@ def _source(result: PlanResult) -> str:
 
 def _write(plan: Plan, path: Path | None) -> None:
     if path is not None:
-        path.write_text(plan.to_json(indent=1), encoding="utf-8")
+        write_file(path, plan.to_json(indent=1))

@@ -1,13 +1,12 @@
 """Commands that read plans: show, check, explain, compare, export, and the files of MASE."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from autoshard.cli.options import Archive, Connection, PlanSource, expand_groups, read_sizes
-from autoshard.cli.output import console, errors, marked, reported
+from autoshard.cli.output import check_output, console, errors, marked, write_file, write_stdout
 from autoshard.cli.render import render_difference, render_explanation, render_plan
 from autoshard.client.core import load_planned_graph
 from autoshard.client.requests import read_model
@@ -15,14 +14,15 @@ from autoshard.graph import load_graph
 from autoshard.plan import EXPORT_TARGETS, check_plan
 
 mase = typer.Typer(
-    no_args_is_help=True, help="Read and write the ilp_solution.pkl of MASE's auto-sharding."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Read and write the ilp_solution.pkl of MASE's auto-sharding.",
 )
 
 
 def show(plan: PlanSource, *, connection: Connection) -> None:
     """Show a plan as tables."""
-    with reported():
-        console.print(render_plan(connection.read_plan(plan)))
+    console.print(render_plan(connection.read_plan(plan)))
 
 
 def check(
@@ -32,9 +32,8 @@ def check(
     connection: Connection,
 ) -> None:
     """Check a plan against its graph: every layout valid, the predicted cost correct."""
-    with reported():
-        made = connection.read_plan(plan)
-        findings = check_plan(made, load_planned_graph(read_model(graph), made))
+    made = connection.read_plan(plan)
+    findings = check_plan(made, load_planned_graph(read_model(graph), made))
     for finding in findings:
         errors.print(marked("wrong:", finding), soft_wrap=True)
     if findings:
@@ -56,7 +55,7 @@ def explain(
     connection: Connection,
 ) -> None:
     """Show every alternative of one choice of a plan, with its cost."""
-    with reported(), connection.open() as client:
+    with connection.open() as client:
         explanation = client.explain(
             connection.plan_or_id(plan), name, value=value, time_limit=time_limit
         )
@@ -70,7 +69,7 @@ def compare(
     connection: Connection,
 ) -> None:
     """Show the differences between two plans of one graph."""
-    with reported(), connection.open() as client:
+    with connection.open() as client:
         plans = connection.plan_or_id(before), connection.plan_or_id(after)
         difference = client.compare(*plans)
     console.print(render_difference(difference))
@@ -81,33 +80,35 @@ def export(
     *,
     to: Annotated[str, typer.Option(help=f"One of {', '.join(EXPORT_TARGETS)}.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File for the export; default: stdout.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", callback=check_output, help="File for the export; default: stdout."
+        ),
     ] = None,
     connection: Connection,
 ) -> None:
     """Export a plan as code or settings of another framework."""
-    with reported(), connection.open() as client:
+    with connection.open() as client:
         text = client.export(connection.plan_or_id(plan), to)
         if output is not None:
-            output.write_text(text, encoding="utf-8")
+            write_file(output, text)
     if output is None:
-        sys.stdout.write(text)
+        write_stdout(text)
 
 
 @mase.command("write")
 @expand_groups
 def write_mase(
     plan: PlanSource,
-    file: Annotated[Path, typer.Argument(help="File for the solution.")],
+    file: Annotated[Path, typer.Argument(callback=check_output, help="File for the solution.")],
     *,
     connection: Connection,
 ) -> None:
     """Write the placements of a plan's weights and inputs as a solution of MASE."""
     from autoshard.mase import solution_of_plan, write_solution  # noqa: PLC0415  it needs torch
 
-    with reported():
-        made = connection.read_plan(plan)
-        write_solution(solution_of_plan(made), file, made.mesh.axis_sizes)
+    made = connection.read_plan(plan)
+    write_solution(solution_of_plan(made), file, made.mesh.axis_sizes)
 
 
 @mase.command("pins")
@@ -133,10 +134,9 @@ def mase_pins(
     """Print a solution of MASE as options of `autoshard plan`, one --pin a line."""
     from autoshard.mase import pins_of_solution, read_solution  # noqa: PLC0415  it needs torch
 
-    with reported():
-        solution = read_solution(file, trust_pickle=trust_pickle)
-        sizes, program = read_sizes(mesh), load_graph(graph)
-        pins = pins_of_solution(solution, program, sizes, extrapolate=not no_extrapolate)
+    solution = read_solution(file, trust_pickle=trust_pickle)
+    sizes, program = read_sizes(mesh), load_graph(graph)
+    pins = pins_of_solution(solution, program, sizes, extrapolate=not no_extrapolate)
     for kind, table in (("parameter", pins.parameters), ("input", pins.inputs)):
         for name, layout in table.items():
             console.out(f"--pin={kind}:{name}={layout}", highlight=False)

@@ -17,7 +17,7 @@ from autoshard.cli.options import (
     read_sizes,
     read_topology,
 )
-from autoshard.cli.output import calibration_progress, console, reported
+from autoshard.cli.output import calibration_progress, check_output, console, write_file
 from autoshard.cli.render import (
     render_calibration,
     render_profile,
@@ -36,23 +36,23 @@ from autoshard.plan import (
 from autoshard.plan import simulate as simulate_plan
 from autoshard.plan.stage_plans import stage_plan
 
-PASSED_ON = {
-    "ignore_unknown_options": True,
-    "allow_extra_args": True,
-    "allow_interspersed_args": False,
-    "help_option_names": [],
-}
-"""Settings of a command whose arguments are parsed by torchrun."""
-
 Trace = Annotated[
     Path | None,
-    typer.Option("-o", "--output", help="File for the trace, for Perfetto or chrome://tracing."),
+    typer.Option(
+        "-o",
+        "--output",
+        callback=check_output,
+        help="File for the trace, for Perfetto or chrome://tracing.",
+    ),
 ]
 Limit = Annotated[int, typer.Option(help="Maximum rows.")]
 
 
 Picture = Annotated[
-    Path | None, typer.Option("--svg", help="File for a picture of a pipeline's schedule.")
+    Path | None,
+    typer.Option(
+        "--svg", callback=check_output, help="File for a picture of a pipeline's schedule."
+    ),
 ]
 
 
@@ -76,25 +76,23 @@ def simulate(
     connection: Connection,
 ) -> None:
     """Show one step of a plan over time: compute, communication and memory; a pipeline by rank."""
-    with reported():
-        made = connection.read_plan(plan)
-        if stage is not None:
-            made, _ = stage_plan(made, stage)
-        if made.pipeline is not None:
-            schedule = simulate_pipeline(made)
-            trace, shown = schedule_trace(schedule), render_schedule(made.pipeline, schedule)
-            if svg is not None:
-                svg.write_text(schedule_svg(schedule), encoding="utf-8")
-        elif svg is not None:
-            raise OptionError(
-                "--svg draws the schedule of a pipeline, and this is one stage: write a trace "
-                "with -o"
-            )
-        else:
-            simulation = simulate_plan(made)
-            trace, shown = chrome_trace(simulation), render_simulation(simulation, limit=limit)
-        if output is not None:
-            output.write_text(trace, encoding="utf-8")
+    made = connection.read_plan(plan)
+    if stage is not None:
+        made, _ = stage_plan(made, stage)
+    if made.pipeline is not None:
+        schedule = simulate_pipeline(made)
+        trace, shown = schedule_trace(schedule), render_schedule(made.pipeline, schedule)
+        if svg is not None:
+            write_file(svg, schedule_svg(schedule))
+    elif svg is not None:
+        raise OptionError(
+            "--svg draws the schedule of a pipeline, and this is one stage: write a trace with -o"
+        )
+    else:
+        simulation = simulate_plan(made)
+        trace, shown = chrome_trace(simulation), render_simulation(simulation, limit=limit)
+    if output is not None:
+        write_file(output, trace)
     console.print(shown)
 
 
@@ -106,7 +104,7 @@ def launch(context: typer.Context) -> None:
     """
     from autoshard.runtime.launch.command import run_command  # noqa: PLC0415  it needs torch
 
-    with reported(), TemporaryDirectory(prefix="autoshard-plan-") as folder:
+    with TemporaryDirectory(prefix="autoshard-plan-") as folder:
         run_command(context.args, find=lambda source: fetch_plan_file(source, Path(folder)))
 
 
@@ -126,7 +124,9 @@ def fetch_plan_file(source: str, folder: Path) -> Path:
 
 def calibrate(
     *,
-    output: Annotated[Path, typer.Option("-o", "--output", help="File for the topology.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", callback=check_output, help="File for the topology.")
+    ],
     mesh: Annotated[
         str | None,
         typer.Option(help="Axes to measure: 2,4; default: nodes by ranks per node."),
@@ -162,40 +162,39 @@ def calibrate(
     from autoshard.runtime import calibration  # noqa: PLC0415  it needs torch
     from autoshard.runtime.launch.command import run_module  # noqa: PLC0415  as above
 
-    with reported():
-        if nproc is not None:
-            arguments = ["--output", str(output), "--name", name]
-            arguments += ["--mesh", mesh] if mesh else []
-            arguments += ["--links", links] if links else []
-            arguments += ["--quick"] * quick + ["--busy"] * busy
-            run_module("autoshard.cli", ["calibrate", *arguments], num_ranks=nproc)
-            return
-        if "WORLD_SIZE" not in os.environ:
-            raise OptionError(
-                "calibrate runs on all ranks at once: give --nproc for those of this machine, or "
-                "start it with torchrun, as in `torchrun --nproc-per-node 4 -m autoshard.cli "
-                "calibrate -o topology.json`"
-            )
-        sizes = None if mesh is None else read_sizes(mesh)
-        known = read_topology(links)
-        partial = output.with_name(f"{output.name}.partial")
-        with (
-            calibration.process_groups() as is_first,
-            calibration_progress(is_first=is_first) as report,
-        ):
-            found = calibration.calibrate(
-                sizes,
-                links=get_topology(known) if isinstance(known, str) else known,
-                name=name,
-                effort=calibration.QUICK if quick else calibration.FULL,
-                busy=busy,
-                partial_file=partial,
-                report=report,
-            )
-        if is_first:
-            output.write_text(topology_to_json(found.topology), encoding="utf-8")
-            partial.unlink(missing_ok=True)
-            console.print(render_calibration(found))
+    if nproc is not None:
+        arguments = ["--output", str(output), "--name", name]
+        arguments += ["--mesh", mesh] if mesh else []
+        arguments += ["--links", links] if links else []
+        arguments += ["--quick"] * quick + ["--busy"] * busy
+        run_module("autoshard.cli", ["calibrate", *arguments], num_ranks=nproc)
+        return
+    if "WORLD_SIZE" not in os.environ:
+        raise OptionError(
+            "calibrate runs on all ranks at once: give --nproc for those of this machine, or "
+            "start it with torchrun, as in `torchrun --nproc-per-node 4 -m autoshard.cli "
+            "calibrate -o topology.json`"
+        )
+    sizes = None if mesh is None else read_sizes(mesh)
+    known = read_topology(links)
+    partial = output.with_name(f"{output.name}.partial")
+    with (
+        calibration.process_groups() as is_first,
+        calibration_progress(is_first=is_first) as report,
+    ):
+        found = calibration.calibrate(
+            sizes,
+            links=get_topology(known) if isinstance(known, str) else known,
+            name=name,
+            effort=calibration.QUICK if quick else calibration.FULL,
+            busy=busy,
+            partial_file=partial,
+            report=report,
+        )
+    if is_first:
+        write_file(output, topology_to_json(found.topology))
+        partial.unlink(missing_ok=True)
+        console.print(render_calibration(found))
 
 
 def profile(
@@ -216,7 +215,7 @@ def profile(
     from autoshard.runtime import profiling  # noqa: PLC0415  as above
     from autoshard.runtime.launch.command import run_module  # noqa: PLC0415  as above
 
-    with reported(), TemporaryDirectory(prefix="autoshard-plan-") as folder:
+    with TemporaryDirectory(prefix="autoshard-plan-") as folder:
         made = connection.read_plan(plan)
         if made.found:
             only_stage(made, "a profile")
@@ -237,6 +236,6 @@ def profile(
         if joined.rank == 0:
             if output is not None:
                 trace = chrome_trace(found.simulation, found.events)
-                output.write_text(trace, encoding="utf-8")
+                write_file(output, trace)
             console.print(render_profile(found, limit=limit))
         joined.close()

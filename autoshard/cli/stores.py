@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from autoshard.cli import options
-from autoshard.cli.output import console, errors, marked, reported
+from autoshard.cli.output import check_output, console, errors, marked, write_file
 from autoshard.cli.tables import format_bytes, make_table
 from autoshard.errors import InputError
 from autoshard_solver_cache import (
@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 cache = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     help="Inspect and manage the cache of plans and solved blocks: the folder of `autoshard plan`, "
     "or the database of a service (--store).",
 )
 keys = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     help="Make, list and revoke the API keys of a service, in its database.",
 )
 
@@ -91,7 +93,8 @@ def show(
     cache: options.Cache = None,
     store: Store = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File for the entry's bytes.")
+        Path | None,
+        typer.Option("-o", "--output", callback=check_output, help="File for the entry's bytes."),
     ] = None,
 ) -> None:
     """Show the size and age of an entry; with --output, write its bytes to a file."""
@@ -101,7 +104,7 @@ def show(
             raise InputError(f"there is no intact entry {key!r} in {namespace!r}; see `ls`")
         _print_entries(iter([entry]), json=False)
         if output is not None:
-            output.write_bytes(body)
+            write_file(output, body)
 
 
 @cache.command("gc")
@@ -142,7 +145,7 @@ def verify(
 
 @cache.command("export")
 def export_cache(
-    file: Annotated[Path, typer.Argument(help="A .tar file, or .tar.gz.")],
+    file: Annotated[Path, typer.Argument(callback=check_output, help="A .tar file, or .tar.gz.")],
     *,
     namespace: Namespaces = None,
     cache: options.Cache = None,
@@ -254,17 +257,16 @@ def rotate(
 @contextmanager
 def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
     """Open the folder or the database; its errors are reported as errors of the input."""
-    with reported():
-        if store is None:
-            with _as_input_error(CacheFileError, NamespaceError), closing(FolderCache(folder)) as c:
-                yield c
-            return
-        # A database library takes long to import.
-        from autoshard_solver_cache import SolverCache, StoreUnavailableError  # noqa: PLC0415
+    if store is None:
+        with _as_input_error(CacheFileError, NamespaceError), closing(FolderCache(folder)) as c:
+            yield c
+        return
+    # A database library takes long to import.
+    from autoshard_solver_cache import SolverCache, StoreUnavailableError  # noqa: PLC0415
 
-        kinds = CacheFileError, StoreUnavailableError
-        with _as_input_error(*kinds), closing(SolverCache(store)) as opened:
-            yield opened
+    kinds = CacheFileError, StoreUnavailableError
+    with _as_input_error(*kinds), closing(SolverCache(store)) as opened:
+        yield opened
 
 
 @contextmanager
@@ -273,11 +275,10 @@ def _open_keys(url: str | None) -> "Iterator[ApiKeyStore]":
     from autoshard_server.store.database import Stores  # noqa: PLC0415  as above
     from autoshard_solver_cache import StoreUnavailableError  # noqa: PLC0415  as above
 
-    with reported():
-        with _as_input_error(StoreUnavailableError):
-            stores = Stores(Settings() if url is None else Settings(store_url=url))
-        with closing(stores):
-            yield stores.api_keys
+    with _as_input_error(StoreUnavailableError):
+        stores = Stores(Settings() if url is None else Settings(store_url=url))
+    with closing(stores):
+        yield stores.api_keys
 
 
 @contextmanager

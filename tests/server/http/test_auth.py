@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autoshard.cli.main import app
+from autoshard.cli import app
 from autoshard_server.http.auth import is_loopback
 
 

@@ -1,0 +1,73 @@
+"""Commands of the planning service: serve, worker, demo."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from autoshard.cli.output import console
+
+_MAX_PORT = 65535
+
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], typer.Option(help="Lowest level that is logged.")
+]
+
+
+def serve(
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=_MAX_PORT, help="Port to listen on; 0 picks a free one.")
+    ] = 8000,
+    auth: Annotated[
+        bool | None,
+        typer.Option(
+            help="Require an API key of `autoshard keys`; default: on every address but loopback."
+        ),
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Start the planning service."""
+    from autoshard_server.serve import serve as run  # noqa: PLC0415  the library works without it
+
+    run(host=host, port=port, auth=auth, log_level=log_level)
+
+
+def worker(
+    *,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Database of the service, as a SQLAlchemy URL; better in AUTOSHARD_STORE_URL, "
+            "where other users cannot read it."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of jobs that run at once; default AUTOSHARD_NUM_WORKERS."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address for --port; default AUTOSHARD_WORKER_HOST, or 127.0.0.1."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=_MAX_PORT,
+            help="Serve /livez and /metrics on this port; default AUTOSHARD_WORKER_PORT, or none.",
+        ),
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run jobs of a service on this host too; after SIGTERM, running jobs may finish in time."""
+    from autoshard_server.serve import run_workers  # noqa: PLC0415  the library works without it
+
+    run_workers(store_url=store, num_workers=workers, host=host, port=port, log_level=log_level)
+
+
+def demo() -> None:
+    """Plan GPT-2 through the service, then run a small one sharded on 4 ranks."""
+    from autoshard.cli.demo import run_demo  # noqa: PLC0415  it needs transformers
+
+    run_demo(console)
