@@ -34,10 +34,11 @@ check: $(INSTALLED)  ## Lint, format, types, direction of imports
 serve: $(INSTALLED)  ## Start the planning service on this machine
 	$(BIN)/autoshard serve
 
-generated: $(INSTALLED)  ## Write what is made from the code: openapi/, the plan's schema, pages of docs/
+generated: $(INSTALLED)  ## Write what is made from the code: openapi/, the plan's schema, pages, their outputs
 	$(BIN)/python -m autoshard_server.generate
 	$(BIN)/python -m autoshard.plan.schema
 	$(BIN)/python -m autoshard.ops.table
+	$(BIN)/python -m docs.pages
 
 bench: $(INSTALLED)  ## Measure, and regenerate the tables of docs/performance.md
 	$(BIN)/python -m benchmarks

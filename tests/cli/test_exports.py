@@ -1,7 +1,3 @@
-import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import dill
@@ -68,19 +64,3 @@ def test_a_plan_becomes_a_solution_of_mase(plan: Path, tmp_path: Path) -> None:
     with path.open("rb") as file:
         solution = dill.load(file)  # noqa: S301  written above
     assert solution["input_ids"]["results"]["data_out_0"] == (Shard(0), Replicate())
-
-
-def test_what_the_page_on_exports_shows_runs(
-    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = Path(__file__).parents[2] / "docs" / "exports.md"
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    shown = [line for kind, code in blocks if kind == "console" for line in code.splitlines()]
-    assert len(shown) == 9
-    monkeypatch.chdir(tmp_path)
-    Path("gpt2.pt2").write_bytes(archive.read_bytes())
-    for line in shown:
-        result = autoshard(*shlex.split(line)[1:])
-        assert result.exit_code == 0, result.output
-    (code,) = (code for kind, code in blocks if kind == "python")
-    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own documentation
