@@ -50,6 +50,9 @@ PlanSource = Annotated[
 Topology = Annotated[
     str | None, typer.Option(help="A preset by name, or a .json file of `autoshard calibrate`.")
 ]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Show no progress on stderr while plans are made.")
+]
 PlanOutput = Annotated[
     Path | None,
     typer.Option("-o", "--output", callback=check_output, help="File for the plan."),

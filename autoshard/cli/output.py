@@ -1,33 +1,19 @@
-"""Terminal output of all commands: consoles, error reports, notes, the progress bar."""
+"""Output of all commands: consoles, error reports, notes, files."""
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.text import Text
 
 from autoshard.cli.exit_codes import ExitCode
-from autoshard.cli.tables import milliseconds
-from autoshard.client import JobProgress
-from autoshard.client.core import ProgressListener
 from autoshard.errors import AutoshardError, LaunchError, OptionError
-
-if TYPE_CHECKING:
-    from autoshard.runtime.calibration import Progress as CalibrationProgress
 
 console = Console()
 errors = Console(stderr=True)
@@ -127,70 +113,3 @@ def _discard_stdout() -> None:
 def marked(word: str, message: object, style: str = "bold red") -> Text:
     """Put a styled word before a message, whose brackets are not markup."""
     return Text.assemble((word, style), f" {message}")
-
-
-@contextmanager
-def progress_bar() -> Iterator[ProgressListener]:
-    """Show a progress bar on stderr that fills as the gap closes, and is removed at the end.
-
-    Yields:
-        the listener for the progress of a job.
-    """
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-    )
-    is_shown = errors.is_terminal
-    with Progress(*columns, console=errors, transient=True, disable=not is_shown) as progress:
-        task = progress.add_task("starting", total=None, figures="")
-
-        def report(job: JobProgress) -> None:
-            progress.update(
-                task,
-                description=job.phase,
-                total=None if job.gap is None else 1.0,
-                completed=0.0 if job.gap is None else max(0.0, 1.0 - job.gap),
-                figures=_figures(job),
-            )
-
-        yield report
-
-
-@contextmanager
-def calibration_progress(*, is_first: bool) -> Iterator[Callable[["CalibrationProgress"], None]]:
-    """Show how far a calibration is: a progress bar on terminals, otherwise a line per stage.
-
-    Args:
-        is_first: False on other ranks, which show nothing.
-
-    Yields:
-        the listener for its progress.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-    is_shown = console.is_terminal
-    stages: set[str] = set()
-    with Progress(
-        *columns, console=console, transient=True, disable=not (is_shown and is_first)
-    ) as bar:
-        task = bar.add_task("", total=None)
-
-        def report(found: "CalibrationProgress") -> None:
-            bar.update(task, description=found.stage, completed=found.done, total=found.total)
-            if not is_shown and found.stage not in stages:
-                stages.add(found.stage)
-                text = f"{found.stage} ({found.done} of {found.total} measurements are made)"
-                console.print(text, soft_wrap=True)
-
-        yield report
-
-
-def _figures(job: JobProgress) -> str:
-    """Objective of the best plan so far, lower bound, and the gap between them."""
-    figures = {"best": job.incumbent, "bound": job.bound}
-    known = [f"{name} {milliseconds(s)}" for name, s in figures.items() if s is not None]
-    if job.gap is not None:
-        known.append(f"gap {job.gap:.2%}")
-    return ", ".join(known)

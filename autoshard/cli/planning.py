@@ -1,17 +1,19 @@
 """Commands that plan a graph: plan, search, coverage; in this process, or at a service."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autoshard.cli.exit_codes import NO_PLAN
+from autoshard.cli.exit_codes import ExitCode
 from autoshard.cli.options import (
     Archive,
     Connection,
     CustomOperators,
     Planning,
     PlanOutput,
+    Quiet,
     Topology,
     read_sizes,
     read_topology,
@@ -20,13 +22,14 @@ from autoshard.cli.output import (
     console,
     errors,
     marked,
-    progress_bar,
     write_file,
     write_stdout,
 )
+from autoshard.cli.progress import Run, followed
 from autoshard.cli.render import render_coverage, render_plan, render_search
 from autoshard.client import PlanResult
 from autoshard.mesh import make_mesh
+from autoshard.outcome import SolveStatus
 from autoshard.plan import Plan
 
 _SOURCES = {
@@ -52,6 +55,7 @@ def plan(
     custom: CustomOperators,
     connection: Connection,
     output: PlanOutput = None,
+    quiet: Quiet = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
@@ -63,9 +67,14 @@ def plan(
         inter_bandwidth=inter_bandwidth,
     )
     options, discover = planning.read(), custom.discover()
-    with connection.open() as client, progress_bar() as report:
+    with connection.open() as client, _followed(connection, quiet=quiet) as run:
         result = client.request_plan(
-            graph, mesh=devices, options=options, discover=discover, on_progress=report
+            graph,
+            mesh=devices,
+            options=options,
+            discover=discover,
+            on_progress=run.report,
+            stop=run.stop,
         )
     found = result.plan
     assert found is not None, "the request waits for the plan"
@@ -76,8 +85,7 @@ def plan(
         write_stdout(found.to_json() + "\n")
     else:
         console.print(render_plan(found))
-    if not found.found:
-        raise typer.Exit(NO_PLAN)
+    _end(found, is_stopped=found.certificate.status is SolveStatus.CANCELLED)
 
 
 def search(
@@ -93,28 +101,31 @@ def search(
     custom: CustomOperators,
     connection: Connection,
     output: PlanOutput = None,
+    quiet: Quiet = False,
 ) -> None:
     """Plan a graph on every mesh of a number of devices, and rank the meshes."""
     options, discover = planning.read(), custom.discover()
     with connection.open(num_workers=workers) as client:
-        with progress_bar() as report:
-            found = client.search(
+        with _followed(connection, quiet=quiet) as run:
+            result = client.request_search(
                 graph,
                 num_devices=devices,
                 topology=read_topology(topology),
                 max_axes=max_axes,
                 options=options,
                 discover=discover,
-                on_progress=report,
+                on_progress=run.report,
+                stop=run.stop,
             )
+        found = result.search
+        assert found is not None, "the request waits for the search"
         ids = [mesh.plan_id for mesh in found.meshes]
         plans = [None if known is None else client.get_plan(known) for known in ids]
-    best = plans[0]
+    best = plans[0] if plans else None
     if best is not None:
         _write(best, output)
     console.print(render_search(found, plans))
-    if best is None or not best.found:
-        raise typer.Exit(NO_PLAN)
+    _end(best, is_stopped=run.stop.is_set())
 
 
 def coverage(
@@ -139,6 +150,20 @@ def coverage(
         write_stdout(found.model_dump_json() + "\n")
     else:
         console.print(render_coverage(found))
+
+
+def _followed(connection: Connection, *, quiet: bool) -> AbstractContextManager[Run]:
+    """Follow a request; at a service, whose jobs others may wait for, Ctrl-C does not stop it."""
+    return followed(quiet=quiet, can_stop=not connection.server)
+
+
+def _end(best: Plan | None, *, is_stopped: bool) -> None:
+    """End the command with the status of its plan."""
+    if best is None or not best.found:
+        raise typer.Exit(ExitCode.NO_PLAN)
+    if is_stopped:
+        errors.print("stopped by Ctrl-C: this is the best plan so far")
+        raise typer.Exit(ExitCode.STOPPED)
 
 
 def _source(result: PlanResult) -> str:

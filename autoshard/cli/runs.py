@@ -17,7 +17,8 @@ from autoshard.cli.options import (
     read_sizes,
     read_topology,
 )
-from autoshard.cli.output import calibration_progress, check_output, console, write_file
+from autoshard.cli.output import check_output, console, write_file
+from autoshard.cli.progress import calibration_progress
 from autoshard.cli.render import (
     render_calibration,
     render_profile,

@@ -50,6 +50,7 @@ from autoshard.plan import (
     simulate,
 )
 from autoshard.planner import Explanation
+from autoshard.solve import CancelToken
 from autoshard_solver_cache import NamespacedCache
 
 P = ParamSpec("P")
@@ -177,15 +178,18 @@ class AsyncClient(_Base):
         on_progress: OnProgress | None = None,
         offline: Offline = "fallback",
         wait: bool = True,
+        stop: CancelToken | None = None,
         **request: Unpack[PlanArguments],
     ) -> PlanResult:
         """As `plan`, with the source of the plan; need not wait for it.
 
         The arguments and errors are those of `plan`. With `wait=False`, it returns immediately if
-        the plan is not known yet: poll the job with `get_job`, or wait with `wait_for_job`.
+        the plan is not known yet: poll the job with `get_job`, or wait with `wait_for_job`. Once
+        `stop`, such as a `threading.Event`, is set, planning in this process ends with the best
+        plan so far, whose status is `cancelled`; the job of a service is not stopped.
         """
         made = await self._transport.run(lambda: PlanRequest(model, args, kwargs, **request))
-        return await self._backend.plan(made, on_progress, offline=offline, wait=wait)
+        return await self._backend.plan(made, on_progress, offline=offline, wait=wait, stop=stop)
 
     async def search(
         self,
@@ -237,16 +241,18 @@ class AsyncClient(_Base):
         *,
         on_progress: OnProgress | None = None,
         wait: bool = True,
+        stop: CancelToken | None = None,
         **request: Unpack[SearchArguments],
     ) -> SearchResult:
         """As `search`, with the source of the ranking; need not wait for it.
 
         The arguments and errors are those of `search`. With `wait=False`, it returns immediately
         if the search is not known yet: poll the job with `get_job`, or wait with
-        `wait_for_search`.
+        `wait_for_search`. Once `stop`, such as a `threading.Event`, is set, a search in this
+        process ends with the meshes planned so far; the job of a service is not stopped.
         """
         made = await self._transport.run(lambda: SearchRequest(model, args, kwargs, **request))
-        return await self._backend.search(made, on_progress, wait=wait)
+        return await self._backend.search(made, on_progress, wait=wait, stop=stop)
 
     async def validate(
         self,

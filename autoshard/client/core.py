@@ -121,7 +121,7 @@ def plan(
         options: of planning.
         resources: caches and limits.
         on_progress: called with the solver's progress.
-        cancel: set it to stop; the plan's status is then `cancelled`.
+        cancel: set it to stop with the best plan so far, whose status is then `cancelled`.
 
     Returns:
         the plan; true if it is final.
@@ -139,6 +139,8 @@ def plan(
         block_cache=resources.blocks,
         max_strategies=resources.max_strategies,
     )
+    if cancel is not None and cancel.is_set():
+        made = _cut_short(made)
     return _with_id(made, plan_id(graph, mesh, options)), is_complete and _is_final(made)
 
 
@@ -294,6 +296,14 @@ def _searched_mesh(
         peak_memory=None if made.memory is None else made.memory.peak,
         reason=made.reason,
     )
+
+
+def _cut_short(made: Plan) -> Plan:
+    """A plan whose making was stopped: unless it is optimal, its status says so."""
+    if made.certificate.status is not SolveStatus.FEASIBLE:
+        return made
+    certificate = made.certificate.model_copy(update={"status": SolveStatus.CANCELLED})
+    return made.model_copy(update={"certificate": certificate})
 
 
 def _is_final(made: Plan) -> bool:

@@ -29,6 +29,7 @@ from autoshard.mesh import Topology, get_topology, list_topologies
 from autoshard.outcome import SolveStatus
 from autoshard.plan import PLAN_VERSION, Coverage, Plan
 from autoshard.planner import plan_id
+from autoshard.solve import CancelToken
 
 _POLL = 0.1
 """Seconds between polls of a job."""
@@ -67,6 +68,7 @@ class LocalJob:
     Attributes:
         waiters: number of waiting callers that did not receive the job's id.
         is_shared: true once a caller has received the job's id and may poll it later.
+        is_stopped: true if the job was asked to end with what it has, which is its result.
     """
 
     def __init__(self, key: str, make: Callable[["LocalJob"], _Made | None], plan_id: str) -> None:
@@ -75,7 +77,7 @@ class LocalJob:
         self.plan_id = plan_id
         self.created_at = datetime.now(UTC)
         self.done, self.cancel = Event(), Event()
-        self.waiters, self.is_shared = 0, False
+        self.waiters, self.is_shared, self.is_stopped = 0, False, False
         self.progress = JobProgress(phase="running", elapsed=0.0)
         self.made: _Made | None = None
         self.failure: Exception | None = None
@@ -89,6 +91,11 @@ class LocalJob:
         if not self.done.is_set():
             return not self.cancel.is_set()
         return self.made is not None and self.made.is_final
+
+    def stop(self) -> None:
+        """End the job with the best that it has found so far."""
+        self.is_stopped = True
+        self.cancel.set()
 
     def report(self, progress: JobProgress) -> None:
         """Store a progress report."""
@@ -200,14 +207,16 @@ class LocalJobs:
             job.is_shared |= not wait
             return job, cached
 
-    async def wait_joined(self, job: LocalJob, on_progress: OnProgress | None) -> None:
+    async def wait_joined(
+        self, job: LocalJob, on_progress: OnProgress | None, stop: CancelToken | None
+    ) -> None:
         """Wait for a job that was joined. If its last waiter is cancelled, so is an unshared job.
 
         Raises:
             AutoshardError: the request failed.
         """
         try:
-            await self.wait(job, on_progress)
+            await self.wait(job, on_progress, stop)
         finally:
             with self._lock:
                 job.waiters -= 1
@@ -216,12 +225,16 @@ class LocalJobs:
         if job.failure is not None:
             raise job.failure
 
-    async def wait(self, job: LocalJob, on_progress: OnProgress | None) -> None:
-        """Wait until a job is done, and report its progress."""
+    async def wait(
+        self, job: LocalJob, on_progress: OnProgress | None, stop: CancelToken | None = None
+    ) -> None:
+        """Wait until a job is done, and report its progress; stop it once `stop` is set."""
         reported: JobProgress | None = None
         is_done = False
         while not is_done:
             is_done = await self._transport.run(lambda: job.done.wait(_POLL))
+            if stop is not None and stop.is_set():
+                job.stop()
             if on_progress is not None and job.progress is not reported:
                 reported = job.progress
                 await self._transport.notify(on_progress, reported)
@@ -254,6 +267,7 @@ class Local:
         *,
         offline: Offline = "never",
         wait: bool = True,
+        stop: CancelToken | None = None,
     ) -> PlanResult:
         """Make the plan of a request.
 
@@ -281,7 +295,7 @@ class Local:
                 on_progress=job.report,
                 cancel=job.cancel,
             )
-            if plan.certificate.status is SolveStatus.CANCELLED:
+            if plan.certificate.status is SolveStatus.CANCELLED and not job.is_stopped:
                 return None
             if kept is not None:
                 kept.keep(plan, request)
@@ -290,11 +304,16 @@ class Local:
         job, cached = self._jobs.join(key, make, plan_id=key, wait=wait)
         if not wait:
             return PlanResult(job.status().plan, cached, job.id, source="local")
-        await self._jobs.wait_joined(job, on_progress)
+        await self._jobs.wait_joined(job, on_progress, stop)
         return PlanResult(job.status().get_plan(), cached, job.id, source="local")
 
     async def search(
-        self, request: SearchRequest, on_progress: OnProgress | None = None, *, wait: bool = True
+        self,
+        request: SearchRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        wait: bool = True,
+        stop: CancelToken | None = None,
     ) -> SearchResult:
         """Plan on every mesh of a number of devices.
 
@@ -326,11 +345,12 @@ class Local:
                 cancel=job.cancel,
                 keep=keep,
             )
-            return None if job.cancel.is_set() else _Made(tuple(plans), search, is_final)
+            is_cancelled = job.cancel.is_set() and not job.is_stopped
+            return None if is_cancelled else _Made(tuple(plans), search, is_final)
 
         job, cached = self._jobs.join(request.digest(topology), make, wait=wait)
         if wait:
-            await self._jobs.wait_joined(job, on_progress)
+            await self._jobs.wait_joined(job, on_progress, stop)
         status = job.status()
         search = status.get_search() if wait or status.result is not None else None
         return SearchResult(search, cached, job.id, source="local")

@@ -41,6 +41,7 @@ from autoshard.client.transport import (
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.mesh import Topology, topology_to_json
 from autoshard.plan import Coverage, Plan
+from autoshard.solve import CancelToken
 
 T = TypeVar("T")
 
@@ -129,6 +130,7 @@ class Remote:
         *,
         offline: Offline,
         wait: bool = True,
+        stop: CancelToken | None = None,
     ) -> PlanResult:
         """Request a plan; if the service cannot be reached, use a kept one or the fallback.
 
@@ -150,12 +152,17 @@ class Remote:
                 if plan is not None:
                     _warn_offline(plan, error)
                     return PlanResult(plan, cached=True, source="offline")
-            return await self._fall_back(error).plan(request, on_progress)
+            return await self._fall_back(error).plan(request, on_progress, stop=stop)
         await self._keep(result.plan, request)
         return result
 
     async def search(
-        self, request: SearchRequest, on_progress: OnProgress | None, *, wait: bool = True
+        self,
+        request: SearchRequest,
+        on_progress: OnProgress | None,
+        *,
+        wait: bool = True,
+        stop: CancelToken | None = None,
     ) -> SearchResult:
         """Request the best mesh.
 
@@ -166,7 +173,7 @@ class Remote:
         try:
             done = await self._submit("/v1/searches", request, on_progress, wait=wait)
         except ServiceUnavailableError as error:
-            return await self._fall_back(error).search(request, on_progress)
+            return await self._fall_back(error).search(request, on_progress, stop=stop)
         search = None if done.document is None else _read(_SEARCH, done.document)
         return SearchResult(search, done.cached, done.job.id if done.job else None)
 

@@ -144,7 +144,7 @@ def search_meshes(
     finally:
         for worker in workers:
             worker.stop()
-    if found and all(candidate.plan is None for candidate in found):
+    if len(found) == len(meshes) and all(candidate.plan is None for candidate in found):
         errors = "; ".join(f"{mesh_text(c.mesh)}: {c.error}" for c in found[:_MAX_ERRORS])
         raise OptionError(f"no mesh of {num_devices} devices can be planned: {errors}")
     return tuple(sorted(found, key=lambda c: (c.objective, len(c.mesh.axes), c.mesh.axis_sizes)))
@@ -323,7 +323,11 @@ class _Worker:
             if self._process is not None:
                 return self._process
             process = self._process = subprocess.Popen(  # noqa: S603  a fixed command
-                _WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+                _WORKER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                encoding="utf-8",
+                process_group=0,  # Ctrl-C in a terminal is for this process, which stops it
             )
         assert process.stdin is not None
         process.stdin.write(self._request + "\n")

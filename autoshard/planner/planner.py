@@ -114,6 +114,8 @@ def make_stage_plan(
     """
     options = options or PlanOptions()
     seconds: dict[str, float] = {}
+    if on_progress is not None:
+        on_progress(Progress("formulate", float("inf"), -float("inf"), 0.0))
     with _timed(seconds, "formulate"):
         formulation = _formulated(graph, mesh, options, max_strategies)
     with _timed(seconds, "solve"), collection_of_new():

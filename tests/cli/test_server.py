@@ -15,7 +15,7 @@ from support.proxy import Say, proxied
 from support.services import Mlp, keeping, serving
 from typer.testing import CliRunner, Result
 
-from autoshard.cli import NO_PLAN, app, options, output
+from autoshard.cli import NO_PLAN, app, options, progress
 from autoshard.cli.runs import fetch_plan_file
 from autoshard.client import Client, JobProgress, Retry
 from autoshard.errors import OptionError, RequestRejectedError, ServiceUnavailableError
@@ -155,10 +155,12 @@ def test_without_the_service_the_plan_that_was_kept_is_used(
 def test_the_bar_shows_phase_best_bound_and_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
-    monkeypatch.setattr(output, "errors", console)
-    with output.progress_bar() as hear:
-        hear(JobProgress(phase="queued", elapsed=0.0))
-        hear(JobProgress(phase="branching", incumbent=0.02, bound=0.019, gap=0.05, elapsed=1.0))
+    monkeypatch.setattr(progress, "errors", console)
+    with progress.followed(quiet=False) as run:
+        run.report(JobProgress(phase="queued", elapsed=0.0))
+        run.report(
+            JobProgress(phase="branching", incumbent=0.02, bound=0.019, gap=0.05, elapsed=1.0)
+        )
     shown: Any = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     for text in ("branching", "best 20.000 ms", "bound 19.000 ms", "gap 5.00%"):
         assert text in shown, shown
