@@ -13,6 +13,7 @@
     │   ├── ProblemError            an optimization problem that is malformed
     │   ├── PlanError               a plan document that does not fit its graph, mesh or model
     │   └── CheckpointError         weights in files that cannot be read, or do not fit the model
+    ├── MissingPackageError         an optional package is not installed; also an ImportError
     ├── LaunchError                 a rank of a launched program failed
     └── ServiceError                a request to the planning service failed
         ├── ServiceUnavailableError no response, or one that asks to try again later
@@ -84,6 +85,10 @@ class PlanError(InputError):
 
 class CheckpointError(InputError):
     """Weights in files cannot be read or written, or do not fit the model."""
+
+
+class MissingPackageError(AutoshardError, ImportError):
+    """An optional package is not installed; the message names the extra that installs it."""
 
 
 class LaunchError(AutoshardError):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 ONLY_RUNS_MODELS = {"safetensors", "spmd-types", "torch"}
+NOT_IN_THE_IMAGE = {"autoshard", *ONLY_RUNS_MODELS}
 PREFIX = "AUTOSHARD_"
 
 
@@ -209,9 +210,9 @@ def test_the_container_has_what_the_service_needs() -> None:
     """Groups cannot leave something out, so the group repeats the dependencies."""
     document = project()
     needed = document["project"]["dependencies"]
-    for extra in ("otel", "postgres"):
+    for extra in ("server", "otel", "postgres"):
         needed = needed + document["project"]["optional-dependencies"][extra]
-    expected = {n: s for n, s in named(needed).items() if n not in ONLY_RUNS_MODELS}
+    expected = {n: s for n, s in named(needed).items() if n not in NOT_IN_THE_IMAGE}
     assert named(document["dependency-groups"]["service"]) == expected
 
 
@@ -223,6 +224,55 @@ def test_planning_and_serving_need_no_torch() -> None:
         "import autoshard.cli, autoshard_server.serve, autoshard_server.solvers.solving\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own program
+
+
+WITHOUT_THE_SERVER = """
+import sys
+sys.modules.update(dict.fromkeys(sys.argv.pop().split(","), None))
+
+from pathlib import Path
+import torch
+import autoshard
+from autoshard.cli.main import app
+
+for name in autoshard.__all__:
+    getattr(autoshard, name)
+model = torch.nn.Linear(8, 8)
+archive = autoshard.export_model(model, (torch.zeros(4, 8),))
+with autoshard.Client.local() as client:
+    plan = client.plan(archive, mesh=(2,))
+Path("model.pt2").write_bytes(archive)
+for arguments in (
+    ["plan", "model.pt2", "--mesh", "2", "-o", "plan.json"],
+    ["check", "model.pt2", "plan.json"],
+    ["cache", "ls"],
+):
+    app(arguments, standalone_mode=False)
+sys.argv[1:] = ["serve"]
+app()
+"""
+
+
+def test_the_library_works_without_the_server(tmp_path: Path) -> None:
+    """Planning, the client and the cache need no package of the extra; `serve` names the extra."""
+    names = set(named(project()["project"]["optional-dependencies"]["server"]))
+    modules = {
+        module
+        for module, distributions in packages_distributions().items()
+        if names & {canonicalize_name(distribution) for distribution in distributions}
+    }
+    assert {"fastapi", "sqlalchemy", "uvicorn"} <= modules
+    done = subprocess.run(  # noqa: S603  our own program
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_THE_SERVER, ",".join(modules)],
+        cwd=tmp_path,
+        env={**os.environ, "AUTOSHARD_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "pip install 'autoshard[server]'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_all_that_is_installed_is_pinned() -> None:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from torch.multiprocessing.spawn import spawn
 from autoshard.cli.render import render_plan
 from autoshard.cli.tables import format_bytes
 from autoshard.client import Client
-from autoshard.errors import OptionError, ServiceUnavailableError
+from autoshard.errors import ServiceUnavailableError
+from autoshard.extras import from_extra
 from autoshard.graph import export_model
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import Plan
@@ -44,8 +46,10 @@ def run_demo(console: Console) -> None:
     """Plan twice, the second time from the cache; run on ranks, and compare.
 
     Raises:
-        OptionError: transformers is not installed.
+        MissingPackageError: transformers, or a package of the service, is not installed.
     """
+    with from_extra("server"):
+        import_module("autoshard_server.serve")
     console.rule("GPT-2, 12 layers, exported on the meta device")
     archive = export_gpt2()
     console.print(f"the graph has {format_bytes(len(archive))}; the weights are not needed")
@@ -79,12 +83,8 @@ def export_gpt2() -> bytes:
 
 
 def _gpt2_classes() -> tuple[Any, Any]:
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel, utils  # noqa: PLC0415  optional
-    except ImportError:
-        raise OptionError(
-            "the demo needs transformers; install it with: pip install 'autoshard[transformers]'"
-        ) from None
+    with from_extra("transformers"):
+        from transformers import GPT2Config, GPT2LMHeadModel, utils  # noqa: PLC0415  an extra
     utils.logging.set_verbosity_error()
     return GPT2Config, GPT2LMHeadModel
 

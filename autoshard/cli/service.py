@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from autoshard.cli.output import console
+from autoshard.extras import from_extra
 
 _MAX_PORT = 65535
 
@@ -28,7 +29,8 @@ def serve(
     log_level: LogLevel = "info",
 ) -> None:
     """Start the planning service."""
-    from autoshard_server.serve import serve as run  # noqa: PLC0415  the library works without it
+    with from_extra("server"):
+        from autoshard_server.serve import serve as run  # noqa: PLC0415  an extra
 
     run(host=host, port=port, auth=auth, log_level=log_level)
 
@@ -61,7 +63,8 @@ def worker(
     log_level: LogLevel = "info",
 ) -> None:
     """Run jobs of a service on this host too; after SIGTERM, running jobs may finish in time."""
-    from autoshard_server.serve import run_workers  # noqa: PLC0415  the library works without it
+    with from_extra("server"):
+        from autoshard_server.serve import run_workers  # noqa: PLC0415  an extra
 
     run_workers(store_url=store, num_workers=workers, host=host, port=port, log_level=log_level)
 

@@ -15,6 +15,7 @@ from autoshard.cli import options
 from autoshard.cli.output import check_output, console, errors, marked, write_file
 from autoshard.cli.tables import format_bytes, make_table
 from autoshard.errors import InputError
+from autoshard.extras import from_extra
 from autoshard_solver_cache import (
     Cache,
     CacheFileError,
@@ -196,7 +197,8 @@ def create(
     A name has at most two active keys, so that one can replace the other. The keys of one service
     share its graphs, jobs and plans: give them to people who may see each other's.
     """
-    from autoshard_server.http.auth import Scope  # noqa: PLC0415  the library works without it
+    with from_extra("server"):
+        from autoshard_server.http.auth import Scope  # noqa: PLC0415  an extra
 
     with _open_keys(store) as opened:
         scopes = scope or [Scope.PLAN.value]
@@ -261,8 +263,8 @@ def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
         with _as_input_error(CacheFileError, NamespaceError), closing(FolderCache(folder)) as c:
             yield c
         return
-    # A database library takes long to import.
-    from autoshard_solver_cache import SolverCache, StoreUnavailableError  # noqa: PLC0415
+    with from_extra("server"):
+        from autoshard_solver_cache import SolverCache, StoreUnavailableError  # noqa: PLC0415
 
     kinds = CacheFileError, StoreUnavailableError
     with _as_input_error(*kinds), closing(SolverCache(store)) as opened:
@@ -271,9 +273,10 @@ def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
 
 @contextmanager
 def _open_keys(url: str | None) -> "Iterator[ApiKeyStore]":
-    from autoshard_server.settings import Settings  # noqa: PLC0415  the library works without it
-    from autoshard_server.store.database import Stores  # noqa: PLC0415  as above
-    from autoshard_solver_cache import StoreUnavailableError  # noqa: PLC0415  as above
+    with from_extra("server"):
+        from autoshard_server.settings import Settings  # noqa: PLC0415  an extra
+        from autoshard_server.store.database import Stores  # noqa: PLC0415  an extra
+        from autoshard_solver_cache import StoreUnavailableError  # noqa: PLC0415  an extra
 
     with _as_input_error(StoreUnavailableError):
         stores = Stores(Settings() if url is None else Settings(store_url=url))

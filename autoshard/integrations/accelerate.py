@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from autoshard.errors import PlanError
+from autoshard.extras import from_extra
 from autoshard.integrations.checkpoints import load_optimizers, replace_weights, save_optimizers
-from autoshard.integrations.extras import from_extra
 from autoshard.runtime import full_tensor, load_checkpoint
 from autoshard.runtime.parallelize import Planned, planned_forward
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import PlanError
-from autoshard.integrations.extras import from_extra
+from autoshard.extras import from_extra
 from autoshard.runtime import full_tensor
 from autoshard.runtime.parallelize import planned_programs
 

@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from autoshard.errors import PlanError
+from autoshard.extras import from_extra
 from autoshard.integrations.accelerate import PlannedAccelerator
 from autoshard.integrations.checkpoints import load_optimizers, replace_weights, save_optimizers
-from autoshard.integrations.extras import from_extra
 from autoshard.runtime import load_checkpoint
 from autoshard.runtime.parallelize import Planned, original_class, planned_programs
 

@@ -57,6 +57,8 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
         version=version("autoshard"),
         description="Optimal, certified sharding plans for exported PyTorch programs.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages load scripts from other sites
+        redoc_url=None,
         generate_unique_id_function=operation_id,
     )
     for router in routers:

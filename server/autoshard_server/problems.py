@@ -12,8 +12,11 @@ from autoshard_solver_cache import StoreFullError, StoreUnavailableError
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 
-TYPE_PREFIX = "https://autoshard.readthedocs.io/en/stable/problems.html#"
-"""Start of every problem `type`; the slug after it never changes."""
+PROBLEMS_PATH = "/problems"
+"""Path of the page of this service that describes the kinds of problems."""
+
+TYPE_PREFIX = f"{PROBLEMS_PATH}#"
+"""Start of every problem `type`, a reference to that page; the slug after it never changes."""
 
 
 class ProblemType(Enum):

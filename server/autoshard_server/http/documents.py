@@ -27,7 +27,9 @@ class Problem(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field(description="stable URI of the kind of problem")
+    type: str = Field(
+        description="kind of problem: its section of the page /problems of the service"
+    )
     title: str
     status: int
     detail: str = Field(description="the error of this request, and a remedy")

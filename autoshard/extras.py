@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from autoshard.errors import MissingPackageError
+
 
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:
@@ -12,11 +14,11 @@ def from_extra(extra: str) -> Iterator[None]:
         extra: the extra of this distribution that installs them.
 
     Raises:
-        ImportError: a package is missing; the message names the command that installs it.
+        MissingPackageError: a package is missing; the message names the command that installs it.
     """
     try:
         yield
-    except ImportError as error:
-        raise ImportError(
-            f"{error}; this module needs it: pip install 'autoshard[{extra}]'", name=error.name
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"{error}; install it with: pip install 'autoshard[{extra}]'", name=error.name
         ) from error
