@@ -13,7 +13,6 @@ from autoshard.cli.tables import format_bytes, make_table, milliseconds, share_t
 from autoshard.client import MeshSearch, SearchedMesh
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.plan import (
-    Certificate,
     Change,
     Costs,
     Coverage,
@@ -56,8 +55,7 @@ def render_plan(plan: Plan) -> RenderableType:
         *_recomputation(plan, plan.costs),
         *_micro_batches(plan),
         *(Text(text, style="bold yellow") for text in _idle_axes(plan)),
-        _certificate(plan.certificate),
-        *(() if plan.pipeline is None else [Text(f"Proven: {plan.pipeline.proof}")]),
+        _bold(f"Certificate: {plan.certificate_statement}"),
     )
 
 
@@ -365,16 +363,6 @@ def _idle_axes(plan: Plan) -> Iterator[str]:
     for number, stage in enumerate(plan.stages):
         if text := stage.idle_text:
             yield text if plan.pipeline is None else f"stage {number}: {text}"
-
-
-def _certificate(certificate: Certificate) -> Text:
-    assert certificate.objective is not None
-    if certificate.bound is None or certificate.gap is None:
-        return _bold(f"Certificate: {certificate.status}; no lower bound is proven")
-    return _bold(
-        f"Certificate: {certificate.status}; a step takes {certificate.objective * 1e3:.6f} ms, "
-        f"proven lower bound {certificate.bound * 1e3:.6f} ms (gap {certificate.gap:.2%})"
-    )
 
 
 def _no_plan_reason(mesh: SearchedMesh) -> str:

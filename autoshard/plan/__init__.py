@@ -9,17 +9,13 @@ from autoshard.plan.compare import (
     compare_plans,
     mesh_text,
 )
+from autoshard.plan.comparisons import Baseline, Unrestricted
 from autoshard.plan.coverage import Coverage, OperatorUse, operator_coverage
 from autoshard.plan.document import (
     PLAN_VERSION,
-    Certificate,
     Checkpoint,
-    CollectiveCount,
     Conflict,
-    Costs,
-    Direction,
     GraphSummary,
-    Memory,
     Pipeline,
     PlacedInput,
     PlacedNode,
@@ -34,6 +30,14 @@ from autoshard.plan.document import (
 from autoshard.plan.exports import EXPORT_TARGETS, export_plan
 from autoshard.plan.megatron_arguments import MegatronLayout, read_megatron
 from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
+from autoshard.plan.predictions import (
+    Certificate,
+    CollectiveCount,
+    Costs,
+    Direction,
+    Memory,
+)
+from autoshard.plan.restrictions import restrictions
 from autoshard.plan.schedule_simulation import (
     ScheduleSimulation,
     simulate_pipeline,
@@ -52,6 +56,7 @@ __all__ = [
     "EXPORT_TARGETS",
     "PLAN_VERSION",
     "Algorithm",
+    "Baseline",
     "Certificate",
     "Change",
     "Checkpoint",
@@ -87,6 +92,7 @@ __all__ = [
     "Stage",
     "StageModules",
     "StageTimes",
+    "Unrestricted",
     "check_plan",
     "chrome_trace",
     "compare_plans",
@@ -97,6 +103,7 @@ __all__ = [
     "operator_coverage",
     "plan_trace",
     "read_megatron",
+    "restrictions",
     "schedule_error",
     "schedule_name",
     "schedule_svg",

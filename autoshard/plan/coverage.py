@@ -15,7 +15,8 @@ from autoshard.ops import (
     rule_for,
     spec_for,
 )
-from autoshard.plan.document import Document, Plan, Resharding, Seconds
+from autoshard.plan.document import Plan, Resharding
+from autoshard.plan.predictions import Document, Seconds
 
 _SCALAR = "Tensors of at most one element: there is nothing to shard."
 

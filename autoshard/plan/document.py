@@ -6,7 +6,7 @@ program. The program is part of the plan, so only the model's parameters are nee
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from autoshard.collection import collection_paused
@@ -14,8 +14,19 @@ from autoshard.costs import Frequency
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
-from autoshard.outcome import SolveStatus
+from autoshard.plan.certificate import certificate_statement
+from autoshard.plan.comparisons import Baseline, Unrestricted
 from autoshard.plan.options import Pins, PlanOptions, ScheduleName
+from autoshard.plan.predictions import (
+    Bytes,
+    Certificate,
+    CollectiveCount,
+    Costs,
+    Direction,
+    Document,
+    Memory,
+    Seconds,
+)
 
 PLAN_VERSION: Literal[1] = 1
 
@@ -29,28 +40,8 @@ LayoutText = Annotated[
         examples=["S(0),R", "S(0),S(0);1>0", "I,S(1)/1+1+1"],
     ),
 ]
-Seconds = Annotated[float, Field(ge=0, description="seconds")]
-Bytes = Annotated[int, Field(ge=0, description="bytes per device")]
 Use = tuple[str, str | None, int]
 """A use of a value: the value, its consumer (None for all consumers) and the input's position."""
-
-Direction = Literal["forward", "backward"]
-"""The pass in which something runs; recomputation counts as backward."""
-
-
-class Document(BaseModel):
-    """Base class of the plan's parts: immutable, without unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Certificate(Document):
-    """Objective and proven lower bound of a plan, and their relative gap."""
-
-    status: SolveStatus
-    objective: float | None = Field(description="cost of the plan, seconds; null without a plan")
-    bound: float | None = Field(description="proven lower bound of the cost of any plan, seconds")
-    gap: float | None = Field(ge=0, description="(objective - bound) / objective")
 
 
 class GraphSummary(Document):
@@ -345,23 +336,13 @@ class PipelineArgument(Document):
     literal: bool | int | float | str | None = None
 
 
-class CollectiveCount(Document):
-    """Collectives of one kind, axis and direction in a step of the program."""
-
-    kind: str
-    axis: str
-    direction: Direction
-    count: int = Field(ge=1)
-    nbytes: int = Field(ge=0, description="sum of PlannedStep.nbytes")
-
-
 class StageSummary(Document):
     """Predictions for one pipeline stage."""
 
-    certificate: "Certificate" = Field(description="of the stage's own plan")
+    certificate: Certificate = Field(description="of the stage's own plan")
     times: StageTimes
-    costs: "Costs"
-    memory: "Memory"
+    costs: Costs
+    memory: Memory
     collectives: tuple[CollectiveCount, ...]
 
 
@@ -387,65 +368,6 @@ class Pipeline(Document):
     bubble: float = Field(ge=0, le=1, description="share of the step in which ranks are idle")
     proof: str = Field(
         description="the plans among which the certificate's bound holds, and what was compared"
-    )
-
-
-class Costs(Document):
-    """Predicted seconds of one step, on every device."""
-
-    total: Seconds
-    compute: Seconds = Field(description="operators, and the memory traffic of inputs")
-    communication: Seconds = Field(
-        description=(
-            "collectives and the local copies that they need; an upper estimate, since each "
-            "resharding is charged a latency even if several share a collective"
-        )
-    )
-    optimizer: Seconds = Field(
-        description="the local optimizer update, and sums of gradients over micro-batches"
-    )
-    recompute: Seconds = Field(
-        default=0.0, description="operators and reshardings that backward runs again"
-    )
-    overlapped: Seconds = Field(
-        default=0.0,
-        description=(
-            "seconds of communication and recompute that overlap with compute; not in the total"
-        ),
-    )
-    idle: Seconds = Field(
-        default=0.0,
-        description=(
-            "seconds in which the pipeline rank with the most work waits for others; the other "
-            "costs of a pipeline are those of this rank"
-        ),
-    )
-
-
-class Memory(Document):
-    """Predicted bytes per device at the peak."""
-
-    peak: Bytes
-    budget: int | None = Field(description="memory budget of the request")
-    phase: Literal["forward", "turn", "recompute", "backward", "optimizer"] = Field(
-        description="phase of the step in which the peak occurs"
-    )
-    at: str = Field(
-        description="node that runs, or value that is resharded, at the peak; may be empty"
-    )
-    turn: int | None = Field(
-        ge=0, description="bytes alive between forward and backward; null in inference"
-    )
-    parameters: Bytes
-    gradients: Bytes = Field(description="of parameters")
-    optimizer: Bytes
-    buffers: Bytes
-    inputs: Bytes
-    activations: Bytes = Field(
-        description="tensors saved for backward, or alive until their last use in inference"
-    )
-    temporaries: Bytes = Field(
-        description="resharded and recomputed tensors, gradients of activations, working memory"
     )
 
 
@@ -520,6 +442,20 @@ class Plan(Document):
     pipeline: Pipeline | None = Field(
         default=None, description="the schedule of several stages; null for a single stage"
     )
+    baselines: tuple[Baseline, ...] = Field(
+        default=(),
+        description=(
+            "what DDP, FSDP2, HSDP and Megatron would take on the same mesh; empty unless the "
+            "option `comparisons` asks for them"
+        ),
+    )
+    unrestricted: Unrestricted | None = Field(
+        default=None,
+        description=(
+            "what a step takes without the restrictions of the options; null if there are none, or "
+            "unless the option `comparisons` asks for it"
+        ),
+    )
     provenance: Provenance
 
     @model_validator(mode="after")
@@ -537,6 +473,12 @@ class Plan(Document):
     def found(self) -> bool:
         """True if there is a plan."""
         return bool(self.stages)
+
+    @property
+    def certificate_statement(self) -> str:
+        """What is proven about the plan's step time: among which plans, and on which hardware."""
+        proof = None if self.pipeline is None else self.pipeline.proof
+        return certificate_statement(self.certificate, self.options, self.mesh, proof)
 
     def state_pins(self) -> Pins:
         """Pins that store parameters and buffers as this plan does.

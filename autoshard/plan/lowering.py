@@ -21,14 +21,13 @@ from autoshard.graph import Graph, Node
 from autoshard.layouts import Action, Layout
 from autoshard.plan.buckets import Bucket, buckets_of
 from autoshard.plan.document import (
-    CollectiveCount,
-    Direction,
     PlacedNode,
     PlannedStep,
     Resharding,
     Stage,
     Use,
 )
+from autoshard.plan.predictions import CollectiveCount, Direction
 from autoshard.plan.recompute import recomputed
 
 Shape = tuple[int, ...]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Mode = Literal["training", "inference"]
+Pattern = Literal["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
 Algorithm = Literal["optimal", "megatron"]
 Recomputing = Literal["auto", "never", "always"]
 StateDType = Literal["float32", "float16", "bfloat16"]

@@ -6,9 +6,6 @@ from math import isclose
 from autoshard.graph import Graph, Input, InputKind, graph_from_json
 from autoshard.layouts import Kind, Layout
 from autoshard.plan.document import (
-    Costs,
-    Document,
-    Memory,
     Pipeline,
     PipelineArgument,
     Plan,
@@ -18,6 +15,7 @@ from autoshard.plan.document import (
 )
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.predictions import Costs, Document, Memory
 from autoshard.plan.program_checker import exchange_findings, program_findings
 from autoshard.plan.schedule_simulation import simulate_schedule
 from autoshard.plan.schedules import Schedule, planned_schedule

@@ -50,10 +50,7 @@ from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.buckets import bucket_fill_factors
 from autoshard.plan.constraints import PlanConstraints, plan_constraints
 from autoshard.plan.document import (
-    Certificate,
-    Costs,
     InnerStep,
-    Memory,
     PlacedInput,
     PlacedNode,
     PlannedStep,
@@ -65,6 +62,7 @@ from autoshard.plan.gradients import Gradient
 from autoshard.plan.legality import share_of, without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.predictions import Certificate, Costs, Memory
 from autoshard.plan.pricing import Prices, communication_of, inner_time
 from autoshard.plan.recompute import checkpoint_spans, recomputed
 from autoshard.plan.timeline import timeline

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from math import isinf
 
 from autoshard.arrays import BoolArray, IntArray
-from autoshard.plan.document import Costs, Memory, Stage
+from autoshard.plan.document import Stage
+from autoshard.plan.predictions import Costs, Memory
 from autoshard.planner.stage_builder import Decisions
 from autoshard.planner.time_points import BackwardPoint
 from autoshard.solve import Problem, Solution, WarmStart, restrict

@@ -16,12 +16,10 @@ from autoshard.graph import RULES_VERSION, Graph, InputKind, graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.ops import has_rule
 from autoshard.outcome import SolveStatus, relative_gap
+from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import (
     PLAN_VERSION,
-    Bytes,
-    Certificate,
     Conflict,
-    Document,
     GraphSummary,
     Plan,
     Provenance,
@@ -31,6 +29,7 @@ from autoshard.plan.document import (
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.predictions import Bytes, Certificate, Document
 from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.conflicts import conflict_text, find_conflict
 from autoshard.planner.formulation import Formulation, Role
@@ -248,7 +247,7 @@ def plan_document(
     stages: tuple[Stage, ...] = (plan.stage,) if plan else ()
     return Plan(
         id=plan_id(graph, mesh, options),
-        certificate=_certificate(outcome),
+        certificate=_certificate(outcome, options, mesh),
         reason="" if plan else _reason(outcome.solution.status, conflict),
         conflict=conflict,
         graph=GraphSummary(
@@ -271,7 +270,7 @@ def plan_document(
     )
 
 
-def _certificate(outcome: Outcome) -> Certificate:
+def _certificate(outcome: Outcome, options: PlanOptions, mesh: Mesh) -> Certificate:
     # The solution may have an objective although its plan does not fit the budget.
     solution = outcome.solution
     objective = solution.objective if outcome.plan else None
@@ -279,7 +278,8 @@ def _certificate(outcome: Outcome) -> Certificate:
     gap = None
     if objective is not None and bound is not None:
         gap = relative_gap(objective, bound)
-    return Certificate(status=solution.status, objective=objective, bound=bound, gap=gap)
+    found = Certificate(status=solution.status, objective=objective, bound=bound, gap=gap)
+    return with_statement(found, options, mesh)
 
 
 def _reason(status: SolveStatus, conflict: Conflict | None) -> str:

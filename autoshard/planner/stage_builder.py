@@ -13,9 +13,7 @@ from autoshard.layouts import Action, Layout, Step, placement_texts
 from autoshard.ops import InnerCollective, Strategy
 from autoshard.plan.document import (
     Checkpoint,
-    Costs,
     InnerStep,
-    Memory,
     PlacedInput,
     PlacedNode,
     PlacedOutput,
@@ -24,6 +22,7 @@ from autoshard.plan.document import (
     Stage,
 )
 from autoshard.plan.gradients import Gradient
+from autoshard.plan.predictions import Costs, Memory
 from autoshard.plan.pricing import communication_of, inner_time
 from autoshard.plan.recompute import checkpoint_spans, recomputed
 from autoshard.plan.timeline import Timeline

@@ -19,7 +19,7 @@ def test_plan_show_and_check(archive: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     planned = autoshard("plan", archive, "--mesh", "2,4", "--axes", "x,y", "-o", path)
     assert planned.exit_code == 0
-    for word in ("up.weight", "over x, y", "Certificate: optimal", "activations"):
+    for word in ("up.weight", "over x, y", "Certificate: Optimal among", "activations"):
         assert word in planned.output
     assert autoshard("show", path).output == planned.output
     assert "predicted cost verified" in autoshard("check", archive, path).output

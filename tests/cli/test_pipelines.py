@@ -73,7 +73,7 @@ def test_a_pipeline_is_shown(
         "lm_head.weight is held by stages 0, 3",
         "2 to 3",
         f"{pipeline.costs.idle * 1e3:.3f} ms",
-        "Proven: ",
+        "It holds for these pipelines: ",
     ):
         assert text in result.output
     for summary in described.stages:

@@ -33,6 +33,7 @@ from autoshard.plan.constraints.megatron import MEGATRON_FORBIDS, megatron_const
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.restrictions import forbid_label, option_label, pin_label
 
 _Constraints = dict[ChoiceId, StrategyConstraint]
 _FREE = "*"
@@ -54,13 +55,14 @@ def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanCons
     if options.batch_axis is not None:
         axis = _axis(axes, options.batch_axis, "batch_axis")
         strategies = batch_constraints(graph, axes, axis)
-        found.append(Constraint(f"batch_axis {options.batch_axis!r}", strategies))
+        found.append(Constraint(option_label("batch_axis", options.batch_axis), strategies))
     if options.skip_fully_replicated:
         found.append(Constraint("skip_fully_replicated", _distributed(graph, axes)))
     if options.algo == "megatron":
         collectives = {(kind, axis) for kind in MEGATRON_FORBIDS for axis in range(len(axes.sizes))}
         strategies = megatron_constraints(graph, axes, batch_axis=options.batch_axis)
-        found.append(Constraint("algo 'megatron'", strategies, frozenset(collectives)))
+        label = option_label("algo", options.algo)
+        found.append(Constraint(label, strategies, frozenset(collectives)))
     return PlanConstraints(found)
 
 
@@ -70,7 +72,7 @@ def _forbidden_collectives(axes: NontrivialAxes, options: PlanOptions) -> Iterat
         if forbidden.axis is not None:
             numbers = [_axis(axes, forbidden.axis, "forbid")]
         collectives = frozenset((forbidden.kind, axis) for axis in numbers if axis is not None)
-        yield Constraint(f"forbidden {forbidden}", collectives=collectives)
+        yield Constraint(forbid_label(forbidden), collectives=collectives)
 
 
 def _axis(axes: NontrivialAxes, name: str, option: str) -> int | None:
@@ -238,7 +240,7 @@ def _pin_constraints(
     )
     for kind, table, read in kinds:
         for name, text in table.items():
-            label = f"pin of {kind} {name!r} to {text!r}"
+            label = pin_label(kind, name, text)
             try:
                 yield Constraint(label, read(name, text))
             except OptionError as error:

@@ -12,15 +12,11 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph, StageCutter, graph_digest
 from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus, relative_gap
-from autoshard.plan.document import (
-    Certificate,
-    Costs,
-    GraphSummary,
-    Plan,
-    Provenance,
-)
+from autoshard.plan.certificate import with_statement
+from autoshard.plan.document import GraphSummary, Plan, Provenance
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.predictions import Certificate, Costs
 from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
@@ -379,22 +375,22 @@ class _Document:
     def with_stages(self, candidate: Candidate, stages: Sequence[PlannedStage]) -> Plan:
         """A plan of several stages."""
         schedule = candidate.schedule
-        pipeline, simulation = pipeline_document(
-            self.graph, self.mesh, schedule, stages, _proof(candidate)
-        )
+        proof = _proof(candidate)
+        pipeline, simulation = pipeline_document(self.graph, self.mesh, schedule, stages, proof)
         costs = _costs(stages, schedule, simulation)
         bound = min(candidate.bound, costs.total)
         gap = relative_gap(costs.total, bound)
         is_optimal = gap <= self.options.relative_gap
         own = tuple(one.stage for one in stages)
         budget = self.options.memory_budget or self.mesh.topology.device.memory
+        certificate = Certificate(
+            status=SolveStatus.OPTIMAL if is_optimal else SolveStatus.FEASIBLE,
+            objective=costs.total,
+            bound=bound,
+            gap=gap,
+        )
         return self._plan(
-            certificate=Certificate(
-                status=SolveStatus.OPTIMAL if is_optimal else SolveStatus.FEASIBLE,
-                objective=costs.total,
-                bound=bound,
-                gap=gap,
-            ),
+            certificate=with_statement(certificate, self.options, self.mesh, proof),
             costs=costs,
             memory=rank_memory(stages, schedule.ranks, budget),
             collectives=count_collectives(own, [one.graph for one in stages]),

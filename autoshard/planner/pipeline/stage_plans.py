@@ -7,7 +7,6 @@ from itertools import pairwise
 from autoshard.graph import Graph, InputKind
 from autoshard.mesh import Mesh
 from autoshard.plan.document import (
-    Memory,
     Pipeline,
     PipelineArgument,
     Plan,
@@ -18,6 +17,7 @@ from autoshard.plan.document import (
     Transfer,
 )
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.predictions import Memory
 from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
 from autoshard.plan.schedules import Schedule
 from autoshard.plan.timeline import KINDS

@@ -1,0 +1,64 @@
+"""Plans that a plan is compared with: usual kinds of parallelism, and no restrictions."""
+
+from pydantic import Field
+
+from autoshard.plan.options import Pattern
+from autoshard.plan.predictions import (
+    Bytes,
+    Certificate,
+    CollectiveCount,
+    Costs,
+    Document,
+    Memory,
+)
+
+
+class Baseline(Document):
+    """The fastest plan of one stage on the same mesh within the pattern of a usual parallelism.
+
+    It has the plan's mode, optimizer, memory budget and micro-batches, but none of its
+    restrictions. The option `algo` plans it by itself. Either it has costs and memory, or `reason`
+    says why there is none.
+    """
+
+    algo: Pattern = Field(description="value of the option `algo` that makes this plan")
+    name: str = Field(description="name of the parallelism, such as 'FSDP2 (ZeRO-3)'")
+    certificate: Certificate | None = Field(
+        default=None, description="among the plans of the pattern; null if nothing was planned"
+    )
+    costs: Costs | None = None
+    memory: Memory | None = None
+    collectives: tuple[CollectiveCount, ...] = ()
+    reason: str = Field(default="", description="why there is no such plan; empty if there is one")
+    needed_memory: Bytes | None = Field(
+        default=None,
+        description="if it does not fit the memory budget, the smallest peak of such a plan that "
+        "was found",
+    )
+    remarks: tuple[str, ...] = Field(
+        default=(), description="where the pattern could not be followed to the letter"
+    )
+
+    @property
+    def found(self) -> bool:
+        """True if the pattern is possible on this mesh and fits the memory budget."""
+        return self.costs is not None
+
+    @property
+    def step_time(self) -> float | None:
+        """Predicted seconds of a step; None if there is no plan."""
+        return None if self.costs is None else self.costs.total
+
+
+class Unrestricted(Document):
+    """The fastest plan without the restrictions of the options, which says what they cost."""
+
+    restrictions: tuple[str, ...] = Field(description="the options that were left out")
+    certificate: Certificate
+    costs: Costs | None = None
+    memory: Memory | None = None
+
+    @property
+    def step_time(self) -> float | None:
+        """Predicted seconds of a step; None if no plan was found."""
+        return None if self.costs is None else self.costs.total

@@ -1,0 +1,116 @@
+"""Predictions for a plan: costs, memory, collectives, and the certificate of its step time."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from autoshard.outcome import SolveStatus
+
+Seconds = Annotated[float, Field(ge=0, description="seconds")]
+Bytes = Annotated[int, Field(ge=0, description="bytes per device")]
+
+Direction = Literal["forward", "backward"]
+"""The pass in which something runs; recomputation counts as backward."""
+
+ROUNDING = 1e-9
+"""Relative gap up to which an objective and a bound count as equal: sums of floating-point numbers
+differ by as much."""
+
+
+class Document(BaseModel):
+    """Base class of the plan's parts: immutable, without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Certificate(Document):
+    """Objective and proven lower bound of a plan, and their relative gap."""
+
+    status: SolveStatus = Field(
+        description="optimal: the gap is at most the option `relative_gap`, among the plans that "
+        "`statement` names"
+    )
+    objective: float | None = Field(description="cost of the plan, seconds; null without a plan")
+    bound: float | None = Field(
+        description="proven lower bound of the cost of any plan that obeys the options, seconds"
+    )
+    gap: float | None = Field(ge=0, description="(objective - bound) / objective")
+    statement: str = Field(
+        default="",
+        description="what is proven, in words: among which plans, within which gap, under which "
+        "cost model",
+    )
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the plan is proven optimal, not only within a gap."""
+        return self.gap is not None and self.gap <= ROUNDING
+
+
+class CollectiveCount(Document):
+    """Collectives of one kind, axis and direction in a step of the program."""
+
+    kind: str
+    axis: str
+    direction: Direction
+    count: int = Field(ge=1)
+    nbytes: int = Field(ge=0, description="sum of PlannedStep.nbytes")
+
+
+class Costs(Document):
+    """Predicted seconds of one step, on every device."""
+
+    total: Seconds
+    compute: Seconds = Field(description="operators, and the memory traffic of inputs")
+    communication: Seconds = Field(
+        description=(
+            "collectives and the local copies that they need; an upper estimate, since each "
+            "resharding is charged a latency even if several share a collective"
+        )
+    )
+    optimizer: Seconds = Field(
+        description="the local optimizer update, and sums of gradients over micro-batches"
+    )
+    recompute: Seconds = Field(
+        default=0.0, description="operators and reshardings that backward runs again"
+    )
+    overlapped: Seconds = Field(
+        default=0.0,
+        description=(
+            "seconds of communication and recompute that overlap with compute; not in the total"
+        ),
+    )
+    idle: Seconds = Field(
+        default=0.0,
+        description=(
+            "seconds in which the pipeline rank with the most work waits for others; the other "
+            "costs of a pipeline are those of this rank"
+        ),
+    )
+
+
+class Memory(Document):
+    """Predicted bytes per device at the peak."""
+
+    peak: Bytes
+    budget: int | None = Field(description="memory budget of the request")
+    phase: Literal["forward", "turn", "recompute", "backward", "optimizer"] = Field(
+        description="phase of the step in which the peak occurs"
+    )
+    at: str = Field(
+        description="node that runs, or value that is resharded, at the peak; may be empty"
+    )
+    turn: int | None = Field(
+        ge=0, description="bytes alive between forward and backward; null in inference"
+    )
+    parameters: Bytes
+    gradients: Bytes = Field(description="of parameters")
+    optimizer: Bytes
+    buffers: Bytes
+    inputs: Bytes
+    activations: Bytes = Field(
+        description="tensors saved for backward, or alive until their last use in inference"
+    )
+    temporaries: Bytes = Field(
+        description="resharded and recomputed tensors, gradients of activations, working memory"
+    )

@@ -1,0 +1,74 @@
+"""The options that rule out plans, in the words of messages and certificates."""
+
+from collections.abc import Iterator, Mapping
+
+from autoshard.plan.options import ForbiddenCollective, Pins, PlanOptions
+
+_FREE: Mapping[str, object] = {
+    "reshard_after_forward": "auto",
+    "activation_checkpointing": "auto",
+    "cuts": (),
+    "balance": None,
+    "schedule": "auto",
+    "stages_per_rank": "auto",
+    "pins": Pins(),
+    "forbid": (),
+    "batch_axis": None,
+    "skip_fully_replicated": False,
+    "algo": "optimal",
+}
+"""The options that rule out plans, with the value that rules out none."""
+
+_KINDS = {
+    "input": "inputs",
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "node": "nodes",
+    "output": "outputs",
+}
+
+
+def restrictions(options: PlanOptions) -> tuple[str, ...]:
+    """The restrictions that options set, each as `option 'value'`; empty if they rule out no plan.
+
+    The memory budget and the number of pipeline stages are not among them.
+    """
+    return tuple(_restrictions(options))
+
+
+def without_restrictions(options: PlanOptions) -> PlanOptions:
+    """Options that rule out no plan; memory budget, number of stages and others are kept."""
+    return options.model_copy(update=dict(_FREE))
+
+
+def pin_label(kind: str, name: str, layout: str) -> str:
+    """A pin in words."""
+    return f"pin of {kind} {name!r} to {layout!r}"
+
+
+def forbid_label(forbidden: ForbiddenCollective) -> str:
+    """A forbidden collective in words."""
+    return f"forbidden {forbidden}"
+
+
+def option_label(name: str, value: object) -> str:
+    """An option with a value in words; a flag is its name alone."""
+    return name if value is True else f"{name} {value!r}"
+
+
+def pins_by_kind(pins: Pins) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """The kind of tensor and the layouts by name of each table of pins."""
+    for kind, table in _KINDS.items():
+        yield kind, getattr(pins, table)
+
+
+def _restrictions(options: PlanOptions) -> Iterator[str]:
+    for kind, table in pins_by_kind(options.pins):
+        for name, layout in table.items():
+            yield pin_label(kind, name, layout)
+    yield from map(forbid_label, options.forbid)
+    for name, free in _FREE.items():
+        value = getattr(options, name)
+        if name in {"pins", "forbid"} or value == free:
+            continue
+        yield option_label(name, ", ".join(value) if name == "cuts" else value)
