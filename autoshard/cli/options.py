@@ -23,6 +23,7 @@ from autoshard.client import Client
 from autoshard.client.requests import validate_options
 from autoshard.costs import parse_bytes
 from autoshard.errors import MeshError, OptionError, PlanError, RequestRejectedError
+from autoshard.files import read_file
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
@@ -343,14 +344,14 @@ def read_topology(text: str | None) -> str | MeshTopology | None:
     if text is None or not text.endswith(".json"):
         return text
     try:
-        return topology_from_json(Path(text).read_bytes())
+        return topology_from_json(read_file(Path(text), MeshError))
     except MeshError as error:
         raise MeshError(f"{text}: {error}") from None
 
 
 def _read_plan_file(path: Path) -> Plan:
     try:
-        return Plan.from_json(path.read_bytes())
+        return Plan.from_json(read_file(path, PlanError))
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 from pydantic import ValidationError
 
 from autoshard.client.core import load_request_graph
-from autoshard.errors import ArchiveError, GraphError, MeshError, OptionError
+from autoshard.errors import GraphError, MeshError, OptionError
+from autoshard.files import read_graph_file
 from autoshard.graph import (
     ArchiveLimits,
     Graph,
@@ -224,10 +225,7 @@ def read_model(
     if isinstance(model, bytes):
         return model
     if isinstance(model, str | Path):
-        try:
-            return Path(model).read_bytes()
-        except OSError as error:
-            raise ArchiveError(f"{model} cannot be read: {error.strerror or error}") from error
+        return read_graph_file(Path(model))
     from autoshard.graph import export_model  # noqa: PLC0415  torch is slow to import
 
     return export_model(model, args, dict(kwargs or {}))

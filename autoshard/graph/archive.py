@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from autoshard.errors import ArchiveError, GraphError, SchemaError
+from autoshard.files import check_not_foreign, read_graph_file
 from autoshard.graph.ir import DType, ExportedModel, Graph, Input, InputKind
 from autoshard.graph.json_fields import member, place, typed
 from autoshard.graph.parse import DTYPES, LAYOUTS
@@ -218,7 +219,11 @@ def read_archive(source: str | Path | bytes, *, limits: ArchiveLimits | None = N
         SchemaError: model.json is not JSON, or not an object.
     """
     limits = limits or ArchiveLimits()
-    data = source if isinstance(source, bytes) else _read_file(Path(source), limits)
+    if isinstance(source, bytes):
+        data = source
+        check_not_foreign(data)
+    else:
+        data = read_graph_file(Path(source), limits.archive_bytes)
     _check_size("the archive", len(data), limits.archive_bytes, "archive_bytes")
     if data.lstrip()[:1] == b"{":
         _check_size("model.json", len(data), limits.model_bytes, "model_bytes")
@@ -239,14 +244,6 @@ def operator_namespaces(data: bytes, *, limits: ArchiveLimits) -> frozenset[str]
     except (*_UNREADABLE, ArchiveError):
         return frozenset()
     return frozenset(name.decode() for name in _NAMESPACE.findall(text))
-
-
-def _read_file(path: Path, limits: ArchiveLimits) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(limits.archive_bytes + 1)
-    except OSError as error:
-        raise ArchiveError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _check_size(what: str, size: int, limit: int, field: str) -> None:

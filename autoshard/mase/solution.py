@@ -15,10 +15,12 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from autoshard.errors import LayoutError, OptionError, PlanError
+from autoshard.files import read_file
 from autoshard.graph import Graph
 from autoshard.layouts import Layout, layout_of_texts, to_placements
 from autoshard.plan import Pins, Plan, only_stage
@@ -173,7 +175,7 @@ def read_solution(path: Path, *, trust_pickle: bool) -> dict[str, MaseNode]:
             f"{path} is a pickle, which can run arbitrary code; if you trust its source, "
             f"use --trust-pickle"
         )
-    with path.open("rb") as file:
+    with BytesIO(read_file(path, PlanError)) as file:
         try:
             document = _Placements(file).load()
         except PlanError as error:

@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from autoshard.collection import collection_paused
 from autoshard.costs import Frequency
 from autoshard.errors import PlanError
+from autoshard.files import explain_plan_error
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
 from autoshard.plan.certificate import certificate_statement
@@ -511,8 +512,12 @@ class Plan(Document):
                 # validated here. Only keys repeat often enough to be cached.
                 document = from_json(text, cache_strings="keys")
             except ValueError as error:
-                raise PlanError(f"not a version {PLAN_VERSION} plan: document: {error}") from None
-            return cls.from_document(document)
+                reason = f"not a version {PLAN_VERSION} plan: document: {error}"
+                raise explain_plan_error(_encoded(text), reason) from None
+            try:
+                return cls.from_document(document)
+            except PlanError as error:
+                raise explain_plan_error(_encoded(text), str(error)) from None
 
     @classmethod
     def from_document(cls, document: Any) -> "Plan":
@@ -527,3 +532,7 @@ class Plan(Document):
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "document"
             raise PlanError(f"not a version {PLAN_VERSION} plan: {place}: {first['msg']}") from None
+
+
+def _encoded(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text

@@ -10,6 +10,7 @@ import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
+from autoshard.files import read_file
 from autoshard.solve.problem import Edge, Node, Problem
 
 FORBIDDEN_COST = 1e18
@@ -31,7 +32,7 @@ def read_iopddl(path: str | Path) -> Problem:
     Raises:
         ProblemError: the file is not such an instance; the message says where.
     """
-    data = Path(path).read_bytes()
+    data = read_file(Path(path), ProblemError)
     try:
         if data.startswith(_GZIP_MAGIC):
             data = gzip.decompress(data)

@@ -11,6 +11,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from autoshard.errors import OptionError, PlanError
+from autoshard.files import read_file
 from autoshard.plan import Plan, mesh_text
 from autoshard.runtime.launch import worker
 from autoshard.runtime.launch.context import PLAN_VARIABLE, TIMING_VARIABLE, check_world
@@ -37,7 +38,7 @@ def run_command(arguments: Sequence[str], *, find: Callable[[str], Path] = Path)
     options = _parser().parse_args(list(arguments))
     path = find(options.plan).resolve()
     try:
-        plan = Plan.from_json(path.read_bytes())
+        plan = Plan.from_json(read_file(path, PlanError))
     except PlanError as error:
         raise PlanError(f"{options.plan}: {error}") from None
     _set_world(options, plan)
