@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.client import AsyncClient, Client
 from autoshard.errors import AutoshardError
-from autoshard.graph import Graph, OpaqueModule, load_graph
+from autoshard.graph import Graph, MixedPrecision, OpaqueModule, load_graph
 from autoshard.mesh import Mesh, get_topology, list_topologies, make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import (
@@ -52,6 +52,7 @@ __all__ = [
     "Graph",
     "LaunchContext",
     "Mesh",
+    "MixedPrecision",
     "OpaqueModule",
     "Pins",
     "Plan",

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 from autoshard.graph.archive import Archive, ArchiveLimits, operator_namespaces, read_archive
 from autoshard.graph.blocks import Block, find_blocks
 from autoshard.graph.checks import MAX_RULES, RULES_VERSION
+from autoshard.graph.dtype import DType
 from autoshard.graph.forward_code import forward_code, hooked_modules
 from autoshard.graph.ir import (
     Argument,
     CallRule,
     DimFactors,
-    DType,
     ExportedModel,
     Graph,
     Input,
@@ -26,6 +26,7 @@ from autoshard.graph.ir import (
     references,
 )
 from autoshard.graph.load import load_graph
+from autoshard.graph.mixed_precision import MixedPrecision
 from autoshard.graph.opaque_call import OPAQUE_MODULE, OpaqueCall, OpaqueModule
 from autoshard.graph.serialise import (
     graph_digest,
@@ -59,6 +60,7 @@ __all__ = [
     "Input",
     "InputKind",
     "Letters",
+    "MixedPrecision",
     "Node",
     "OpaqueCall",
     "OpaqueModule",

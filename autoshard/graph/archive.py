@@ -20,7 +20,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from autoshard.errors import ArchiveError, GraphError, SchemaError
 from autoshard.files import check_not_foreign, read_graph_file
-from autoshard.graph.ir import DType, ExportedModel, Graph, Input, InputKind
+from autoshard.graph.checks import check_precision
+from autoshard.graph.dtype import DType
+from autoshard.graph.ir import ExportedModel, Graph, Input, InputKind
 from autoshard.graph.json_fields import member, place, typed
 from autoshard.graph.parse import DTYPES, LAYOUTS
 
@@ -135,6 +137,28 @@ def with_contents(graph: Graph, constants: Mapping[str, Constant]) -> Graph:
     return replace(graph, inputs=tuple(map(known, graph.inputs))) if constants else graph
 
 
+def with_precision(graph: Graph, export: "ExportRecord") -> Graph:
+    """Return the graph with the element types at rest and of reductions of its parameters."""
+    policy = export.model.mixed_precision if export.model else None
+    if policy is None:
+        return graph
+
+    def known(source: Input) -> Input:
+        if source.kind is not InputKind.PARAMETER:
+            return source
+        dtype = graph.values[source.name].dtype
+        is_reduced = dtype.is_differentiable and dtype is not policy.reduce_dtype
+        return replace(
+            source,
+            stored=export.stored.get(source.target),
+            reduced=policy.reduce_dtype if is_reduced else None,
+        )
+
+    graph = replace(graph, inputs=tuple(map(known, graph.inputs)))
+    check_precision(graph)
+    return graph
+
+
 EXPORT_FILE = "autoshard.json"
 """Extra file with the `ExportRecord` of `export_model`, as JSON."""
 
@@ -177,12 +201,14 @@ class ExportRecord:
     Attributes:
         ties: groups of parameter names that are one tensor each.
         model: the exported model.
+        stored: element type at rest of the parameters that the program reads converted, by name.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     ties: tuple[tuple[str, ...], ...]
     model: ExportedModel | None = None
+    stored: Mapping[str, DType] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """The content of the extra file."""

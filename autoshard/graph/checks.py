@@ -98,6 +98,7 @@ def check_wiring(graph: Graph) -> None:
             raise SchemaError(f"the graph returns {output.name!r}, which nothing produces")
     _check_updates(graph)
     _check_contents(graph)
+    check_precision(graph)
     _check_dims(graph)
     _check_preparation(graph)
 
@@ -130,6 +131,22 @@ def _check_contents(graph: Graph) -> None:
                 f"{source.name!r} has contents of {len(source.contents)} bytes, but it is "
                 f"{tensor or f'a {source.kind}'}"
             )
+
+
+def check_precision(graph: Graph) -> None:
+    """Check that only floating-point parameters have element types at rest and of reductions.
+
+    Raises:
+        SchemaError: another input has one, or it is not a floating-point type.
+    """
+    for source in graph.inputs:
+        for dtype in (source.stored, source.reduced):
+            if dtype is not None and not (
+                source.kind is InputKind.PARAMETER
+                and dtype.is_differentiable
+                and graph.values[source.name].dtype.is_differentiable
+            ):
+                raise SchemaError(f"{source.name!r} cannot be stored or reduced as {dtype}")
 
 
 def _check_dims(graph: Graph) -> None:

@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from io import BytesIO
 from typing import Any, Literal
 
@@ -18,11 +19,20 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import ExportError, GraphError
 from autoshard.graph.archive import EXPORT_FILE, ExportRecord
 from autoshard.graph.buffers import follow_buffers
+from autoshard.graph.casting import cast_parameters, with_casts
 from autoshard.graph.forward_code import forward_code, hooked_modules
 from autoshard.graph.ir import ExportedModel
+from autoshard.graph.mixed_precision import MixedPrecision
 from autoshard.graph.opaque import OpaqueModules
 from autoshard.graph.opaque_call import OpaqueModule
-from autoshard.graph.tracing import OnMeta, check_sizes, custom_functions, traced
+from autoshard.graph.tracing import (
+    OnMeta,
+    check_no_autocast,
+    check_products,
+    check_sizes,
+    custom_functions,
+    traced,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +47,7 @@ def export_model(
     opaque: Iterable[str | type | OpaqueModule] | Literal["auto"] = (),
     dynamic_shapes: Any = None,
     strict: bool = False,
+    mixed_precision: MixedPrecision | str | Any = None,
 ) -> bytes:
     """Export a model on the meta device, in the training or evaluation mode it is in.
 
@@ -62,26 +73,39 @@ def export_model(
         dynamic_shapes: dynamic sizes, as in `torch.export.export`. The plan is made for the
             example sizes, and runs with other sizes that its layouts can shard.
         strict: as in `torch.export.export`.
+        mixed_precision: element types of computations, reductions and results, with the meaning of
+            FSDP2's `MixedPrecisionPolicy`: a `MixedPrecision`, a `MixedPrecisionPolicy`, or a
+            `param_dtype` such as "bfloat16". The parameters keep their own element type.
 
     Returns:
         The bytes of the archive, for `load_graph` and `torch.export.load`. It also records tied
-        parameters, the model's mode, and a digest of the code of forward.
+        parameters, the model's mode, a digest of the code of forward, and the mixed precision.
 
     Raises:
         ExportError: the model cannot be traced; the message has module, file and line, the cause,
-            and what to do about it.
+            and what to do about it. Or `torch.autocast` is active, whose casts are not recorded.
+        OptionError: `mixed_precision` has no floating-point element type.
         GraphError: the model cannot be copied or saved, or a gradient passes through a custom
             `autograd.Function`.
 
     Example:
         >>> export_model(model, (images,), loss=nn.CrossEntropyLoss(), targets=(labels,))
         >>> export_model(model, (ids,), opaque=["encoder.router"])
+        >>> export_model(model, (ids,), mixed_precision=MixedPrecision("bfloat16", "float32"))
     """
+    check_no_autocast()
+    policy = None if mixed_precision is None else MixedPrecision.of(mixed_precision)
 
     def export(opaque: Iterable[str | type | OpaqueModule]) -> bytes:
         example = (*args, *targets), kwargs or {}
-        twin = _twin(model, loss, num_args=len(args), num_targets=len(targets))
-        return _export(model, twin, example, opaque, dynamic_shapes=dynamic_shapes, strict=strict)
+        twin = _twin(model)
+        stored = cast_parameters(twin, policy) if policy else {}
+        _change_forward(twin, policy, loss, num_args=len(args), num_targets=len(targets))
+        exported = ExportedModel(model.training, mixed_precision=policy)
+        record = ExportRecord(tied_names(model), exported, stored)
+        return _export(
+            model, twin, example, opaque, record, dynamic_shapes=dynamic_shapes, strict=strict
+        )
 
     if opaque == "auto":
         return _with_untraceable(model, export)
@@ -124,20 +148,31 @@ def _outer_names(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-def _twin(
-    model: torch.nn.Module,
+def _twin(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy on the meta device."""
+    with _named(f"{type(model).__name__} cannot be copied to the meta device"):
+        twin = _meta_copy(model)
+    _leave_out_caches(twin)
+    return twin
+
+
+def _change_forward(
+    twin: torch.nn.Module,
+    policy: MixedPrecision | None,
     loss: Callable[..., torch.Tensor] | None,
     *,
     num_args: int,
     num_targets: int,
-) -> torch.nn.Module:
-    """A copy on the meta device, which returns the loss if there is one."""
-    with _named(f"{type(model).__name__} cannot be copied to the meta device"):
-        twin = _meta_copy(model)
-        if loss is not None:
-            twin.__class__ = _with_loss(type(twin), copy.deepcopy(loss), num_args, num_targets)
-    _leave_out_caches(twin)
-    return twin
+) -> None:
+    """Make forward convert arguments and results, and return the loss if there is one."""
+    if policy is not None:
+        kind = type(twin)
+        members = {"forward": with_casts(kind.forward, policy, num_leading=1)}
+        twin.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+    if loss is not None:
+        with _named(f"the loss {loss!r} cannot be copied"):
+            loss = copy.deepcopy(loss)
+        twin.__class__ = _with_loss(type(twin), loss, num_args, num_targets)
 
 
 def _export(
@@ -145,6 +180,7 @@ def _export(
     twin: torch.nn.Module,
     example: tuple[tuple[Any, ...], dict[str, Any]],
     opaque: Iterable[str | type | OpaqueModule],
+    record: ExportRecord,
     *,
     dynamic_shapes: Any,
     strict: bool,
@@ -167,6 +203,7 @@ def _export(
             twin, meta_args, meta_kwargs, dynamic_shapes=dynamic_shapes, strict=strict
         )
     check_sizes(program, what)
+    check_products(program, what)
     if found:
         raise GraphError(
             f"{what} has custom gradients ({', '.join(sorted(found))}), which an exported graph "
@@ -179,10 +216,10 @@ def _export(
     code = forward_code(
         type(module) for name, module in modules.items() if name not in whole.inside
     )
-    exported = ExportedModel(model.training, code, hooked)
-    record = ExportRecord(tied_names(model), exported).to_json().decode()
+    assert record.model is not None
+    record = replace(record, model=replace(record.model, code=code, hooked=hooked))
     with _named(f"the exported {what} cannot be saved"):
-        torch.export.save(program, buffer, extra_files={EXPORT_FILE: record})
+        torch.export.save(program, buffer, extra_files={EXPORT_FILE: record.to_json().decode()})
     return buffer.getvalue()
 
 

@@ -14,6 +14,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import ConfigDict, GetCoreSchemaHandler, PlainSerializer
 from pydantic_core import CoreSchema, core_schema
 
+from autoshard.graph.dtype import DType
+from autoshard.graph.mixed_precision import MixedPrecision
+
 _STRICT = ConfigDict(extra="forbid", strict=True, ser_json_bytes="base64", val_json_bytes="base64")
 """Pydantic settings for reading JSON: unknown members and inexact types are errors."""
 
@@ -116,64 +119,6 @@ def _changed(document: Any, changes: Any) -> Any:
     for key, change in changes.items():
         made[key] = _changed(document[key], change)
     return made
-
-
-class DType(StrEnum):
-    """Element type of a tensor, by PyTorch's name."""
-
-    UINT8 = "uint8"
-    INT8 = "int8"
-    INT16 = "int16"
-    INT32 = "int32"
-    INT64 = "int64"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
-    FLOAT64 = "float64"
-    COMPLEX32 = "complex32"
-    COMPLEX64 = "complex64"
-    COMPLEX128 = "complex128"
-    BOOL = "bool"
-    BFLOAT16 = "bfloat16"
-    UINT16 = "uint16"
-    UINT32 = "uint32"
-    UINT64 = "uint64"
-    FLOAT8_E4M3FN = "float8_e4m3fn"
-    FLOAT8_E5M2 = "float8_e5m2"
-
-    # Tensors are hashed often, and the hash of an enumeration is slow Python code.
-    __hash__ = str.__hash__
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return _ITEMSIZE[self]
-
-    @property
-    def is_differentiable(self) -> bool:
-        """True if tensors of this type can have a gradient."""
-        return self.value.startswith(("float", "bfloat", "complex"))
-
-
-_ITEMSIZE = {
-    DType.UINT8: 1,
-    DType.INT8: 1,
-    DType.INT16: 2,
-    DType.INT32: 4,
-    DType.INT64: 8,
-    DType.FLOAT16: 2,
-    DType.FLOAT32: 4,
-    DType.FLOAT64: 8,
-    DType.COMPLEX32: 4,
-    DType.COMPLEX64: 8,
-    DType.COMPLEX128: 16,
-    DType.BOOL: 1,
-    DType.BFLOAT16: 2,
-    DType.UINT16: 2,
-    DType.UINT32: 4,
-    DType.UINT64: 8,
-    DType.FLOAT8_E4M3FN: 1,
-    DType.FLOAT8_E5M2: 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,6 +424,9 @@ class Input:
         overwritten: True for an argument that the model's forward writes into, which the graph
             does not.
         dims: factors of each dim of a received tensor; () if no option needs them.
+        stored: element type of a parameter at rest, if the program reads it converted to another.
+        reduced: element type in which gradients of a parameter are reduced, if not that of the
+            value that the program reads.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -491,6 +439,8 @@ class Input:
     contents: bytes | None = None
     overwritten: bool = False
     dims: tuple[DimFactors, ...] = ()
+    stored: DType | None = None
+    reduced: DType | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,6 +473,7 @@ class ExportedModel:
         code: a digest of the code of forward by class (`autoshard.graph.forward_code`).
         hooked: names of the modules whose hooks run: those that had some, which the export
             traced, and those that are kept whole.
+        mixed_precision: the policy under which it was exported.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -530,6 +481,7 @@ class ExportedModel:
     training: bool
     code: Mapping[str, str] = field(default_factory=dict)
     hooked: tuple[str, ...] = ()
+    mixed_precision: MixedPrecision | None = None
 
 
 @dataclass(frozen=True)
@@ -627,3 +579,74 @@ class Graph:
     def parameters(self) -> tuple[Input, ...]:
         """Inputs that are parameters."""
         return tuple(i for i in self.inputs if i.kind is InputKind.PARAMETER)
+
+    def stored_dtype(self, name: str) -> DType:
+        """Element type of an input at rest; the program may read it converted to another."""
+        return self._stored.get(name) or self.values[name].dtype
+
+    def reduced_dtype(self, name: str) -> DType:
+        """Element type in which gradients of a value are reduced."""
+        return self._reduced.get(name) or self.values[name].dtype
+
+    @cached_property
+    def converted(self) -> frozenset[str]:
+        """Parameters that are at rest in another element type than the program reads."""
+        return frozenset(self._stored)
+
+    @cached_property
+    def _stored(self) -> Mapping[str, DType]:
+        return {
+            i.name: i.stored
+            for i in self.inputs
+            if i.stored is not None and i.stored is not self.values[i.name].dtype
+        }
+
+    @cached_property
+    def _reduced(self) -> Mapping[str, DType]:
+        """Element types of reductions that are not those of the value.
+
+        What is computed from parameters alone, such as a transposed weight, is reduced as they are.
+        """
+        found = {i.name: i.reduced for i in self.inputs if i.reduced is not None}
+        if found:
+            parameters = {i.name for i in self.parameters}
+            for node in self.nodes:
+                if node.inputs and parameters.issuperset(node.inputs):
+                    parameters.update(node.outputs)
+                    dtype = next((found[v] for v in node.inputs if v in found), None)
+                    if dtype is not None:
+                        found.update(dict.fromkeys(node.outputs, dtype))
+        return {
+            name: dtype
+            for name, dtype in found.items()
+            if self.values[name].dtype.is_differentiable and self.values[name].dtype is not dtype
+        }
+
+    @property
+    def precision(self) -> str:
+        """The element types of most parameters in words; one alone if all are equal.
+
+        Such as "bfloat16 compute, float32 parameters, bfloat16 gradient reductions": as operators
+        read them, at rest, and of the sums of their gradients over ranks.
+        """
+        sources = self.parameters or tuple(i for i in self.inputs if i.name in self.values)
+        floating = [i.name for i in sources if self.values[i.name].dtype.is_differentiable]
+        if not floating:
+            return ""
+        numel = {name: self.values[name].numel for name in floating}
+        compute = _most(numel, {name: self.values[name].dtype for name in floating})
+        stored = _most(numel, {name: self.stored_dtype(name) for name in floating})
+        reduced = compute
+        if any(self.values[name].requires_grad for name in floating):
+            reduced = _most(numel, {name: self.reduced_dtype(name) for name in floating})
+        if compute is stored is reduced:
+            return compute.value
+        return f"{compute} compute, {stored} parameters, {reduced} gradient reductions"
+
+
+def _most(numel: Mapping[str, int], dtypes: Mapping[str, DType]) -> DType:
+    """The element type of most elements."""
+    total: dict[DType, int] = {}
+    for name, dtype in dtypes.items():
+        total[dtype] = total.get(dtype, 0) + numel[name]
+    return max(total, key=lambda dtype: total[dtype])

@@ -4,7 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from autoshard.collection import collection_paused
-from autoshard.graph.archive import ArchiveLimits, read_archive, with_contents
+from autoshard.graph.archive import (
+    ArchiveLimits,
+    read_archive,
+    with_contents,
+    with_precision,
+)
 from autoshard.graph.dynamic_shapes import find_dynamic
 from autoshard.graph.ir import Graph
 from autoshard.graph.normalise import normalise
@@ -35,7 +40,8 @@ def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = Non
     def read() -> Graph:
         program = parse_program(archive.model, max_nodes=limits.nodes)
         graph = normalise(program, ties=export.ties if export else None)
-        graph = replace(graph, model=export.model if export else None)
+        if export is not None:
+            graph = with_precision(replace(graph, model=export.model), export)
         return with_contents(graph, archive.constants)
 
     graph = read()

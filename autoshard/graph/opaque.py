@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoshard.errors import ExportError
-from autoshard.graph.ir import DType
+from autoshard.graph.dtype import DType
 from autoshard.graph.opaque_call import OpaqueCall, OpaqueModule
 
 T = TypeVar("T")

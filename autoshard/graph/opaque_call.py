@@ -10,7 +10,10 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from autoshard.errors import SchemaError
-from autoshard.graph.ir import DType, Literal
+from autoshard.graph.dtype import DType
+from autoshard.graph.ir import (
+    Literal,
+)
 
 OPAQUE_MODULE = "autoshard.opaque_module.default"
 """tensors[], state[], call, flops, saved_bytes, along_batch, random -> results and new contents

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from autoshard.errors import ArchiveError, SchemaError, UnsupportedError
+from autoshard.graph.dtype import DType
 from autoshard.graph.ir import (
     Argument,
-    DType,
     Input,
     InputKind,
     Node,

@@ -111,6 +111,64 @@ def _is_of_small_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return plain and small and not kwargs.get("requires_grad")
 
 
+_MIXED_PRECISION = (
+    'pass the element type instead, as in export_model(..., mixed_precision="bfloat16"): the casts '
+    "are then a part of the plan"
+)
+_AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def check_no_autocast() -> None:
+    """Check that `torch.autocast` is not active, since an export does not record its casts.
+
+    Raises:
+        ExportError: it is.
+    """
+    active = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+    if active:
+        raise ExportError(
+            f"torch.autocast({active[0]!r}) is active, and its casts would be lost: export outside "
+            f"of it, and {_MIXED_PRECISION}"
+        )
+    # Without the device, torch.autocast("cuda") is entered, but switched off.
+    is_inside = torch.autocast_increment_nesting() > 1
+    torch.autocast_decrement_nesting()
+    if is_inside and not torch.cuda.is_available():
+        raise ExportError(
+            f"export_model is called inside of a torch.autocast that is switched off, as that of "
+            f"a device which this machine lacks; its casts would be lost. Export outside of it, "
+            f"and {_MIXED_PRECISION}"
+        )
+
+
+class _AutocastInsideError(Exception):
+    """Forward switches autocast on."""
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """A context in which switching autocast on is an error, whether the device exists or not."""
+    plain = torch.autocast.__init__
+
+    def init(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,  # noqa: FBT001, FBT002  as torch's
+        cache_enabled: bool | None = None,  # noqa: FBT001  as torch's
+    ) -> None:
+        if enabled:
+            raise _AutocastInsideError
+        plain(self, device_type, dtype, enabled, cache_enabled)
+
+    # Patched here and restored below.
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = plain  # type: ignore[method-assign]
+
+
 @contextmanager
 def traced(model: nn.Module, what: str) -> Iterator[None]:
     """A context for tracing: its errors become an `ExportError` of one paragraph.
@@ -127,7 +185,7 @@ def traced(model: nn.Module, what: str) -> Iterator[None]:
     names = {id(module): name for name, module in model.named_modules()}
     printed, failure = StringIO(), None
     try:
-        with redirect_stderr(printed), _quiet_logs():
+        with redirect_stderr(printed), _quiet_logs(), _without_autocast():
             yield
     except AutoshardError:
         raise
@@ -187,6 +245,11 @@ def _explained(error: Exception, names: Mapping[int, str], what: str) -> ExportE
             f"transformers' TorchExportableModuleWithStaticCache ({kind}: {message[:200]})",
             place.module,
         )
+    elif isinstance(error, _AutocastInsideError):
+        cause = (
+            f"torch.autocast is switched on, whose casts depend on the device; {_MIXED_PRECISION}"
+        )
+        kind = ""
     elif depends or "meta tensors" in message:
         cause = "control flow or a size depends on the data of a tensor: use torch.where or masks"
     else:
@@ -233,6 +296,38 @@ def _line(frame: FrameType, number: int) -> str:
     file = frame.f_code.co_filename
     text = linecache.getline(file, number).strip()
     return f", {file}:{number}" + (f", `{text[:100]}`" if text else "")
+
+
+_PRODUCTS = frozenset(
+    {"addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "linear", "matmul", "mm"}
+)
+
+
+def check_products(program: ExportedProgram, what: str) -> None:
+    """Check that the factors of matrix products and convolutions have one element type.
+
+    Tensors on the meta device, on which models are traced, do not check that.
+
+    Raises:
+        ExportError: they have not; the message has the module and the element types.
+    """
+    for node in program.graph.nodes:
+        packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if packet not in _PRODUCTS:
+            continue
+        values = [arg.meta.get("val") for arg in node.all_input_nodes]
+        dtypes = {x.dtype for x in values if isinstance(x, torch.Tensor)}
+        if len(dtypes) > 1:
+            modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+            module = modules[-1] if modules else ""
+            inside = f" in module {module!r}" if module else ""
+            found = " and ".join(sorted(map(str, dtypes)))
+            raise ExportError(
+                f"{packet} of {what}{inside} multiplies {found}, which torch does not: convert one "
+                f"of them, as in x.to(weight.dtype). With mixed_precision, parameters and "
+                f"arguments are converted, but not buffers, nor what forward creates",
+                module,
+            )
 
 
 def check_sizes(program: ExportedProgram, what: str) -> None:

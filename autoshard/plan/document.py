@@ -13,6 +13,7 @@ from autoshard.collection import collection_paused
 from autoshard.costs import Frequency
 from autoshard.errors import PlanError
 from autoshard.files import explain_plan_error
+from autoshard.graph import Graph, MixedPrecision, graph_digest
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
 from autoshard.plan.certificate import certificate_statement
@@ -51,6 +52,26 @@ class GraphSummary(Document):
     digest: str = Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical program")
     num_nodes: int = Field(ge=0)
     num_parameters: int = Field(ge=0, description="total number of elements of all parameters")
+    precision: str = Field(
+        default="",
+        description="element types of most parameters in words: as operators read them, at rest, "
+        "and of the sums of their gradients over ranks; one alone if all are equal",
+        examples=["bfloat16 compute, float32 parameters, float32 gradient reductions"],
+    )
+    mixed_precision: MixedPrecision | None = Field(
+        default=None, description="the policy under which the model was exported"
+    )
+
+    @classmethod
+    def of(cls, graph: Graph) -> "GraphSummary":
+        """The summary of a program."""
+        return cls(
+            digest=graph_digest(graph),
+            num_nodes=len(graph.nodes),
+            num_parameters=sum(graph.values[p.name].numel for p in graph.parameters),
+            precision=graph.precision,
+            mixed_precision=graph.model.mixed_precision if graph.model else None,
+        )
 
 
 class PlacedInput(Document):

@@ -1,7 +1,7 @@
 """The plan of one pipeline stage by itself, as a plan of its program on its devices."""
 
 from autoshard.errors import PlanError
-from autoshard.graph import Graph, graph_digest, graph_from_json
+from autoshard.graph import Graph, graph_from_json
 from autoshard.plan.document import GraphSummary, Plan, Stage
 from autoshard.plan.stage_options import stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import stage_mesh
@@ -32,11 +32,7 @@ def stage_plan(plan: Plan, number: int) -> tuple[Plan, Graph]:
     found = plan.model_copy(
         update={
             "certificate": summary.certificate,
-            "graph": GraphSummary(
-                digest=graph_digest(program),
-                num_nodes=len(program.nodes),
-                num_parameters=sum(program.values[p.name].numel for p in program.parameters),
-            ),
+            "graph": GraphSummary.of(program),
             "mesh": mesh,
             "options": with_pinned_ends(options, program, layouts),
             "costs": summary.costs,

@@ -250,11 +250,7 @@ def plan_document(
         certificate=_certificate(outcome, options, mesh),
         reason="" if plan else _reason(outcome.solution.status, conflict),
         conflict=conflict,
-        graph=GraphSummary(
-            digest=graph_digest(graph),
-            num_nodes=len(graph.nodes),
-            num_parameters=sum(graph.values[p.name].numel for p in graph.parameters),
-        ),
+        graph=GraphSummary.of(graph),
         mesh=mesh,
         options=options,
         costs=plan.costs if plan else None,

@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.errors import GraphError, UnsupportedError
-from autoshard.graph import export_model, graph_digest, load_graph, read_archive
+from autoshard.errors import ExportError, GraphError, OptionError, UnsupportedError
+from autoshard.graph import (
+    DType,
+    MixedPrecision,
+    export_model,
+    graph_digest,
+    graph_from_json,
+    graph_to_json,
+    load_graph,
+    read_archive,
+)
 
 
 class Tied(nn.Module):
@@ -120,8 +130,69 @@ def test_autocast_is_refused_where_it_is_on() -> None:
     x = torch.zeros(2, 4)
     graph = load_graph(export_model(Autocast(enabled=False), (x,)))
     assert [n.operator for n in graph.nodes] == ["aten.linear.default", "aten.mul.Tensor"]
+    model, buffer = Autocast(enabled=True), io.BytesIO()
+    with pytest.raises(ExportError, match=r"with torch.autocast\(.*mixed_precision="):
+        export_model(model, (x,))
+    torch.export.save(torch.export.export(model, (x,)), buffer)
     with pytest.raises(UnsupportedError, match=r"torch.autocast.*model.to\(torch.bfloat16\)"):
-        load_graph(export_model(Autocast(enabled=True), (x,)))
+        load_graph(buffer.getvalue())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_autocast_around_an_export_is_refused(device: str) -> None:
+    with torch.autocast(device), pytest.raises(ExportError, match=r"mixed_precision=.bfloat16"):
+        export_model(Tied(), (torch.zeros(2, 3, dtype=torch.int64),))
+
+
+class Shifted(nn.Module):
+    """A tied embedding, an argument, and a buffer that stays in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids) + x) * (self.shift.sum())
+
+
+def test_mixed_precision_is_that_of_fsdp2() -> None:
+    model = Shifted()
+    example = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, 8)
+    policy = MixedPrecision("bf16", torch.float32, "float64")
+    assert MixedPrecision.of(
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64)
+    ) == (policy)
+    graph = load_graph(export_model(model, example, mixed_precision=policy))
+    assert model.head.weight.dtype is torch.float32
+    (weight,) = graph.parameters
+    assert weight.aliases == ("embed.weight",)
+    assert (graph.values[weight.name].dtype, graph.stored_dtype(weight.name)) == (
+        DType.BFLOAT16,
+        DType.FLOAT32,
+    )
+    assert graph.reduced_dtype(weight.name) is DType.FLOAT32
+    dtypes = {i.target: graph.values[i.name].dtype for i in graph.inputs}
+    assert (dtypes["shift"], dtypes["x"]) == (DType.FLOAT32, DType.FLOAT32)
+    (result,) = graph.outputs
+    assert graph.values[str(result.name)].dtype is DType.FLOAT64
+    expected = "bfloat16 compute, float32 parameters, float32 gradient reductions"
+    assert graph.precision == expected
+    assert graph_from_json(graph_to_json(graph)) == graph
+
+
+def test_element_types_of_mixed_precision_are_checked() -> None:
+    for wrong in ("int8", "bfloat", 16, MixedPrecision):
+        with pytest.raises(OptionError, match=r"pass one of bfloat16.*MixedPrecision"):
+            MixedPrecision.of(wrong)
+    model = Shifted()
+    model.head.register_forward_pre_hook(lambda _, given: (given[0] * model.shift,))
+    example = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, 8)
+    with pytest.raises(ExportError, match=r"module 'head' multiplies torch.bfloat16 and torch.fl"):
+        export_model(model, example, mixed_precision="bf16")
 
 
 class Branches(nn.Module):

@@ -18,9 +18,9 @@ from itertools import takewhile
 from typing import Protocol
 
 from autoshard.errors import SchemaError, UnsupportedError
+from autoshard.graph.dtype import DType
 from autoshard.graph.ir import (
     Argument,
-    DType,
     Graph,
     Input,
     InputKind,

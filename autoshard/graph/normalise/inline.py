@@ -166,8 +166,9 @@ def _gradients_inside(region: Region, *, gradients: bool) -> bool:
             return gradients
         raise UnsupportedError(
             f"region {region.name!r} runs under torch.autocast, whose casts are not part of the "
-            "exported program; export outside of autocast, with the model in the element type "
-            "for training or inference (for example model.to(torch.bfloat16))"
+            "exported program; leave it out, and export the model with autoshard.export_model(..., "
+            "mixed_precision='bfloat16'), or in the element type for training or inference "
+            "(for example model.to(torch.bfloat16))"
         )
     raise UnsupportedError(
         f"operator {region.operator} of {region.name!r} runs a sub-graph, which cannot be "

@@ -8,7 +8,16 @@ sum of the labels' weights, also with label smoothing.
 
 from dataclasses import replace
 
-from autoshard.graph.ir import Argument, DType, Graph, Node, Ref, Tensor, Token, TokenKind
+from autoshard.graph.dtype import DType
+from autoshard.graph.ir import (
+    Argument,
+    Graph,
+    Node,
+    Ref,
+    Tensor,
+    Token,
+    TokenKind,
+)
 from autoshard.graph.normalise.rewriting import Names, required
 
 _OPERATOR = "aten.cross_entropy_loss.default"

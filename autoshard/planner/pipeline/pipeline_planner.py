@@ -9,7 +9,7 @@ from math import inf, log2
 from typing import Any, NamedTuple
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph, StageCutter, graph_digest
+from autoshard.graph import Graph, StageCutter
 from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.certificate import with_statement
@@ -247,7 +247,7 @@ class _Request:
         if plan.costs is None or plan.costs.total >= pipeline:
             return None
         known = plan_id(graph, self.mesh, self.options)
-        update = {"options": self.options, "id": known, "graph": _summary(graph)}
+        update = {"options": self.options, "id": known, "graph": GraphSummary.of(graph)}
         return plan.model_copy(update=update)
 
     def _with_bound(self, candidate: Candidate) -> Candidate:
@@ -413,7 +413,7 @@ class _Document:
         graph = self.graph
         return Plan(
             id=plan_id(graph, self.mesh, self.options),
-            graph=_summary(graph),
+            graph=GraphSummary.of(graph),
             mesh=self.mesh,
             options=self.options,
             provenance=Provenance(
@@ -423,14 +423,6 @@ class _Document:
             ),
             **members,
         )
-
-
-def _summary(graph: Graph) -> GraphSummary:
-    return GraphSummary(
-        digest=graph_digest(graph),
-        num_nodes=len(graph.nodes),
-        num_parameters=sum(graph.values[p.name].numel for p in graph.parameters),
-    )
 
 
 def _proof(candidate: Candidate) -> str:

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from autoshard.errors import UnsupportedError
+from autoshard.errors import ExportError
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize
@@ -176,7 +176,7 @@ class RefusedByExport:
     match: str
 
     def __call__(self) -> None:
-        with pytest.raises(UnsupportedError, match=self.match):
+        with pytest.raises(ExportError, match=self.match):
             graph_of((self.build(), first_batch()))
 
 
@@ -349,7 +349,9 @@ HABITS: dict[str, Callable[[str], Callable[[], None]]] = {
     ),
     "the same dtype and device": lambda mesh: Habit(mesh, moved),
     "autocast around calls": lambda mesh: Habit(mesh, autocast, Single, tolerance=2e-2),
-    "autocast in the model": lambda _: RefusedByExport(Autocast, r"torch\.autocast.*export"),
+    "autocast in the model": lambda _: RefusedByExport(
+        Autocast, r"torch\.autocast.*mixed_precision"
+    ),
     "weight tying": lambda mesh: Habit(mesh, tied, Tied, pins=TIED),
     "batches as dicts": lambda mesh: Habit(
         mesh, nested, Nested, lambda: {"batch": first_batch()}, SHARDED

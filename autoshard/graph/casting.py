@@ -1,0 +1,72 @@
+"""Conversion of parameters, arguments and results of a model under a mixed-precision policy."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.graph.dtype import DType
+from autoshard.graph.mixed_precision import MixedPrecision
+
+
+def cast_parameters(model: nn.Module, policy: MixedPrecision) -> dict[str, DType]:
+    """Convert the floating-point parameters of a model in place.
+
+    Args:
+        model: a copy that is only traced.
+        policy: the policy.
+
+    Returns:
+        The former element type of each parameter that was converted, by all its names.
+    """
+    if policy.param_dtype is None:
+        return {}
+    dtype = torch_dtype(policy.param_dtype)
+    named = list(model.named_parameters(remove_duplicate=False))
+    stored = {
+        name: DType(str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in named
+        if parameter.is_floating_point() and parameter.dtype is not dtype
+    }
+    for name, parameter in named:
+        if name in stored:
+            parameter.data = parameter.data.to(dtype)
+    return stored
+
+
+def with_casts(
+    forward: Callable[..., Any], policy: MixedPrecision, *, num_leading: int = 0
+) -> Callable[..., Any]:
+    """A forward that converts its arguments and its result.
+
+    Args:
+        forward: takes the arguments of a model's forward.
+        policy: the policy.
+        num_leading: number of the first arguments that are left alone, such as `self`.
+    """
+
+    @wraps(forward)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        leading, rest = args[:num_leading], args[num_leading:]
+        if policy.cast_forward_inputs:
+            rest, kwargs = _cast((rest, kwargs), policy.param_dtype)
+        return _cast(forward(*leading, *rest, **kwargs), policy.output_dtype)
+
+    return cast
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The element type as torch's object."""
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found
+
+
+def _cast(tree: Any, dtype: DType | None) -> Any:
+    if dtype is None:
+        return tree
+    return pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(torch_dtype(dtype)) if x.is_floating_point() else x, tree
+    )
