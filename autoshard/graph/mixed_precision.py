@@ -75,7 +75,7 @@ class MixedPrecision:
         if isinstance(policy, cls):
             return policy
         given = [getattr(policy, name, cls) for name in _FIELDS]
-        if cls not in given:
+        if cls not in given and not isinstance(policy, type):
             *dtypes, casts = given
             return cls(*dtypes, cast_forward_inputs=bool(casts))
         return cls(_floating("mixed_precision", policy))
