@@ -14,6 +14,7 @@ PUBLIC = [
     "Graph",
     "LaunchContext",
     "Mesh",
+    "MixedPrecision",
     "OpaqueModule",
     "Pins",
     "Plan",
