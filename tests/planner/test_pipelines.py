@@ -18,7 +18,7 @@ from autoshard.graph import (
 )
 from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus
-from autoshard.plan import Plan, PlanOptions
+from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.plan.schedule_simulation import simulate_schedule
 from autoshard.plan.schedules import Schedule
 from autoshard.planner import choose_micro_batches, make_plan
@@ -132,6 +132,18 @@ def test_memory_that_no_stage_fits_is_explained(graph: Graph) -> None:
     assert not plan.found
     assert plan.certificate.status is SolveStatus.INFEASIBLE
     assert "memory" in plan.reason
+
+
+def test_two_stages_of_a_rank_share_its_memory(graph: Graph) -> None:
+    mesh, wanted = make_mesh((2, 2), topology="h100-sxm"), {"stages": 4, "micro_batches": 8}
+    options = PlanOptions.model_validate({**wanted, "schedule": "ZBVZeroBubble"})
+    free = make_plan(graph, mesh, options)
+    assert free.memory is not None
+    budget = int(0.8 * free.memory.peak)
+    tight = make_plan(graph, mesh, options.model_copy(update={"memory_budget": budget}))
+    assert tight.memory is not None, tight.reason
+    assert tight.memory.peak <= budget
+    assert check_plan(tight, graph) == ()
 
 
 def test_more_stages_than_places_are_refused(graph: Graph) -> None:

@@ -48,9 +48,10 @@ _USUAL_RANKS = 8
 _MAX_ROUNDS = 4
 """Maximum number of pipelines whose stages are planned, if stages do not fit into memory."""
 _WHY_NONE = (
-    "no pipeline was found: none of the numbers of stages and schedules that the options allow "
-    "fits the mesh, the micro-batches and the memory; allow more stages, other schedules or more "
-    "memory, or ask for stages=1, which also ignores calls of pipe_split() in forward"
+    "no pipeline was found: by the estimates of the search, none of the numbers of stages and "
+    "schedules that the options allow fits the mesh, the micro-batches and the memory; allow more "
+    "stages, other schedules or more memory, or ask for stages=1, which also ignores calls of "
+    "pipe_split() in forward"
 )
 _WHY_STOPPED = {
     SolveStatus.CANCELLED: "planning was cancelled before a pipeline was found",

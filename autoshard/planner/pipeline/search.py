@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, prod
+from math import ceil, inf, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,12 @@ from autoshard.plan.transfers import transfer_seconds
 from autoshard.planner.pipeline.limits import SearchLimits
 from autoshard.planner.pipeline.partition import Partition, PartitionProblem, RangeTable
 from autoshard.planner.pipeline.range_costs import RangeCosts, range_costs
-from autoshard.planner.pipeline.stage_tables import RangeSums, StageTable, stage_table
+from autoshard.planner.pipeline.stage_tables import (
+    MEMORY_MARGIN,
+    RangeSums,
+    StageTable,
+    stage_table,
+)
 from autoshard.solve import KeyValueStore
 
 _MAX_POINTS = 96
@@ -135,7 +140,6 @@ class PipelineSearch:
         self._tables: dict[tuple[int, int, int], StageTable] = {}
         self._share = 1.0
         self._sums: dict[int, list[RangeSums]] = {}
-        self._states: dict[int, float] = {}
 
     @cached_property
     def points(self) -> tuple[CutPoint, ...]:
@@ -340,21 +344,30 @@ class PipelineSearch:
     def budget(self, schedule: Schedule, stage: int, devices: int) -> int:
         """Bytes per device of one stage.
 
-        The stages of a rank get equal parts for parameters and what belongs to them. The rest is
-        divided by the numbers of micro-batches that they hold.
+        Each stage of a rank gets what it needs at least: a mean part of the parameters and what
+        belongs to them, and the tensors of the operator or recomputed block that runs. The rest is
+        divided by the numbers of micro-batches that the stages hold.
         """
         if schedule.stages_per_rank == 1:
             return self._budget
-        if devices not in self._states:
-            self._states[devices] = min(v.state.sum() for v in self.costs(devices).variants)
-        state = self._states[devices] / schedule.num_stages
-        left = max(self._budget - schedule.stages_per_rank * state, 0.0)
         held = schedule.ranks[schedule.rank_of_stage[stage]]
-        share = schedule.in_flight[stage] / sum(schedule.in_flight[s] for s in held)
-        nbytes = min(state, self._budget / schedule.stages_per_rank) + left * share
         # Rounded, so that similar stages have equal budgets and are planned once.
-        step = self._budget // _BUDGET_STEPS
-        return max(int(nbytes // step) * step, step) if step else int(nbytes)
+        step = max(self._budget // _BUDGET_STEPS, 1)
+        least = {s: ceil(self._least_bytes(schedule, s, devices) / step) * step for s in held}
+        rest = self._budget - sum(least.values())
+        share = schedule.in_flight[stage] / sum(schedule.in_flight[s] for s in held)
+        nbytes = self._budget / len(held) if rest < 0 else least[stage] + rest * share
+        return max(int(nbytes // step) * step, step)
+
+    def _least_bytes(self, schedule: Schedule, stage: int, devices: int) -> float:
+        """Bytes per device of a stage of usual size with one micro-batch in flight."""
+        part = min(self.costs(devices).variants, key=lambda part: float(part.state.sum()))
+        inner = slice(stage > 0, len(part.state) - (stage < schedule.num_stages - 1))
+        mean = part.state.sum() / schedule.num_stages
+        running = part.working + np.maximum(part.block, part.saved)
+        # The first and the last segment may be large: embeddings, and the loss.
+        least = max(mean, part.state[inner].max()) + running[inner].max()
+        return MEMORY_MARGIN * float(least)
 
     def _transfers(self, devices: int) -> tuple[FloatArray, FloatArray]:
         """Seconds to send what crosses each cut between stages of equal sub-meshes."""

@@ -10,7 +10,7 @@ from autoshard.plan.document import StageTimes
 from autoshard.planner.pipeline.partition import RangeTable
 from autoshard.planner.pipeline.range_costs import Segments
 
-_MEMORY_MARGIN = 1.05
+MEMORY_MARGIN = 1.05
 """Factor on the estimated bytes of a range: a plan has temporary tensors that are not counted."""
 
 
@@ -75,10 +75,10 @@ class RangeSums:
         self.backward_input = _ranges(part.backward_input)
         self.backward_weight = _ranges(part.backward_weight)
         self.end = _ranges(part.end)
-        self._saved = _MEMORY_MARGIN * _ranges(part.saved)
-        self._kept = np.minimum(_MEMORY_MARGIN * _ranges(part.kept), self._saved)
-        self._fixed = _MEMORY_MARGIN * (_ranges(part.state) + _largest(part.working))
-        self._block = _MEMORY_MARGIN * _largest(part.block)
+        self._saved = MEMORY_MARGIN * _ranges(part.saved)
+        self._kept = np.minimum(MEMORY_MARGIN * _ranges(part.kept), self._saved)
+        self._fixed = MEMORY_MARGIN * (_ranges(part.state) + _largest(part.working))
+        self._block = MEMORY_MARGIN * _largest(part.block)
         self._blocks = _ranges(part.blocks)
         self._recomputed = _ranges(part.recomputed)
         self._is_empty = np.tri(len(self.forward), dtype=bool)
