@@ -28,13 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from autoshard.cli.render import render_plan
-from autoshard.cli.tables import format_bytes
 from autoshard.client import Client
 from autoshard.errors import ServiceUnavailableError
 from autoshard.extras import from_extra
 from autoshard.graph import export_model
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import Plan
+from autoshard.quantities import format_bytes
 from autoshard.runtime import full_tensor, parallelize, record_collectives, summarize
 
 BATCH, SEQUENCE = 8, 1024

@@ -21,13 +21,13 @@ from httpx2 import codes
 from autoshard.cli.output import check_output
 from autoshard.client import Client
 from autoshard.client.requests import validate_options
-from autoshard.costs import parse_bytes
-from autoshard.errors import MeshError, OptionError, PlanError, RequestRejectedError
+from autoshard.errors import InputError, MeshError, OptionError, PlanError, RequestRejectedError
 from autoshard.files import read_file
 from autoshard.mesh import Topology as MeshTopology
-from autoshard.mesh import topology_from_json
+from autoshard.mesh import parse_shape, topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
 from autoshard.plan.options import Recomputing, StateDType, SubMeshes
+from autoshard.quantities import implausible_memory, parse_bytes
 
 SERVER_VARIABLE = "AUTOSHARD_SERVER"
 
@@ -53,6 +53,17 @@ Topology = Annotated[
 ]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Show no progress on stderr while plans are made.")
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(help="Number of nodes; default: as many as the topology's node size gives."),
+]
+GpusPerNode = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus-per-node",
+        help="Number of devices of a node, instead of --nodes; not more than the topology has.",
+    ),
 ]
 PlanOutput = Annotated[
     Path | None,
@@ -100,7 +111,11 @@ class Planning:
     state_dtype: Annotated[StateDType | None, _described("state_dtype")] = None
     memory_budget: Annotated[
         str | None,
-        typer.Option(help="Memory per device, such as 80GB; default: all that the device has."),
+        typer.Option(
+            "--memory-budget",
+            "--memory",
+            help="Memory per device, such as 80GB; default: all that the device has.",
+        ),
     ] = None
     reshard_after_forward: Annotated[Recomputing, _described("reshard_after_forward")] = "auto"
     activation_checkpointing: Annotated[Recomputing, _described("activation_checkpointing")] = (
@@ -161,7 +176,7 @@ class Planning:
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         budget = self.memory_budget
-        given["memory_budget"] = None if budget is None else parse_bytes(budget)
+        given["memory_budget"] = None if budget is None else read_memory(budget)
         given["pins"] = _read_pins(given.pop("pin") or ())
         stored_as = given.pop("stored_as")
         if stored_as is not None:
@@ -323,16 +338,29 @@ def import_modules(modules: Sequence[str]) -> None:
             raise OptionError(f"--import {module}: {error}") from error
 
 
-def read_sizes(text: str) -> tuple[int, ...]:
-    """Read the size of each mesh axis, written as 2,4.
+def read_memory(text: str) -> int:
+    """Read an amount of memory, such as 80GB.
 
     Raises:
-        OptionError: the text is not a list of integers.
+        OptionError: it cannot be read, or it is a number without a unit that is too small.
     """
     try:
-        return tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise OptionError(f"--mesh {text!r} is not a list of sizes such as 2,4") from None
+        nbytes = parse_bytes(text)
+    except InputError as error:
+        raise OptionError(f"--memory-budget: {error}") from None
+    remark = implausible_memory(nbytes)
+    if remark is not None and text.strip().isdecimal():
+        raise OptionError(f"--memory-budget {text} is {remark}")
+    return nbytes
+
+
+def read_sizes(text: str) -> tuple[int, ...]:
+    """Read the size of each mesh axis, written as 2x4 or 2,4; names are ignored.
+
+    Raises:
+        MeshError: the text cannot be read.
+    """
+    return parse_shape(text)[0]
 
 
 def read_topology(text: str | None) -> str | MeshTopology | None:

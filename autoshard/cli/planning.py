@@ -11,11 +11,12 @@ from autoshard.cli.options import (
     Archive,
     Connection,
     CustomOperators,
+    GpusPerNode,
+    Nodes,
     Planning,
     PlanOutput,
     Quiet,
     Topology,
-    read_sizes,
     read_topology,
 )
 from autoshard.cli.output import (
@@ -42,14 +43,23 @@ _SOURCES = {
 def plan(
     graph: Archive,
     *,
-    mesh: Annotated[str, typer.Option(help="Size of each axis, outermost first: 2,4.")],
-    axes: Annotated[str | None, typer.Option(help="Name of each axis: dp,tp.")] = None,
+    mesh: Annotated[
+        str,
+        typer.Option(
+            help="Size of each axis, outermost first, such as 2x4, or dp=2,tp=4 with names."
+        ),
+    ],
+    axes: Annotated[str | None, typer.Option(help="Name of each axis, such as dp,tp.")] = None,
     topology: Topology = None,
+    nodes: Nodes = None,
+    gpus_per_node: GpusPerNode = None,
     intra_bandwidth: Annotated[
-        float | None, typer.Option(help="Bytes per second inside a node: the last axis.")
+        str | None,
+        typer.Option(help="Bandwidth per device within a node, the last axis, such as 450GB/s."),
     ] = None,
     inter_bandwidth: Annotated[
-        float | None, typer.Option(help="Bytes per second between nodes: the earlier axes.")
+        str | None,
+        typer.Option(help="Bandwidth per device between nodes, the earlier axes: 50GB/s."),
     ] = None,
     planning: Planning,
     custom: CustomOperators,
@@ -60,9 +70,11 @@ def plan(
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
     devices = make_mesh(
-        read_sizes(mesh),
+        mesh,
         axes=None if axes is None else axes.split(","),
         topology=read_topology(topology),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
         intra_bandwidth=intra_bandwidth,
         inter_bandwidth=inter_bandwidth,
     )

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.cli.render_pipeline import render_stages
-from autoshard.cli.tables import format_bytes, make_table, milliseconds, share_text
+from autoshard.cli.tables import make_table, milliseconds, share_text
 from autoshard.client import MeshSearch, SearchedMesh
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.plan import (
@@ -26,6 +26,7 @@ from autoshard.plan import (
 )
 from autoshard.plan.timeline import KINDS
 from autoshard.planner import Explanation
+from autoshard.quantities import format_bytes
 
 if TYPE_CHECKING:  # they need torch
     from autoshard.runtime.calibration import Calibration

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.cli.tables import format_bytes, make_table, milliseconds, share_text
+from autoshard.cli.tables import make_table, milliseconds, share_text
 from autoshard.plan import (
     Pipeline,
     Plan,
@@ -14,6 +14,7 @@ from autoshard.plan import (
     stage_devices,
     stage_modules,
 )
+from autoshard.quantities import format_bytes
 
 
 def render_stages(plan: Plan, pipeline: Pipeline) -> Iterator[RenderableType]:

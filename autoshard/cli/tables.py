@@ -4,16 +4,6 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def format_bytes(nbytes: float) -> str:
-    """Format bytes with a decimal unit and three significant digits."""
-    for scale, unit in _UNITS:
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
 
 def milliseconds(seconds: float) -> str:
     """Format seconds in milliseconds."""

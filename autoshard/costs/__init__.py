@@ -7,7 +7,6 @@ from autoshard.costs.memory import (
     activation_bytes,
     halo_bytes,
     parameter_bytes,
-    parse_bytes,
     saved_bytes,
 )
 from autoshard.costs.micro_batches import (
@@ -42,7 +41,6 @@ __all__ = [
     "optimizer_time",
     "overlapped_seconds",
     "parameter_bytes",
-    "parse_bytes",
     "runs_per_step",
     "saved_bytes",
 ]

@@ -1,9 +1,7 @@
 """Bytes on one rank: parameters with gradients and optimizer state, and activations."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import prod
 
 import numpy as np
@@ -11,7 +9,6 @@ import numpy as np
 from autoshard.arrays import FloatArray
 from autoshard.costs.local import LocalSizes
 from autoshard.costs.optimizer import OptimizerSpec
-from autoshard.errors import OptionError
 from autoshard.graph import DType, Tensor
 from autoshard.ops import OperatorRule, SavedByAutograd, Strategy
 
@@ -143,35 +140,3 @@ def halo_bytes(rule: OperatorRule, strategies: Sequence[Strategy]) -> tuple[Floa
         np.array([halo.saved for halo in halos], dtype=float),
         np.array([halo.backward_workspace for halo in halos], dtype=float),
     )
-
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{prefix}B": 1000**i for i, prefix in enumerate(("k", "M", "G", "T", "P"), start=1)},
-    **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("K", "M", "G", "T", "P"), start=1)},
-    "KB": 1000,
-}
-_AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
-
-
-def parse_bytes(text: str) -> int:
-    """Read an amount of memory: "80GB" is 80 * 10^9 bytes, "80GiB" is 80 * 2^30.
-
-    Args:
-        text: a decimal number and a unit; bytes without a unit. Rounded down to whole bytes.
-
-    Raises:
-        OptionError: the text is not an amount above zero in a known unit.
-    """
-    match = _AMOUNT.fullmatch(text.strip())
-    if match is None or match[2] not in _UNITS:
-        units = ", ".join(unit for unit in _UNITS if unit)
-        raise OptionError(
-            f"{text!r} is not an amount of memory; write a number and one of {units}, "
-            "as in '80GB' or '74.5GiB'"
-        )
-    amount = int(Fraction(match[1]) * _UNITS[match[2]])
-    if amount < 1:
-        raise OptionError(f"{text!r} is less than one byte; give at least 1")
-    return amount

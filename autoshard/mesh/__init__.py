@@ -1,17 +1,18 @@
 """Device meshes and the cost of communication; independent of graphs and layouts."""
 
+from autoshard.mesh.build import make_mesh
 from autoshard.mesh.mesh import (
     AlphaBeta,
     Axis,
     Mesh,
     Span,
-    make_mesh,
     mesh_from_json,
     mesh_to_json,
     topology_from_json,
     topology_to_json,
 )
 from autoshard.mesh.presets import DEFAULT_TOPOLOGY, get_topology, list_topologies
+from autoshard.mesh.shapes import default_axis_names, parse_shape
 from autoshard.mesh.topology import (
     COLLECTIVES,
     Bend,
@@ -37,11 +38,13 @@ __all__ = [
     "RooflineFit",
     "Span",
     "Topology",
+    "default_axis_names",
     "get_topology",
     "list_topologies",
     "make_mesh",
     "mesh_from_json",
     "mesh_to_json",
+    "parse_shape",
     "topology_from_json",
     "topology_to_json",
 ]

@@ -41,23 +41,13 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from autoshard.errors import MeshError
-from autoshard.mesh.presets import (
-    DEFAULT_CPU_TOPOLOGY,
-    DEFAULT_TOPOLOGY,
-    GLOO_OVERHEAD,
-    NCCL_OVERHEAD,
-    NETWORK_LATENCY,
-    NVLINK_LATENCY,
-    TCP_LATENCY,
-    get_topology,
-)
+from autoshard.mesh.nodes import describe_devices
 from autoshard.mesh.topology import (
     COLLECTIVES,
     INNER,
     Link,
     Rate,
     Topology,
-    check_backend,
     check_collective,
     check_name,
     check_not_negative,
@@ -243,7 +233,7 @@ class Axis:
     """One axis of a mesh.
 
     Attributes:
-        name: a label without effect on the plan.
+        name: a label without effect on costs.
         size: number of ranks along the axis.
     """
 
@@ -306,6 +296,29 @@ class Mesh:
     def num_devices(self) -> int:
         """Number of devices of the mesh."""
         return prod(self.axis_sizes)
+
+    @property
+    def devices_per_node(self) -> int | None:
+        """Number of devices of a node; None if the topology has no nodes."""
+        size = self.topology.devices_per_node
+        return None if size is None else min(size, self.num_devices)
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Number of nodes; None if the topology has no nodes."""
+        size = self.devices_per_node
+        return None if size is None else ceil(self.num_devices / size)
+
+    @property
+    def description(self) -> str:
+        """Devices, nodes and links in one line, and what of it was assumed.
+
+        For example "1 node x 8 NVIDIA H100 SXM (NVLink, 450 GB/s a device)".
+        """
+        text = describe_devices(self.topology, self.num_devices)
+        if self.collectives is not None:
+            text += "; collectives cost what Alpa's alpha and beta say"
+        return text
 
     def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
         """Seconds of a collective over one axis, with all groups of the axis at the same time.
@@ -396,118 +409,6 @@ def _span(num_ranks: int, stride: int, size: int, num_devices: int) -> Span:
     starts = np.diff(groups, axis=1, prepend=-1) != 0
     runs = np.diff(np.flatnonzero(starts), append=starts.size)
     return Span(int(starts.sum(axis=1).max()), int(runs.min()))
-
-
-_LATENCIES = {"nccl": (NVLINK_LATENCY, NETWORK_LATENCY), "gloo": (TCP_LATENCY, TCP_LATENCY)}
-_OVERHEADS = {"nccl": NCCL_OVERHEAD, "gloo": GLOO_OVERHEAD}
-_DEFAULTS = {"nccl": DEFAULT_TOPOLOGY, "gloo": DEFAULT_CPU_TOPOLOGY}
-
-
-def make_mesh(
-    shape: Sequence[int],
-    *,
-    axes: Sequence[str] | None = None,
-    topology: str | Topology | None = None,
-    intra_bandwidth: float | None = None,
-    inter_bandwidth: float | None = None,
-    intra_latency: float | None = None,
-    inter_latency: float | None = None,
-    backend: str | None = None,
-) -> Mesh:
-    """Return a mesh over a topology, or over a two-level cluster given by bandwidths.
-
-    With bandwidths, the last axis is within a node and the other axes are between nodes; the device
-    type is that of the backend's default topology. Otherwise the levels are those of the topology,
-    and an axis may span several levels.
-
-    Args:
-        shape: size of each axis, outermost first.
-        axes: name of each axis; by default ("tp",), ("dp", "tp"), ("dp0", "dp1", "tp") and
-            so on. Names are labels without effect.
-        topology: name of a preset, or a topology.
-        intra_bandwidth: bytes per second per device and direction within a node.
-        inter_bandwidth: bytes per second per device and direction between nodes; required if the
-            mesh has more than one node.
-        intra_latency: seconds per step within a node; default of the backend if None.
-        inter_latency: seconds per step between nodes; default of the backend if None.
-        backend: "nccl" or "gloo"; by default that of the topology, or "nccl". Without a topology,
-            it selects h100-sxm or cpu-100gbe.
-
-    Raises:
-        MeshError: an argument is invalid, or arguments contradict each other.
-    """
-    if backend is not None:
-        check_backend(backend)
-    link_options = {
-        "intra_bandwidth": intra_bandwidth,
-        "inter_bandwidth": inter_bandwidth,
-        "intra_latency": intra_latency,
-        "inter_latency": inter_latency,
-    }
-    given = {name: value for name, value in link_options.items() if value is not None}
-    mesh_axes = _axes(shape, axes)
-    if not given:
-        return Mesh(mesh_axes, _known(topology, backend))
-    if topology is not None:
-        raise MeshError(
-            f"both a topology and {', '.join(given)} are given; a topology has its own links, "
-            "so leave one of the two out"
-        )
-    return Mesh(mesh_axes, _two_level(shape, given, backend or "nccl"))
-
-
-def _axes(shape: Sequence[int], names: Sequence[str] | None) -> tuple[Axis, ...]:
-    if not shape:
-        raise MeshError("the shape of the mesh is empty; for one device, use (1,)")
-    if names is None:
-        outer = len(shape) - 1
-        names = ["dp", "tp"] if outer == 1 else [*(f"dp{i}" for i in range(outer)), "tp"]
-    if len(names) != len(shape):
-        raise MeshError(f"{len(names)} axis names are given for {len(shape)} axes")
-    return tuple(Axis(name, size) for name, size in zip(names, shape, strict=True))
-
-
-def _known(topology: str | Topology | None, backend: str | None) -> Topology:
-    if topology is None:
-        return get_topology(_DEFAULTS[backend or "nccl"])
-    found = get_topology(topology) if isinstance(topology, str) else topology
-    if backend not in (None, found.backend):
-        raise MeshError(
-            f"backend {backend!r} contradicts topology {found.name!r}, whose links are described "
-            f"for {found.backend!r}; leave one of the two out"
-        )
-    return found
-
-
-def _two_level(shape: Sequence[int], given: dict[str, float], backend: str) -> Topology:
-    if "intra_bandwidth" not in given:
-        raise MeshError(f"{', '.join(given)} given without intra_bandwidth, which is required")
-    num_nodes = prod(shape[:-1])
-    if "inter_bandwidth" not in given and num_nodes > 1:
-        raise MeshError(
-            f"inter_bandwidth is required: the mesh {tuple(shape)} has {num_nodes} nodes (all axes "
-            "but the last are between nodes)"
-        )
-    intra_latency, inter_latency = _LATENCIES[backend]
-    links = [
-        Link(
-            "intra",
-            shape[-1],
-            given["intra_bandwidth"],
-            given.get("intra_latency", intra_latency),
-        )
-    ]
-    if "inter_bandwidth" in given:
-        latency = given.get("inter_latency", inter_latency)
-        links.append(Link("inter", None, given["inter_bandwidth"], latency))
-    return Topology(
-        name="custom",
-        device=get_topology(_DEFAULTS[backend]).device,
-        levels=tuple(links),
-        backend=backend,
-        collective_overhead=_OVERHEADS[backend],
-        source="bandwidths given by the user",
-    )
 
 
 _MESH = TypeAdapter(Mesh)

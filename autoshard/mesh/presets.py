@@ -9,6 +9,9 @@ Latencies and the overhead of a collective on GPUs are the constants of NCCL's o
 launch, and for gloo 25 us per TCP message and 50 us per collective.
 """
 
+import re
+from collections.abc import Sequence
+from difflib import SequenceMatcher
 from types import MappingProxyType
 
 from autoshard.errors import MeshError
@@ -67,7 +70,7 @@ def _nvlink(
     name: str, device: Device, size: int, *, nvlink: float, network: float, source: str
 ) -> Topology:
     links = (
-        Link("nvlink", size, nvlink, NVLINK_LATENCY),
+        Link("NVLink", size, nvlink, NVLINK_LATENCY),
         Link("network", None, network, NETWORK_LATENCY),
     )
     return Topology(name, device, links, collective_overhead=NCCL_OVERHEAD, source=source)
@@ -75,7 +78,7 @@ def _nvlink(
 
 def _pcie(name: str, device: Device, size: int, *, network: float, source: str) -> Topology:
     links = (
-        Link("pcie", size, _PCIE_4_X16, PCIE_LATENCY),
+        Link("PCIe", size, _PCIE_4_X16, PCIE_LATENCY),
         Link("network", None, network, NETWORK_LATENCY),
     )
     return Topology(name, device, links, collective_overhead=NCCL_OVERHEAD, source=source)
@@ -84,7 +87,7 @@ def _pcie(name: str, device: Device, size: int, *, network: float, source: str) 
 # 56 cores at the base clock of 2.0 GHz. AVX-512: 2 fused multiply-adds of 16 float32 (8
 # float64) per cycle; AMX: 1024 bfloat16 operations per cycle. 8 channels of DDR5-4800.
 _XEON = Device(
-    name="Xeon Platinum 8480+",
+    name="Intel Xeon Platinum 8480+ host",
     peak_flops={"float64": 3.584e12, "float32": 7.168e12, "bfloat16": 114.7e12},
     memory_bandwidth=307.2e9,
     memory=512_000_000_000,
@@ -96,12 +99,16 @@ def _cpu(name: str, ethernet: float, source: str) -> Topology:
     return Topology(
         name=name,
         device=_XEON,
-        levels=(Link("ethernet", None, ethernet, TCP_LATENCY),),
+        levels=(Link("Ethernet", None, ethernet, TCP_LATENCY),),
         backend="gloo",
         collective_overhead=GLOO_OVERHEAD,
         source=f"{source}; Intel ARK, Xeon Platinum 8480+, with 8 x 64 GB DDR5-4800",
     )
 
+
+_SPACES = re.compile(r"[\s_-]+")
+_MIN_LIKENESS = 0.75
+"""Minimum likeness of a word to one of a preset that is suggested."""
 
 _TOPOLOGIES = MappingProxyType(
     {
@@ -109,7 +116,7 @@ _TOPOLOGIES = MappingProxyType(
         for topology in (
             _nvlink(
                 "a100-sxm-40gb",
-                _gpu("A100-SXM4-40GB", _A100_PEAKS, 1.555e12, 40e9),
+                _gpu("NVIDIA A100 SXM 40GB", _A100_PEAKS, 1.555e12, 40e9),
                 8,
                 nvlink=300e9,
                 network=25e9,
@@ -117,7 +124,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "a100-sxm-80gb",
-                _gpu("A100-SXM4-80GB", _A100_PEAKS, 2.039e12, 80e9),
+                _gpu("NVIDIA A100 SXM 80GB", _A100_PEAKS, 2.039e12, 80e9),
                 8,
                 nvlink=300e9,
                 network=25e9,
@@ -125,7 +132,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "h100-sxm",
-                _gpu("H100-SXM5-80GB", _HOPPER_PEAKS, 3.35e12, 80e9),
+                _gpu("NVIDIA H100 SXM", _HOPPER_PEAKS, 3.35e12, 80e9),
                 8,
                 nvlink=450e9,
                 network=50e9,
@@ -134,7 +141,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "h200-sxm",
-                _gpu("H200-SXM5-141GB", _HOPPER_PEAKS, 4.8e12, 141e9),
+                _gpu("NVIDIA H200 SXM", _HOPPER_PEAKS, 4.8e12, 141e9),
                 8,
                 nvlink=450e9,
                 network=50e9,
@@ -142,7 +149,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "b200-sxm",
-                _gpu("B200-SXM6-180GB", _blackwell_peaks(2250e12), 8e12, 180e9),
+                _gpu("NVIDIA B200 SXM", _blackwell_peaks(2250e12), 8e12, 180e9),
                 8,
                 nvlink=900e9,
                 network=50e9,
@@ -151,7 +158,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "gb200-nvl72",
-                _gpu("GB200", _blackwell_peaks(2500e12), 8e12, 186e9),
+                _gpu("NVIDIA GB200", _blackwell_peaks(2500e12), 8e12, 186e9),
                 72,
                 nvlink=900e9,
                 network=50e9,
@@ -160,7 +167,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _pcie(
                 "a100-pcie-80gb",
-                _gpu("A100-PCIE-80GB", _A100_PEAKS, 1.935e12, 80e9),
+                _gpu("NVIDIA A100 PCIe 80GB", _A100_PEAKS, 1.935e12, 80e9),
                 4,
                 network=2.5e9,
                 source="NVIDIA A100 datasheet; Azure NC96ads A100 v4: 4 GPUs, 80 Gb/s per "
@@ -169,7 +176,7 @@ _TOPOLOGIES = MappingProxyType(
             _pcie(
                 "l40s-pcie",
                 _gpu(
-                    "L40S",
+                    "NVIDIA L40S",
                     {
                         "float64": 1.43e12,
                         "float32": 91.6e12,
@@ -200,14 +207,36 @@ def list_topologies() -> tuple[str, ...]:
 def get_topology(name: str) -> Topology:
     """Return a preset topology by name.
 
-    For a mesh that uses only some devices of each group (such as 64 of the 72 of an NVL72 rack),
-    make a copy with the actual group size: `dataclasses.replace`.
+    Case does not matter, and words may be left out where only one preset has the others: `H100` is
+    `h100-sxm`. For a mesh whose nodes have fewer devices than those of the preset, see `nodes` of
+    `make_mesh`.
 
     Raises:
-        MeshError: the name is unknown; the message lists all names.
+        MeshError: the name is unknown, or several presets have its words; the message names
+            presets like it.
     """
-    if name not in _TOPOLOGIES:
-        raise MeshError(
-            f"topology {name!r} is unknown; choose one of {', '.join(list_topologies())}"
+    found = _TOPOLOGIES.get(name)
+    if found is not None:
+        return found
+    words = set(_SPACES.split(name.strip().lower()))
+    matches = [known for known in list_topologies() if words <= set(known.split("-"))]
+    if len(matches) == 1:
+        return _TOPOLOGIES[matches[0]]
+    if matches:
+        raise MeshError(f"topology {name!r} could be {_either(matches)}; give the whole name")
+    likeness = {
+        known: max(
+            SequenceMatcher(None, word, part).ratio() for word in words for part in known.split("-")
         )
-    return _TOPOLOGIES[name]
+        for known in list_topologies()
+    }
+    most = max(likeness.values())
+    near = [known for known, found in likeness.items() if found == most >= _MIN_LIKENESS]
+    if near:
+        raise MeshError(f"topology {name!r} is unknown; did you mean {_either(near)}?")
+    raise MeshError(f"topology {name!r} is unknown; choose one of {', '.join(list_topologies())}")
+
+
+def _either(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from sys import float_info
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from autoshard.errors import MeshError
+from autoshard.errors import InputError, MeshError
+from autoshard.quantities import Bandwidth, Bytes, parse_bytes, parse_rate
 
 MAX_NAME = 255
 """Maximum characters of a name."""
@@ -24,6 +25,27 @@ def check_not_negative(value: float, what: str) -> None:
     """Raise MeshError unless a value is a finite number, zero or more."""
     if not 0 <= value <= float_info.max:
         raise MeshError(f"{what} is {value}; it must be a finite number, 0 or more")
+
+
+def read_rate(value: str | float, what: str) -> float:
+    """Read a bandwidth; MeshError names it if it cannot be read."""
+    try:
+        return parse_rate(value)
+    except InputError as error:
+        raise MeshError(f"{what}: {error}") from None
+
+
+def _read_strings(owner: object, rates: Iterable[str], amounts: Iterable[str] = ()) -> None:
+    """Replace fields of a frozen dataclass that are strings, such as "450GB/s", by numbers."""
+    for name in rates:
+        if isinstance(value := getattr(owner, name), str):
+            object.__setattr__(owner, name, read_rate(value, name))
+    for name in amounts:
+        if isinstance(value := getattr(owner, name), str):
+            try:
+                object.__setattr__(owner, name, parse_bytes(value))
+            except InputError as error:
+                raise MeshError(f"{name}: {error}") from None
 
 
 def check_name(name: str, what: str) -> None:
@@ -63,6 +85,8 @@ MAX_BENDS = 64
 BACKENDS = ("nccl", "gloo")
 """Names of the supported `torch.distributed` backends."""
 
+ASSUMED = ("topology", "device")
+"""What can be assumed if it is not given."""
 
 MATMUL_EFFICIENCY = 0.8
 """Fraction of the dense peak that large matrix products reach.
@@ -140,15 +164,16 @@ class Device:
 
     name: str
     peak_flops: Mapping[str, float] = field(hash=False)
-    memory_bandwidth: float
-    memory: int
+    memory_bandwidth: Bandwidth
+    memory: Bytes
     launch_overhead: float = 0.0
     tile: float = TILE
-    host_bandwidth: float = 0.0
+    host_bandwidth: Bandwidth = 0.0
     operators: Mapping[str, OperatorFit] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_name(self.name, "device")
+        _read_strings(self, ("memory_bandwidth", "host_bandwidth"), ("memory",))
         if "float32" not in self.peak_flops:
             raise MeshError(
                 f"device {self.name!r} has no peak_flops for float32, which stands in "
@@ -196,10 +221,11 @@ class Bend:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    nbytes: int
-    bandwidth: float
+    nbytes: Bytes
+    bandwidth: Bandwidth
 
     def __post_init__(self) -> None:
+        _read_strings(self, ("bandwidth",), ("nbytes",))
         check_positive(self.nbytes, "nbytes of a bend")
         check_positive(self.bandwidth, "bandwidth of a bend")
 
@@ -216,11 +242,12 @@ class Rate:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    bandwidth: float
+    bandwidth: Bandwidth
     latency: float = 0.0
     bends: tuple[Bend, ...] = ()
 
     def __post_init__(self) -> None:
+        _read_strings(self, ("bandwidth",))
         check_positive(self.bandwidth, "bandwidth of a collective")
         check_not_negative(self.latency, "latency of a collective")
         if len(self.bends) > MAX_BENDS:
@@ -249,12 +276,13 @@ class Link:
 
     name: str
     size: int | None
-    bandwidth: float
+    bandwidth: Bandwidth
     latency: float = 0.0
     collectives: Mapping[str, Rate] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_name(self.name, "link")
+        _read_strings(self, ("bandwidth",))
         for action in self.collectives:
             if action not in MEASURABLE:
                 raise MeshError(
@@ -285,6 +313,8 @@ class Topology:
         backend: the `torch.distributed` backend that the links are described for.
         collective_overhead: fixed seconds of every collective.
         source: source of the figures.
+        assumed: what was not given but assumed: the whole topology, or the device; None if nothing
+            was. It has no effect on costs.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -295,6 +325,7 @@ class Topology:
     backend: str = "nccl"
     collective_overhead: float = 0.0
     source: str = ""
+    assumed: Literal["topology", "device"] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_name(self.name, "topology")
@@ -304,6 +335,8 @@ class Topology:
                 f"the limit is {MAX_SOURCE:,}; give an address instead"
             )
         check_backend(self.backend)
+        if self.assumed not in (None, *ASSUMED):
+            raise MeshError(f"assumed is {self.assumed!r}; it must be one of {ASSUMED} or None")
         check_not_negative(
             self.collective_overhead, f"collective_overhead of topology {self.name!r}"
         )
@@ -317,6 +350,11 @@ class Topology:
     def max_devices(self) -> int | None:
         """Maximum number of devices of the topology; None if unlimited."""
         return self.levels[-1].size
+
+    @property
+    def devices_per_node(self) -> int | None:
+        """Number of devices that the innermost links connect; None if they connect all."""
+        return self.levels[0].size
 
 
 def check_collective(action: str) -> None:

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from autoshard.quantities import Bytes
+
 Mode = Literal["training", "inference"]
 Pattern = Literal["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
 Algorithm = Literal["optimal", "megatron"]
@@ -111,10 +113,10 @@ class PlanOptions(BaseModel):
         default=None,
         description="element type of the optimizer state; the type of the updated values if null.",
     )
-    memory_budget: int | None = Field(
+    memory_budget: Bytes | None = Field(
         default=None,
-        gt=0,
-        description="limit of the peak memory, bytes per device; the device's memory if null.",
+        description="limit of the peak memory per device, bytes or a text such as '80GB'; the "
+        "device's memory if null.",
     )
     reshard_after_forward: Recomputing = Field(
         default="auto",

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, graph_to_json
-from autoshard.mesh import Mesh, Topology, make_mesh, mesh_to_json
+from autoshard.mesh import Mesh, Topology, default_axis_names, make_mesh, mesh_to_json
 from autoshard.plan.compare import mesh_text
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
@@ -202,7 +202,7 @@ def _meshes(
         yield make_mesh(shape, topology=topology)
     ranks = shape[0]
     if is_cut and ranks > 1 and (not isinstance(stages, int) or stages % ranks == 0):
-        inner = make_mesh(shape[1:]).axis_names if len(shape) > 1 else ()
+        inner = default_axis_names(len(shape))[1:]
         yield make_mesh(shape, axes=(PIPELINE_AXIS, *inner), topology=topology)
 
 

@@ -32,8 +32,8 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
         *("plan", archive, "--mesh", "2,4", "--json", "--algo", "megatron"),
         *("--pin", "parameter:up.*=*,S(0)", "--pin", "parameter:down.bias=I,I"),
         *("--pin", "input:x=Shard(dim=0),*", "--pin", "output:0=*,*"),
-        *("--forbid", "all_to_all", "--forbid", "reduce_scatter@tp"),
-        *("--batch-axis", "dp", "--skip-fully-replicated"),
+        *("--forbid", "all_to_all", "--forbid", "reduce_scatter@axis1"),
+        *("--batch-axis", "axis0", "--skip-fully-replicated"),
         *("--reshard-after-forward", "never", "--activation-checkpointing", "never"),
         *("--master-weights", "--state-dtype", "bfloat16", "--overlap"),
     )
@@ -45,8 +45,8 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
                 "inputs": {"x": "Shard(dim=0),*"},
                 "outputs": {"0": "*,*"},
             },
-            "forbid": [{"kind": "all_to_all"}, {"kind": "reduce_scatter", "axis": "tp"}],
-            "batch_axis": "dp",
+            "forbid": [{"kind": "all_to_all"}, {"kind": "reduce_scatter", "axis": "axis1"}],
+            "batch_axis": "axis0",
             "skip_fully_replicated": True,
             "reshard_after_forward": "never",
             "activation_checkpointing": "never",
@@ -105,7 +105,7 @@ def test_search_ranks_meshes_and_writes_the_best(archive: Path, tmp_path: Path) 
     arguments = ("--devices", "4", "--mode", "inference", "--topology", "h100-sxm", "-o", path)
     result = autoshard("search", archive, *arguments)
     assert result.exit_code == 0
-    for mesh in ("tp=4", "dp=2 x tp=2"):
+    for mesh in ("axis0=4", "axis0=2 x axis1=2"):
         assert mesh in words(result)
     best = Plan.from_json(path.read_bytes())
     assert best.mesh.num_devices == 4
@@ -172,7 +172,7 @@ def test_what_is_recomputed_is_shown(archive: Path) -> None:
 
 
 def test_overlap_is_shown(archive: Path) -> None:
-    pins = ("--pin", "parameter:*=I", "--batch-axis", "tp")
+    pins = ("--pin", "parameter:*=I", "--batch-axis", "axis0")
     apart = autoshard("plan", archive, "--mesh", "4", *pins)
     beside = autoshard("plan", archive, "--mesh", "4", *pins, "--overlap")
     searched = autoshard("search", archive, "--devices", "2", "--overlap")

@@ -191,6 +191,6 @@ def test_a_search_shows_which_meshes_have_a_pipeline(
         *("-o", best),
     )
     assert result.exit_code == 0, result.output
-    for text in ("pp=2 x tp=2", "pp=4", "one stage", "2 stages, 1F1B", "idle"):
+    for text in ("pp=2 x axis1=2", "pp=4", "one stage", "2 stages, 1F1B", "idle"):
         assert text in result.output
     assert Plan.from_json(best.read_bytes()).found

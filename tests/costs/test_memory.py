@@ -1,61 +1,16 @@
 from math import prod
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autoshard.costs import (
     OptimizerSpec,
     ParameterBytes,
     activation_bytes,
     parameter_bytes,
-    parse_bytes,
     saved_bytes,
 )
-from autoshard.errors import OptionError
 from autoshard.graph import DType, Tensor
 from autoshard.ops import ExtraTensor, OperatorRule, SavedByAutograd, strategies
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("80GB", 80 * 10**9),
-        ("80GiB", 80 * 2**30),
-        ("1.5 GiB", 3 * 2**29),
-        (" 512 MiB ", 2**29),
-        ("2TB", 2 * 10**12),
-        ("1PiB", 2**50),
-        ("3kB", 3000),
-        ("3KB", 3000),
-        ("1KiB", 1024),
-        ("7B", 7),
-        ("1024", 1024),
-        ("0.0015kB", 1),
-        ("123456789.123456789GB", 123456789123456789),
-    ],
-)
-def test_amounts_of_memory(text: str, nbytes: int) -> None:
-    assert parse_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize(
-    "text", ["", "GB", "-1GB", "80Gb", "80 gigs", "80GBs", "1e9", "nan", "1.GB", "8 0GB", "٣GB"]
-)
-def test_what_is_no_amount_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="is not an amount of memory; write a number and one of"):
-        parse_bytes(text)
-
-
-@pytest.mark.parametrize("text", ["0", "0GB", "0.5B"])
-def test_less_than_a_byte_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="is less than one byte"):
-        parse_bytes(text)
-
-
-@given(st.integers(1, 10**17), st.sampled_from([("GB", 10**9), ("GiB", 2**30), ("", 1)]))
-def test_whole_amounts_are_exact(number: int, unit: tuple[str, int]) -> None:
-    assert parse_bytes(f"{number}{unit[0]}") == number * unit[1]
 
 
 @pytest.mark.parametrize(

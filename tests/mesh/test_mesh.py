@@ -53,7 +53,7 @@ def test_axes_lie_over_link_levels_as_devices_are_numbered(
 
 def test_a_mesh_knows_its_axes() -> None:
     mesh = make_mesh((2, 4, 8))
-    assert mesh.axis_names == ("dp0", "dp1", "tp")
+    assert mesh.axis_names == ("axis0", "axis1", "axis2")
     assert mesh.axis_sizes == (2, 4, 8)
     assert mesh.num_devices == 64
 
@@ -82,7 +82,7 @@ def test_an_absurdly_large_mesh_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [0, -4])
 def test_an_axis_needs_a_rank(size: int) -> None:
-    with pytest.raises(MeshError, match=f"axis 'dp' has size {size}"):
+    with pytest.raises(MeshError, match=f"axis 'axis0' has size {size}"):
         make_mesh((size, 4))
 
 
@@ -148,7 +148,7 @@ def test_one_node_needs_no_bandwidth_between_nodes() -> None:
         ((), {"intra_bandwidth": 1e9}, "the shape of the mesh is empty"),
         ((2, 4), {"axes": ["a"]}, "1 axis names are given for 2 axes"),
         ((2, 4), {"axes": ["a", "a"]}, "named twice"),
-        ((2, 4), {"topology": "h100"}, "'h100' is unknown"),
+        ((2, 4), {"topology": "h10"}, "'h10' is unknown; did you mean h100-sxm"),
         (
             (2, 4),
             {"topology": "h100-sxm", "intra_bandwidth": 1e9},
@@ -157,8 +157,8 @@ def test_one_node_needs_no_bandwidth_between_nodes() -> None:
         ((2, 4), {"intra_bandwidth": 1e9}, "inter_bandwidth is required: .* 2 nodes"),
         ((2, 4), {"inter_bandwidth": 1e9}, "without intra_bandwidth"),
         ((2, 4), {"intra_latency": 1e-6}, "without intra_bandwidth"),
-        ((2,), {"intra_bandwidth": 0.0}, "bandwidth of link 'intra' is 0.0"),
-        ((2,), {"intra_bandwidth": float("nan")}, "bandwidth of link 'intra' is nan"),
+        ((2,), {"intra_bandwidth": 0.0}, "bandwidth of link 'intra-node' is 0.0"),
+        ((2,), {"intra_bandwidth": float("nan")}, "bandwidth of link 'intra-node' is nan"),
         ((2,), {"backend": "mpi"}, "backend 'mpi' is unknown"),
         ((2,), {"topology": "h100-sxm", "backend": "gloo"}, "contradicts topology 'h100-sxm'"),
     ],

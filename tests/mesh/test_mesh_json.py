@@ -50,10 +50,10 @@ def changed(path: list[Any], value: object) -> str:
         ("[]", "mesh: Input should be an object"),
         ("{}", "mesh.axes: Field required; mesh.topology: Field required"),
         (changed(["axes"], []), "mesh: the mesh has no axes"),
-        (changed(["axes", 0, "size"], 0), "mesh.axes.0: axis 'dp' has size 0"),
+        (changed(["axes", 0, "size"], 0), "mesh.axes.0: axis 'axis0' has size 0"),
         (changed(["axes", 0, "size"], "2"), "mesh.axes.0.size: Input should be a valid integer"),
         (changed(["axes", 0, "color"], "red"), "mesh.axes.0.color: Unexpected keyword argument"),
-        (changed(["axes", 1, "name"], "dp"), "mesh: axis 'dp' is named twice"),
+        (changed(["axes", 1, "name"], "axis0"), "mesh: axis 'axis0' is named twice"),
         (changed(["topology"], "h100-sxm"), "mesh.topology: Input should be an object"),
         (changed(["topology", "backend"], "mpi"), "mesh.topology: backend 'mpi' is unknown"),
         (
@@ -62,7 +62,7 @@ def changed(path: list[Any], value: object) -> str:
         ),
         (
             changed(["topology", "device", "memory"], 10**400),
-            "mesh.topology.device: memory of device 'H100-SXM5-80GB'",
+            "mesh.topology.device: memory of device 'NVIDIA H100 SXM'",
         ),
         (
             changed(["collectives"], {"alpha": [1.0], "beta": [1.0]}),

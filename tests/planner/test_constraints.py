@@ -148,7 +148,7 @@ def test_a_batch_axis_of_one_rank_leaves_the_batch_whole(planned: Planner) -> No
     case = graph_of(meta(mlp, 65536, 512, 512, 512))
     free = planned(case, (1, 4))
     assert node(free, "linear")[1][0].endswith("S(0)")
-    pinned = planned(case, (1, 4), batch_axis="dp")
+    pinned = planned(case, (1, 4), batch_axis="axis0")
     for name in ("linear", "relu", "linear_1"):
         assert not node(pinned, name)[1][0].endswith("S(0)")
     assert any("S(" in inputs(pinned)[name] for name in ("up.weight", "down.weight"))
@@ -221,7 +221,7 @@ DISOBEYED: dict[str, tuple[dict[str, Any], str]] = {
     "output": ({"pins": {"outputs": {"0": "S(0),S(1)"}}}, "pin of output"),
     "node": ({"pins": {"nodes": {"linear": "S(0),S(1)"}}}, "pin of node"),
     "collective": ({"forbid": [{"kind": "all_reduce"}]}, "against the forbidden all_reduce"),
-    "batch": ({"batch_axis": "dp"}, "does not obey the batch_axis"),
+    "batch": ({"batch_axis": "axis0"}, "does not obey the batch_axis"),
     "pattern": ({"algo": "megatron"}, "does not obey the algo"),
 }
 

@@ -55,11 +55,11 @@ def named(num_devices: int, **options: object) -> list[dict[str, int]]:
 
 def test_the_outermost_axis_may_be_for_a_pipeline() -> None:
     with_pipelines = [
-        {"tp": 8},
+        {"axis0": 8},
         {"pp": 8},
-        {"dp": 2, "tp": 4},
-        {"pp": 2, "tp": 4},
-        {"pp": 4, "tp": 2},
+        {"axis0": 2, "axis1": 4},
+        {"pp": 2, "axis1": 4},
+        {"pp": 4, "axis1": 2},
     ]
     assert named(8, stages="auto") == with_pipelines
     assert named(8) == named(8, stages=1) == [m for m in with_pipelines if "pp" not in m]

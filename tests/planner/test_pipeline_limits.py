@@ -126,7 +126,7 @@ def test_stages_without_a_plan_in_time_are_not_infeasible(
 
 def test_collectives_are_forbidden_on_axes_that_stages_have(graph: Graph) -> None:
     """An axis that is divided among the stages has no collectives."""
-    forbidden = [{"kind": "all_reduce", "axis": "dp"}, {"kind": "all_to_all", "axis": "tp"}]
+    forbidden = [{"kind": "all_reduce", "axis": "axis0"}, {"kind": "all_to_all", "axis": "axis1"}]
     options = PlanOptions.model_validate({**OPTIONS.model_dump(), "forbid": forbidden})
     plan = make_plan(graph, MESH, options)
     assert check_plan(plan, graph) == ()

@@ -269,8 +269,8 @@ def _compared(
 
 def _levels(num_ranks: int, per_node: int) -> list[tuple[str, int | None]]:
     if num_ranks == per_node:
-        return [("node", None)]
-    return [("node", per_node), ("network", None)]
+        return [("intra-node", None)]
+    return [("intra-node", per_node), ("network", None)]
 
 
 def _device() -> torch.device:

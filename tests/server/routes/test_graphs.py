@@ -231,7 +231,7 @@ def test_two_plans_are_compared(service: Any, digest: str, plan: Plan) -> None:
     other = ask(service, digest, wait=60, mesh={"shape": [4]}).json()["id"]
     pair = {"before": plan.id, "after": other}
     difference = service.http.post("/v1/plans:compare", json=pair).json()
-    assert difference["meshes"] == ["dp=2 x tp=2", "tp=4"]
+    assert difference["meshes"] == ["axis0=2 x axis1=2", "axis0=4"]
     same = {"before": plan.id, "after": plan.id}
     assert service.http.post("/v1/plans:compare", json=same).json()["inputs"] == []
     missing = service.http.post("/v1/plans:compare", json={**same, "after": "0" * 64})

@@ -1,0 +1,157 @@
+"""Construction of meshes from shapes, topologies, nodes and bandwidths."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from autoshard.errors import MeshError
+from autoshard.mesh.mesh import Axis, Mesh
+from autoshard.mesh.nodes import node_size, set_node_size
+from autoshard.mesh.presets import (
+    DEFAULT_CPU_TOPOLOGY,
+    DEFAULT_TOPOLOGY,
+    GLOO_OVERHEAD,
+    NCCL_OVERHEAD,
+    NETWORK_LATENCY,
+    NVLINK_LATENCY,
+    TCP_LATENCY,
+    get_topology,
+)
+from autoshard.mesh.shapes import check_axis_names, default_axis_names, parse_shape
+from autoshard.mesh.topology import Link, Topology, check_backend, read_rate
+
+_LATENCIES = {"nccl": (NVLINK_LATENCY, NETWORK_LATENCY), "gloo": (TCP_LATENCY, TCP_LATENCY)}
+_OVERHEADS = {"nccl": NCCL_OVERHEAD, "gloo": GLOO_OVERHEAD}
+_DEFAULTS = {"nccl": DEFAULT_TOPOLOGY, "gloo": DEFAULT_CPU_TOPOLOGY}
+
+
+def make_mesh(
+    shape: str | Sequence[int],
+    *,
+    axes: Sequence[str] | None = None,
+    mesh_dim_names: Sequence[str] | None = None,
+    topology: str | Topology | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    intra_bandwidth: str | float | None = None,
+    inter_bandwidth: str | float | None = None,
+    intra_latency: float | None = None,
+    inter_latency: float | None = None,
+    backend: str | None = None,
+) -> Mesh:
+    """Return a mesh over a topology, or over a two-level cluster given by bandwidths.
+
+    The levels of links are those of the topology, and an axis may span several levels. Devices are
+    numbered node by node, and the last axis varies fastest.
+
+    Args:
+        shape: size of each axis, outermost first: `(2, 4)`, `"2x4"`, `"2,4"`, or with names,
+            `"dp=2,tp=4"`.
+        axes: name of each axis; by default axis0, axis1 and so on. Names have no effect on costs;
+            an outermost axis `pp` is for pipelines.
+        mesh_dim_names: the same as `axes`, under the name that `init_device_mesh` uses.
+        topology: name of a preset, or a topology.
+        nodes: number of nodes. By default the nodes are those of the topology: h100-sxm has 8
+            devices a node. With bandwidths, the last axis is within a node by default and the
+            other axes are between nodes.
+        gpus_per_node: number of devices of a node, instead of `nodes`.
+        intra_bandwidth: bytes per second per device and direction within a node, such as
+            `"450GB/s"`. The device type is then that of the backend's default topology.
+        inter_bandwidth: bytes per second per device and direction between nodes; required with
+            `intra_bandwidth` if the mesh has more than one node.
+        intra_latency: seconds per step within a node; default of the backend if None.
+        inter_latency: seconds per step between nodes; default of the backend if None.
+        backend: "nccl" or "gloo"; by default that of the topology, or "nccl". Without a topology,
+            it selects h100-sxm or cpu-100gbe.
+
+    Raises:
+        MeshError: an argument is invalid, or arguments contradict each other.
+
+    Example:
+        >>> make_mesh("2x4", topology="h100-sxm", nodes=2).description
+        '2 nodes x 4 NVIDIA H100 SXM (NVLink 450 GB/s; 50 GB/s a device between nodes)'
+    """
+    if backend is not None:
+        check_backend(backend)
+    mesh_axes = _axes(shape, _one_of(axes, mesh_dim_names))
+    num_devices = prod(axis.size for axis in mesh_axes)
+    links = {
+        "intra_bandwidth": _rate("intra_bandwidth", intra_bandwidth),
+        "inter_bandwidth": _rate("inter_bandwidth", inter_bandwidth),
+        "intra_latency": intra_latency,
+        "inter_latency": inter_latency,
+    }
+    given = {name: value for name, value in links.items() if value is not None}
+    if not given:
+        known = _known(topology, backend)
+        size = node_size(num_devices, nodes, gpus_per_node, most=known.devices_per_node)
+        return Mesh(mesh_axes, known if size is None else set_node_size(known, num_devices, size))
+    if topology is not None:
+        raise MeshError(
+            f"both a topology and {', '.join(given)} are given; a topology has its own links, "
+            "so leave one of the two out"
+        )
+    size = node_size(num_devices, nodes, gpus_per_node) or mesh_axes[-1].size
+    return Mesh(mesh_axes, _two_level(size, num_devices // size, given, backend or "nccl"))
+
+
+def _axes(shape: str | Sequence[int], names: Sequence[str] | None) -> tuple[Axis, ...]:
+    if isinstance(shape, str):
+        shape, found = parse_shape(shape)
+        if names is not None and found is not None:
+            raise MeshError(f"the axes are named twice: {found} in the shape, and {tuple(names)}")
+        names = found if names is None else names
+    if not shape:
+        raise MeshError("the shape of the mesh is empty; for one device, use (1,)")
+    names = default_axis_names(len(shape)) if names is None else names
+    check_axis_names(names, shape)
+    return tuple(Axis(name, size) for name, size in zip(names, shape, strict=True))
+
+
+def _one_of(
+    axes: Sequence[str] | None, mesh_dim_names: Sequence[str] | None
+) -> Sequence[str] | None:
+    if axes is not None and mesh_dim_names is not None:
+        raise MeshError("axes and mesh_dim_names mean the same; give one of them")
+    return mesh_dim_names if axes is None else axes
+
+
+def _rate(name: str, value: str | float | None) -> float | None:
+    return None if value is None else read_rate(value, name)
+
+
+def _known(topology: str | Topology | None, backend: str | None) -> Topology:
+    if topology is None:
+        return replace(get_topology(_DEFAULTS[backend or "nccl"]), assumed="topology")
+    found = get_topology(topology) if isinstance(topology, str) else topology
+    if backend not in (None, found.backend):
+        raise MeshError(
+            f"backend {backend!r} contradicts topology {found.name!r}, whose links are described "
+            f"for {found.backend!r}; leave one of the two out"
+        )
+    return found
+
+
+def _two_level(size: int, num_nodes: int, given: Mapping[str, float], backend: str) -> Topology:
+    if "intra_bandwidth" not in given:
+        raise MeshError(f"{', '.join(given)} given without intra_bandwidth, which is required")
+    if "inter_bandwidth" not in given and num_nodes > 1:
+        raise MeshError(
+            f"inter_bandwidth is required: the mesh has {num_nodes} nodes of {size} devices; if "
+            "all devices are on one node, give nodes=1"
+        )
+    intra_latency, inter_latency = _LATENCIES[backend]
+    latency = given.get("intra_latency", intra_latency)
+    links = [Link("intra-node", size, given["intra_bandwidth"], latency)]
+    if "inter_bandwidth" in given:
+        latency = given.get("inter_latency", inter_latency)
+        links.append(Link("inter-node", None, given["inter_bandwidth"], latency))
+    return Topology(
+        name="custom",
+        device=get_topology(_DEFAULTS[backend]).device,
+        levels=tuple(links),
+        backend=backend,
+        collective_overhead=_OVERHEADS[backend],
+        source="bandwidths given by the user",
+        assumed="device",
+    )
