@@ -142,8 +142,8 @@ MEASURED = replace(
             "2x4",
             LINKS,
             (
-                "2 nodes x 4 NVIDIA H100 SXM (intra-node 100 GB/s; 10 GB/s a device between nodes); "
-                "assumed: NVIDIA H100 SXM (only bandwidths given)"
+                "2 nodes x 4 NVIDIA H100 SXM (intra-node 100 GB/s; 10 GB/s a device between nodes)"
+                "; assumed: NVIDIA H100 SXM (only bandwidths given)"
             ),
         ),
         (
