@@ -4,33 +4,33 @@
     plan = make_plan(graph, make_mesh((2, 4)))
     model = parallelize(model, plan, device_mesh)
 
-Names that need torch are imported on first use, so that planning and the client start fast.
+Public names are imported on first use: neither `import autoshard` nor
+`from autoshard import Client` loads torch or the solver.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from autoshard.client import AsyncClient, Client
-from autoshard.errors import AutoshardError
-from autoshard.graph import Graph, MixedPrecision, OpaqueModule, load_graph
-from autoshard.mesh import Mesh, get_topology, list_topologies, make_mesh
-from autoshard.outcome import SolveStatus
-from autoshard.plan import (
-    ForbiddenCollective,
-    Pins,
-    Plan,
-    PlanOptions,
-    check_plan,
-    compare_plans,
-    export_plan,
-    operator_coverage,
-    simulate,
-)
-from autoshard.planner import explain, make_plan, make_plans, search_meshes
+from autoshard.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from autoshard.client import AsyncClient, Client
     from autoshard.discovery import discover
-    from autoshard.graph import export_model
+    from autoshard.errors import AutoshardError
+    from autoshard.graph import Graph, MixedPrecision, OpaqueModule, export_model, load_graph
+    from autoshard.mesh import Mesh, get_topology, list_topologies, make_mesh
+    from autoshard.outcome import SolveStatus
+    from autoshard.plan import (
+        ForbiddenCollective,
+        Pins,
+        Plan,
+        PlanOptions,
+        check_plan,
+        compare_plans,
+        export_plan,
+        operator_coverage,
+        simulate,
+    )
+    from autoshard.planner import explain, make_plan, make_plans, search_meshes
     from autoshard.runtime import (
         dcp_state_dict,
         full_tensor,
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
         shard_loader,
     )
     from autoshard.runtime.launch import LaunchContext, get_context, launch
+    from autoshard.version import __version__
+else:
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "AsyncClient",
@@ -58,6 +61,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "SolveStatus",
+    "__version__",
     "check_plan",
     "compare_plans",
     "dcp_state_dict",
@@ -85,19 +89,3 @@ __all__ = [
     "shard_loader",
     "simulate",
 ]
-
-_NEED_TORCH = (
-    "autoshard.graph",
-    "autoshard.discovery",
-    "autoshard.runtime.launch",
-    "autoshard.runtime",
-)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name that needs torch on first use (PEP 562)."""
-    if name in __all__:
-        for module in map(import_module, _NEED_TORCH):
-            if name in module.__all__:
-                return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

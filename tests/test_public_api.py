@@ -1,7 +1,11 @@
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
+
+import pytest
 
 import autoshard
 from autoshard import client
@@ -20,6 +24,7 @@ PUBLIC = [
     "Plan",
     "PlanOptions",
     "SolveStatus",
+    "__version__",
     "check_plan",
     "compare_plans",
     "dcp_state_dict",
@@ -86,6 +91,73 @@ def test_every_public_name_is_there() -> None:
         assert getattr(autoshard, name) is not None
 
 
+def test_dir_lists_every_public_name() -> None:
+    for package in LAZY:
+        module = import_module(package)
+        assert set(module.__all__) <= set(dir(module))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'make_plam'"):
+        _ = autoshard.make_plam
+
+
+LAZY = [
+    "autoshard",
+    "autoshard.client",
+    "autoshard.costs",
+    "autoshard.graph",
+    "autoshard.layouts",
+    "autoshard.ops",
+    "autoshard.plan",
+    "autoshard.planner",
+]
+"""Packages whose names are imported on first use."""
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_names_imported_on_first_use_are_not_those_of_submodules(package: str) -> None:
+    """Importing the submodule would replace them."""
+    module = import_module(package)
+    submodules = {found.name for found in iter_modules(module.__path__)}
+    assert not submodules & set(module.__all__)
+
+
+SLOW = {"fastapi", "highspy", "rich", "scipy", "torch", "transformers", "typer"}
+
+
+def imported_by(program: str) -> set[str]:
+    """Names of all modules that are loaded after a program."""
+    code = f"{program}\nimport sys; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    return set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())  # noqa: S603  our own program
+
+
+def test_the_package_imports_nothing_of_its_own() -> None:
+    found = imported_by("import autoshard; autoshard.__version__; dir(autoshard)")
+    own = {name for name in found if name.startswith("autoshard.")}
+    assert own == {"autoshard.lazy_imports", "autoshard.version"}
+    assert not found & {*SLOW, "numpy", "pydantic"}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from autoshard import Client",
+        "from autoshard import AsyncClient; AsyncClient('http://127.0.0.1:1', cache=False)",
+        "from autoshard import Plan, PlanOptions, make_mesh; PlanOptions(); make_mesh((2, 4))",
+    ],
+)
+def test_clients_and_documents_start_without_solver_and_torch(program: str) -> None:
+    found = imported_by(program)
+    assert not found & SLOW
+    assert not {
+        name for name in found if name.startswith(("autoshard.solve", "autoshard.planner."))
+    }
+
+
 def test_planning_starts_without_torch() -> None:
-    code = "import sys, autoshard, autoshard.cli; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own program
+    found = imported_by(
+        "import autoshard.cli; from autoshard import explain, make_plan, search_meshes"
+    )
+    assert "torch" not in found

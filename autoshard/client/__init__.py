@@ -1,17 +1,27 @@
 """Clients of the planner, at a service or in this process. Only exporting a module needs torch."""
 
-from autoshard.client.client import AsyncClient, Client
-from autoshard.client.results import (
-    JobProgress,
-    JobStatus,
-    MeshSearch,
-    PlanEntry,
-    PlanResult,
-    SearchedMesh,
-    SearchResult,
-    Validation,
-)
-from autoshard.client.transport import Retry
+from typing import TYPE_CHECKING
+
+from autoshard.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from autoshard.client.client import (
+        AsyncClient,
+        Client,
+    )
+    from autoshard.client.results import (
+        JobProgress,
+        JobStatus,
+        MeshSearch,
+        PlanEntry,
+        PlanResult,
+        SearchedMesh,
+        SearchResult,
+        Validation,
+    )
+    from autoshard.client.transport import Retry
+else:
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "AsyncClient",

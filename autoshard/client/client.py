@@ -3,8 +3,10 @@
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
+from autoshard import plan as plans
+from autoshard import planner
 from autoshard.client import core
 from autoshard.client.local import Local
 from autoshard.client.offline import Offline, OfflinePlans, open_folder
@@ -40,18 +42,11 @@ from autoshard.client.transport import (
 )
 from autoshard.errors import ServiceError
 from autoshard.mesh import Topology
-from autoshard.plan import (
-    Coverage,
-    Plan,
-    PlanDifference,
-    chrome_trace,
-    compare_plans,
-    export_plan,
-    simulate,
-)
-from autoshard.planner import Explanation
-from autoshard.solve import CancelToken
+from autoshard.plan import Plan
 from autoshard_solver_cache import NamespacedCache
+
+if TYPE_CHECKING:
+    from autoshard.solve import CancelToken
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -178,7 +173,7 @@ class AsyncClient(_Base):
         on_progress: OnProgress | None = None,
         offline: Offline = "fallback",
         wait: bool = True,
-        stop: CancelToken | None = None,
+        stop: "CancelToken | None" = None,
         **request: Unpack[PlanArguments],
     ) -> PlanResult:
         """As `plan`, with the source of the plan; need not wait for it.
@@ -241,7 +236,7 @@ class AsyncClient(_Base):
         *,
         on_progress: OnProgress | None = None,
         wait: bool = True,
-        stop: CancelToken | None = None,
+        stop: "CancelToken | None" = None,
         **request: Unpack[SearchArguments],
     ) -> SearchResult:
         """As `search`, with the source of the ranking; need not wait for it.
@@ -288,7 +283,7 @@ class AsyncClient(_Base):
         mesh: MeshLike | None = None,
         plan: Plan | None = None,
         discover: bool = True,
-    ) -> Coverage:
+    ) -> "plans.Coverage":
         """List the operators of a model that can be sharded; as `autoshard.operator_coverage`.
 
         Args:
@@ -369,7 +364,7 @@ class AsyncClient(_Base):
 
     async def explain(
         self, plan: Plan | str, name: str, *, value: bool = False, time_limit: float = 60.0
-    ) -> Explanation:
+    ) -> "planner.Explanation":
         """Price every alternative of one choice of a plan; as `autoshard.explain`.
 
         Args:
@@ -385,13 +380,13 @@ class AsyncClient(_Base):
         query = {"name": name, "value": "true" if value else None, "time_limit": time_limit}
         return await self._compute_from_plans(
             plan,
-            kind=Explanation,
+            kind=planner.Explanation,
             make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/explain", **query),
             compute=lambda made: core.explain(made, name, value=value, time_limit=time_limit)[0],
             waiting=True,
         )
 
-    async def compare(self, before: Plan | str, after: Plan | str) -> PlanDifference:
+    async def compare(self, before: Plan | str, after: Plan | str) -> "plans.PlanDifference":
         """Compare two plans of one graph; as `autoshard.compare_plans`.
 
         Args:
@@ -406,11 +401,11 @@ class AsyncClient(_Base):
         return await self._compute_from_plans(
             before,
             after,
-            kind=PlanDifference,
+            kind=plans.PlanDifference,
             make_request=lambda *pair: post(
                 f"{PLANS}:compare", {"before": pair[0], "after": pair[1]}
             ),
-            compute=compare_plans,
+            compute=plans.compare_plans,
         )
 
     async def export(self, plan: Plan | str, target: str) -> str:
@@ -428,7 +423,7 @@ class AsyncClient(_Base):
             plan,
             kind=str,
             make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/export", to=target),
-            compute=lambda made: export_plan(made, target),
+            compute=lambda made: plans.export_plan(made, target),
         )
 
     async def trace(self, plan: Plan | str) -> str:
@@ -446,7 +441,7 @@ class AsyncClient(_Base):
             plan,
             kind=str,
             make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/trace"),
-            compute=lambda made: chrome_trace(simulate(made)),
+            compute=lambda made: plans.chrome_trace(plans.simulate(made)),
         )
 
     async def list_plans(

@@ -11,27 +11,19 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autoshard import ops, planner
+from autoshard import plan as plans
 from autoshard.client.results import JobProgress, MeshSearch, SearchedMesh, Validation
 from autoshard.errors import PlanError
 from autoshard.graph import ArchiveLimits, Graph, load_graph, rules_from_json
 from autoshard.mesh import Mesh, Topology
-from autoshard.ops import has_rule, with_rules
 from autoshard.outcome import SolveStatus
-from autoshard.plan import Coverage, Plan, PlanOptions, operator_coverage
-from autoshard.planner import (
-    Candidate,
-    Explanation,
-    SearchProgress,
-    make_plan,
-    plan_id,
-    problem_size,
-    search_meshes,
-    torch_version,
-)
-from autoshard.planner import explain as explain_choice
-from autoshard.solve import CancelToken, KeyValueStore, Progress
+from autoshard.plan import Plan, PlanOptions
+
+if TYPE_CHECKING:
+    from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 ProgressListener = Callable[[JobProgress], None]
 """Called with each progress report of a running request."""
@@ -57,8 +49,8 @@ class Resources:
         num_workers: processes that a mesh search plans with.
     """
 
-    blocks: KeyValueStore | None = None
-    rules: KeyValueStore | None = None
+    blocks: "KeyValueStore | None" = None
+    rules: "KeyValueStore | None" = None
     discovery_seconds: float = 30.0
     max_strategies: int | None = None
     num_workers: int = 2
@@ -72,7 +64,7 @@ def load_request_graph(
     Raises:
         GraphError: the graph cannot be read, or a rule does not fit it.
     """
-    return with_rules(load_graph(graph, limits=limits), rules_from_json(rules))
+    return ops.with_rules(load_graph(graph, limits=limits), rules_from_json(rules))
 
 
 def find_rules(graph: Graph, resources: Resources) -> tuple[Graph, bool]:
@@ -84,9 +76,11 @@ def find_rules(graph: Graph, resources: Resources) -> tuple[Graph, bool]:
     Returns:
         the graph; true if there was time to try all operators.
     """
-    if all(has_rule(node.operator) for node in graph.nodes if node.operator.startswith("aten.")):
+    if all(
+        ops.has_rule(node.operator) for node in graph.nodes if node.operator.startswith("aten.")
+    ):
         return graph, True
-    if torch_version() is None:
+    if planner.torch_version() is None:
         _log.warning("operators without a rule are replicated: torch is not installed here")
         return graph, True
     from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
@@ -109,7 +103,7 @@ def plan(
     resources: Resources,
     *,
     on_progress: ProgressListener | None = None,
-    cancel: CancelToken | None = None,
+    cancel: "CancelToken | None" = None,
 ) -> tuple[Plan, bool]:
     """Plan a graph for a mesh.
 
@@ -130,7 +124,7 @@ def plan(
         InputError: the request cannot be planned.
     """
     found, is_complete = find_rules(graph, resources)
-    made = make_plan(
+    made = planner.make_plan(
         found,
         mesh,
         options,
@@ -141,7 +135,7 @@ def plan(
     )
     if cancel is not None and cancel.is_set():
         made = _cut_short(made)
-    return _with_id(made, plan_id(graph, mesh, options)), is_complete and _is_final(made)
+    return _with_id(made, planner.plan_id(graph, mesh, options)), is_complete and _is_final(made)
 
 
 def validate(
@@ -156,13 +150,13 @@ def validate(
         InputError: planning would refuse the request.
     """
     found, is_complete = find_rules(graph, resources)
-    size = problem_size(found, mesh, options, max_strategies=resources.max_strategies)
-    return Validation(plan_id=plan_id(graph, mesh, options), size=size), is_complete
+    size = planner.problem_size(found, mesh, options, max_strategies=resources.max_strategies)
+    return Validation(plan_id=planner.plan_id(graph, mesh, options), size=size), is_complete
 
 
 def coverage(
     graph: Graph, axis_sizes: Collection[int], resources: Resources
-) -> tuple[Coverage, bool]:
+) -> "tuple[plans.Coverage, bool]":
     """List the operators that can be sharded, and the reasons why others cannot.
 
     Args:
@@ -175,7 +169,7 @@ def coverage(
         the coverage; true if it is final.
     """
     found, is_complete = find_rules(graph, resources)
-    return operator_coverage(found, axis_sizes=axis_sizes), is_complete
+    return plans.operator_coverage(found, axis_sizes=axis_sizes), is_complete
 
 
 def load_planned_graph(graph: bytes, made: Plan) -> Graph:
@@ -187,22 +181,22 @@ def load_planned_graph(graph: bytes, made: Plan) -> Graph:
     rules = (rules_from_json(stage.program.get("rules", [])) for stage in made.stages)
     # Several stages may have the same rule.
     distinct = dict.fromkeys(rule for found in rules for rule in found)
-    return with_rules(load_graph(graph), [*distinct])
+    return ops.with_rules(load_graph(graph), [*distinct])
 
 
-def plan_coverage(graph: bytes, made: Plan) -> Coverage:
+def plan_coverage(graph: bytes, made: Plan) -> "plans.Coverage":
     """List the operators that can be sharded, with the time that each takes under a plan.
 
     Raises:
         GraphError: the graph cannot be read.
         PlanError: the plan is not one of this graph.
     """
-    return operator_coverage(load_planned_graph(graph, made), made)
+    return plans.operator_coverage(load_planned_graph(graph, made), made)
 
 
 def explain(
     made: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
-) -> tuple[Explanation, bool]:
+) -> "tuple[planner.Explanation, bool]":
     """Price every alternative of one choice of a plan; as `autoshard.explain`.
 
     Returns:
@@ -214,7 +208,7 @@ def explain(
     """
     if not made.found:
         raise PlanError(f"there is no plan to explain: {made.reason}")
-    found = explain_choice(None, made, name, value=value, time_limit=time_limit)
+    found = planner.explain(None, made, name, value=value, time_limit=time_limit)
     return found, all(alternative.exact for alternative in found.alternatives)
 
 
@@ -227,7 +221,7 @@ def search(
     options: PlanOptions,
     resources: Resources,
     on_progress: ProgressListener | None = None,
-    cancel: CancelToken | None = None,
+    cancel: "CancelToken | None" = None,
     keep: KeepPlan | None = None,
 ) -> tuple[MeshSearch, bool]:
     """Plan a graph on every mesh of a number of devices.
@@ -253,13 +247,13 @@ def search(
     started = time.monotonic()
     complete, is_complete = find_rules(graph, resources)
 
-    def report(progress: SearchProgress) -> None:
+    def report(progress: "planner.SearchProgress") -> None:
         if on_progress is not None:
             best = _finite(progress.latest.objective)
             elapsed = time.monotonic() - started
             on_progress(JobProgress(phase=progress.phase, incumbent=best, elapsed=elapsed))
 
-    candidates = search_meshes(
+    candidates = planner.search_meshes(
         complete,
         num_devices,
         topology=topology,
@@ -273,7 +267,7 @@ def search(
     )
     found = []
     for candidate in candidates:
-        known = plan_id(graph, candidate.mesh, candidate.options)
+        known = planner.plan_id(graph, candidate.mesh, candidate.options)
         found.append(_searched_mesh(candidate, known, keep, is_complete=is_complete))
     plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
     is_final = is_complete and all(_is_final(made) for made in plans)
@@ -283,7 +277,7 @@ def search(
 
 
 def _searched_mesh(
-    candidate: Candidate, known: str, keep: KeepPlan | None, *, is_complete: bool
+    candidate: "planner.Candidate", known: str, keep: KeepPlan | None, *, is_complete: bool
 ) -> SearchedMesh:
     made = candidate.plan
     if made is None:
@@ -314,7 +308,7 @@ def _with_id(made: Plan, known: str) -> Plan:
     return made if made.id == known else made.model_copy(update={"id": known})
 
 
-def _solver_progress(progress: Progress) -> JobProgress:
+def _solver_progress(progress: "Progress") -> JobProgress:
     return JobProgress(
         phase=progress.phase,
         incumbent=_finite(progress.incumbent),

@@ -6,9 +6,11 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import islice
 from threading import Event, Lock, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from autoshard import plan as plans
+from autoshard import planner
 from autoshard.client import core
 from autoshard.client.offline import Offline, OfflinePlans, require_plan
 from autoshard.client.requests import CoverageRequest, PlanRequest, SearchRequest
@@ -27,9 +29,10 @@ from autoshard.client.transport import Transport
 from autoshard.errors import MeshError, RequestRejectedError
 from autoshard.mesh import Topology, get_topology, list_topologies
 from autoshard.outcome import SolveStatus
-from autoshard.plan import PLAN_VERSION, Coverage, Plan
-from autoshard.planner import plan_id
-from autoshard.solve import CancelToken
+from autoshard.plan import PLAN_VERSION, Plan
+
+if TYPE_CHECKING:
+    from autoshard.solve import CancelToken
 
 _POLL = 0.1
 """Seconds between polls of a job."""
@@ -208,7 +211,7 @@ class LocalJobs:
             return job, cached
 
     async def wait_joined(
-        self, job: LocalJob, on_progress: OnProgress | None, stop: CancelToken | None
+        self, job: LocalJob, on_progress: OnProgress | None, stop: "CancelToken | None"
     ) -> None:
         """Wait for a job that was joined. If its last waiter is cancelled, so is an unshared job.
 
@@ -226,7 +229,7 @@ class LocalJobs:
             raise job.failure
 
     async def wait(
-        self, job: LocalJob, on_progress: OnProgress | None, stop: CancelToken | None = None
+        self, job: LocalJob, on_progress: OnProgress | None, stop: "CancelToken | None" = None
     ) -> None:
         """Wait until a job is done, and report its progress; stop it once `stop` is set."""
         reported: JobProgress | None = None
@@ -267,7 +270,7 @@ class Local:
         *,
         offline: Offline = "never",
         wait: bool = True,
-        stop: CancelToken | None = None,
+        stop: "CancelToken | None" = None,
     ) -> PlanResult:
         """Make the plan of a request.
 
@@ -279,7 +282,9 @@ class Local:
         if offline == "only":
             return await self._transport.run(lambda: require_plan(kept, request))
         mesh = request.mesh(self._topologies)
-        key = await self._transport.run(lambda: plan_id(request.program, mesh, request.options))
+        key = await self._transport.run(
+            lambda: planner.plan_id(request.program, mesh, request.options)
+        )
         searched = self._jobs.searched_plan(key)
         if searched is not None:
             if kept is not None:
@@ -313,7 +318,7 @@ class Local:
         on_progress: OnProgress | None = None,
         *,
         wait: bool = True,
-        stop: CancelToken | None = None,
+        stop: "CancelToken | None" = None,
     ) -> SearchResult:
         """Plan on every mesh of a number of devices.
 
@@ -367,7 +372,7 @@ class Local:
         )
         return validation
 
-    async def coverage(self, request: CoverageRequest) -> Coverage:
+    async def coverage(self, request: CoverageRequest) -> "plans.Coverage":
         """List the operators that can be sharded.
 
         Raises:

@@ -6,15 +6,16 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 from uuid import uuid4
 
 import httpx2
 import zstandard
 from httpx2 import codes
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from autoshard import plan as plans
 from autoshard.client.local import Local
 from autoshard.client.offline import Offline, OfflinePlans, require_plan
 from autoshard.client.requests import CoverageRequest, GraphRequest, PlanRequest, SearchRequest
@@ -40,8 +41,11 @@ from autoshard.client.transport import (
 )
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.mesh import Topology, topology_to_json
-from autoshard.plan import Coverage, Plan
-from autoshard.solve import CancelToken
+from autoshard.plan import Plan
+from autoshard.schemas import type_adapter
+
+if TYPE_CHECKING:
+    from autoshard.solve import CancelToken
 
 T = TypeVar("T")
 
@@ -75,12 +79,6 @@ _NO_STREAMS = frozenset({404, 405, 406, 501})
 
 _OCTETS = {"Content-Type": "application/octet-stream"}
 
-_ENTRIES = TypeAdapter(tuple[PlanEntry, ...])
-_SEARCH = TypeAdapter(MeshSearch)
-_VALIDATION = TypeAdapter(Validation)
-_COVERAGE = TypeAdapter(Coverage)
-_NAMES = TypeAdapter(tuple[str, ...])
-_TOPOLOGY = TypeAdapter(Topology)
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +128,7 @@ class Remote:
         *,
         offline: Offline,
         wait: bool = True,
-        stop: CancelToken | None = None,
+        stop: "CancelToken | None" = None,
     ) -> PlanResult:
         """Request a plan; if the service cannot be reached, use a kept one or the fallback.
 
@@ -162,7 +160,7 @@ class Remote:
         on_progress: OnProgress | None,
         *,
         wait: bool = True,
-        stop: CancelToken | None = None,
+        stop: "CancelToken | None" = None,
     ) -> SearchResult:
         """Request the best mesh.
 
@@ -174,7 +172,7 @@ class Remote:
             done = await self._submit("/v1/searches", request, on_progress, wait=wait)
         except ServiceUnavailableError as error:
             return await self._fall_back(error).search(request, on_progress, stop=stop)
-        search = None if done.document is None else _read(_SEARCH, done.document)
+        search = None if done.document is None else _read(MeshSearch, done.document)
         return SearchResult(search, done.cached, done.job.id if done.job else None)
 
     async def validate(self, request: PlanRequest) -> Validation:
@@ -183,15 +181,15 @@ class Remote:
             done = await self._submit(PLANS, request, more={"validate_only": True})
         except ServiceUnavailableError as error:
             return await self._fall_back(error).validate(request)
-        return _read(_VALIDATION, done.document)
+        return _read(Validation, done.document)
 
-    async def coverage(self, request: CoverageRequest) -> Coverage:
+    async def coverage(self, request: CoverageRequest) -> "plans.Coverage":
         """Request the operators that can be sharded; raises as `search`."""
         try:
             done = await self._submit("/v1/operators:coverage", request)
         except ServiceUnavailableError as error:
             return await self._fall_back(error).coverage(request)
-        return _read(_COVERAGE, done.document)
+        return _read(plans.Coverage, done.document)
 
     async def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Plan:
         """Return a plan of the service; if that cannot be reached, a kept one.
@@ -246,15 +244,17 @@ class Remote:
         if response.status_code == codes.ACCEPTED:
             job = await self._follow(response, None)
             job.check()
-            return _read(TypeAdapter(kind), job.result)
+            return _read(kind, job.result)
         result = response.content.decode() if kind is str else read_json(response)
-        return _read(TypeAdapter(kind), result)
+        return _read(kind, result)
 
     async def list_plans(
         self, *, graph_digest: str | None = None, limit: int = 100
     ) -> tuple[PlanEntry, ...]:
         """As `Client.list_plans`."""
-        return _read(_ENTRIES, await self._list("plans", limit, graph_digest=graph_digest))
+        return _read(
+            tuple[PlanEntry, ...], await self._list("plans", limit, graph_digest=graph_digest)
+        )
 
     async def list_jobs(
         self, *, states: Sequence[str] = (), limit: int = 100
@@ -266,12 +266,12 @@ class Remote:
     async def list_topologies(self) -> tuple[str, ...]:
         """As `Client.list_topologies`."""
         document = read_json(await self._transport.send(get("/v1/topologies")))
-        return _read(_NAMES, document["topologies"])
+        return _read(tuple[str, ...], document["topologies"])
 
     async def get_topology(self, name: str) -> Topology:
         """As `Client.get_topology`."""
         response = await self._transport.send(get(_topology_path(name)))
-        return _read(_TOPOLOGY, read_json(response))
+        return _read(Topology, read_json(response))
 
     async def put_topology(self, topology: Topology) -> None:
         """As `Client.put_topology`."""
@@ -564,9 +564,9 @@ def _topology_path(name: str) -> str:
     return f"/v1/topologies/{quote(name, safe='')}"
 
 
-def _read(adapter: TypeAdapter[T], document: Any) -> T:
+def _read(kind: type[T], document: Any) -> T:
     try:
-        return adapter.validate_python(document)
+        return type_adapter(kind).validate_python(document)
     except ValidationError as error:
         raise ServiceError(f"the service's response cannot be read: {error}") from error
 

@@ -9,15 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoshard.errors import RequestRejectedError, ServiceError
 from autoshard.mesh import Mesh
-from autoshard.plan import Certificate, Plan
-from autoshard.planner import ProblemSize
+from autoshard.plan import Certificate, Plan, ProblemSize
 
 
 class _Document(BaseModel):
     """A JSON document of the service."""
 
     # Later versions of the service may add members.
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class JobProgress(_Document):

@@ -1,24 +1,43 @@
 """Costs of operators and parameters on one rank, in seconds and bytes."""
 
-from autoshard.costs.compute import Category, categorise, efficiency_key, operator_times
-from autoshard.costs.memory import (
-    ParameterBytes,
-    SavedBytes,
-    activation_bytes,
-    halo_bytes,
-    parameter_bytes,
-    saved_bytes,
-)
-from autoshard.costs.micro_batches import (
-    GATHERED_ONCE,
-    Frequency,
-    StepCommunication,
-    inputs_held,
-    num_waiting,
-    runs_per_step,
-)
-from autoshard.costs.optimizer import Optimizer, OptimizerSpec, optimizer_time
-from autoshard.costs.overlap import ForwardBackward, Overlap, overlapped_seconds
+from typing import TYPE_CHECKING
+
+from autoshard.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from autoshard.costs.compute import (
+        Category,
+        categorise,
+        efficiency_key,
+        operator_times,
+    )
+    from autoshard.costs.frequency import GATHERED_ONCE, Frequency
+    from autoshard.costs.memory import (
+        ParameterBytes,
+        SavedBytes,
+        activation_bytes,
+        halo_bytes,
+        parameter_bytes,
+        saved_bytes,
+    )
+    from autoshard.costs.micro_batches import (
+        StepCommunication,
+        inputs_held,
+        num_waiting,
+        runs_per_step,
+    )
+    from autoshard.costs.optimizer import (
+        Optimizer,
+        OptimizerSpec,
+        optimizer_time,
+    )
+    from autoshard.costs.overlap import (
+        ForwardBackward,
+        Overlap,
+        overlapped_seconds,
+    )
+else:
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "GATHERED_ONCE",

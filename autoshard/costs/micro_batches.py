@@ -9,30 +9,12 @@ then stay in memory from one micro-batch to the next.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Generic
 
+from autoshard.costs.frequency import GATHERED_ONCE, Frequency
 from autoshard.costs.overlap import ForwardBackward, Seconds, overlapped_seconds
 from autoshard.graph import InputKind
 from autoshard.layouts import Action
-
-
-class Frequency(StrEnum):
-    """How often the steps of a parameter's resharding run in a training step."""
-
-    MICRO_BATCH = "micro_batch"
-    """All steps in every micro-batch."""
-    REDUCE_STEP = "reduce_step"
-    """The first steps, which only reduce the gradient, once per training step, which needs no
-    memory; the others in every micro-batch."""
-    GATHER_STEP = "gather_step"
-    """As `REDUCE_STEP`, and the forward actions of all steps once per training step."""
-    STEP = "step"
-    """All steps once per training step."""
-
-
-GATHERED_ONCE = frozenset({Frequency.GATHER_STEP, Frequency.STEP})
-"""Frequencies with which a parameter stays gathered until the last micro-batch."""
 
 
 def num_waiting(forward: Sequence[str]) -> int:

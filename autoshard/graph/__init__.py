@@ -1,47 +1,74 @@
 """Loading of exported archives into immutable graphs; torch is needed only to export a model."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from autoshard.graph.archive import Archive, ArchiveLimits, operator_namespaces, read_archive
-from autoshard.graph.blocks import Block, find_blocks
-from autoshard.graph.checks import MAX_RULES, RULES_VERSION
-from autoshard.graph.dtype import DType
-from autoshard.graph.forward_code import forward_code, hooked_modules
-from autoshard.graph.ir import (
-    Argument,
-    CallRule,
-    DimFactors,
-    ExportedModel,
-    Graph,
-    Input,
-    InputKind,
-    Letters,
-    Node,
-    Origin,
-    Output,
-    Ref,
-    Tensor,
-    Token,
-    TokenKind,
-    references,
-)
-from autoshard.graph.load import load_graph
-from autoshard.graph.mixed_precision import MixedPrecision
-from autoshard.graph.opaque_call import OPAQUE_MODULE, OpaqueCall, OpaqueModule
-from autoshard.graph.serialise import (
-    graph_digest,
-    graph_from_json,
-    graph_to_json,
-    resized,
-    rules_from_json,
-    rules_to_json,
-)
-from autoshard.graph.shorten import Shortened, shorten
-from autoshard.graph.stages import CutPoint, StageCutter
-from autoshard.graph.training_mode import training_operators
+from autoshard.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from autoshard.graph.archive import (
+        Archive,
+        ArchiveLimits,
+        operator_namespaces,
+        read_archive,
+    )
+    from autoshard.graph.blocks import (
+        Block,
+        find_blocks,
+    )
+    from autoshard.graph.checks import (
+        MAX_RULES,
+        RULES_VERSION,
+    )
+    from autoshard.graph.dtype import DType
     from autoshard.graph.export import export_model
+    from autoshard.graph.ir import (
+        Argument,
+        CallRule,
+        DimFactors,
+        ExportedModel,
+        Graph,
+        Input,
+        InputKind,
+        Letters,
+        Node,
+        Origin,
+        Output,
+        Ref,
+        Tensor,
+        Token,
+        TokenKind,
+        references,
+    )
+    from autoshard.graph.load import load_graph
+    from autoshard.graph.mixed_precision import MixedPrecision
+    from autoshard.graph.opaque_call import (
+        OPAQUE_MODULE,
+        OpaqueCall,
+        OpaqueModule,
+    )
+    from autoshard.graph.serialise import (
+        graph_digest,
+        graph_from_json,
+        graph_to_json,
+        resized,
+        rules_from_json,
+        rules_to_json,
+    )
+    from autoshard.graph.shortening import (
+        Shortened,
+        shorten,
+    )
+    from autoshard.graph.source_code import (
+        forward_code,
+        hooked_modules,
+    )
+    from autoshard.graph.stages import (
+        CutPoint,
+        StageCutter,
+    )
+    from autoshard.graph.training_mode import training_operators
+else:
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "MAX_RULES",
@@ -89,12 +116,3 @@ __all__ = [
     "shorten",
     "training_operators",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `export_model`, which needs torch, on first access (PEP 562)."""
-    if name == "export_model":
-        from autoshard.graph.export import export_model  # noqa: PLC0415 - torch is slow to import
-
-        return export_model
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from autoshard.errors import ArchiveError, GraphError, SchemaError
 from autoshard.files import check_not_foreign, read_graph_file
@@ -25,6 +25,7 @@ from autoshard.graph.dtype import DType
 from autoshard.graph.ir import ExportedModel, Graph, Input, InputKind
 from autoshard.graph.json_fields import member, place, typed
 from autoshard.graph.parse import DTYPES, LAYOUTS
+from autoshard.schemas import type_adapter
 
 CONSTANTS_FOLDER = "data/constants/"
 CONSTANTS_FILE = f"{CONSTANTS_FOLDER}model_constants_config.json"
@@ -212,10 +213,7 @@ class ExportRecord:
 
     def to_json(self) -> bytes:
         """The content of the extra file."""
-        return _EXPORT_RECORD.dump_json(self)
-
-
-_EXPORT_RECORD = TypeAdapter(ExportRecord)
+        return type_adapter(ExportRecord).dump_json(self)
 
 
 @dataclass(frozen=True)
@@ -377,7 +375,7 @@ def _parse(data: bytes, what: str) -> dict[str, Any]:
 
 def _parse_export(data: bytes) -> ExportRecord:
     try:
-        return _EXPORT_RECORD.validate_json(data)
+        return type_adapter(ExportRecord).validate_json(data)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, found["loc"]))

@@ -20,11 +20,11 @@ from autoshard.errors import ExportError, GraphError
 from autoshard.graph.archive import EXPORT_FILE, ExportRecord
 from autoshard.graph.buffers import follow_buffers
 from autoshard.graph.casting import cast_parameters, with_casts
-from autoshard.graph.forward_code import forward_code, hooked_modules
 from autoshard.graph.ir import ExportedModel
 from autoshard.graph.mixed_precision import MixedPrecision
 from autoshard.graph.opaque import OpaqueModules
 from autoshard.graph.opaque_call import OpaqueModule
+from autoshard.graph.source_code import forward_code, hooked_modules
 from autoshard.graph.tracing import (
     OnMeta,
     check_no_autocast,

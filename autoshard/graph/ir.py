@@ -470,7 +470,7 @@ class ExportedModel:
 
     Attributes:
         training: True if it was in training mode.
-        code: a digest of the code of forward by class (`autoshard.graph.forward_code`).
+        code: a digest of the code of forward by class (`autoshard.graph.source_code`).
         hooked: names of the modules whose hooks run: those that had some, which the export
             traced, and those that are kept whole.
         mixed_precision: the policy under which it was exported.

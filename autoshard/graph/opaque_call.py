@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from autoshard.errors import SchemaError
 from autoshard.graph.dtype import DType
-from autoshard.graph.ir import (
-    Literal,
-)
+from autoshard.graph.ir import Literal
+from autoshard.schemas import type_adapter
 
 OPAQUE_MODULE = "autoshard.opaque_module.default"
 """tensors[], state[], call, flops, saved_bytes, along_batch, random -> results and new contents
@@ -64,7 +63,7 @@ class OpaqueCall:
 
     def to_json(self) -> str:
         """The call as JSON, an argument of the operator."""
-        return _CALL.dump_json(self).decode()
+        return type_adapter(OpaqueCall).dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: object) -> "OpaqueCall":
@@ -74,9 +73,6 @@ class OpaqueCall:
             SchemaError: the text is not a call.
         """
         try:
-            return _CALL.validate_json(str(text))
+            return type_adapter(OpaqueCall).validate_json(str(text))
         except ValidationError:
             raise SchemaError("the call of an opaque module cannot be read") from None
-
-
-_CALL = TypeAdapter(OpaqueCall)

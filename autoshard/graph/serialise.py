@@ -17,11 +17,10 @@ from pydantic_core import PydanticSerializationError, to_json
 from autoshard.errors import GraphError, SchemaError
 from autoshard.graph.checks import check_document, check_rules
 from autoshard.graph.ir import CallRule, Graph
+from autoshard.schemas import type_adapter
 
 T = TypeVar("T")
 
-_GRAPH = TypeAdapter(Graph)
-_RULES = TypeAdapter(tuple[CallRule, ...])
 _DIGEST = "digest"
 
 
@@ -45,7 +44,9 @@ def _document_digest(document: object) -> str:
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
     """Convert a graph to plain JSON types, the inverse of `graph_from_json`."""
-    document: dict[str, Any] = _GRAPH.dump_python(graph, mode="json", exclude_defaults=True)
+    document: dict[str, Any] = type_adapter(Graph).dump_python(
+        graph, mode="json", exclude_defaults=True
+    )
     return document
 
 
@@ -62,7 +63,7 @@ def graph_from_json(document: object, *, known: Graph | None = None) -> Graph:
     """
     if known is not None and _is_document_of(known, document):
         return known
-    graph = _read(_GRAPH, document, "a graph")
+    graph = _read(type_adapter(Graph), document, "a graph")
     check_document(graph, document)
     return graph
 
@@ -76,7 +77,7 @@ def _is_document_of(graph: Graph, document: object) -> bool:
 
 def rules_to_json(rules: Iterable[CallRule]) -> list[dict[str, Any]]:
     """Convert rules to plain JSON, the inverse of `rules_from_json`."""
-    document: list[dict[str, Any]] = _RULES.dump_python(
+    document: list[dict[str, Any]] = type_adapter(tuple[CallRule, ...]).dump_python(
         tuple(rules), mode="json", exclude_defaults=True
     )
     return document
@@ -89,7 +90,7 @@ def rules_from_json(document: object) -> tuple[CallRule, ...]:
         SchemaError: a member is missing, unknown, mistyped or too large, a rule is inconsistent,
             or two are for the same calls; the message has its path.
     """
-    rules = _read(_RULES, document, "rules")
+    rules = _read(type_adapter(tuple[CallRule, ...]), document, "rules")
     check_rules(rules)
     return rules
 

@@ -1,38 +1,45 @@
 """SPMD types, layouts and reshardings; independent of graphs and meshes."""
 
-from autoshard.layouts.layout import (
-    AxisType,
-    I,
-    Kind,
-    Layout,
-    P,
-    R,
-    S,
-    can_be_sharded,
-    largest_shard,
-    legal_layouts,
-    parse_type,
-    relative_sizes,
-    shards_unevenly,
-)
-from autoshard.layouts.placements import (
-    from_placements,
-    has_placements,
-    layout_of_texts,
-    placement_texts,
-    to_placements,
-)
-from autoshard.layouts.resharding import (
-    STEPS,
-    Action,
-    Pricer,
-    ReshardingTable,
-    Step,
-    is_bucketable,
-    is_padded,
-    regather_price,
-    step_price,
-)
+from typing import TYPE_CHECKING
+
+from autoshard.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from autoshard.layouts.layout import (
+        AxisType,
+        I,
+        Kind,
+        Layout,
+        P,
+        R,
+        S,
+        can_be_sharded,
+        largest_shard,
+        legal_layouts,
+        parse_type,
+        relative_sizes,
+        shards_unevenly,
+    )
+    from autoshard.layouts.placements import (
+        from_placements,
+        has_placements,
+        layout_of_texts,
+        placement_texts,
+        to_placements,
+    )
+    from autoshard.layouts.resharding import (
+        STEPS,
+        Action,
+        Pricer,
+        ReshardingTable,
+        Step,
+        is_bucketable,
+        is_padded,
+        regather_price,
+        step_price,
+    )
+else:
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "STEPS",

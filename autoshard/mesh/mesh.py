@@ -53,6 +53,7 @@ from autoshard.mesh.topology import (
     check_not_negative,
     check_unique,
 )
+from autoshard.schemas import type_adapter
 
 
 class Line(NamedTuple):
@@ -411,15 +412,12 @@ def _span(num_ranks: int, stride: int, size: int, num_devices: int) -> Span:
     return Span(int(starts.sum(axis=1).max()), int(runs.min()))
 
 
-_MESH = TypeAdapter(Mesh)
-_TOPOLOGY = TypeAdapter(Topology)
-
 T = TypeVar("T")
 
 
 def mesh_to_json(mesh: Mesh) -> str:
     """Convert a mesh to a JSON document with all figures, independent of presets."""
-    return _MESH.dump_json(mesh).decode()
+    return type_adapter(Mesh).dump_json(mesh).decode()
 
 
 def mesh_from_json(document: str | bytes) -> Mesh:
@@ -429,12 +427,12 @@ def mesh_from_json(document: str | bytes) -> Mesh:
         MeshError: the document is not JSON or not a valid mesh, or has unknown fields or inexact
             types; the message lists all errors.
     """
-    return _read(_MESH, document, "mesh")
+    return _read(type_adapter(Mesh), document, "mesh")
 
 
 def topology_to_json(topology: Topology, *, indent: int | None = 1) -> str:
     """Convert a topology to a JSON document that can be edited."""
-    return _TOPOLOGY.dump_json(topology, indent=indent).decode()
+    return type_adapter(Topology).dump_json(topology, indent=indent).decode()
 
 
 def topology_from_json(document: str | bytes) -> Topology:
@@ -444,7 +442,7 @@ def topology_from_json(document: str | bytes) -> Topology:
         MeshError: the document is not JSON or not a valid topology, or has unknown fields or
             inexact types; the message lists all errors.
     """
-    return _read(_TOPOLOGY, document, "topology")
+    return _read(type_adapter(Topology), document, "topology")
 
 
 def _read(adapter: TypeAdapter[T], document: str | bytes, what: str) -> T:

@@ -1,31 +1,53 @@
 """Operators: one `OperatorSpec` each, in one file per family, and their sharding rules."""
 
-from autoshard.ops.collectives import InnerCollective, Operation, Reduction, Reductions
-from autoshard.ops.interleaved import interleaved_types, weights_of
-from autoshard.ops.registry import (
-    backward_workspace,
-    draws_random_numbers,
-    has_rule,
-    is_view,
-    made_strides,
-    passes_gradient,
-    rule_for,
-    saved_tensors,
-    spec_for,
-    view_strides,
-    with_rules,
-)
-from autoshard.ops.rule import (
-    AxisRule,
-    Dims,
-    Interleaved,
-    OperatorRule,
-    Strategy,
-    axis_rules,
-    strategies,
-)
-from autoshard.ops.spec import Call, ExtraTensor, Kernel, OperatorSpec, SavedByAutograd, call_of
-from autoshard.ops.strides import Strides
+from typing import TYPE_CHECKING
+
+from autoshard.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from autoshard.ops.collectives import (
+        InnerCollective,
+        Operation,
+        Reduction,
+        Reductions,
+    )
+    from autoshard.ops.interleaved import (
+        interleaved_types,
+        weights_of,
+    )
+    from autoshard.ops.registry import (
+        backward_workspace,
+        draws_random_numbers,
+        has_rule,
+        is_view,
+        made_strides,
+        passes_gradient,
+        rule_for,
+        saved_tensors,
+        spec_for,
+        view_strides,
+        with_rules,
+    )
+    from autoshard.ops.rule import (
+        AxisRule,
+        Dims,
+        Interleaved,
+        OperatorRule,
+        Strategy,
+        axis_rules,
+        strategies,
+    )
+    from autoshard.ops.spec import (
+        Call,
+        ExtraTensor,
+        Kernel,
+        OperatorSpec,
+        SavedByAutograd,
+        call_of,
+    )
+    from autoshard.ops.strides import Strides
+else:
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "AxisRule",

@@ -1,56 +1,104 @@
 """Plans: the document, and everything that reads one. Does not import solver or planner."""
 
-from autoshard.plan.checker import check_plan
-from autoshard.plan.compare import (
-    Change,
-    CollectiveChange,
-    Figure,
-    PlanDifference,
-    compare_plans,
-    mesh_text,
-)
-from autoshard.plan.comparisons import Baseline, Unrestricted
-from autoshard.plan.coverage import Coverage, OperatorUse, operator_coverage
-from autoshard.plan.document import (
-    PLAN_VERSION,
-    Checkpoint,
-    Conflict,
-    GraphSummary,
-    Pipeline,
-    PlacedInput,
-    PlacedNode,
-    PlacedOutput,
-    Plan,
-    PlannedStep,
-    Provenance,
-    Resharding,
-    Stage,
-    StageTimes,
-)
-from autoshard.plan.exports import EXPORT_TARGETS, export_plan
-from autoshard.plan.megatron_arguments import MegatronLayout, read_megatron
-from autoshard.plan.options import Algorithm, ForbiddenCollective, Mode, Pins, PlanOptions
-from autoshard.plan.predictions import (
-    Certificate,
-    CollectiveCount,
-    Costs,
-    Direction,
-    Memory,
-)
-from autoshard.plan.restrictions import restrictions
-from autoshard.plan.schedule_simulation import (
-    ScheduleSimulation,
-    simulate_pipeline,
-    simulate_schedule,
-    step_time_lower_bound,
-)
-from autoshard.plan.schedule_view import plan_trace, schedule_svg, schedule_trace
-from autoshard.plan.schedules import Schedule, schedule_error, schedule_name
-from autoshard.plan.simulation import Event, Simulation, chrome_trace, simulate
-from autoshard.plan.stage_modules import StageModules, stage_modules
-from autoshard.plan.stage_plans import only_stage, stage_plan
-from autoshard.plan.sub_meshes import stage_devices
-from autoshard.plan.summary import ParameterRow, fold_parameters
+from typing import TYPE_CHECKING
+
+from autoshard.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from autoshard.plan.checker import check_plan
+    from autoshard.plan.compare import (
+        Change,
+        CollectiveChange,
+        Figure,
+        PlanDifference,
+        compare_plans,
+        mesh_text,
+    )
+    from autoshard.plan.comparisons import (
+        Baseline,
+        Unrestricted,
+    )
+    from autoshard.plan.coverage import (
+        Coverage,
+        OperatorUse,
+        operator_coverage,
+    )
+    from autoshard.plan.document import (
+        PLAN_VERSION,
+        Checkpoint,
+        Conflict,
+        GraphSummary,
+        Pipeline,
+        PlacedInput,
+        PlacedNode,
+        PlacedOutput,
+        Plan,
+        PlannedStep,
+        Provenance,
+        Resharding,
+        Stage,
+        StageTimes,
+    )
+    from autoshard.plan.exports import (
+        EXPORT_TARGETS,
+        export_plan,
+    )
+    from autoshard.plan.megatron_arguments import (
+        MegatronLayout,
+        read_megatron,
+    )
+    from autoshard.plan.modules import (
+        StageModules,
+        stage_modules,
+    )
+    from autoshard.plan.options import (
+        Algorithm,
+        ForbiddenCollective,
+        Mode,
+        Pins,
+        PlanOptions,
+    )
+    from autoshard.plan.predictions import (
+        Certificate,
+        CollectiveCount,
+        Costs,
+        Direction,
+        Memory,
+    )
+    from autoshard.plan.problem_size import ProblemSize
+    from autoshard.plan.schedule_simulation import (
+        ScheduleSimulation,
+        simulate_pipeline,
+        simulate_schedule,
+        step_time_lower_bound,
+    )
+    from autoshard.plan.schedule_view import (
+        plan_trace,
+        schedule_svg,
+        schedule_trace,
+    )
+    from autoshard.plan.schedules import (
+        Schedule,
+        schedule_error,
+        schedule_name,
+    )
+    from autoshard.plan.simulation import (
+        Event,
+        Simulation,
+        chrome_trace,
+        simulate,
+    )
+    from autoshard.plan.stage_plans import (
+        only_stage,
+        stage_plan,
+    )
+    from autoshard.plan.sub_meshes import stage_devices
+    from autoshard.plan.summary import (
+        ParameterRow,
+        fold_parameters,
+    )
+else:
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "EXPORT_TARGETS",
@@ -84,6 +132,7 @@ __all__ = [
     "PlanDifference",
     "PlanOptions",
     "PlannedStep",
+    "ProblemSize",
     "Provenance",
     "Resharding",
     "Schedule",
@@ -103,7 +152,6 @@ __all__ = [
     "operator_coverage",
     "plan_trace",
     "read_megatron",
-    "restrictions",
     "schedule_error",
     "schedule_name",
     "schedule_svg",

@@ -7,8 +7,8 @@ from typing import TypeVar
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.plan.document import Plan
+from autoshard.plan.modules import stage_modules
 from autoshard.plan.predictions import CollectiveCount, Costs
-from autoshard.plan.stage_modules import stage_modules
 from autoshard.plan.sub_meshes import stage_devices
 from autoshard.plan.timeline import KINDS
 

@@ -50,7 +50,7 @@ class Pins(BaseModel):
     The part for an axis of one rank is ignored.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     inputs: _PinTable = Field(default={}, description="by argument name of forward.")
     outputs: _PinTable = Field(
@@ -78,7 +78,7 @@ class Pins(BaseModel):
 class ForbiddenCollective(BaseModel):
     """A collective that a plan may not run, forward or backward."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     kind: CollectiveKind
     axis: str | None = Field(
@@ -92,7 +92,7 @@ class ForbiddenCollective(BaseModel):
 class PlanOptions(BaseModel):
     """Options of planning, with defaults that suit most users."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     mode: Mode = Field(
         default="training",

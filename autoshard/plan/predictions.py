@@ -20,7 +20,7 @@ differ by as much."""
 class Document(BaseModel):
     """Base class of the plan's parts: immutable, without unknown fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Certificate(Document):

@@ -5,8 +5,8 @@ from fnmatch import fnmatchcase
 
 from autoshard.graph import Graph, Input, InputKind
 from autoshard.mesh import Mesh
+from autoshard.plan.modules import module_paths
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.stage_modules import module_paths
 
 _SINGLE_STAGE: dict[str, object] = {"stages": 1, "cuts": (), "balance": None}
 """Options of the plan of one stage that differ from those of the pipeline."""

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 
-from pydantic import Field
-
 from autoshard.collection import collection_of_new, collection_paused
 from autoshard.errors import GraphError, OptionError
 from autoshard.graph import RULES_VERSION, Graph, InputKind, graph_digest
@@ -29,30 +27,14 @@ from autoshard.plan.document import (
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.predictions import Bytes, Certificate, Document
+from autoshard.plan.predictions import Certificate
+from autoshard.plan.problem_size import ProblemSize
 from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.conflicts import conflict_text, find_conflict
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
-
-
-class ProblemSize(Document):
-    """Size of the optimization problem of a request, and a lower bound of its memory."""
-
-    num_nodes: int = Field(ge=0, description="variables: inputs, operators, shared values, outputs")
-    num_edges: int = Field(ge=0, description="pairs of variables, one for each use of a value")
-    num_strategies: int = Field(ge=0, description="total number of strategies of all variables")
-    memory_bound: Bytes = Field(
-        description="lower bound of every plan's peak memory: parameters, gradients, optimizer "
-        "state, buffers and inputs, each sharded as far as possible"
-    )
-    memory_budget: Bytes = Field(description="limit of the peak memory, bytes per device")
-    feasible: bool | None = Field(
-        description="false if memory_bound exceeds memory_budget, so that no plan fits; null if "
-        "that is only known after solving"
-    )
 
 
 def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:

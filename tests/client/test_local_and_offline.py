@@ -250,7 +250,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, list[Any]]]:
             pass
         return make_plan(*args, **kwargs)
 
-    monkeypatch.setattr("autoshard.client.core.make_plan", hold)
+    monkeypatch.setattr("autoshard.planner.make_plan", hold)
     yield go, solves
     go.set()
 

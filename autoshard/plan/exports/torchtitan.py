@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from autoshard.errors import PlanError
 from autoshard.plan.exports.outline import Outline, Role, comment, folded, not_expressed
 from autoshard.plan.exports.target import export_target
-from autoshard.plan.stage_modules import stage_modules
+from autoshard.plan.modules import stage_modules
 from autoshard.plan.stage_plans import stage_plan
 
 _DEGREES: dict[str, Role] = {

@@ -6,6 +6,7 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.problem_size import ProblemSize
 from autoshard.plan.stage_options import on_sub_mesh
 from autoshard.plan.sub_meshes import (
     PIPELINE_AXIS,
@@ -14,7 +15,7 @@ from autoshard.plan.sub_meshes import (
     sub_mesh_sizes,
 )
 from autoshard.planner.pipeline.policies import cuts_of, num_stages, stage_cutter
-from autoshard.planner.planner import ProblemSize, stage_problem_size
+from autoshard.planner.planner import stage_problem_size
 
 
 def problem_size(
