@@ -101,7 +101,7 @@ def export_model(
         twin = _twin(model)
         stored = cast_parameters(twin, policy) if policy else {}
         _change_forward(twin, policy, loss, num_args=len(args), num_targets=len(targets))
-        exported = ExportedModel(model.training, mixed_precision=policy)
+        exported = ExportedModel(model.training, mixed_precision=policy, name=type(model).__name__)
         record = ExportRecord(tied_names(model), exported, stored)
         return _export(
             model, twin, example, opaque, record, dynamic_shapes=dynamic_shapes, strict=strict

@@ -474,6 +474,7 @@ class ExportedModel:
         hooked: names of the modules whose hooks run: those that had some, which the export
             traced, and those that are kept whole.
         mixed_precision: the policy under which it was exported.
+        name: name of its class; empty if unknown.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -482,6 +483,7 @@ class ExportedModel:
     code: Mapping[str, str] = field(default_factory=dict)
     hooked: tuple[str, ...] = ()
     mixed_precision: MixedPrecision | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)

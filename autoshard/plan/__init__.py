@@ -58,6 +58,10 @@ if TYPE_CHECKING:
         Pins,
         PlanOptions,
     )
+    from autoshard.plan.parameter_rows import (
+        ParameterRow,
+        fold_parameters,
+    )
     from autoshard.plan.predictions import (
         Certificate,
         CollectiveCount,
@@ -93,10 +97,6 @@ if TYPE_CHECKING:
         stage_plan,
     )
     from autoshard.plan.sub_meshes import stage_devices
-    from autoshard.plan.summary import (
-        ParameterRow,
-        fold_parameters,
-    )
 else:
     __getattr__, __dir__ = lazy_names(__name__)
 

@@ -51,6 +51,10 @@ class DimOrigins:
         """Sizes and origins of the factors of each dim of a value."""
         return self._factors[value]
 
+    def of_dims(self, node: Node) -> tuple[tuple[DimFactors, ...], ...]:
+        """Sizes and origins of the factors of each dim of a call's inputs, then its outputs."""
+        return self._calls[node.name]
+
     def of_input(self, value: str, *wanted: Origin) -> frozenset[Dim]:
         """The dims of a graph input whose outermost factor has one of these origins.
 
