@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from autoshard.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from autoshard.plan.axis_roles import (
+        AxisRole,
+        AxisUse,
+        find_roles,
+    )
     from autoshard.plan.checker import check_plan
     from autoshard.plan.compare import (
         Change,
@@ -97,6 +102,7 @@ if TYPE_CHECKING:
         stage_plan,
     )
     from autoshard.plan.sub_meshes import stage_devices
+    from autoshard.plan.summary import summarise
 else:
     __getattr__, __dir__ = lazy_names(__name__)
 
@@ -104,6 +110,8 @@ __all__ = [
     "EXPORT_TARGETS",
     "PLAN_VERSION",
     "Algorithm",
+    "AxisRole",
+    "AxisUse",
     "Baseline",
     "Certificate",
     "Change",
@@ -146,6 +154,7 @@ __all__ = [
     "chrome_trace",
     "compare_plans",
     "export_plan",
+    "find_roles",
     "fold_parameters",
     "mesh_text",
     "only_stage",
@@ -163,4 +172,5 @@ __all__ = [
     "stage_modules",
     "stage_plan",
     "step_time_lower_bound",
+    "summarise",
 ]

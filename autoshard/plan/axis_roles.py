@@ -32,6 +32,11 @@ class AxisRole(StrEnum):
     EXPERTS = "experts"
     IDLE = "nothing"
 
+    @property
+    def words(self) -> str:
+        """The role after "shards"."""
+        return f"the {self}" if self in {AxisRole.BATCH, AxisRole.SEQUENCE} else str(self)
+
 
 class Storage(StrEnum):
     """How an axis stores a parameter."""
@@ -86,12 +91,11 @@ class AxisUse:
         role = self.main_role
         if stem in _PIPELINE_NAMES and self.stages == 1:
             meaning = "pipeline parallelism"
-        elif not meaning or role is None or role in expected:
+        elif not meaning or role in {None, AxisRole.IDLE, *expected}:
             return ""
         does = "is not divided among stages"
         if role is not None:
-            the = "" if role in {AxisRole.IDLE, AxisRole.FEATURES, AxisRole.EXPERTS} else "the "
-            does = f"shards {the}{role} in {percent(self.work[role])} of flops"
+            does = f"shards {role.words} in {percent(self.work[role])} of flops"
         return f"axis {self.name} {does}, although its name suggests {meaning}"
 
 
@@ -152,10 +156,10 @@ class Roles:
 
 def percent(share: float) -> str:
     """A share in whole percent; only all of something is 100 %, and only nothing is 0 %."""
-    whole = round(100 * share)
-    if whole == 0 and share > 0:
+    text = f"{share:.0%}"
+    if text == "0%" and share > 0:
         return "<1 %"
-    return ">99 %" if whole == 100 and share < 1 else f"{whole} %"
+    return ">99 %" if text == "100%" and share < 1 else f"{text[:-1]} %"
 
 
 def shares(amounts: Counter[_Key]) -> dict[_Key, float]:
@@ -226,13 +230,13 @@ class _StageRoles:
         self._sizes = tuple(size for _, size in stage.axes)
         self._rules: dict[int, OperatorRule] = {}
 
-    def work_of(self, node: Node) -> tuple[Subject, float]:
+    def work_of(self, node: Node) -> tuple[Subject, int]:
         """The kind of a node, and its operations; its elements if its kind is counted in them."""
         kind = self._kinds.get(node.name)
         if kind in COUNTED_IN_ELEMENTS:
-            return kind, float(sum(self._graph.values[value].numel for value in node.outputs))
+            return kind, sum(self._graph.values[value].numel for value in node.outputs)
         rule = self._rule(node)
-        return kind, rule.flops_per_point * prod(rule.sizes.values())
+        return kind, round(rule.flops_per_point * prod(rule.sizes.values()))
 
     def roles_of(self, node: Node, placed: PlacedNode) -> Iterator[tuple[AxisKey, AxisRole]]:
         """The role in a node of each axis of several ranks."""
@@ -301,7 +305,7 @@ class _StageRoles:
 
     def _used_in_shards(self) -> set[tuple[str, int]]:
         """Parameters and axes for which an operator reads shards of the parameter."""
-        found = set()
+        found: set[tuple[str, int]] = set()
         for node, placed in zip(self._graph.nodes, self._stage.nodes, strict=True):
             if all(value in self._weights for value in node.inputs):
                 continue

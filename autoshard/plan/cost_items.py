@@ -13,6 +13,7 @@ from autoshard.layouts import Action
 from autoshard.ops import weights_of
 from autoshard.plan.document import Plan, Resharding, Stage
 from autoshard.plan.module_kinds import module_kinds
+from autoshard.plan.options import Mode
 
 _NOTHING = 1e-9
 """Share of a step that differences of floating-point sums stay below."""
@@ -46,7 +47,7 @@ def cost_items(plan: Plan) -> tuple[CostItem, ...]:
     for stage in _busiest_stages(plan):
         graph = graph_from_json(stage.program)
         _add_compute(stage, graph, compute)
-        _add_communication(stage, graph, plan.options.mode == "training", communication)
+        _add_communication(stage, graph, plan.options.mode, communication)
     seconds.update(compute)
     seconds["reading of inputs and parameters"] = costs.compute - sum(compute.values())
     seconds.update(communication)
@@ -80,10 +81,10 @@ def _add_compute(stage: Stage, graph: Graph, seconds: defaultdict[str, float]) -
 
 
 def _add_communication(
-    stage: Stage, graph: Graph, is_training: bool, seconds: defaultdict[str, float]
+    stage: Stage, graph: Graph, mode: Mode, seconds: defaultdict[str, float]
 ) -> None:
     names = weights_of(graph)
-    of_weights = "parameters and gradients" if is_training else "parameters"
+    of_weights = "parameters and gradients" if mode == "training" else "parameters"
     for resharding in stage.reshardings:
         subject = of_weights if resharding.value in names else "activations"
         for axis, actions, time in _steps(resharding):

@@ -4,6 +4,8 @@ Its JSON schema is `autoshard/plan/plan.schema.json`. Names of values and nodes 
 program. The program is part of the plan, so only the model's parameters are needed to run it.
 """
 
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -515,6 +517,19 @@ class Plan(Document):
             parameters={i.target: i.layout for i in inputs if i.kind == "parameter"},
             buffers={i.target: i.layout for i in inputs if i.kind == "buffer"},
         )
+
+    def summary(self, *, width: int | None = None, commands: Sequence[str] = ()) -> str:
+        """What the plan does, what it predicts and proves, as text of about 30 lines.
+
+        Args:
+            width: columns at which sentences are wrapped; None for one line each.
+            commands: what to run next, one a line.
+        """
+        # The module reads this document, so it cannot be imported by it.
+        text: str = import_module("autoshard.plan.summary").summarise(
+            self, width=width, commands=commands
+        )
+        return text
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The document as JSON text."""

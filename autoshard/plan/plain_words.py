@@ -35,7 +35,7 @@ def parallelism_sentences(plan: Plan, roles: Roles) -> tuple[str, ...]:
         plan: a plan with stages.
         roles: the roles of its axes.
     """
-    return tuple([*_pipeline(plan), *_layers(roles), *_recomputation(plan), *_once(plan)])
+    return (*_pipeline(plan), *_layers(roles), *_recomputation(plan), *_once(plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +99,22 @@ def _clause(
     kind: Subject, axis: AxisKey, role: AxisRole, share: float, stored: Mapping[Storage, float]
 ) -> _Clause:
     gathered = stored.get(Storage.GATHERED, 0.0)
-    is_stored_fully = gathered > 1 - _NEGLIGIBLE
-    if role is AxisRole.BATCH:
-        if gathered > _NEGLIGIBLE and not is_stored_fully and share > 1 - _NEGLIGIBLE:
-            detail = f"{percent(gathered)} of parameter bytes"
-            return _Clause("FSDP", axis, share, detail)
-        return _Clause("FSDP" if is_stored_fully else "data parallel", axis, share)
-    detail = ""
+    is_stored_fully, detail = gathered > 1 - _NEGLIGIBLE, ""
     if gathered > _NEGLIGIBLE:
         some = "" if is_stored_fully else f"{percent(gathered)} of "
         detail = f"{some}parameters fully sharded (FSDP)"
+    if role is AxisRole.BATCH:
+        if is_stored_fully:
+            return _Clause("FSDP", axis, share)
+        return _Clause("data parallel", axis, share, detail)
     if role is AxisRole.SEQUENCE:
         words = "context parallel" if kind is ModuleKind.ATTENTION else "sequence parallel"
         return _Clause(words, axis, share, detail)
     if role is AxisRole.IDLE:
         return _Clause("replicated", axis, share, detail)
     words = "expert parallel" if role is AxisRole.EXPERTS else "tensor parallel"
+    if kind is ModuleKind.NORM:
+        words = "features sharded"
     return _Clause(words, axis, share)
 
 
@@ -122,6 +122,7 @@ _ORDER = (
     "FSDP",
     "data parallel",
     "tensor parallel",
+    "features sharded",
     "expert parallel",
     "sequence parallel",
     "context parallel",
@@ -136,11 +137,9 @@ def _joined(clauses: Sequence[_Clause]) -> str:
         same = [clause for clause in clauses if clause.words == words]
         whole = [clause for clause in same if clause.is_whole]
         if whole:
-            size = prod(size for _, (_, size) in ((c.words, c.axis) for c in whole))
+            size = prod(clause.axis[1] for clause in whole)
             texts.append(f"{words} over {size} ({', '.join(c.axis[0] for c in whole)})")
-        for clause in same:
-            if not clause.is_whole:
-                texts.append(_partial(clause))
+        texts += [_partial(clause) for clause in same if not clause.is_whole]
     return ", ".join(texts)
 
 

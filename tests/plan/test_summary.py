@@ -1,0 +1,75 @@
+"""Cost items and throughput, and the text of a plan's summary."""
+
+import pytest
+from support.meshes import slow_devices
+from support.models import Planner, bert, gpt2, llama, meta, mlp, resnet, small_graph
+from support.transformer_plans import planned
+
+from autoshard.plan import Plan
+from autoshard.plan.cost_items import cost_items
+from autoshard.plan.summary import MAX_LINES
+from autoshard.plan.throughput import Batch, batch_of, model_flops, utilisation
+
+
+@pytest.fixture(scope="module")
+def pipeline(planned: Planner) -> Plan:
+    mesh = slow_devices(pp=2, dp=2)
+    return planned(small_graph(llama), mesh, stages=2, micro_batches=4)
+
+
+@pytest.mark.parametrize("build", [gpt2, bert, resnet])
+def test_cost_items_add_up_to_the_step(build: object) -> None:
+    plan = planned(build, "2x2", "free")
+    assert plan.costs is not None
+    items = cost_items(plan)
+    assert sum(item.seconds for item in items) == pytest.approx(plan.costs.total)
+    assert sum(item.share for item in items) == pytest.approx(1)
+    # Inside operators and between them, every collective is listed.
+    words = " ".join(item.name for item in items)
+    assert {c.kind.replace("_", "-") for c in plan.collectives} <= set(
+        words.replace("/", " ").split()
+    )
+
+
+def test_cost_items_of_a_pipeline_are_of_its_busiest_rank(pipeline: Plan) -> None:
+    assert pipeline.costs is not None
+    items = {item.name: item.seconds for item in cost_items(pipeline)}
+    assert sum(items.values()) == pytest.approx(pipeline.costs.total)
+    assert items["waiting for other pipeline ranks"] == pytest.approx(pipeline.costs.idle)
+    assert "reading of inputs and parameters" in items
+
+
+def test_batches_are_of_all_micro_batches(planned: Planner, pipeline: Plan) -> None:
+    assert batch_of(pipeline) == Batch(16, 8)
+    images = planned(small_graph(resnet), slow_devices(dp=2))
+    found = batch_of(images)
+    assert found == Batch(4, None)
+    assert found.tokens is None
+
+
+def test_flops_and_utilisation_of_a_network_of_two_layers(planned: Planner) -> None:
+    plan = planned(meta(mlp, 64, 32, 128, 16), slow_devices(dp=2))
+    forward = 2 * 64 * (32 * 128 + 128 * 16)
+    # The input requires no gradient, so the first layer has one product in backward.
+    backward = 2 * 64 * (32 * 128 + 2 * 128 * 16)
+    assert model_flops(plan) == {"float32": forward + backward}
+    assert plan.costs is not None
+    assert utilisation(plan) == pytest.approx((forward + backward) / (1e7 * 2 * plan.costs.total))
+
+
+def test_every_width_has_the_same_words_in_at_most_30_lines(pipeline: Plan) -> None:
+    for plan in (pipeline, planned(llama, "2x2", "sequence")):
+        commands = ["autoshard show plan.json --all", "autoshard check llama.pt2 plan.json"]
+        whole = plan.summary(commands=commands)
+        for width in (80, 120):
+            text = plan.summary(width=width, commands=commands)
+            assert len(text.splitlines()) <= MAX_LINES
+            assert all(len(line) <= width for line in text.splitlines())
+            assert text.split() == whole.split()
+
+
+def test_a_document_without_a_plan_gives_the_reason(planned: Planner) -> None:
+    missing = planned(small_graph(gpt2), slow_devices(dp=2), memory_budget=1000)
+    text = missing.summary(width=80)
+    assert "No plan: " in text
+    assert " ".join(missing.reason.split()) in " ".join(text.split())
