@@ -79,10 +79,8 @@ def _wrapped(text: str, width: int | None, indent: str = "  ") -> list[str]:
 def _header(plan: Plan) -> str:
     model = graph_from_json(plan.stages[0].program).model if plan.found else None
     name = model.name if model is not None and model.name else "Model"
-    parts = [
-        f"{name}, {plan.graph.num_parameters:,} parameters, on {plan.mesh.description}, mesh "
-        f"{mesh_text(plan.mesh)}"
-    ]
+    parts = [f"{name}, {plan.graph.num_parameters:,} parameters"]
+    parts += [f"on {plan.mesh.description}", f"mesh {mesh_text(plan.mesh)}"]
     parts += [_dtypes(plan), *_batch(plan)] if plan.found else []
     return ", ".join([*parts, plan.options.mode])
 

@@ -70,8 +70,8 @@ def test_megatron_is_tensor_parallel_along_its_axis() -> None:
     assert (dp.remark, tp.remark) == ("", "")
     assert sentences(plan) == [
         (
-            "Attention, MLP, output layer and embedding: data parallel over 2 (dp), tensor parallel "
-            "over 2 (tp)."
+            "Attention, MLP, output layer and embedding: data parallel over 2 (dp), "
+            "tensor parallel over 2 (tp)."
         ),
         "Norms: data parallel over 2 (dp), replicated over 2 (tp).",
     ]
