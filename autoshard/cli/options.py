@@ -8,25 +8,28 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 import typer
 from httpx2 import codes
 
 from autoshard.cli.output import check_output
+from autoshard.cli.wording import in_flags
 from autoshard.client import Client
 from autoshard.client.requests import validate_options
+from autoshard.costs import Optimizer
 from autoshard.errors import InputError, MeshError, OptionError, PlanError, RequestRejectedError
 from autoshard.files import read_file
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
-from autoshard.plan.options import Recomputing, StateDType, SubMeshes
+from autoshard.plan.options import Recomputing, ScheduleName, StateDType, SubMeshes
 from autoshard.quantities import implausible_memory, parse_bytes
 
 SERVER_VARIABLE = "AUTOSHARD_SERVER"
@@ -93,80 +96,107 @@ Import = Annotated[
 ]
 
 
-def _described(name: str) -> Any:
+_TRAINING, _MEMORY = "Training or inference", "Memory"
+_PIPELINE, _CONSTRAINTS, _SOLVER = "Pipelines", "Constraints on the plan", "Solver"
+
+
+def _described(name: str, panel: str, **settings: Any) -> Any:
     """An option of planning, described as in `PlanOptions`."""
     field = PlanOptions.model_fields[name]
     flags = (f"--{name.replace('_', '-')}",) if field.annotation is bool else ()
-    text = str(field.description).removeprefix("whether ")
-    return typer.Option(*flags, help=text[0].upper() + text[1:])
+    text = str(field.description).removeprefix("whether ").removeprefix("to ")
+    text = text.replace("if null", "by default").replace("If null", "By default")
+    text = in_flags(text[0].upper() + text[1:])
+    return typer.Option(*flags, help=text, rich_help_panel=panel, **settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planning:
     """Options of planning."""
 
-    mode: Annotated[Mode, _described("mode")] = "training"
-    optimizer: Annotated[str, _described("optimizer")] = "adamw"
-    master_weights: Annotated[bool, _described("master_weights")] = False
-    state_dtype: Annotated[StateDType | None, _described("state_dtype")] = None
+    panel: ClassVar[str | None] = None
+    mode: Annotated[Mode, _described("mode", _TRAINING)] = "training"
+    optimizer: Annotated[Optimizer, _described("optimizer", _TRAINING)] = Optimizer.ADAMW
+    master_weights: Annotated[bool, _described("master_weights", _TRAINING)] = False
+    state_dtype: Annotated[StateDType | None, _described("state_dtype", _TRAINING)] = None
     memory_budget: Annotated[
         str | None,
         typer.Option(
-            "--memory-budget",
             "--memory",
+            "--memory-budget",
+            metavar="BYTES",
             help="Memory per device, such as 80GB; default: all that the device has.",
+            rich_help_panel=_MEMORY,
         ),
     ] = None
-    reshard_after_forward: Annotated[Recomputing, _described("reshard_after_forward")] = "auto"
-    activation_checkpointing: Annotated[Recomputing, _described("activation_checkpointing")] = (
+    reshard_after_forward: Annotated[Recomputing, _described("reshard_after_forward", _MEMORY)] = (
         "auto"
     )
-    micro_batches: Annotated[int, _described("micro_batches")] = 1
-    in_flight: Annotated[int, _described("in_flight")] = 1
-    stages: Annotated[str | None, _described("stages")] = None
+    activation_checkpointing: Annotated[
+        Recomputing, _described("activation_checkpointing", _MEMORY)
+    ] = "auto"
+    micro_batches: Annotated[int, _described("micro_batches", _TRAINING)] = 1
+    in_flight: Annotated[int, _described("in_flight", _PIPELINE)] = 1
+    stages: Annotated[str | None, _described("stages", _PIPELINE, metavar="NUMBER|auto")] = None
     cut: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="PLACE",
+            rich_help_panel=_PIPELINE,
             help="Where a pipeline stage must begin: before:MODULE, after:MODULE, or at:OPERATOR; "
-            "MODULE may be a pattern: 'before:transformer.h.4'. Repeatable."
+            "MODULE may be a pattern: 'before:transformer.h.4'. Repeatable.",
         ),
     ] = None
     balance: Annotated[
         str | None,
         typer.Option(
+            metavar="time|flops|parameters|bytes|NUMBERS",
+            rich_help_panel=_PIPELINE,
             help="Choose the cuts into stages without optimization: by time, flops, parameters or "
-            "bytes, or numbers of layers, such as 3,3,4,2."
+            "bytes, or numbers of layers, such as 3,3,4,2.",
         ),
     ] = None
-    schedule: Annotated[str, _described("schedule")] = "auto"
-    stages_per_rank: Annotated[str, _described("stages_per_rank")] = "auto"
-    sub_meshes: Annotated[SubMeshes, _described("sub_meshes")] = "equal"
-    accumulation_dtype: Annotated[StateDType | None, _described("accumulation_dtype")] = None
-    overlap: Annotated[bool, _described("overlap")] = False
-    time_limit: Annotated[float, _described("time_limit")] = 60.0
-    algo: Annotated[Algorithm, _described("algo")] = "optimal"
+    schedule: Annotated[Literal["auto", ScheduleName], _described("schedule", _PIPELINE)] = "auto"
+    stages_per_rank: Annotated[
+        str, _described("stages_per_rank", _PIPELINE, metavar="NUMBER|auto")
+    ] = "auto"
+    sub_meshes: Annotated[SubMeshes, _described("sub_meshes", _PIPELINE)] = "equal"
+    accumulation_dtype: Annotated[
+        StateDType | None, _described("accumulation_dtype", _TRAINING)
+    ] = None
+    overlap: Annotated[bool, _described("overlap", _TRAINING)] = False
+    time_limit: Annotated[float, _described("time_limit", _SOLVER, metavar="SECONDS")] = 60.0
+    algo: Annotated[Algorithm, _described("algo", _CONSTRAINTS)] = "optimal"
     pin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Fix a layout: KIND:NAME=LAYOUT with KIND input, output, parameter, buffer or "
-            "node; NAME may be a pattern: 'parameter:*.wte.weight=*,S(0)'. Repeatable.",
+            metavar="KIND:NAME=LAYOUT",
+            rich_help_panel=_CONSTRAINTS,
+            help="Fix a layout, with KIND input, output, parameter, buffer or node; NAME may be a "
+            "pattern: 'parameter:*.wte.weight=*,S(0)'. Repeatable.",
         ),
     ] = None
     stored_as: Annotated[
         Path | None,
         typer.Option(
+            metavar="PLAN",
+            rich_help_panel=_CONSTRAINTS,
             help="A plan file: store parameters and buffers as that plan does, so that one "
-            "model can run both plans."
+            "model can run both plans.",
         ),
     ] = None
     forbid: Annotated[
         list[str] | None,
         typer.Option(
-            help="Forbid COLLECTIVE or COLLECTIVE@AXIS, such as all_to_all@tp. Repeatable."
+            metavar="COLLECTIVE[@AXIS]",
+            rich_help_panel=_CONSTRAINTS,
+            help="Forbid a collective, on one axis or on all: all_to_all@tp. Repeatable.",
         ),
     ] = None
-    batch_axis: Annotated[str | None, _described("batch_axis")] = None
-    skip_fully_replicated: Annotated[bool, _described("skip_fully_replicated")] = False
+    batch_axis: Annotated[str | None, _described("batch_axis", _CONSTRAINTS, metavar="AXIS")] = None
+    skip_fully_replicated: Annotated[bool, _described("skip_fully_replicated", _CONSTRAINTS)] = (
+        False
+    )
 
     def read(self) -> PlanOptions:
         """Read the options of planning.
@@ -194,6 +224,7 @@ class Planning:
 class Connection:
     """Options for running a command in this process, or at a service."""
 
+    panel: ClassVar[str] = "Service and cache"
     server: Annotated[
         str | None,
         typer.Option(
@@ -271,6 +302,7 @@ class Connection:
 class CustomOperators:
     """Options about the model's own operators."""
 
+    panel: ClassVar[str] = "The model's own operators"
     modules: Import = None
     no_discover: Annotated[
         bool,
@@ -306,7 +338,10 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
         for field in fields(annotation):
             kind, default = inspect.Parameter.KEYWORD_ONLY, field.default
             option = inspect.Parameter(
-                field.name, kind, default=default, annotation=types[field.name]
+                field.name,
+                kind,
+                default=default,
+                annotation=_in_panel(types[field.name], getattr(annotation, "panel", None)),
             )
             parameters.append(option)
 
@@ -318,6 +353,16 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     vars(call)["__signature__"] = signature.replace(parameters=parameters)
     return call
+
+
+def _in_panel(annotation: Any, panel: str | None) -> Any:
+    """The annotation of an option, listed under a heading unless it has one."""
+    kind, option = get_args(annotation)
+    if panel is None or option.rich_help_panel is not None:
+        return annotation
+    option = copy(option)
+    option.rich_help_panel = panel
+    return Annotated[kind, option]
 
 
 def environment_connection() -> Connection:
@@ -371,15 +416,17 @@ def read_topology(text: str | None) -> str | MeshTopology | None:
     """
     if text is None or not text.endswith(".json"):
         return text
+    document = read_file(Path(text), MeshError)
     try:
-        return topology_from_json(read_file(Path(text), MeshError))
+        return topology_from_json(document)
     except MeshError as error:
         raise MeshError(f"{text}: {error}") from None
 
 
 def _read_plan_file(path: Path) -> Plan:
+    document = read_file(path, PlanError)
     try:
-        return Plan.from_json(read_file(path, PlanError))
+        return Plan.from_json(document)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
 

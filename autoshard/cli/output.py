@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoshard.cli.exit_codes import ExitCode
+from autoshard.cli.wording import in_flags
 from autoshard.errors import AutoshardError, LaunchError, OptionError
 
 console = Console()
@@ -24,7 +25,8 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning."""
-        errors.print(marked("note:", record.getMessage(), style="bold"), soft_wrap=True)
+        message = in_flags(record.getMessage())
+        errors.print(marked("note:", message, style="bold"), soft_wrap=True)
 
 
 @contextmanager
@@ -100,7 +102,7 @@ def check_output(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _fail(message: str) -> NoReturn:
-    errors.print(marked("error:", message), soft_wrap=True)
+    errors.print(marked("error:", in_flags(message)), soft_wrap=True)
     raise typer.Exit(ExitCode.FAILURE) from None
 
 

@@ -5,13 +5,15 @@ from typing import Annotated
 
 import typer
 
-from autoshard.cli.options import Archive, Connection, PlanSource, expand_groups, read_sizes
+from autoshard.cli.options import Archive, Connection, PlanSource, Quiet, expand_groups, read_sizes
 from autoshard.cli.output import check_output, console, errors, marked, write_file, write_stdout
-from autoshard.cli.render import render_difference, render_explanation, render_plan
+from autoshard.cli.progress import followed
+from autoshard.cli.render import render_choices, render_difference, render_explanation, render_plan
 from autoshard.client.core import load_planned_graph
 from autoshard.client.requests import read_model
 from autoshard.graph import load_graph
 from autoshard.plan import EXPORT_TARGETS, check_plan
+from autoshard.plan.choices import find_choices
 
 mase = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +45,13 @@ def check(
 
 def explain(
     plan: PlanSource,
-    name: Annotated[str, typer.Argument(help="A node, parameter, input, value or output.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A node, parameter, input, value or output; or a module path or pattern, such as "
+            "'transformer.h.*.mlp', to list what it stands for."
+        ),
+    ],
     *,
     value: Annotated[
         bool, typer.Option("--value", help="Explain the value, if a node shares its name.")
@@ -52,10 +60,17 @@ def explain(
     time_limit: Annotated[
         float, typer.Option(help="Seconds for alternatives that must be planned anew.")
     ] = 60.0,
+    quiet: Quiet = False,
     connection: Connection,
 ) -> None:
     """Show every alternative of one choice of a plan, with its cost."""
-    with connection.open() as client:
+    found = find_choices(connection.read_plan(plan), name)
+    if len(found) == 1:
+        name = found[0].name
+    elif found and all(choice.name != name for choice in found):
+        console.print(render_choices(name, found, limit=limit))
+        return
+    with connection.open() as client, followed(quiet=quiet, can_stop=False):
         explanation = client.explain(
             connection.plan_or_id(plan), name, value=value, time_limit=time_limit
         )
@@ -78,7 +93,14 @@ def compare(
 def export(
     plan: PlanSource,
     *,
-    to: Annotated[str, typer.Option(help=f"One of {', '.join(EXPORT_TARGETS)}.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(EXPORT_TARGETS),
+            autocompletion=lambda: list(EXPORT_TARGETS),
+            help="The framework, and how it takes the plan.",
+        ),
+    ],
     output: Annotated[
         Path | None,
         typer.Option(

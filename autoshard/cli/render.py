@@ -10,6 +10,7 @@ from rich.text import Text
 
 from autoshard.cli.render_pipeline import render_stages
 from autoshard.cli.tables import make_table, milliseconds, share_text
+from autoshard.cli.wording import in_flags
 from autoshard.client import MeshSearch, SearchedMesh
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.plan import (
@@ -24,6 +25,7 @@ from autoshard.plan import (
     fold_parameters,
     mesh_text,
 )
+from autoshard.plan.choices import Choice
 from autoshard.plan.timeline import KINDS
 from autoshard.planner import Explanation
 from autoshard.quantities import format_bytes
@@ -43,7 +45,7 @@ def render_plan(plan: Plan) -> RenderableType:
         f"({plan.mesh.topology.name}), {plan.options.mode}"
     )
     if not plan.found:
-        return Group(header, Text(plan.reason, style="bold red"))
+        return Group(header, Text(in_flags(plan.reason), style="bold red"))
     assert plan.costs is not None
     assert plan.memory is not None
     return Group(
@@ -87,6 +89,20 @@ def render_explanation(explanation: Explanation, *, limit: int) -> RenderableTyp
         )
     left = len(explanation.alternatives) - limit
     return Group(table, Text(f"and {left} more")) if left > 0 else table
+
+
+def render_choices(name: str, choices: Sequence[Choice], *, limit: int) -> RenderableType:
+    """Show the choices that a module path or a pattern stands for, the slowest first."""
+    labels = ["name", "kind", "module", "layouts"]
+    table = make_table(f"{name} stands for {len(choices)} choices", labels, ["compute"])
+    slowest = sorted(choices, key=lambda choice: -choice.time)
+    for choice in slowest[:limit]:
+        kind = choice.operator.removeprefix("aten.") or choice.kind
+        time = milliseconds(choice.time) if choice.operator else ""
+        table.add_row(choice.name, kind, choice.module, choice.layouts, time)
+    left = len(choices) - limit
+    more = [Text(f"and {left} more; raise --limit")] if left > 0 else []
+    return Group(table, *more, Text("Explain one of them by its name."))
 
 
 def render_difference(difference: PlanDifference) -> RenderableType:

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from sqlalchemy import make_url
 
+from autoshard.errors import OptionError
 from autoshard_server.app import create_app, create_worker_app
 from autoshard_server.http.auth import is_loopback
 from autoshard_server.settings import Settings
@@ -57,19 +58,21 @@ def serve(
             requires one on every address but loopback.
 
     Raises:
+        OptionError: the address cannot be listened on.
         SystemExit: the service cannot start; the log has the reason.
     """
     configure_logging(log_level)
     start_tracing()
+    listeners = _listeners(host, port)
     settings = Settings() if store_url is None else Settings(store_url=store_url)
     settings = settings.model_copy(update={"auth": _auth_mode(host, settings, auth=auth)})
     if settings.auth == "required":
         _require_keys(host, settings)
     app = create_app(settings)
-    config = _config(app, max(1, round(settings.shutdown_grace)), host=host, port=port)
+    config = _config(app, max(1, round(settings.shutdown_grace)))
     server = _Server(config, app, settings.store_url)
     with suppress(KeyboardInterrupt):
-        server.run()
+        server.run(sockets=listeners)
     if not server.started:
         raise SystemExit(STARTUP_FAILED)
 
@@ -149,11 +152,9 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _config(app: FastAPI, grace: int, *, host: str = "", port: int = 0) -> uvicorn.Config:
+def _config(app: FastAPI, grace: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        host=host,
-        port=port,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -208,6 +209,29 @@ def _supervise(workers: Workers, should_end: Event) -> bool:
             else:
                 _log.error("worker_unfit", reason="solvers cannot be started, or die immediately")
     return False
+
+
+def _listeners(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on all addresses of a host, on one port; 0 chooses a free one.
+
+    Raises:
+        OptionError: the host is unknown, or an address cannot be listened on.
+    """
+    listeners: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((entry[0], entry[4][0]) for entry in found):
+            opened = socket.create_server((str(address), port), family=family, backlog=2048)
+            listeners.append(opened)
+            port = opened.getsockname()[1]
+    except (OSError, OverflowError, UnicodeError) as error:
+        for opened in listeners:
+            opened.close()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise OptionError(
+            f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
+        ) from None
+    return listeners
 
 
 def _listen(settings: Settings) -> socket.socket | None:

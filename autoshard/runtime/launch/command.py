@@ -37,8 +37,9 @@ def run_command(arguments: Sequence[str], *, find: Callable[[str], Path] = Path)
     """
     options = _parser().parse_args(list(arguments))
     path = find(options.plan).resolve()
+    document = read_file(path, PlanError)
     try:
-        plan = Plan.from_json(read_file(path, PlanError))
+        plan = Plan.from_json(document)
     except PlanError as error:
         raise PlanError(f"{options.plan}: {error}") from None
     _set_world(options, plan)
