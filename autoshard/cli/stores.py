@@ -261,6 +261,8 @@ def rotate(
 def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
     """Open the folder or the database; its errors are reported as errors of the input."""
     if store is None:
+        if folder is not None and folder.is_file():
+            raise InputError(f"{folder} is a file, not the folder of a cache")
         with _as_input_error(CacheFileError, NamespaceError), closing(FolderCache(folder)) as c:
             yield c
         return

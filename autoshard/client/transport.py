@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import random
 import stat
 import time
@@ -52,6 +53,8 @@ _UNAVAILABLE = frozenset({429, 503})
 
 _PROXY_ERRORS = frozenset({500, 502, 504})
 """Statuses that mean the same, if they come from a proxy rather than from the service."""
+
+_NUMBER_OF_ERROR = re.compile(r"\[Errno -?\d+\] ")
 
 _CONNECTION_ERRORS = (httpx2.TransportError, httpx2.InvalidURL, httpx2.DecodingError)
 
@@ -198,7 +201,7 @@ class Transport(ABC):
         except _CONNECTION_ERRORS as error:
             raise ServiceUnavailableError(
                 f"the planning service at {self.url} does not answer "
-                f"({type(error).__name__}: {error}); is it running?"
+                f"({_reason(error)}); is it running?"
             ) from error
         self._check(response)
         return response
@@ -349,6 +352,11 @@ class AsyncTransport(Transport):
 
     async def _request(self, **request: Any) -> httpx2.Response:
         return await self._http.request(**request)
+
+
+def _reason(error: Exception) -> str:
+    """Why a request was not answered, in words."""
+    return _NUMBER_OF_ERROR.sub("", str(error)) or type(error).__name__
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

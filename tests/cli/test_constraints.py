@@ -37,7 +37,7 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
         *("--reshard-after-forward", "never", "--activation-checkpointing", "never"),
         *("--master-weights", "--state-dtype", "bfloat16", "--overlap"),
     )
-    assert Plan.from_json(result.output).options == PlanOptions.model_validate(
+    assert Plan.from_json(result.stdout).options == PlanOptions.model_validate(
         {
             "algo": "megatron",
             "pins": {
@@ -62,7 +62,7 @@ def test_options_of_pipelines_arrive_in_the_plan(archive: Path) -> None:
         *("plan", archive, "--mesh", "2,2", "--json", "--cut", "before:down"),
         *("--schedule", "GPipe", "--micro-batches", "2"),
     )
-    plan = Plan.from_json(result.output)
+    plan = Plan.from_json(result.stdout)
     assert plan.options == PlanOptions(cuts=("before:down",), schedule="GPipe", micro_batches=2)
     assert [len(stage.parameters) for stage in plan.stages] == [2, 2]
     refused = autoshard("plan", archive, "--mesh", "2,2", "--balance", "1,2", "--stages", "3")
@@ -71,7 +71,7 @@ def test_options_of_pipelines_arrive_in_the_plan(archive: Path) -> None:
         *("plan", archive, "--mesh", "2,2", "--json", "--stages", "2", "--balance", "parameters"),
         *("--stages-per-rank", "1", "--sub-meshes", "any", "--micro-batches", "4"),
     )
-    assert Plan.from_json(automatic.output).options == PlanOptions(
+    assert Plan.from_json(automatic.stdout).options == PlanOptions(
         stages=2, balance="parameters", stages_per_rank=1, sub_meshes="any", micro_batches=4
     )
 

@@ -54,7 +54,7 @@ def test_a_solution_of_mase_becomes_options_of_a_plan(archive: Path, tmp_path: P
         f"--pin=parameter:transformer.h.{layer}.mlp.c_fc.weight=I,S(1)" for layer in (0, 1)
     ]
     made = autoshard("plan", archive, "--mesh", "2,2", "--no-cache", "--json", *pins.splitlines())
-    layouts = {p.target: p.layout for p in Plan.from_json(made.output).stages[0].parameters}
+    layouts = {p.target: p.layout for p in Plan.from_json(made.stdout).stages[0].parameters}
     assert layouts["transformer.h.1.mlp.c_fc.weight"] == "I,S(1)"
 
 

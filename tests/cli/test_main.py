@@ -21,12 +21,12 @@ def test_plan_show_and_check(archive: Path, tmp_path: Path) -> None:
     assert planned.exit_code == 0
     for word in ("up.weight", "over x, y", "Certificate: Optimal among", "activations"):
         assert word in planned.output
-    assert autoshard("show", path).output == planned.output
+    assert autoshard("show", path).stdout == planned.stdout
     assert "predicted cost verified" in autoshard("check", archive, path).output
 
 
 def blocks_reused(*arguments: object) -> int:
-    plan = Plan.from_json(autoshard("plan", *arguments, "--mesh", "2,2", "--json").output)
+    plan = Plan.from_json(autoshard("plan", *arguments, "--mesh", "2,2", "--json").stdout)
     return sum(block.num_reused for block in plan.provenance.blocks)
 
 
@@ -42,7 +42,7 @@ def test_blocks_are_reused_unless_that_is_not_wanted(tmp_path: Path) -> None:
 
 
 def test_json_is_the_plan(archive: Path) -> None:
-    output = autoshard("plan", archive, "--mesh", "4", "--mode", "inference", "--json").output
+    output = autoshard("plan", archive, "--mesh", "4", "--mode", "inference", "--json").stdout
     assert Plan.from_json(output).options.mode == "inference"
 
 
@@ -61,7 +61,7 @@ def test_coverage_shows_rules_and_with_a_plan_times(archive: Path, tmp_path: Pat
         assert "0 of 3 calls are replicated on every rank" in result.output
     assert "resharding" not in bare.output
     assert "0.00% of a step of" in " ".join(timed.output.split())
-    coverage = json.loads(autoshard("coverage", archive, path, "--json").output)
+    coverage = json.loads(autoshard("coverage", archive, path, "--json").stdout)
     assert {use["operator"]: use["num_calls"] for use in coverage["operators"]} == {
         "aten.linear.default": 2,
         "aten.relu.default": 1,

@@ -171,7 +171,7 @@ def test_commands_for_one_stage_say_so(
     text = " ".join(result.output.split())
     assert "the plan is a pipeline of 4 stages" in text
     assert complaint in text
-    assert "plan with stages=1" in text
+    assert "plan with --stages 1" in text
 
 
 def test_a_schedule_that_does_not_fit_is_refused(model: Path) -> None:

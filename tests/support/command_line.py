@@ -7,4 +7,4 @@ from autoshard.cli import app
 
 def autoshard(*arguments: object) -> Result:
     """Run a command; its arguments are written out as in a shell."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, [str(a) for a in arguments], prog_name="autoshard")
