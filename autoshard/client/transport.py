@@ -9,8 +9,8 @@ import inspect
 import json
 import logging
 import os
-import re
 import random
+import re
 import stat
 import time
 from abc import ABC, abstractmethod

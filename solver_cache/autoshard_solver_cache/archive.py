@@ -110,10 +110,15 @@ def import_entries(cache: Cache, path: Path) -> ImportResult:
                     existing += 1
     except _UNREADABLE as error:
         raise CacheFileError(
-            f"{path} cannot be read as a tar file of cache entries: {error}; "
+            f"{path} cannot be read as a tar file of cache entries: {_first_line(error)}; "
             f"{added} new entries before that were imported"
         ) from error
     return ImportResult(added, existing, tuple(rejected))
+
+
+def _first_line(error: Exception) -> str:
+    """Why a file is no tar file; tarfile lists each kind of compression that it has tried."""
+    return "it is damaged, or of another kind" if "\n" in str(error) else str(error)
 
 
 def _entries(cache: Cache, namespaces: Iterable[str] | None) -> Iterator[EntryInfo]:

@@ -119,7 +119,8 @@ def open_engine(url: str, *, busy_timeout: float = 10.0, durable: bool = False) 
         engine = _create(parsed)
     except (ArgumentError, NoSuchModuleError, ImportError, OSError) as error:
         raise StoreUnavailableError(
-            f"cannot open the database {_redacted(url)}: {error}; give a SQLAlchemy URL such as "
+            f"cannot open the database {_redacted(url)}: "
+            f"{getattr(error, 'strerror', None) or error}; give a SQLAlchemy URL such as "
             f"sqlite:////var/lib/autoshard/store.sqlite3, and install its driver"
         ) from error
     if engine.dialect.name == "sqlite":

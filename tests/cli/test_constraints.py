@@ -122,7 +122,7 @@ def test_search_ranks_meshes_and_writes_the_best(archive: Path, tmp_path: Path) 
         (["--forbid", "broadcast"], "forbid.0.kind"),
         (["--forbid", "all_gather@pp"], "'pp'"),
         (["--batch-axis", "pp"], "'pp'"),
-        (["--time-limit", "-1"], "time_limit"),
+        (["--time-limit", "-1"], "--time-limit"),
     ],
 )
 def test_bad_options_are_named(archive: Path, arguments: list[str], complaint: str) -> None:
@@ -154,7 +154,7 @@ def test_bad_questions_are_named(archive: Path, plans: tuple[Path, Path]) -> Non
     for arguments, complaint in (
         (("explain", plans[0], "sideways"), "no node"),
         (("compare", plans[0], archive), "mlp.pt2"),
-        (("search", archive, "--devices", "0"), "num_devices is 0"),
+        (("search", archive, "--devices", "0"), "--devices is 0"),
     ):
         result = autoshard(*arguments)
         assert result.exit_code == 1

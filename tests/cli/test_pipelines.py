@@ -176,7 +176,7 @@ def test_commands_for_one_stage_say_so(
 
 def test_a_schedule_that_does_not_fit_is_refused(model: Path) -> None:
     result = autoshard("plan", model, "--mesh", "2", "--stages", "2", "--schedule", "2F2B")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "schedule" in result.output
 
 
